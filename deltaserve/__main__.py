@@ -1,0 +1,3 @@
+from deltaserve.cli import main
+
+main()
