@@ -1,0 +1,1 @@
+"""What deltaserve adds inside an SGLang worker, through SGLang's plugin interface."""

@@ -1,0 +1,63 @@
+"""SGLang on a machine without a GPU: for development, continuous integration and the demo.
+
+Three things differ there. Kernels: `stubs/` holds an importable ``sgl_kernel`` whose kernels refuse
+to run (the launcher puts that folder on ``PYTHONPATH``). KV transfer: SGLang's NIXL manager takes
+every KV pool for GPU memory ("VRAM"); on a CPU the pools are host memory and must be registered,
+described and transferred as "DRAM". Waiting: NIXL's progress thread spins for the life of a worker
+(half of a core for each of two idle workers on two cores), and a scheduler that waits for a
+transfer polls without pause, on cores that the other worker needs to make progress.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.guards import Hook
+
+_KV_MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
+_PAUSE_S = 0.0005
+
+
+def _use_host_memory(
+    original: Callable[..., None], manager: Any, args: Any, *rest: Any, **options: Any
+) -> None:
+    """Says of each KV buffer that it is host memory, and leaves NIXL without a progress thread.
+
+    `args` is SGLang's ``KVArgs``; without ``kv_data_mem_kinds`` the manager assumes "VRAM" for
+    each of ``kv_data_ptrs`` and tells its peer so. Progress is made where SGLang polls a transfer:
+    the sender's threads and the receiver's scheduler do so as long as one is under way.
+    """
+    import nixl._api
+
+    args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
+    agent_config = nixl._api.nixl_agent_config
+    nixl._api.nixl_agent_config = functools.partial(agent_config, enable_prog_thread=False)
+    try:
+        original(manager, args, *rest, **options)
+    finally:
+        nixl._api.nixl_agent_config = agent_config
+
+
+def _give_up_the_core(_result: None, scheduler: Any) -> None:
+    """Pauses a scheduler that has no batch to run while something is still on its way to it."""
+    if not scheduler.is_fully_idle():
+        time.sleep(_PAUSE_S)
+
+
+HOOKS = (
+    Hook(
+        target=f"{_KV_MANAGER}.__init__",
+        kind="around",
+        function=_use_host_memory,
+        signature="(self, args, disaggregation_mode, server_args, is_mla_backend=False)",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.on_idle",
+        kind="after",
+        function=_give_up_the_core,
+        signature="(self)",
+    ),
+)

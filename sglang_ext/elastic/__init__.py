@@ -1,0 +1,283 @@
+"""A decode worker of SGLang that also prefills: the selective half of selective PD.
+
+A request with bootstrap fields gets its KV from a prefill worker, as on any decode worker; one
+without is prefilled here, from and into the radix cache, and all of them decode in one batch.
+Turned on with ``DELTASERVE_SGLANG=elastic`` on a worker with ``--disaggregation-mode decode
+--disaggregation-decode-enable-radix-cache``; `settings` lists what can be set.
+
+This module owns the hooks into SGLang and does nothing else: each finds the worker of its scheduler
+and calls it. In a process whose scheduler is not elastic every hook calls the original.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.elastic import fallback
+from sglang_ext.elastic.metrics import exporter_of
+from sglang_ext.elastic.settings import from_environment
+from sglang_ext.elastic.worker import LOCAL_ROOM, ElasticWorker, attach, current
+from sglang_ext.guards import Hook
+
+_SETTINGS = from_environment(os.environ)
+
+
+def _worker(scheduler: Any) -> ElasticWorker | None:
+    worker: ElasticWorker | None = getattr(scheduler, "deltaserve_elastic", None)
+    return worker
+
+
+def _attach(_result: None, scheduler: Any) -> None:
+    worker = attach(scheduler, _SETTINGS)
+    worker.exporter = exporter_of(worker)
+
+
+def _let_pass_without_room(scheduler: Any, request: Any) -> None:
+    if (
+        _worker(scheduler) is not None
+        and request.bootstrap_room is None
+        and request.bootstrap_host is None
+    ):
+        request.bootstrap_room = LOCAL_ROOM
+
+
+def _queue(
+    original: Callable[..., None], scheduler: Any, req: Any, is_retracted: bool = False
+) -> None:
+    worker = _worker(scheduler)
+    if worker is None:
+        original(scheduler, req, is_retracted)
+        return
+    # A request that a more important one pushed out has its KV in host memory, like one that was
+    # retracted, and no prefill worker that would send it again.
+    is_retracted = is_retracted or hasattr(req, "kv_cache_cpu")
+    if is_retracted and not req.output_ids:
+        worker.prefill_again(req)
+    elif is_retracted or not worker.is_local(req):
+        worker.arrive(req)
+        if not is_retracted and worker.is_separated(req):
+            worker.counts["separated"] += 1
+        original(scheduler, req, is_retracted)
+    elif scheduler._set_or_validate_priority(req) and not worker.is_refused(req):
+        worker.counts["local"] += 1
+        worker.add_local(req)
+
+
+def _next_batch(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+    worker = _worker(scheduler)
+    return (
+        original(scheduler, running_batch) if worker is None else worker.next_batch(running_batch)
+    )
+
+
+def _prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+    worker = _worker(scheduler)
+    if worker is None:
+        return original(scheduler, running_batch)
+    return worker.prefill(original, running_batch)
+
+
+def _process_decode_queue(original: Callable[..., None], scheduler: Any) -> None:
+    worker = _worker(scheduler)
+    # The event loop calls this before the last batch is merged into the running one, too early for
+    # its accounting; `ElasticWorker.prefill` calls it again in the right place.
+    if worker is None or worker.scheduling:
+        original(scheduler)
+
+
+def _learn(_result: None, scheduler: Any, batch: Any, *_: Any) -> None:
+    worker = _worker(scheduler)
+    if worker is not None:
+        worker.processed(batch)
+        if worker.exporter is not None:
+            worker.exporter.export()
+
+
+def _abort(original: Callable[..., None], scheduler: Any, request: Any) -> None:
+    worker = _worker(scheduler)
+    if worker is None:
+        original(scheduler, request)
+        return
+    fallback.mark_aborted(worker, request)
+    worker.abort_waiting(request)
+    with worker.showing_transferred():
+        original(scheduler, request)
+
+
+def _is_fully_idle(idle: bool, scheduler: Any, for_health_check: bool = False) -> bool:
+    worker = _worker(scheduler)
+    return idle and (worker is None or worker.is_idle())
+
+
+def _internal_state(answer: Any, scheduler: Any, *_: Any) -> Any:
+    worker = _worker(scheduler)
+    if worker is not None:
+        answer.internal_state["deltaserve_elastic"] = worker.state()
+    return answer
+
+
+def _loads(loads: Any, _inquirer: Any) -> Any:
+    worker = current()
+    if worker is not None:
+        worker.add_to_loads(loads)
+    return loads
+
+
+def _adder_init(_result: None, adder: Any, *_: Any, **__: Any) -> None:
+    worker = current()
+    if worker is not None:
+        adder.rem_total_token_offset += worker.extra_reserved_tokens
+
+
+def _add_chunked(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    if current() is None:
+        return original(adder, req)
+    # Memory for the chunk has been made sure of. What is reserved for others must not cut it into
+    # crumbs: it may take from those reserves, as they count what it leaves.
+    offset = adder.rem_total_token_offset
+    adder.rem_total_token_offset = 0
+    left = original(adder, req)
+    adder.rem_total_token_offset += offset
+    return left
+
+
+def _mixed(_result: None, batch: Any, running_batch: Any) -> None:
+    riding = running_batch.batch_size()
+    if current() is None or riding == 0 or batch.seq_lens_cpu is None:
+        return
+    # With overlap scheduling SGLang takes each decode's last token for one that it has not noted
+    # yet. A request that has just arrived brought its token along: it would be taken to be longer
+    # by one than it is.
+    batch.prefix_lens = [
+        *batch.prefix_lens[:-riding],
+        *(length - 1 for length in batch.seq_lens_cpu[-riding:].tolist()),
+    ]
+
+
+def _transfer_budget(
+    tokens: int, queue: Any, *_: Any, count_retracted: bool = True, **__: Any
+) -> int:
+    worker = _worker(queue.scheduler)
+    if worker is None:
+        return tokens
+    return worker.transfer_budget(tokens, for_retracted=not count_retracted)
+
+
+def _handshakes(_result: None, queue: Any, *_: Any, **__: Any) -> None:
+    worker = _worker(queue.scheduler)
+    if worker is not None:
+        fallback.recover_handshakes(worker, queue)
+
+
+def _poll(polls: list[int], queue: Any) -> list[int]:
+    return polls if _worker(queue.scheduler) is None else fallback.give_up_failed(polls, queue)
+
+
+def _commit(original: Callable[..., None], queue: Any, entry: Any) -> None:
+    if _worker(queue.scheduler) is None:
+        original(queue, entry)
+    else:
+        fallback.commit(original, queue, entry)
+
+
+def _transferred(handed_on: list[Any], queue: Any, *_: Any, **__: Any) -> list[Any]:
+    worker = _worker(queue.scheduler)
+    return handed_on if worker is None else fallback.sort_out(worker, queue, handed_on)
+
+
+def _hold_rebootstrap(original: Callable[..., None], queue: Any, req: Any) -> None:
+    worker = _worker(queue.scheduler)
+    if worker is None or not worker.is_local(req):
+        original(queue, req)
+    else:
+        fallback.resume_here(worker, req)
+
+
+def _heartbeat(_result: None, manager: Any, address: str) -> None:
+    if current() is not None:
+        fallback.notice_restart(manager, address)
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+_PREALLOCATION = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+_TRANSFER = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
+
+HOOKS = (
+    Hook(f"{_SCHEDULER}.init_output_streamer", "after", _attach, "(self)"),
+    Hook(
+        f"{_SCHEDULER}.handle_generate_request",
+        "before",
+        _let_pass_without_room,
+        "(self, recv_req)",
+    ),
+    Hook(
+        f"{_SCHEDULER}._add_request_to_queue", "around", _queue, "(self, req, is_retracted=False)"
+    ),
+    Hook(
+        f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run",
+        "around",
+        _next_batch,
+        "(self, running_batch)",
+    ),
+    Hook(f"{_SCHEDULER}.get_new_batch_prefill", "around", _prefill, "(self, running_batch)"),
+    Hook(f"{_SCHEDULER}.process_decode_queue", "around", _process_decode_queue, "(self)"),
+    Hook(f"{_SCHEDULER}.process_batch_result", "after", _learn, "(self, batch, result)"),
+    Hook(f"{_SCHEDULER}.abort_request", "around", _abort, "(self, recv_req)"),
+    Hook(f"{_SCHEDULER}.is_fully_idle", "after", _is_fully_idle, "(self, for_health_check=False)"),
+    Hook(f"{_SCHEDULER}.get_internal_state", "after", _internal_state, "(self, recv_req)"),
+    Hook(
+        "sglang.srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer.get_loads",
+        "after",
+        _loads,
+        "(self)",
+    ),
+    Hook(
+        f"{_ADDER}.__init__",
+        "after",
+        _adder_init,
+        "(self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch, "
+        "new_token_ratio, rem_input_tokens, rem_chunk_tokens, num_mixed_decode_tokens=0, "
+        "priority_scheduling_preemption_threshold=0, max_prefill_bs=0, max_running_requests=None, "
+        "prefill_max_requests=None, prefill_delayer_single_pass=None, dllm_config=None, "
+        "waiting_queue_len=0)",
+    ),
+    Hook(f"{_ADDER}.add_chunked_req", "around", _add_chunked, "(self, req)"),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
+        "after",
+        _mixed,
+        "(self, running_batch)",
+    ),
+    Hook(
+        f"{_PREALLOCATION}._allocatable_token_budgets",
+        "after",
+        _transfer_budget,
+        "(self, retractable_tokens=None, count_retracted=True, extra_reserved_reqs=0, "
+        "reserved_tokens=None, hicache_reserved_tokens=0)",
+    ),
+    Hook(
+        f"{_PREALLOCATION}._update_handshake_waiters",
+        "after",
+        _handshakes,
+        "(self, rids_to_check=None, pp_good_rids=None, pp_bad_rids=None)",
+    ),
+    Hook(f"{_PREALLOCATION}.hold_rebootstrap", "around", _hold_rebootstrap, "(self, req)"),
+    Hook(f"{_TRANSFER}._poll_with_metadata_gate", "after", _poll, "(self)"),
+    Hook(f"{_TRANSFER}._commit_transfer_to_req", "around", _commit, "(self, decode_req)"),
+    Hook(f"{_TRANSFER}.pop_transferred", "after", _transferred, "(self, rids_to_check=None)"),
+    Hook(
+        "sglang.srt.disaggregation.common.conn.CommonKVManager._on_heartbeat_success",
+        "after",
+        _heartbeat,
+        "(self, bootstrap_addr)",
+    ),
+    Hook(
+        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager._on_heartbeat_success",
+        "after",
+        _heartbeat,
+        "(self, bootstrap_addr)",
+    ),
+)

@@ -1,0 +1,276 @@
+"""The way back: a request whose KV could not be brought is prefilled here, if it still makes sense.
+
+Owns what happens when a handshake or a transfer fails or is aborted by its client: who falls back
+and who ends, and that pages and slots are released exactly once. A failed transfer's
+pages are not free at once: the prefill worker may be writing to them, and SGLang knows no
+acknowledgement of an abort. They go to the worker's quarantine while the request starts over with
+new ones.
+
+How SGLang's transfer queue is led there: it frees the metadata buffer of an entry that succeeded
+and hands the request on; of one that failed it releases the pages as well. So a failed entry is
+reported to it as a success whose commit does nothing, and is sorted out of what it hands on.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+from sglang_ext.elastic.worker import ElasticWorker
+
+logger = logging.getLogger(__name__)
+
+REASONS = ("prefill_lost", "prefill_unreachable", "timeout", "handshake", "transfer", "metadata")
+"""Why a transfer failed, as counted."""
+
+_GIVEN_UP = "deltaserve_given_up"
+_ABORTED = "deltaserve_aborted"
+
+
+def reason_of(message: str, stage: str) -> str:
+    """The one of `REASONS` that SGLang's failure `message` stands for.
+
+    Where the message says no more, it is the `stage`: ``handshake``, ``transfer`` or ``metadata``.
+    """
+    for text, reason in (
+        ("Lost connection with prefill", "prefill_lost"),
+        ("but now it is down", "prefill_unreachable"),
+        ("Could not fetch", "prefill_unreachable"),
+        ("_register_kv_args", "prefill_unreachable"),
+        ("send_metadata to prefill", "prefill_unreachable"),
+        ("timed out", "timeout"),
+        # How SGLang ends a handshake when it gives up looking for the prefill worker; requests that
+        # their clients aborted do not get here.
+        ("Aborted by AbortReq", "prefill_unreachable"),
+    ):
+        if text in message:
+            return reason
+    return stage
+
+
+def _age_s(req: Any) -> float:
+    received_s = (
+        req.time_stats.scheduler_recv_time or req.time_stats.decode_prealloc_queue_entry_time
+    )
+    return time.perf_counter() - received_s if received_s else 0.0
+
+
+def _deadline_s(worker: ElasticWorker, req: Any) -> float | None:
+    """Seconds from arrival to the first token: the request's own, else the worker's setting."""
+    custom = req.sampling_params.custom_params
+    own = custom.get("deltaserve_deadline_s") if isinstance(custom, dict) else None
+    if isinstance(own, int | float) and not isinstance(own, bool):
+        return float(own)
+    return worker.settings.deadline_s
+
+
+def may_fall_back(worker: ElasticWorker, req: Any) -> bool:
+    """Whether `req` may be prefilled here, as this rank sees it."""
+    if not worker.settings.fallback or getattr(req, _ABORTED, False):
+        return False
+    deadline_s = _deadline_s(worker, req)
+    return deadline_s is None or _age_s(req) + worker.expected_prefill_s(req) <= deadline_s
+
+
+def _take_back_boundary_token(req: Any) -> None:
+    """Gives `req` its last token back, which a pause set aside.
+
+    A prefill worker would have computed KV up to it; prefilled here, the request goes on after it.
+    """
+    if req.pd_rebootstrap_forced_output_id is not None:
+        req.output_ids.append(req.pd_rebootstrap_forced_output_id)
+    req.pd_rebootstrap_forced_output_id = None
+    req.pd_rebootstrap_in_progress = False
+
+
+def _start_over(req: Any) -> None:
+    """Makes `req`, which owns no memory, a request that was never scheduled."""
+    if getattr(req, "pd_rebootstrap_in_progress", False):
+        _take_back_boundary_token(req)
+    retractions, stained = req.retraction_count, req.retracted_stain
+    req.reset_for_retract()
+    req.retraction_count, req.retracted_stain = retractions, stained
+    req.is_retracted = False
+    req.finished_reason = None
+    req.to_finish = None
+    req.cached_tokens = 0
+    req.full_untruncated_fill_ids = array("q")
+    if req.return_logprob:
+        # An aborted request gets empty lists here, which would be sent for the prompt's logprobs.
+        for part in ("token", "top", "token_ids"):
+            for kind in ("val", "idx"):
+                setattr(req.logprob, f"input_{part}_logprobs_{kind}", None)
+
+
+def _fall_back(worker: ElasticWorker, req: Any, message: str, stage: str) -> None:
+    reason = reason_of(message, stage)
+    worker.counts[f"fallback_{reason}"] += 1
+    logger.warning(
+        "Elastic: %s is prefilled here after %.2f s, because of %s: %s",
+        req.rid,
+        _age_s(req),
+        reason,
+        message,
+    )
+    _start_over(req)
+    worker.add_local(req)
+
+
+def resume_here(worker: ElasticWorker, req: Any) -> None:
+    """Puts a local request that a pause threw out of the batch back in line.
+
+    SGLang would have its KV recomputed by the prefill worker that it came from.
+    """
+    _take_back_boundary_token(req)
+    worker.add_local(req)
+
+
+def _failure_message(receiver: Any) -> str:
+    try:
+        receiver.failure_exception()
+    except Exception as error:
+        return str(error)
+    return "no reason was given"
+
+
+def mark_aborted(worker: ElasticWorker, request: Any) -> None:
+    """Remembers which of the requests under way their client no longer wants.
+
+    SGLang fails their transfers the same way as one that broke.
+    """
+    s = worker.scheduler
+    for queue in (s.disagg_decode_prealloc_queue.queue, s.disagg_decode_transfer_queue.queue):
+        for entry in queue:
+            if request.abort_all or entry.req.rid.startswith(request.rid):
+                setattr(entry.req, _ABORTED, True)
+
+
+def recover_handshakes(worker: ElasticWorker, queue: Any) -> None:
+    """Takes requests whose handshake failed out of the preallocation `queue`, to prefill them here.
+
+    They own no memory yet. SGLang has set them up for an abort and would send it next.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    failed = [entry for entry in queue.queue if isinstance(entry.req.finished_reason, FINISH_ABORT)]
+    verdicts = worker.agree([int(may_fall_back(worker, entry.req)) for entry in failed])
+    recovered = []
+    for entry, verdict in zip(failed, verdicts, strict=True):
+        req = entry.req
+        message = str(req.finished_reason.message)
+        if not verdict:
+            if not getattr(req, _ABORTED, False):
+                worker.counts[f"fallback_refused_{reason_of(message, 'handshake')}"] += 1
+            continue
+        entry.kv_receiver.clear()
+        entry.kv_receiver = None
+        recovered.append(entry)
+        _fall_back(worker, req, message, "handshake")
+    if recovered:
+        gone = {id(entry) for entry in recovered}
+        queue.queue = [entry for entry in queue.queue if id(entry) not in gone]
+        queue.pending_reqs = [entry for entry in queue.pending_reqs if id(entry) not in gone]
+
+
+def give_up_failed(polls: list[int], queue: Any) -> list[int]:
+    """Marks the transfers that failed and reports them as done, so that they are handed on."""
+    from sglang.srt.disaggregation.base import KVPoll
+
+    reported = list(polls)
+    for i, (entry, poll) in enumerate(zip(queue.queue, polls, strict=True)):
+        if poll == KVPoll.Failed:
+            setattr(entry.req, _GIVEN_UP, ("transfer", _failure_message(entry.kv_receiver)))
+            reported[i] = int(KVPoll.Success)
+    return reported
+
+
+def commit(original: Callable[..., None], queue: Any, entry: Any) -> None:
+    """Commits a transfer that succeeded; drops the receiver of one that was given up."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req = entry.req
+    if getattr(req, _GIVEN_UP, None) is None:
+        original(queue, entry)
+        if isinstance(req.finished_reason, FINISH_ABORT):
+            setattr(req, _GIVEN_UP, ("metadata", str(req.finished_reason.message)))
+            req.finished_reason = None
+    if entry.kv_receiver is not None and getattr(req, _GIVEN_UP, None) is not None:
+        entry.kv_receiver.clear()
+        entry.kv_receiver = None
+
+
+def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[Any]:
+    """Of the requests that the transfer queue hands on, those whose KV is here.
+
+    The others lose their pages to the quarantine. Then they fall back, or end with an error.
+    """
+    given_up = [req for req in handed_on if getattr(req, _GIVEN_UP, None) is not None]
+    if not given_up:
+        return handed_on
+    from http import HTTPStatus
+
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    verdicts = worker.agree([int(may_fall_back(worker, req)) for req in given_up])
+    for req, verdict in zip(given_up, verdicts, strict=True):
+        stage, message = getattr(req, _GIVEN_UP)
+        setattr(req, _GIVEN_UP, None)
+        holder = copy.copy(req)
+        worker.hold(holder)
+        if verdict:
+            req.req_pool_idx = None
+            req.kv = None
+            _fall_back(worker, req, message, stage)
+            continue
+        s = worker.scheduler
+        if getattr(req, _ABORTED, False):
+            worker.counts["aborted_transfer"] += 1
+        else:
+            worker.counts[f"fallback_refused_{reason_of(message, stage)}"] += 1
+            logger.error("Elastic: the transfer of %s failed: %s", req.rid, message)
+            if s.metrics_reporter.enable_metrics:
+                s.metrics_collector.increment_transfer_failed_reqs()
+        prepare_abort(req, f"Decode transfer failed: {message}", HTTPStatus.INTERNAL_SERVER_ERROR)
+        s.output_streamer.stream_output([req], req.return_logprob)
+    gone = {id(req) for req in given_up}
+    return [req for req in handed_on if id(req) not in gone]
+
+
+def notice_restart(manager: Any, address: str) -> None:
+    """Treats a prefill worker as lost that was replaced between two heartbeats.
+
+    The new one answers the heartbeats of the old one's address, but listens on other ports: KV
+    would be asked for at the old ports and waited for until the timeout (300 s by default). Runs in
+    the thread that sends heartbeats.
+    """
+    prefill = manager.prefill_info_table.get(address)
+    if prefill is None:
+        return
+    for key, cached in list(manager.connection_pool.items()):
+        if not key.startswith(f"{address}_") or not cached:
+            continue
+        dp_rank, cp_rank, _ = key.removeprefix(f"{address}_").split("_", 2)
+        ranks = {
+            "prefill_dp_rank": dp_rank,
+            "prefill_cp_rank": cp_rank,
+            "target_tp_rank": prefill.target_tp_ranks[0],
+            "target_pp_rank": list(prefill.target_pp_ranks)[-1],
+        }
+        try:
+            with urlopen(f"http://{address}/route?{urlencode(ranks)}", timeout=2) as answer:
+                found = json.load(answer)
+        except (OSError, ValueError):
+            # Down, or not registered yet: the next heartbeat knows more.
+            return
+        known = cached[0]
+        if any(found.get(part) != known[part] for part in ("rank_ip", "rank_port")):
+            logger.warning("Elastic: the prefill worker at %s was replaced", address)
+            manager._handle_node_failure(address)
+            return

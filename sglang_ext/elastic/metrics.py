@@ -1,0 +1,56 @@
+"""The elastic worker's counters on SGLang's ``/metrics`` page.
+
+Knows the worker's `counts` and SGLang's metric labels; nothing of what they count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext.elastic.worker import ElasticWorker
+
+
+class Exporter:
+    """Copies counters to Prometheus.
+
+    ``deltaserve_elastic_events_total{event=…}`` counts what `ElasticWorker.counts` does.
+    """
+
+    def __init__(self, worker: ElasticWorker, labels: dict[str, str]) -> None:
+        # After SGLang has named the folder that its processes share, or nothing would be collected.
+        from prometheus_client import (  # type: ignore[import-not-found,unused-ignore]
+            Counter,
+            Gauge,
+        )
+
+        self._worker = worker
+        self._labels = labels
+        self._exported: dict[str, int] = {}
+        self._events: Any = Counter(
+            "deltaserve_elastic_events",
+            "Requests and events of the elastic worker since its start, by kind.",
+            labelnames=[*labels, "event"],
+        )
+        self._quarantine: Any = Gauge(
+            "deltaserve_elastic_quarantined_requests",
+            "Failed transfers whose KV pages are kept unused.",
+            labelnames=list(labels),
+            multiprocess_mode="mostrecent",
+        )
+
+    def export(self) -> None:
+        """Brings Prometheus up to date."""
+        for event, count in self._worker.counts.items():
+            new = count - self._exported.get(event, 0)
+            if new:
+                self._events.labels(**self._labels, event=event).inc(new)
+                self._exported[event] = count
+        self._quarantine.labels(**self._labels).set(len(self._worker.quarantine))
+
+
+def exporter_of(worker: ElasticWorker) -> Exporter | None:
+    """An exporter, where the server was started with ``--enable-metrics``."""
+    reporter = worker.scheduler.metrics_reporter
+    if not reporter.current_scheduler_metrics_enabled:
+        return None
+    return Exporter(worker, dict(worker.scheduler.metrics_collector.labels))

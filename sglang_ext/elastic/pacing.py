@@ -1,0 +1,202 @@
+"""How many prompt tokens may join a step, so that the requests decoding in it keep their pace.
+
+Owns the model of what a step costs, learnt from the steps that ran, and the size of the next chunk.
+Knows nothing of SGLang: seconds and token counts come in, a token count goes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_FEATURES = 6
+_FORGETTING = 0.98
+_SWEEPS = 40
+_OUTLIER = 3.0
+_GROWTH = 2.0
+_LOST_TARGET = 1.5
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one engine step computes.
+
+    `prefill_tokens` prompt tokens attend to `prefix_tokens` that lie in the cache before them (the
+    mean over the prompts of the step, weighted by their tokens); `decode_requests` produce a token
+    each, with `decode_context_tokens` of KV between them.
+    """
+
+    prefill_tokens: int
+    prefix_tokens: float
+    decode_requests: int
+    decode_context_tokens: int
+
+    def features(self) -> tuple[float, ...]:
+        """The terms that a step's time is linear in, scaled to comparable size.
+
+        Weights and launches (constant), dense work (tokens), attention of the prompt (tokens ×
+        what they attend to), reading what they attend to, decodes, attention of the decodes.
+        """
+        tokens = float(self.prefill_tokens)
+        return (
+            1.0,
+            tokens / 1e3,
+            tokens * (self.prefix_tokens + tokens / 2) / 1e7,
+            self.prefix_tokens / 1e4,
+            self.decode_requests / 1e1,
+            self.decode_context_tokens / 1e5,
+        )
+
+
+@dataclass
+class StepTimes:
+    """Recursive least squares with forgetting, non-negative coefficients and relative errors.
+
+    Old steps fade with a factor of 0.98 a step, so that the model follows the engine.
+    """
+
+    _gram: list[list[float]] = field(
+        default_factory=lambda: [[0.0] * _FEATURES for _ in range(_FEATURES)]
+    )
+    _target: list[float] = field(default_factory=lambda: [0.0] * _FEATURES)
+    _coefficients: list[float] = field(default_factory=lambda: [0.0] * _FEATURES)
+    _error: float = 0.0
+    steps: int = 0
+    largest_chunk_tokens: int = 0
+    """Largest prefill among the steps seen: beyond it the model extrapolates."""
+
+    def observe(self, step: Step, duration_s: float) -> None:
+        """Learns that `step` took `duration_s` seconds."""
+        if not (math.isfinite(duration_s) and duration_s > 0):
+            return
+        predicted_s = self.predict(step)
+        if self.steps > 4 and predicted_s > 0:
+            # A compilation or another tenant's burst must not be taken for what a step costs; a
+            # lasting slowdown still gets through, a factor at a time.
+            duration_s = min(duration_s, _OUTLIER * predicted_s)
+            error = min(1.0, abs(duration_s - predicted_s) / predicted_s)
+            self._error += 0.1 * (error - self._error)
+        # Errors relative to the measured time would favour the shortest of many noisy steps.
+        scale_s = duration_s
+        if self.steps > 4:
+            scale_s = min(max(predicted_s, duration_s / _OUTLIER), duration_s * _OUTLIER)
+        features = step.features()
+        for i in range(_FEATURES):
+            row = self._gram[i]
+            for j in range(_FEATURES):
+                row[j] = _FORGETTING * row[j] + features[i] * features[j] / scale_s**2
+            self._target[i] = _FORGETTING * self._target[i] + features[i] * duration_s / scale_s**2
+        self._fit()
+        self.steps += 1
+        self.largest_chunk_tokens = max(self.largest_chunk_tokens, step.prefill_tokens)
+
+    def _fit(self) -> None:
+        """Non-negative least squares by coordinate descent from the last solution."""
+        x = self._coefficients
+        for _ in range(_SWEEPS):
+            moved = 0.0
+            for j in range(_FEATURES):
+                # The ridge keeps a term at zero that no step has shown yet.
+                diagonal = self._gram[j][j] * (1 + 1e-9)
+                if diagonal <= 0:
+                    continue
+                gradient = self._target[j] - sum(
+                    g * c for g, c in zip(self._gram[j], x, strict=True)
+                )
+                better = max(0.0, x[j] + gradient / diagonal)
+                moved = max(moved, abs(better - x[j]))
+                x[j] = better
+            if moved <= 1e-5 * max(x):
+                return
+
+    def predict(self, step: Step) -> float:
+        """Seconds that `step` will take, by what has been seen; 0 before anything was."""
+        return sum(c * f for c, f in zip(self._coefficients, step.features(), strict=True))
+
+    @property
+    def error(self) -> float:
+        """Mean relative error of recent predictions."""
+        return self._error
+
+
+@dataclass
+class ChunkPacer:
+    """Chooses the chunk of the next step.
+
+    `target_s` is the longest that a step carrying decodes should take, `smallest_tokens` the chunk
+    below which a prompt would hardly advance, `largest_tokens` the server's chunk.
+    """
+
+    target_s: float
+    smallest_tokens: int
+    largest_tokens: int
+    times: StepTimes = field(default_factory=StepTimes)
+
+    def observe(self, step: Step, duration_s: float) -> None:
+        """Learns from a step that prefilled; steps of decodes alone run other kernels."""
+        if step.prefill_tokens > 0:
+            self.times.observe(step, duration_s)
+
+    def chunk_tokens(
+        self, prefix_tokens: int, decode_requests: int, decode_context_tokens: int
+    ) -> int:
+        """The most prompt tokens that a step with these decodes can take within the target.
+
+        Without decodes there is nobody to keep waiting and the chunk is the largest. Where even
+        the smallest chunk misses the target, making it that small would only add steps: the step
+        may then take half as long again as with the smallest. A chunk is at most twice the largest
+        that has been measured: the model is not trusted far from what it has seen.
+        """
+        if decode_requests == 0:
+            return self.largest_tokens
+        lowest = min(self.smallest_tokens, self.largest_tokens)
+        if self.times.steps == 0:
+            return min(self.largest_tokens, max(lowest, 4 * self.smallest_tokens))
+        highest = min(
+            self.largest_tokens, max(lowest, int(_GROWTH * self.times.largest_chunk_tokens))
+        )
+        budget_s = self.target_s / (1 + min(self.times.error, 0.5))
+
+        def takes_s(tokens: int) -> float:
+            step = Step(tokens, prefix_tokens, decode_requests, decode_context_tokens)
+            return self.times.predict(step)
+
+        if takes_s(lowest) > budget_s:
+            budget_s = _LOST_TARGET * takes_s(lowest)
+
+        def fits(tokens: int) -> bool:
+            return takes_s(tokens) <= budget_s
+
+        if fits(highest):
+            return highest
+        low, high = lowest, highest
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def prefill_s(self, prompts: Sequence[tuple[int, int]]) -> float:
+        """Seconds to prefill `prompts`, each (new tokens, cached tokens), one chunk after another.
+
+        0 before any step was seen. For judging a deadline, not for scheduling.
+        """
+        total_s = 0.0
+        for new_tokens, prefix_tokens in prompts:
+            done = 0
+            while done < new_tokens:
+                tokens = min(self.largest_tokens, new_tokens - done)
+                total_s += self.times.predict(Step(tokens, prefix_tokens + done, 0, 0))
+                done += tokens
+        return total_s
+
+
+def fit_to_pages(tokens: int, page_size: int, riding_decodes: int, largest_tokens: int) -> int:
+    """A chunk whose prompt part is whole pages, in the form that SGLang wants it.
+
+    SGLang takes the decodes that ride along off the chunk; a prompt cut within a page would leave
+    the rest of that page to the next chunk. At least one page, at most `largest_tokens` rounded
+    down to pages (but a page).
+    """
+    pages = max(1, min(tokens, largest_tokens) // page_size)
+    return pages * page_size + riding_decodes

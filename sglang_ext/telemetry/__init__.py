@@ -1,0 +1,13 @@
+"""What an SGLang worker did, one JSON line an event, for the reports that explain a number.
+
+Three kinds of events, each from its own module: `steps` (what each forward pass held and how long
+it took), `requests` (when a request passed each phase) and `transfers` (the KV bytes that the
+transfer engine was asked to move, and those the decode cache saved). `sink` writes them to the
+folder ``DELTASERVE_TELEMETRY_DIR``, one file a process. Nothing here changes what the worker does.
+"""
+
+from __future__ import annotations
+
+from sglang_ext.telemetry import requests, steps, transfers
+
+HOOKS = (*steps.HOOKS, *requests.HOOKS, *transfers.HOOKS)

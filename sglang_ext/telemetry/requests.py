@@ -1,0 +1,73 @@
+"""One line a finished request: when it passed each phase on this worker.
+
+The times are SGLang's own (``SchedulerReqTimeStats``), taken whether or not telemetry is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sglang_ext.guards import Hook
+from sglang_ext.telemetry.sink import emit, unix_minus_perf_counter_s
+
+# field of SchedulerReqTimeStats → name in the telemetry
+_PHASES = {
+    "prefill_bootstrap_queue_entry_time": "bootstrap_queued_s",
+    "decode_prealloc_queue_entry_time": "preallocation_queued_s",
+    "bootstrap_done_time": "bootstrapped_s",
+    "decode_transfer_queue_entry_time": "transfer_started_s",
+    "wait_queue_entry_time": "queued_s",
+    "forward_entry_time": "prefill_started_s",
+    "prefill_finished_time": "prefill_finished_s",
+    "prefill_transfer_queue_entry_time": "transfer_queued_s",
+    "prefill_kv_transfer_finish_time": "transfer_finished_s",
+    "decode_prebuilt_finish_time": "decode_ready_s",
+    "completion_time": "finished_s",
+}
+_RECORDED = "_deltaserve_recorded"
+
+
+def record_finished(scheduler: Any, candidates: Iterable[Any]) -> None:
+    """Writes a line for each request of `candidates` that has finished, once.
+
+    Times are Unix seconds, or absent where the request did not pass the phase on this worker.
+    """
+    for request in candidates:
+        if not request.finished() or getattr(request, _RECORDED, False):
+            continue
+        setattr(request, _RECORDED, True)
+        stats = request.time_stats
+        phases = {
+            name: getattr(stats, field) + unix_minus_perf_counter_s
+            for field, name in _PHASES.items()
+            if getattr(stats, field)
+        }
+        emit(
+            "request",
+            {
+                "engine_request_id": request.rid,
+                "room": request.bootstrap_room,
+                "mode": scheduler.disaggregation_mode.value,
+                "input_tokens": len(request.origin_input_ids),
+                "output_tokens": len(request.output_ids),
+                "cached_tokens": request.cached_tokens,
+                "finish_reason": type(request.finished_reason).__name__,
+                "phases": phases,
+            },
+        )
+
+
+def _record_prefilled(finished: list[Any], scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """On a prefill worker a request ends when its KV has been sent, not in a batch's result."""
+    record_finished(scheduler, finished)
+
+
+HOOKS = (
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.process_disagg_prefill_inflight_queue",
+        kind="after",
+        function=_record_prefilled,
+        signature="(self, rids_to_check=None)",
+    ),
+)

@@ -1,0 +1,95 @@
+"""One line a KV transfer: the bytes that NIXL was asked to move, and those the decode cache saved.
+
+Written by the prefill worker, which knows both: the pages it hands to NIXL, and the prefix that the
+decode worker said it already holds (``decode_prefix_len``, SGLang pull request 19746).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext.guards import Hook
+from sglang_ext.telemetry.sink import emit
+
+_KV_MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
+
+
+@dataclass
+class _Transfer:
+    start_unix_s: float
+    pages: int = 0
+    chunks: int = 0
+
+
+_open_transfers: dict[int, _Transfer] = {}
+
+
+def _note_chunk(
+    manager: Any,
+    peer_name: str,
+    prefill_kv_indices: Any,
+    dst_kv_ptrs: Any,
+    dst_kv_indices: Any,
+    dst_gpu_id: int,
+    notif: str,
+    dst_mem_kind: str = "VRAM",
+) -> None:
+    """Counts a chunk; `prefill_kv_indices` are its page indices, `notif` starts with the room."""
+    room = int(notif.split("_", 1)[0])
+    transfer = _open_transfers.setdefault(room, _Transfer(start_unix_s=time.time()))
+    transfer.pages += len(prefill_kv_indices)
+    transfer.chunks += 1
+
+
+def _note_end(manager: Any, bootstrap_room: int, status: Any) -> None:
+    """Writes the room's line when the prefill side has sent all of it, or given up."""
+    from sglang.srt.disaggregation.base import KVPoll
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+
+    if manager.disaggregation_mode != DisaggregationMode.PREFILL:
+        return
+    if status not in (KVPoll.Success, KVPoll.Failed):
+        return
+    transfer = _open_transfers.pop(bootstrap_room, None)
+    if transfer is None and status == KVPoll.Failed:
+        return  # failed before anything was sent, or the failure is already on record
+    now_s = time.time()
+    receivers = manager.transfer_infos.get(bootstrap_room, {}).values()
+    saved_tokens = max((info.decode_prefix_len or 0 for info in receivers), default=0)
+    page_size = manager.kv_args.page_size
+    bytes_a_page = sum(manager.kv_args.kv_item_lens)
+    pages = transfer.pages if transfer else 0
+    emit(
+        "kv_transfer",
+        {
+            "backend": "nixl",
+            "room": bootstrap_room,
+            "ok": status == KVPoll.Success,
+            "tokens": pages * page_size,
+            "bytes": pages * bytes_a_page,
+            "chunks": transfer.chunks if transfer else 0,
+            "saved_tokens": saved_tokens,
+            "saved_bytes": saved_tokens * bytes_a_page // page_size,
+            "start_unix_s": transfer.start_unix_s if transfer else now_s,
+            "end_unix_s": now_s,
+        },
+    )
+
+
+HOOKS = (
+    Hook(
+        target=f"{_KV_MANAGER}.send_kvcache",
+        kind="before",
+        function=_note_chunk,
+        signature="(self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, "
+        "notif, dst_mem_kind='VRAM')",
+    ),
+    Hook(
+        target=f"{_KV_MANAGER}.update_status",
+        kind="before",
+        function=_note_end,
+        signature="(self, bootstrap_room, status)",
+    ),
+)

@@ -1,0 +1,183 @@
+"""The chunk that a step may take while others decode, and what the model of step times learns."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.elastic.pacing import ChunkPacer, Step, StepTimes, fit_to_pages
+
+
+def engine_s(step: Step) -> float:
+    """A step on an imagined GPU: launches, dense work, attention, and the decodes' share."""
+    tokens = step.prefill_tokens
+    return (
+        0.030
+        + 2.0e-5 * tokens
+        + 4.0e-10 * tokens * (step.prefix_tokens + tokens / 2)
+        + 1.0e-4 * step.decode_requests
+        + 1.0e-8 * step.decode_context_tokens
+    )
+
+
+@functools.cache
+def learnt() -> StepTimes:
+    times = StepTimes()
+    rng = random.Random(1)
+    for _ in range(200):
+        step = Step(
+            rng.randrange(128, 8192),
+            rng.randrange(0, 60_000),
+            rng.randrange(1, 32),
+            rng.randrange(0, 500_000),
+        )
+        times.observe(step, engine_s(step))
+    return times
+
+
+def trained(target_s: float = 0.08) -> ChunkPacer:
+    return ChunkPacer(
+        target_s=target_s,
+        smallest_tokens=128,
+        largest_tokens=8192,
+        times=copy.deepcopy(learnt()),
+    )
+
+
+def test_the_model_predicts_steps_it_has_not_seen() -> None:
+    times = trained().times
+    for step in (Step(1000, 30_000, 8, 128_000), Step(6000, 500, 2, 10_000)):
+        assert times.predict(step) == pytest.approx(engine_s(step), rel=0.03)
+    assert times.error < 0.05
+
+
+def test_the_model_follows_an_engine_that_becomes_slower() -> None:
+    pacer = trained()
+    rng = random.Random(2)
+    for _ in range(400):
+        step = Step(rng.randrange(128, 4096), rng.randrange(0, 60_000), 8, 128_000)
+        pacer.observe(step, 5 * engine_s(step))
+    step = Step(2048, 20_000, 8, 128_000)
+    assert pacer.times.predict(step) == pytest.approx(5 * engine_s(step), rel=0.1)
+
+
+def test_on_a_noisy_engine_steps_keep_the_target_on_the_whole() -> None:
+    pacer = ChunkPacer(target_s=0.08, smallest_tokens=128, largest_tokens=8192)
+    rng = random.Random(3)
+    durations = []
+    for i in range(600):
+        prefix = 1000 * (i % 30)
+        step = Step(pacer.chunk_tokens(prefix, 8, 128_000), prefix, 8, 128_000)
+        duration_s = engine_s(step) * rng.lognormvariate(0, 0.4)
+        durations.append(duration_s)
+        pacer.observe(step, duration_s)
+    settled = sorted(durations[100:])
+    assert 0.05 < sum(settled) / len(settled) < 0.08
+    assert settled[int(0.9 * len(settled))] < 0.12
+
+
+def test_one_compilation_does_not_shrink_the_chunks() -> None:
+    pacer = trained()
+    before = pacer.chunk_tokens(20_000, 8, 128_000)
+    pacer.observe(Step(before, 20_000, 8, 128_000), 30.0)
+    assert pacer.chunk_tokens(20_000, 8, 128_000) > 0.6 * before
+
+
+@given(
+    prefix=st.integers(0, 200_000),
+    decodes=st.integers(1, 64),
+    context=st.integers(0, 2_000_000),
+    target_ms=st.integers(20, 400),
+)
+def test_a_chunk_keeps_the_target_wherever_the_smallest_would(
+    prefix: int, decodes: int, context: int, target_ms: int
+) -> None:
+    pacer = trained()
+    pacer.target_s = target_ms / 1000
+    tokens = pacer.chunk_tokens(prefix, decodes, context)
+    assert 128 <= tokens <= 8192
+    smallest_s = pacer.times.predict(Step(128, prefix, decodes, context))
+    takes_s = pacer.times.predict(Step(tokens, prefix, decodes, context))
+    if smallest_s * (1 + pacer.times.error) <= pacer.target_s:
+        assert takes_s <= pacer.target_s
+    else:
+        assert takes_s <= 1.5 * smallest_s
+
+
+def test_a_target_that_no_chunk_can_keep_does_not_make_chunks_tiny() -> None:
+    pacer = trained(target_s=0.01)
+    tokens = pacer.chunk_tokens(1000, 8, 128_000)
+    assert tokens > 500
+    assert engine_s(Step(tokens, 1000, 8, 128_000)) < 1.6 * engine_s(Step(128, 1000, 8, 128_000))
+
+
+def test_a_chunk_uses_the_target_up() -> None:
+    pacer = trained()
+    tokens = pacer.chunk_tokens(20_000, 8, 128_000)
+    assert engine_s(Step(tokens, 20_000, 8, 128_000)) == pytest.approx(0.08, rel=0.1)
+
+
+def test_later_chunks_of_a_prompt_are_smaller_because_they_attend_to_more() -> None:
+    pacer = trained()
+    chunks = [pacer.chunk_tokens(prefix, 8, 128_000) for prefix in (0, 30_000, 60_000)]
+    assert chunks[0] > chunks[1] > chunks[2]
+
+
+def test_without_decodes_there_is_nobody_to_keep_waiting() -> None:
+    assert trained(target_s=0.001).chunk_tokens(50_000, 0, 0) == 8192
+
+
+def test_the_first_chunks_grow_step_by_step() -> None:
+    pacer = ChunkPacer(target_s=10.0, smallest_tokens=128, largest_tokens=8192)
+    sizes = []
+    for _ in range(8):
+        sizes.append(pacer.chunk_tokens(0, 4, 1000))
+        step = Step(sizes[-1], 0, 4, 1000)
+        pacer.observe(step, engine_s(step))
+    assert sizes[0] == 512
+    assert all(later <= 2 * earlier for earlier, later in itertools.pairwise(sizes))
+    assert sizes[-1] == 8192
+
+
+def test_steps_of_decodes_alone_teach_nothing_about_prefill() -> None:
+    pacer = ChunkPacer(target_s=0.08, smallest_tokens=128, largest_tokens=8192)
+    pacer.observe(Step(0, 0, 8, 1000), 0.01)
+    assert pacer.times.steps == 0
+
+
+@pytest.mark.parametrize("duration_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_duration_that_cannot_be_is_not_learnt(duration_s: float) -> None:
+    times = StepTimes()
+    times.observe(Step(100, 0, 1, 10), duration_s)
+    assert times.steps == 0
+
+
+def test_a_prompt_is_expected_to_take_all_its_chunks() -> None:
+    pacer = trained()
+    whole = pacer.prefill_s([(20_000, 10_000)])
+    parts = sum(
+        engine_s(Step(tokens, 10_000 + done, 0, 0))
+        for done, tokens in ((0, 8192), (8192, 8192), (16_384, 3616))
+    )
+    assert whole == pytest.approx(parts, rel=0.1)
+
+
+@given(
+    tokens=st.integers(1, 20_000),
+    page_size=st.sampled_from([1, 16, 64, 128]),
+    riding=st.integers(0, 256),
+    largest=st.integers(128, 16_384),
+)
+def test_a_prompt_part_is_whole_pages(
+    tokens: int, page_size: int, riding: int, largest: int
+) -> None:
+    part = fit_to_pages(tokens, page_size, riding, largest) - riding
+    assert part % page_size == 0
+    assert page_size <= part <= max(page_size, largest)
+    assert part > min(tokens, largest) - page_size

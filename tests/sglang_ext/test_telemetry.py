@@ -1,0 +1,240 @@
+"""Telemetry writes what happened, once, in lines that survive a kill.
+
+The hooks are called here with objects that have SGLang's attributes; that SGLang really has them,
+and really calls the hooks, is shown by the live tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+class Telemetry:
+    """The telemetry modules, imported afresh so that each test has a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in [name for name in sys.modules if name.startswith("sglang_ext.telemetry")]:
+            del sys.modules[name]
+        self.steps = importlib.import_module("sglang_ext.telemetry.steps")
+        self.requests = importlib.import_module("sglang_ext.telemetry.requests")
+        self.transfers = importlib.import_module("sglang_ext.telemetry.transfers")
+
+    def lines(self, event: str) -> list[dict[str, Any]]:
+        return [
+            line
+            for path in self.folder.glob("*.jsonl")
+            for line in map(json.loads, path.read_text().splitlines())
+            if line["event"] == event
+        ]
+
+
+@pytest.fixture
+def telemetry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Telemetry:
+    monkeypatch.setenv("DELTASERVE_TELEMETRY_DIR", str(tmp_path / "steps"))
+    monkeypatch.setenv("DELTASERVE_WORKER_ID", "decode-0")
+    return Telemetry(tmp_path / "steps")
+
+
+def forward_mode(name: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=name.upper(),
+        is_idle=lambda: name == "idle",
+        is_decode=lambda: name == "decode",
+        is_prebuilt=lambda: name == "prebuilt",
+    )
+
+
+def scheduler(mode: str = "null") -> SimpleNamespace:
+    return SimpleNamespace(
+        disaggregation_mode=SimpleNamespace(value=mode),
+        waiting_queue=[1, 2],
+        disagg_decode_prealloc_queue=SimpleNamespace(queue=[1]),
+        disagg_decode_transfer_queue=SimpleNamespace(queue=[1, 2, 3]),
+        max_total_num_tokens=1000,
+        pool_stats_observer=SimpleNamespace(
+            get_pool_stats=lambda: SimpleNamespace(full_num_used=70, full_evictable_size=30)
+        ),
+    )
+
+
+def request(finished: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        rid="r1",
+        bootstrap_room=7,
+        origin_input_ids=[1] * 40,
+        output_ids=[1] * 3,
+        cached_tokens=32,
+        finished_reason=SimpleNamespace(),
+        finished=lambda: finished,
+        time_stats=SimpleNamespace(
+            **dict.fromkeys(
+                (
+                    "prefill_bootstrap_queue_entry_time",
+                    "decode_prealloc_queue_entry_time",
+                    "bootstrap_done_time",
+                    "decode_transfer_queue_entry_time",
+                    "prefill_transfer_queue_entry_time",
+                    "prefill_kv_transfer_finish_time",
+                    "decode_prebuilt_finish_time",
+                    "prefill_finished_time",
+                ),
+                0.0,
+            ),
+            wait_queue_entry_time=time.perf_counter() - 1.0,
+            forward_entry_time=time.perf_counter() - 0.5,
+            completion_time=time.perf_counter(),
+        ),
+    )
+
+
+def step(mode: str, requests: list[SimpleNamespace], **fields: Any) -> SimpleNamespace:
+    defaults: dict[str, Any] = {
+        "decoding_reqs": None,
+        "extend_num_tokens": None,
+        "prefix_lens": None,
+    }
+    return SimpleNamespace(
+        reqs=requests,
+        forward_mode=forward_mode(mode),
+        launch_ts=time.monotonic() - 0.25,
+        **(defaults | fields),
+    )
+
+
+def run(telemetry: Telemetry, batch: SimpleNamespace, mode: str = "null") -> None:
+    calls: list[object] = []
+    telemetry.steps._record_step(
+        lambda *arguments: calls.append(arguments), scheduler(mode), batch, "result"
+    )
+    assert len(calls) == 1, "the step's own work was not done exactly once"
+
+
+def test_a_mixed_step_counts_its_decodes_apart_from_its_prefill(telemetry: Telemetry) -> None:
+    decoding = [request(), request()]
+    run(
+        telemetry,
+        step(
+            "mixed",
+            [request(), *decoding],
+            decoding_reqs=decoding,
+            extend_num_tokens=514,
+            prefix_lens=[32],
+        ),
+    )
+    (line,) = telemetry.lines("step")
+    assert (line["prefill_requests"], line["prefill_tokens"], line["decode_requests"]) == (
+        1,
+        512,
+        2,
+    )
+    assert line["prefix_tokens"] == 32
+    assert line["worker_id"] == "decode-0"
+
+
+def test_a_step_says_how_long_it_took_and_how_full_the_worker_is(telemetry: Telemetry) -> None:
+    run(telemetry, step("decode", [request()]), mode="decode")
+    (line,) = telemetry.lines("step")
+    assert line["duration_s"] == pytest.approx(0.25, abs=0.1)
+    assert line["start_unix_s"] == pytest.approx(time.time() - 0.25, abs=0.5)
+    assert line["queues"] == {"waiting": 2, "preallocation": 1, "transfer": 3}
+    assert (line["kv_used_tokens"], line["kv_evictable_tokens"], line["kv_total_tokens"]) == (
+        70,
+        30,
+        1000,
+    )
+
+
+def test_an_idle_step_is_not_recorded(telemetry: Telemetry) -> None:
+    run(telemetry, step("idle", []))
+    assert telemetry.lines("step") == []
+
+
+def test_a_finished_request_is_recorded_once_with_the_phases_it_passed(
+    telemetry: Telemetry,
+) -> None:
+    finished = request(finished=True)
+    run(telemetry, step("decode", [finished, request()]))
+    run(telemetry, step("decode", [finished]))  # overlap scheduling runs it once more
+    (line,) = telemetry.lines("request")
+    assert line["cached_tokens"] == 32
+    assert set(line["phases"]) == {"queued_s", "prefill_started_s", "finished_s"}
+    assert line["phases"]["finished_s"] - line["phases"]["queued_s"] == pytest.approx(1.0, abs=0.01)
+    assert line["phases"]["finished_s"] == pytest.approx(time.time(), abs=1.0)
+
+
+@pytest.fixture
+def kv_poll(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The two enumerations that the transfer hook imports from SGLang."""
+    poll = SimpleNamespace(Success="success", Failed="failed", Transferring="transferring")
+    base, utils = ModuleType("base"), ModuleType("utils")
+    base.KVPoll = poll  # type: ignore[attr-defined]
+    utils.DisaggregationMode = SimpleNamespace(PREFILL="prefill")  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.disaggregation"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.base", base)
+    monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.utils", utils)
+    return poll
+
+
+def manager(mode: str = "prefill", saved_tokens: int = 128) -> SimpleNamespace:
+    return SimpleNamespace(
+        disaggregation_mode=mode,
+        transfer_infos={9: {"peer": SimpleNamespace(decode_prefix_len=saved_tokens)}},
+        kv_args=SimpleNamespace(page_size=64, kv_item_lens=[1024, 1024]),
+    )
+
+
+def test_a_transfer_is_one_line_with_the_bytes_of_all_its_chunks(
+    telemetry: Telemetry, kv_poll: SimpleNamespace
+) -> None:
+    sender = manager()
+    for pages in (2, 3):
+        telemetry.transfers._note_chunk(
+            sender, "peer", list(range(pages)), [], [], 0, "9_kv_0_0_0", dst_mem_kind="DRAM"
+        )
+        telemetry.transfers._note_end(sender, 9, kv_poll.Transferring)
+    telemetry.transfers._note_end(sender, 9, kv_poll.Success)
+    (line,) = telemetry.lines("kv_transfer")
+    assert (line["tokens"], line["bytes"], line["chunks"]) == (5 * 64, 5 * 2048, 2)
+    assert (line["saved_tokens"], line["saved_bytes"]) == (128, 2 * 2048)
+    assert line["ok"] is True
+
+
+def test_a_full_hit_moves_nothing_and_is_still_recorded(
+    telemetry: Telemetry, kv_poll: SimpleNamespace
+) -> None:
+    telemetry.transfers._note_end(manager(saved_tokens=640), 9, kv_poll.Success)
+    (line,) = telemetry.lines("kv_transfer")
+    assert (line["bytes"], line["saved_bytes"]) == (0, 10 * 2048)
+
+
+def test_a_failed_transfer_is_recorded_once(telemetry: Telemetry, kv_poll: SimpleNamespace) -> None:
+    sender = manager()
+    telemetry.transfers._note_chunk(sender, "peer", [1], [], [], 0, "9_kv_0_0_0")
+    telemetry.transfers._note_end(sender, 9, kv_poll.Failed)
+    telemetry.transfers._note_end(sender, 9, kv_poll.Failed)
+    assert [line["ok"] for line in telemetry.lines("kv_transfer")] == [False]
+
+
+def test_the_receiving_side_records_no_transfer(
+    telemetry: Telemetry, kv_poll: SimpleNamespace
+) -> None:
+    telemetry.transfers._note_end(manager(mode="decode"), 9, kv_poll.Success)
+    assert telemetry.lines("kv_transfer") == []
+
+
+def test_telemetry_without_a_folder_refuses_to_start(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DELTASERVE_TELEMETRY_DIR")
+    with pytest.raises(SystemExit, match="DELTASERVE_TELEMETRY_DIR"):
+        run(telemetry, step("decode", [request()]))
