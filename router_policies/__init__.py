@@ -1,0 +1,1 @@
+"""The router: a Rust crate, and the thin Python package over it."""

@@ -1,0 +1,18 @@
+"""The Rust core. Errors in a configuration are ValueErrors of one line."""
+
+from collections.abc import Callable
+from os import PathLike
+
+__version__: str
+
+def load_config(path: str | PathLike[str]) -> str:
+    """A configuration file, checked, as JSON."""
+
+def serve(
+    config: str, announce: Callable[[str], object], decide: Callable[[str], str] | None = None
+) -> None:
+    """Serves the JSON `config` until SIGINT or SIGTERM; calls `announce` with host:port. `decide`
+    takes a view as JSON and answers a route as JSON, in place of the configured policy."""
+
+def policies() -> str:
+    """The table of policies, as a JSON list."""

@@ -1,0 +1,570 @@
+//! What the router costs, beside the stock routers: decisions, body scans, and whole requests against
+//! the same mock workers in one run.
+//!
+//! `cargo bench -p router_policies` measures decisions, scans and this router. With
+//! ROUTER_BENCH_SGLANG_ROUTER and ROUTER_BENCH_SMG set to the Python interpreters of environments that
+//! have `sglang-router` and `smg` (`deltaserve launch install` makes them), those run beside it.
+//!
+//! ROUTER_BENCH_SECONDS (3) is the length of one measurement, ROUTER_BENCH_REPEATS (3) how often the
+//! arms take turns, ROUTER_BENCH_SOAK (0) how many requests the memory test sends. Every router runs
+//! pinned to one core where `taskset` exists; load and mock workers run on the others. CPU time a
+//! request is the router process's own, from /proc, and is what to compare on a busy machine.
+
+#[path = "../tests/mock/mod.rs"]
+mod mock;
+
+use cpu_time::ThreadTime;
+use http_body_util::{BodyExt, Full};
+use hyper::Request;
+use hyper::body::Bytes;
+use hyper::client::conn::http1::{SendRequest, handshake};
+use hyper_util::rt::TokioIo;
+use mock::MockWorker;
+use router_policies::config::{Config, WorkerSpec};
+use router_policies::fleet::log::EventSink;
+use router_policies::fleet::prefix::hash::TokenHasher;
+use router_policies::fleet::{Fleet, Outcome, Request as Placement};
+use router_policies::gateway::Server;
+use router_policies::gateway::body::{Api, bootstrap_fields, scan, splice};
+use router_policies::policy;
+use serde_json::{Value, json};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+const ROUTER_CORE: &str = "1";
+const LOAD_CORES: &str = "0,2-63";
+const SERVE: &str = "--serve-as-router";
+
+fn micros(elapsed: Duration) -> f64 {
+    elapsed.as_secs_f64() * 1e6
+}
+
+fn setting(name: &str, default: u64) -> u64 {
+    std::env::var(name)
+        .ok()
+        .and_then(|value| value.parse().ok())
+        .unwrap_or(default)
+}
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let Some(at) = arguments.iter().position(|argument| argument == SERVE) {
+        return serve(&arguments[at + 1]);
+    }
+    let mut results = vec![decisions(8, 1_000_000), decisions(256, 1_000_000), scans()];
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .expect("a runtime");
+    results.extend(runtime.block_on(gateways()));
+    println!("{}", json!({ "results": results }));
+}
+
+/// The router alone in this process, as `deltaserve route` runs it.
+fn serve(config: &str) {
+    let config: Config = serde_json::from_str(config).expect("a configuration");
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .expect("a runtime")
+        .block_on(async {
+            let server = Server::bind(config).await.expect("binds");
+            server.serve(std::future::pending()).await;
+        });
+}
+
+struct Quantiles(Vec<f64>);
+
+impl Quantiles {
+    fn new(mut samples: Vec<f64>) -> Self {
+        samples.sort_by(f64::total_cmp);
+        Self(samples)
+    }
+
+    fn at(&self, share: f64) -> f64 {
+        let last = self.0.len().saturating_sub(1);
+        self.0
+            .get((last as f64 * share).round() as usize)
+            .copied()
+            .unwrap_or(f64::NAN)
+    }
+}
+
+/// Pick and reserve, with sessions that grow turn by turn until `blocks` blocks are cached.
+fn decisions(workers: usize, blocks: usize) -> Value {
+    const TURN_TOKENS: u32 = 2_000;
+    const TURNS: u32 = 10;
+    let mut rows = Vec::new();
+    for name in ["unified", "elastic"] {
+        let fleet = Arc::new(Fleet::new(
+            policy::build(name, Value::Null).expect("a policy"),
+            name.to_owned(),
+            EventSink::in_memory(),
+            1,
+        ));
+        for i in 0..workers {
+            let id = format!("w{i}");
+            let capacity = (blocks * 16 / workers) as u64;
+            let spec =
+                json!({"id": id, "url": format!("http://{id}:1"), "kv_capacity_tokens": capacity});
+            fleet
+                .add_worker(serde_json::from_value::<WorkerSpec>(spec).expect("a worker"))
+                .expect("a new id");
+            fleet.report_health(&id, true);
+        }
+        let place = |session: u32, turn: u32| {
+            let mut hasher = TokenHasher::new(fleet.token_block());
+            // All sessions share a system prompt.
+            (0..1_000).for_each(|token| hasher.push(token));
+            for i in 0..(turn + 1) * TURN_TOKENS {
+                hasher.push(session.wrapping_mul(2_654_435_761) ^ i);
+            }
+            let request = Placement {
+                request_id: "r".to_owned(),
+                session_id: Some(format!("s{session}")),
+                prompt: hasher.finish(),
+                max_output_tokens: Some(100),
+            };
+            let (begun, begun_cpu) = (Instant::now(), ThreadTime::now());
+            let placed = fleet.decide(&request, &[]).expect("a decision");
+            (placed, micros(begun.elapsed()), micros(begun_cpu.elapsed()))
+        };
+        let sessions = (blocks * 16) as u32 / (TURNS * TURN_TOKENS);
+        for session in 0..sessions {
+            for turn in 0..TURNS {
+                place(session, turn).0.finish(Outcome::Ok, Some(200), None);
+            }
+        }
+        let mut random = fastrand::Rng::with_seed(3);
+        let mut running = std::collections::VecDeque::new();
+        let (mut wall, mut cpu) = (Vec::new(), Vec::new());
+        for _ in 0..20_000 {
+            let (placed, wall_us, cpu_us) =
+                place(random.u32(..sessions * 5 / 4), random.u32(..TURNS));
+            wall.push(wall_us);
+            cpu.push(cpu_us);
+            running.push_back(placed);
+            if running.len() > workers * 8 {
+                if let Some(oldest) = running.pop_front() {
+                    oldest.finish(Outcome::Ok, Some(200), None);
+                }
+            }
+        }
+        let (wall, cpu) = (Quantiles::new(wall), Quantiles::new(cpu));
+        let [p50, p99, p50_cpu, p99_cpu] = [wall.at(0.5), wall.at(0.99), cpu.at(0.5), cpu.at(0.99)];
+        println!(
+            "decision  {name:<10} {workers:>4} workers, {blocks} cached blocks: p50 {p50:.1} µs, p99 {p99:.1} µs (processor time {p50_cpu:.1}, {p99_cpu:.1})"
+        );
+        rows.push(json!({
+            "policy": name, "p50_us": p50, "p99_us": p99, "p50_cpu_us": p50_cpu, "p99_cpu_us": p99_cpu,
+        }));
+    }
+    json!({"what": "decision", "workers": workers, "cached_blocks": blocks, "rows": rows})
+}
+
+/// About 600 kB of token ids.
+fn large_body(stream: bool) -> Bytes {
+    let mut random = fastrand::Rng::with_seed(1);
+    let ids: Vec<u32> = (0..92_000).map(|_| random.u32(100_000..151_000)).collect();
+    let body =
+        json!({"input_ids": ids, "stream": stream, "sampling_params": {"max_new_tokens": 4}});
+    Bytes::from(body.to_string())
+}
+
+fn scans() -> Value {
+    let body = large_body(false);
+    let mut rows = Vec::new();
+    for block in [16, 1] {
+        let (mut wall, mut cpu) = (Vec::new(), Vec::new());
+        for _ in 0..500 {
+            let (begun, begun_cpu) = (Instant::now(), ThreadTime::now());
+            let scanned = scan(Api::Generate, &body, block, 16).expect("valid");
+            let pieces = splice(&body, &scanned, bootstrap_fields("host", Some(1), 1));
+            std::hint::black_box(pieces);
+            wall.push(micros(begun.elapsed()));
+            cpu.push(micros(begun_cpu.elapsed()));
+        }
+        let (wall, cpu) = (Quantiles::new(wall), Quantiles::new(cpu));
+        let [p50, p99, p50_cpu, p99_cpu] = [wall.at(0.5), wall.at(0.99), cpu.at(0.5), cpu.at(0.99)];
+        println!(
+            "scan      {} bytes, blocks of {block}: p50 {p50:.0} µs, p99 {p99:.0} µs (processor time {p50_cpu:.0}, {p99_cpu:.0})",
+            body.len()
+        );
+        rows.push(json!({
+            "block": block, "p50_us": p50, "p99_us": p99, "p50_cpu_us": p50_cpu, "p99_cpu_us": p99_cpu,
+        }));
+    }
+    json!({"what": "scan_and_splice", "bytes": body.len(), "rows": rows})
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Router {
+    Direct,
+    Ours,
+    Sglang,
+    Smg,
+}
+
+struct Arm {
+    name: &'static str,
+    url: String,
+    process: Option<Child>,
+}
+
+impl Drop for Arm {
+    fn drop(&mut self) {
+        if let Some(process) = &mut self.process {
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
+}
+
+impl Arm {
+    /// Processor seconds used so far.
+    fn cpu_s(&self) -> f64 {
+        let Some(process) = &self.process else {
+            return 0.0;
+        };
+        let stat =
+            std::fs::read_to_string(format!("/proc/{}/stat", process.id())).unwrap_or_default();
+        let fields: Vec<&str> = stat.rsplit(") ").next().unwrap_or("").split(' ').collect();
+        let ticks = |i: usize| {
+            fields
+                .get(i)
+                .and_then(|f| f.parse::<f64>().ok())
+                .unwrap_or(0.0)
+        };
+        (ticks(11) + ticks(12)) / 100.0
+    }
+
+    fn rss_mib(&self) -> f64 {
+        let Some(process) = &self.process else {
+            return 0.0;
+        };
+        let status =
+            std::fs::read_to_string(format!("/proc/{}/status", process.id())).unwrap_or_default();
+        let line = status
+            .lines()
+            .find(|line| line.starts_with("VmRSS:"))
+            .unwrap_or("");
+        line.split_whitespace()
+            .nth(1)
+            .and_then(|kib| kib.parse::<f64>().ok())
+            .unwrap_or(0.0)
+            / 1024.0
+    }
+}
+
+fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    listener.local_addr().expect("bound").port()
+}
+
+fn pinned(command: &[String]) -> Command {
+    let has_taskset = Command::new("taskset").arg("--version").output().is_ok();
+    let mut line = Vec::new();
+    if has_taskset {
+        line.extend(["taskset", "-c", ROUTER_CORE].map(str::to_owned));
+    }
+    line.extend_from_slice(command);
+    let mut command = Command::new(&line[0]);
+    command
+        .args(&line[1..])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    command
+}
+
+async fn start(router: Router, workers: &[&MockWorker], separated: bool) -> Option<Arm> {
+    let port = free_port();
+    let url = format!("http://127.0.0.1:{port}");
+    let name = match router {
+        Router::Direct => {
+            return Some(Arm {
+                name: "direct",
+                url: workers.last()?.url.clone(),
+                process: None,
+            });
+        }
+        Router::Ours => "deltaserve",
+        Router::Sglang => "sglang-router",
+        Router::Smg => "smg",
+    };
+    let command: Vec<String> = match router {
+        Router::Ours => {
+            let specs: Vec<Value> = workers
+                .iter()
+                .enumerate()
+                .map(|(i, worker)| match (separated, i) {
+                    (true, 0) => {
+                        json!({"url": worker.url, "role": "prefill", "bootstrap_port": 8998})
+                    }
+                    (true, _) => json!({"url": worker.url, "role": "decode"}),
+                    _ => json!({"url": worker.url}),
+                })
+                .collect();
+            let policy = if separated { "pd" } else { "round_robin" };
+            let config = json!({"port": port, "policy": policy, "workers": specs, "threads": 1});
+            let own = std::env::current_exe().ok()?.display().to_string();
+            vec![own, SERVE.to_owned(), config.to_string()]
+        }
+        _ => {
+            let (variable, module) = match router {
+                Router::Smg => ("ROUTER_BENCH_SMG", "smg.launch_router"),
+                _ => ("ROUTER_BENCH_SGLANG_ROUTER", "sglang_router.launch_router"),
+            };
+            let python = std::env::var(variable).ok()?;
+            let mut command = vec![python, "-m".to_owned(), module.to_owned()];
+            let mut add = |text: &str| command.extend(text.split(' ').map(str::to_owned));
+            add(&format!(
+                "--host 127.0.0.1 --port {port} --prometheus-port {} --log-level error",
+                free_port()
+            ));
+            if separated {
+                add(&format!(
+                    "--pd-disaggregation --prefill {} 8998",
+                    workers[0].url
+                ));
+                add(&format!("--decode {} --policy round_robin", workers[1].url));
+            } else {
+                add("--policy round_robin --worker-urls");
+                workers.iter().for_each(|worker| add(&worker.url));
+            }
+            command
+        }
+    };
+    let mut arm = Arm {
+        name,
+        url,
+        process: Some(pinned(&command).spawn().ok()?),
+    };
+    let deadline = Instant::now() + Duration::from_secs(90);
+    while Instant::now() < deadline {
+        if let Some(process) = &mut arm.process {
+            if let Ok(Some(status)) = process.try_wait() {
+                println!("{name}: ended with {status}: {}", command.join(" "));
+                return None;
+            }
+        }
+        if let Some(mut connection) = Connection::open(&arm.url).await {
+            let answer = connection
+                .post(Bytes::from_static(b"{\"input_ids\":[1]}"))
+                .await;
+            if answer.is_some_and(|answer| answer.status == 200) {
+                return Some(arm);
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    println!("{name}: not ready after 90 s");
+    None
+}
+
+struct Answer {
+    status: u16,
+    first_s: f64,
+    whole_s: f64,
+}
+
+struct Connection {
+    sender: SendRequest<Full<Bytes>>,
+    host: String,
+}
+
+impl Connection {
+    async fn open(url: &str) -> Option<Self> {
+        let host = url.strip_prefix("http://")?.to_owned();
+        let socket = tokio::net::TcpStream::connect(&host).await.ok()?;
+        socket.set_nodelay(true).ok()?;
+        let (sender, connection) = handshake(TokioIo::new(socket)).await.ok()?;
+        tokio::spawn(connection);
+        Some(Self { sender, host })
+    }
+
+    async fn post(&mut self, body: Bytes) -> Option<Answer> {
+        let request = Request::post("/generate")
+            .header("host", &self.host)
+            .header("content-type", "application/json")
+            .body(Full::from(body))
+            .ok()?;
+        let begun = Instant::now();
+        self.sender.ready().await.ok()?;
+        let mut response = self.sender.send_request(request).await.ok()?;
+        let mut first_s = None;
+        while let Some(frame) = response.body_mut().frame().await {
+            frame.ok()?;
+            first_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
+        }
+        Some(Answer {
+            status: response.status().as_u16(),
+            first_s: first_s.unwrap_or_default(),
+            whole_s: begun.elapsed().as_secs_f64(),
+        })
+    }
+}
+
+/// What one arm did in one measurement.
+struct Measured {
+    rps: f64,
+    cpu_us: f64,
+    first_s: Vec<f64>,
+    whole_s: Vec<f64>,
+    failed: usize,
+}
+
+/// A closed loop of `connections` clients.
+async fn measure(arm: &Arm, body: &Bytes, connections: usize, seconds: f64) -> Measured {
+    let until = Instant::now() + Duration::from_secs_f64(seconds);
+    let cpu_before_s = arm.cpu_s();
+    let begun = Instant::now();
+    let mut clients = tokio::task::JoinSet::new();
+    for _ in 0..connections {
+        let (url, body) = (arm.url.clone(), body.clone());
+        clients.spawn(async move {
+            let mut answers = Vec::new();
+            let mut failed = 0;
+            let mut connection = Connection::open(&url).await;
+            while Instant::now() < until {
+                let answer = match &mut connection {
+                    Some(open) => open.post(body.clone()).await,
+                    None => None,
+                };
+                match answer {
+                    Some(answer) if answer.status == 200 => answers.push(answer),
+                    _ => {
+                        failed += 1;
+                        tokio::time::sleep(Duration::from_millis(5)).await;
+                        connection = Connection::open(&url).await;
+                    }
+                }
+            }
+            (answers, failed)
+        });
+    }
+    let (mut answers, mut failed) = (Vec::new(), 0);
+    while let Some(Ok((more, more_failed))) = clients.join_next().await {
+        answers.extend(more);
+        failed += more_failed;
+    }
+    let elapsed_s = begun.elapsed().as_secs_f64();
+    let count = answers.len() as f64;
+    Measured {
+        rps: count / elapsed_s,
+        cpu_us: (arm.cpu_s() - cpu_before_s) / count * 1e6,
+        first_s: answers.iter().map(|answer| answer.first_s).collect(),
+        whole_s: answers.iter().map(|answer| answer.whole_s).collect(),
+        failed,
+    }
+}
+
+async fn gateways() -> Vec<Value> {
+    // The load and the mock workers keep off the routers' core.
+    let own = std::process::id().to_string();
+    let _ = Command::new("taskset")
+        .args(["-a", "-cp", LOAD_CORES, &own])
+        .output();
+    let mut mocks = Vec::new();
+    for _ in 0..2 {
+        let mock = MockWorker::start().await;
+        mock.behaviour.keep_bodies.store(false, Ordering::Relaxed);
+        mock.behaviour.tokens.store(16, Ordering::Relaxed);
+        mocks.push(mock);
+    }
+    let workers: Vec<&MockWorker> = mocks.iter().collect();
+    let small = |stream: bool| {
+        let ids: Vec<u32> = (0..200).collect();
+        Bytes::from(json!({"input_ids": ids, "stream": stream}).to_string())
+    };
+    let cases: [(&str, bool, Bytes, usize); 6] = [
+        ("unary, 1 kB", false, small(false), 32),
+        ("streamed 16 tokens, 1 kB", false, small(true), 32),
+        ("unary, 600 kB, one at a time", false, large_body(false), 1),
+        ("PD unary, 1 kB", true, small(false), 32),
+        ("PD streamed 16 tokens, 1 kB", true, small(true), 32),
+        (
+            "PD streamed, 600 kB, one at a time",
+            true,
+            large_body(true),
+            1,
+        ),
+    ];
+    let seconds = setting("ROUTER_BENCH_SECONDS", 3) as f64;
+    let repeats = setting("ROUTER_BENCH_REPEATS", 3);
+    let mut results = Vec::new();
+    for separated in [false, true] {
+        let mut arms = Vec::new();
+        for router in [Router::Direct, Router::Ours, Router::Sglang, Router::Smg] {
+            if router != Router::Direct || !separated {
+                arms.extend(start(router, &workers, separated).await);
+            }
+        }
+        for (case, _, body, connections) in cases.iter().filter(|case| case.1 == separated) {
+            let mut measured: Vec<Vec<Measured>> = arms.iter().map(|_| Vec::new()).collect();
+            for _ in 0..repeats {
+                for (arm, runs) in arms.iter().zip(&mut measured) {
+                    runs.push(measure(arm, body, *connections, seconds).await);
+                }
+            }
+            for (arm, runs) in arms.iter().zip(&measured) {
+                let median = |of: fn(&Measured) -> f64| {
+                    Quantiles::new(runs.iter().map(of).collect()).at(0.5)
+                };
+                let all = |of: fn(&Measured) -> &Vec<f64>| {
+                    Quantiles::new(
+                        runs.iter()
+                            .flat_map(|run| of(run).iter().copied())
+                            .collect(),
+                    )
+                };
+                let (rps, cpu_us) = (median(|run| run.rps), median(|run| run.cpu_us));
+                let (first, whole) = (all(|run| &run.first_s), all(|run| &run.whole_s));
+                let failed: usize = runs.iter().map(|run| run.failed).sum();
+                println!(
+                    "{case:<36} {:<14} {rps:>8.0} req/s  {cpu_us:>7.0} µs CPU  first p50 {:.2} p99 {:.2} ms  whole p50 {:.2} p99 {:.2} ms  {failed} failed  {:.0} MiB",
+                    arm.name,
+                    first.at(0.5) * 1e3,
+                    first.at(0.99) * 1e3,
+                    whole.at(0.5) * 1e3,
+                    whole.at(0.99) * 1e3,
+                    arm.rss_mib(),
+                );
+                results.push(json!({
+                    "what": case, "arm": arm.name, "rps": rps, "cpu_us": cpu_us, "failed": failed,
+                    "first_ms": {"p50": first.at(0.5) * 1e3, "p99": first.at(0.99) * 1e3},
+                    "whole_ms": {"p50": whole.at(0.5) * 1e3, "p99": whole.at(0.99) * 1e3},
+                    "rss_mib": arm.rss_mib(),
+                }));
+            }
+        }
+        let soak = setting("ROUTER_BENCH_SOAK", 0);
+        if let Some(arm) = arms
+            .iter()
+            .find(|arm| arm.name == "deltaserve" && soak > 0 && !separated)
+        {
+            results.push(memory(arm, &small(true), soak).await);
+        }
+    }
+    results
+}
+
+/// Resident memory after each tenth of `requests` requests.
+async fn memory(arm: &Arm, body: &Bytes, requests: u64) -> Value {
+    let mut mib = vec![arm.rss_mib()];
+    let mut sent = 0.0;
+    while sent < requests as f64 {
+        let seconds = 5.0;
+        sent += measure(arm, body, 32, seconds).await.rps * seconds;
+        mib.push(arm.rss_mib());
+    }
+    println!(
+        "memory over {sent:.0} requests: {:.1} → {:.1} MiB",
+        mib[0],
+        mib[mib.len() - 1]
+    );
+    json!({"what": "memory", "requests": sent, "rss_mib": mib})
+}

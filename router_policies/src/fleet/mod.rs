@@ -1,0 +1,724 @@
+//! The fleet: workers, what they are doing, what they hold, and the one lock under which a policy
+//! picks and the pick is reserved.
+//!
+//! Owns every counter that policies see. Knows nothing of HTTP: the gateway reports what happened
+//! to a request through its [`Reservation`].
+
+mod circuit;
+pub mod log;
+pub mod prefix;
+mod rates;
+mod reservation;
+mod worker;
+
+pub use reservation::{Outcome, Reservation, Usage};
+pub use worker::{EngineLoad, WorkerSnapshot};
+
+use crate::config::{Engine, WorkerSpec};
+use crate::policy::{Decision, Policy, Refusal, RequestFacts, Role, Route, View, WorkerFacts};
+use log::{DecisionRecord, Event, EventSink, PrefixSource, Reserved};
+use lru::LruCache;
+use parking_lot::Mutex;
+use prefix::estimate::{EstimateTree, strided};
+use prefix::events::{ExactIndex, KvEvent};
+use prefix::hash::{PromptHashes, Unit};
+use smallvec::SmallVec;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+use worker::Worker;
+
+/// Tokens a block of the prefix estimate, where the worker's pages are not larger.
+pub const ESTIMATE_BLOCK_TOKENS: usize = 16;
+/// Assumed where neither the configuration nor the engine says: bounds the estimate's memory.
+pub const DEFAULT_KV_CAPACITY_TOKENS: u64 = 1 << 20;
+const SESSIONS: usize = 1 << 17;
+
+/// A request, as the gateway parsed it.
+#[derive(Clone, Debug)]
+pub struct Request {
+    pub request_id: String,
+    pub session_id: Option<String>,
+    pub prompt: PromptHashes,
+    /// The request's own limit on output tokens.
+    pub max_output_tokens: Option<u64>,
+}
+
+struct Session {
+    slot: usize,
+    serial: u64,
+    turns: u32,
+}
+
+pub(crate) struct State {
+    /// By slot; a slot is reused once its worker is gone and nothing is reserved on it.
+    workers: Vec<Option<Worker>>,
+    token_trees: Vec<(usize, EstimateTree)>,
+    text_tree: EstimateTree,
+    exact: ExactIndex,
+    sessions: LruCache<u64, Session>,
+    sequence: u64,
+    next_serial: u64,
+    separated_inflight: u32,
+    mean_output_tokens: f64,
+    random: fastrand::Rng,
+    facts: Vec<WorkerFacts>,
+    held_blocks: Vec<u32>,
+}
+
+/// The workers and all that is known of them.
+pub struct Fleet {
+    state: Mutex<State>,
+    policy: Box<dyn Policy>,
+    policy_name: String,
+    sink: EventSink,
+    started: Instant,
+    token_block: AtomicUsize,
+}
+
+impl Fleet {
+    /// A fleet without workers.
+    pub fn new(policy: Box<dyn Policy>, policy_name: String, sink: EventSink, seed: u64) -> Self {
+        Self {
+            state: Mutex::new(State {
+                workers: Vec::new(),
+                token_trees: Vec::new(),
+                text_tree: EstimateTree::default(),
+                exact: ExactIndex::default(),
+                sessions: LruCache::new(NonZeroUsize::new(SESSIONS).unwrap_or(NonZeroUsize::MIN)),
+                sequence: 0,
+                next_serial: 0,
+                separated_inflight: 0,
+                mean_output_tokens: 256.0,
+                random: fastrand::Rng::with_seed(seed),
+                facts: Vec::new(),
+                held_blocks: Vec::new(),
+            }),
+            policy,
+            policy_name,
+            sink,
+            started: Instant::now(),
+            token_block: AtomicUsize::new(ESTIMATE_BLOCK_TOKENS),
+        }
+    }
+
+    /// Block, in tokens, that prompts must be hashed in now.
+    pub fn token_block(&self) -> usize {
+        self.token_block.load(Ordering::Relaxed)
+    }
+
+    pub fn policy_name(&self) -> &str {
+        &self.policy_name
+    }
+
+    /// Where decision and finish events go.
+    pub fn sink(&self) -> &EventSink {
+        &self.sink
+    }
+
+    /// Adds a worker. It is routable once its health is reported.
+    ///
+    /// # Errors
+    /// The id is taken.
+    pub fn add_worker(&self, spec: WorkerSpec) -> Result<(), String> {
+        let mut state = self.state.lock();
+        let taken = |w: &Worker| !w.removed && w.spec.id == spec.id;
+        if state.workers.iter().flatten().any(taken) {
+            return Err(format!("worker {}: id is taken", spec.id));
+        }
+        let serial = state.next_serial;
+        state.next_serial += 1;
+        let block = estimate_block(&spec);
+        let worker = Worker::new(Arc::new(spec), serial, block);
+        let slot = match state.workers.iter().position(Option::is_none) {
+            Some(slot) => slot,
+            None => {
+                state.workers.push(None);
+                state.workers.len() - 1
+            }
+        };
+        let capacity = worker.estimate_capacity_tokens();
+        state.workers[slot] = Some(worker);
+        if !state.token_trees.iter().any(|(size, _)| *size == block) {
+            state.token_trees.push((block, EstimateTree::default()));
+        }
+        state.set_estimate_capacity(slot, block, capacity);
+        self.set_token_block(&state);
+        Ok(())
+    }
+
+    /// The coarsest block that fits every worker's.
+    fn set_token_block(&self, state: &State) {
+        let exact = state
+            .workers
+            .iter()
+            .flatten()
+            .filter(|worker| worker.prefix_source == PrefixSource::Events)
+            .map(|worker| worker.page_size);
+        let estimates = state.token_trees.iter().map(|(block, _)| *block);
+        let block = estimates.chain(exact).fold(0, gcd);
+        self.token_block.store(block.max(1), Ordering::Relaxed);
+    }
+
+    /// From now on the worker's KV events tell what it holds, in pages of `page_size` tokens; what
+    /// was known before is forgotten. False if there is no such worker.
+    pub fn begin_kv_events(&self, id: &str, page_size: usize) -> bool {
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        let Some(slot) = state.slot_of(id) else {
+            return false;
+        };
+        state.forget_prefixes(slot);
+        if let Some(worker) = &mut state.workers[slot] {
+            worker.prefix_source = PrefixSource::Events;
+            worker.page_size = page_size.max(1);
+        }
+        self.set_token_block(state);
+        true
+    }
+
+    /// Applies a worker's KV events, in their order. False when events before them are missing.
+    pub fn apply_kv_events(&self, id: &str, events: &[KvEvent]) -> bool {
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        let Some(slot) = state.slot_of(id) else {
+            return true;
+        };
+        let applied = events.iter().map(|event| state.exact.apply(slot, event));
+        applied.fold(true, |all, one| all & one)
+    }
+
+    /// How often the worker came up; none while it is down or where there is none.
+    pub fn incarnation(&self, id: &str) -> Option<u64> {
+        self.with_worker(id, |worker| worker.healthy.then_some(worker.incarnation))
+            .flatten()
+    }
+
+    /// Takes a worker out of the fleet; requests on it run to their end. False if there is none.
+    pub fn remove_worker(&self, id: &str) -> bool {
+        let mut state = self.state.lock();
+        let Some(slot) = state.slot_of(id) else {
+            return false;
+        };
+        if let Some(worker) = &mut state.workers[slot] {
+            worker.removed = true;
+        }
+        state.forget_prefixes(slot);
+        state.free_if_idle(slot);
+        true
+    }
+
+    /// Sets whether the worker gets new requests; running ones go on. False if there is none.
+    pub fn set_draining(&self, id: &str, draining: bool) -> bool {
+        self.with_worker(id, |worker| worker.draining = draining)
+            .is_some()
+    }
+
+    /// Reports a health check. A worker that comes back is taken to have lost its cache.
+    pub fn report_health(&self, id: &str, healthy: bool) {
+        let mut state = self.state.lock();
+        let Some(slot) = state.slot_of(id) else {
+            return;
+        };
+        let Some(worker) = &mut state.workers[slot] else {
+            return;
+        };
+        let was = std::mem::replace(&mut worker.healthy, healthy);
+        if healthy && !was {
+            worker.incarnation += 1;
+        }
+        if was && !healthy {
+            state.forget_prefixes(slot);
+        }
+        if was != healthy {
+            ::log::info!("worker {id} is {}", if healthy { "up" } else { "down" });
+        }
+    }
+
+    /// Takes over the capacity and page size that an engine reports, where none was configured.
+    pub fn report_capacity(&self, id: &str, kv_capacity_tokens: u64) {
+        let mut state = self.state.lock();
+        let Some(slot) = state.slot_of(id) else {
+            return;
+        };
+        let Some(worker) = &mut state.workers[slot] else {
+            return;
+        };
+        if worker.spec.kv_capacity_tokens.is_none()
+            && worker.kv_capacity_tokens != Some(kv_capacity_tokens)
+        {
+            worker.kv_capacity_tokens = Some(kv_capacity_tokens);
+            let (block, capacity) = (worker.estimate_block, worker.estimate_capacity_tokens());
+            state.set_estimate_capacity(slot, block, capacity);
+        }
+    }
+
+    /// Whether the worker is up; none where there is no such worker.
+    pub fn health(&self, id: &str) -> Option<bool> {
+        self.with_worker(id, |worker| worker.healthy)
+    }
+
+    /// Every worker that has not been removed.
+    pub fn snapshot(&self) -> Vec<WorkerSnapshot> {
+        let state = self.state.lock();
+        state
+            .workers
+            .iter()
+            .flatten()
+            .filter(|worker| !worker.removed)
+            .map(Worker::snapshot)
+            .collect()
+    }
+
+    /// Whether the policy could place a request now.
+    pub fn is_ready(&self) -> bool {
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        state.fill_facts(&[], self.now_s());
+        let request = RequestFacts::default();
+        let view = View {
+            workers: &state.facts,
+            request: &request,
+            sequence: 0,
+            random: 0,
+            separated_inflight: 0,
+        };
+        self.policy.decide(&view).is_ok()
+    }
+
+    /// Picks and reserves in one step. `exclude` names workers that already failed this request.
+    ///
+    /// # Errors
+    /// The policy's refusal; nothing is reserved then.
+    pub fn decide(
+        self: &Arc<Self>,
+        request: &Request,
+        exclude: &[String],
+    ) -> Result<Reservation, Refusal> {
+        self.place(request, exclude, |policy, view| policy.decide(view))
+    }
+
+    /// Reserves on the worker called `id`, by the decision that `choose` makes of its slot.
+    ///
+    /// # Errors
+    /// [`Refusal::NoCandidates`] when the worker is gone, else as [`Fleet::place`].
+    pub fn place_on(
+        self: &Arc<Self>,
+        request: &Request,
+        id: &str,
+        exclude: &[String],
+        choose: impl FnOnce(usize) -> Decision,
+    ) -> Result<Reservation, Refusal> {
+        let slot = self.state.lock().slot_of(id);
+        let slot = slot.ok_or(Refusal::NoCandidates)?;
+        self.place(request, exclude, |_, _| Ok(choose(slot)))
+    }
+
+    /// Like [`Fleet::decide`], with the choice made by `choose` instead of the policy alone.
+    ///
+    /// # Errors
+    /// The refusal of `choose`, or [`Refusal::OutsideCandidates`].
+    pub fn place(
+        self: &Arc<Self>,
+        request: &Request,
+        exclude: &[String],
+        choose: impl FnOnce(&dyn Policy, &View<'_>) -> Result<Decision, Refusal>,
+    ) -> Result<Reservation, Refusal> {
+        let begun = Instant::now();
+        let now_s = self.now_s();
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        state.fill_facts(exclude, now_s);
+        state.fill_cached(&request.prompt);
+        let session_key = request.session_id.as_deref().map(session_key);
+        let facts = state.request_facts(request, session_key);
+        let random = state.random.u64(..);
+        let view = View {
+            workers: &state.facts,
+            request: &facts,
+            sequence: state.sequence,
+            random,
+            separated_inflight: state.separated_inflight,
+        };
+        let decision = choose(self.policy.as_ref(), &view)?;
+        check_candidates(&view, &decision.route)?;
+        state.sequence += 1;
+
+        let answering = decision.route.answering();
+        let prefilling = decision.route.prefilling();
+        let new_tokens = view.new_tokens(&state.facts[prefilling]);
+        let prefix_source = match (request.prompt.unit, &state.workers[prefilling]) {
+            (Unit::Tokens, Some(worker)) => worker.prefix_source,
+            _ => PrefixSource::Estimate,
+        };
+        let cached_tokens: Vec<(usize, u64)> = state
+            .facts
+            .iter()
+            .filter(|worker| worker.routable && worker.cached_tokens > 0)
+            .map(|worker| (worker.slot, worker.cached_tokens))
+            .collect();
+        let share = reservation::Share {
+            route: decision.route,
+            input_tokens: facts.input_tokens,
+            new_tokens,
+            ahead_tokens: state.facts[prefilling].pending_prefill_tokens,
+            delta_tokens: view.new_tokens(&state.facts[answering]),
+        };
+        state.reserve(&share);
+        for slot in [prefilling, answering] {
+            if let Some(worker) = state.worker_mut(slot) {
+                worker.circuit.placed(now_s);
+            }
+        }
+        if let Some(key) = session_key {
+            state.note_session(key, answering, now_s);
+        }
+        state.note_prompt(&request.prompt, decision.route);
+
+        let name = |slot: usize| {
+            let spec = state.workers[slot].as_ref().map(|w| Arc::clone(&w.spec));
+            spec.ok_or(Refusal::OutsideCandidates)
+        };
+        let answering_spec = name(answering)?;
+        let prefill_spec = match decision.route {
+            Route::Local { .. } => None,
+            Route::PrefillDecode { prefill, .. } => Some(name(prefill)?),
+        };
+        let named = |route: Route| -> Result<log::NamedRoute, Refusal> {
+            Ok(match route {
+                Route::Local { worker } => log::NamedRoute::Local {
+                    worker: name(worker)?,
+                },
+                Route::PrefillDecode { prefill, decode } => log::NamedRoute::PrefillDecode {
+                    prefill: name(prefill)?,
+                    decode: name(decode)?,
+                },
+            })
+        };
+        let alternatives = decision
+            .alternatives
+            .iter()
+            .map(|a| Ok((named(a.route)?, a.predicted_s)))
+            .collect::<Result<_, Refusal>>()?;
+        let cached_tokens = cached_tokens
+            .into_iter()
+            .map(|(slot, tokens)| Ok((name(slot)?, tokens)))
+            .collect::<Result<_, Refusal>>()?;
+        let route = named(decision.route)?;
+        let reserved = match &prefill_spec {
+            None => vec![Reserved {
+                worker: Arc::clone(&answering_spec),
+                prefill_tokens: new_tokens,
+                decode_tokens: facts.input_tokens,
+            }],
+            Some(prefill) => vec![
+                Reserved {
+                    worker: Arc::clone(prefill),
+                    prefill_tokens: new_tokens,
+                    decode_tokens: 0,
+                },
+                Reserved {
+                    worker: Arc::clone(&answering_spec),
+                    prefill_tokens: 0,
+                    decode_tokens: facts.input_tokens,
+                },
+            ],
+        };
+        let decision_id = format!("{:016x}", state.random.u64(..));
+        drop(guard);
+
+        let record = Arc::new(DecisionRecord {
+            decision_id: decision_id.clone(),
+            ts_unix_s: log::unix_now_s(),
+            request_id: request.request_id.clone(),
+            session_id: request.session_id.clone(),
+            policy: self.policy_name.clone(),
+            route,
+            reason: decision.reason,
+            input_tokens: facts.input_tokens,
+            new_tokens,
+            cached_tokens,
+            prefix_source,
+            alternatives,
+            predicted_s: decision.predicted_s,
+            reserved,
+            decision_us: begun.elapsed().as_secs_f64() * 1e6,
+        });
+        self.sink.send(Event::Decision(record));
+        Ok(Reservation::new(
+            Arc::clone(self),
+            decision_id,
+            share,
+            answering_spec,
+            prefill_spec,
+            begun,
+        ))
+    }
+
+    /// Seconds since the fleet was made.
+    fn now_s(&self) -> f64 {
+        self.started.elapsed().as_secs_f64()
+    }
+
+    /// Takes over an engine's load report.
+    pub fn report_load(&self, id: &str, load: EngineLoad) {
+        self.with_worker(id, |worker| worker.take_report(load));
+        if let Some(capacity) = load.capacity_tokens {
+            self.report_capacity(id, capacity);
+        }
+    }
+
+    fn with_worker<R>(&self, id: &str, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
+        let mut state = self.state.lock();
+        let slot = state.slot_of(id)?;
+        state.workers[slot].as_mut().map(change)
+    }
+
+    /// True when nothing is reserved anywhere and every counter agrees.
+    pub fn is_idle(&self) -> bool {
+        let state = self.state.lock();
+        state.separated_inflight == 0
+            && state
+                .workers
+                .iter()
+                .flatten()
+                .all(|worker| worker.load == worker::Load::default())
+    }
+}
+
+impl State {
+    fn slot_of(&self, id: &str) -> Option<usize> {
+        self.workers.iter().position(
+            |worker| matches!(worker, Some(worker) if !worker.removed && worker.spec.id == id),
+        )
+    }
+
+    fn fill_facts(&mut self, exclude: &[String], now_s: f64) {
+        self.facts.clear();
+        for (slot, worker) in self.workers.iter().enumerate() {
+            self.facts.push(match worker {
+                Some(worker) => worker.facts(slot, exclude, now_s),
+                None => Worker::absent(slot),
+            });
+        }
+    }
+
+    fn fill_cached(&mut self, prompt: &PromptHashes) {
+        let count = self.workers.len();
+        let mut apply =
+            |tree: &EstimateTree, states: &[u64], block: usize, tokens: Option<usize>| {
+                self.held_blocks.clear();
+                self.held_blocks.resize(count, 0);
+                tree.matched(states, &mut self.held_blocks);
+                for (facts, &held) in self.facts.iter_mut().zip(&self.held_blocks) {
+                    let worker = self.workers[facts.slot].as_ref();
+                    if held > 0
+                        && worker.is_some_and(|w| {
+                            tokens.is_none_or(|b| {
+                                w.estimate_block == b && w.prefix_source == PrefixSource::Estimate
+                            })
+                        })
+                    {
+                        // The last token is always computed, so that there is something to sample from.
+                        let whole = prompt.to_tokens(held as usize * block);
+                        facts.cached_tokens = whole.min(prompt.tokens().saturating_sub(1));
+                    }
+                }
+            };
+        match prompt.unit {
+            Unit::Bytes => apply(&self.text_tree, &prompt.states, prompt.block, None),
+            Unit::Tokens => {
+                for (block, tree) in &self.token_trees {
+                    if block % prompt.block == 0 {
+                        let states = strided(prompt, block / prompt.block);
+                        apply(tree, &states, *block, Some(*block));
+                    }
+                }
+                self.fill_exact(prompt);
+            }
+        }
+    }
+
+    fn fill_exact(&mut self, prompt: &PromptHashes) {
+        let mut by_page: SmallVec<[(usize, Vec<u32>); 2]> = SmallVec::new();
+        for (slot, worker) in self.workers.iter().enumerate() {
+            let Some(worker) = worker else { continue };
+            let fits = worker.page_size % prompt.block == 0;
+            if worker.prefix_source != PrefixSource::Events || !fits {
+                continue;
+            }
+            match by_page
+                .iter_mut()
+                .find(|(page, _)| *page == worker.page_size)
+            {
+                Some((_, slots)) => slots.push(slot as u32),
+                None => by_page.push((worker.page_size, vec![slot as u32])),
+            }
+        }
+        let most = prompt.tokens().saturating_sub(1);
+        for (page, slots) in by_page {
+            let facts = &mut self.facts;
+            self.exact
+                .matched(prompt, page / prompt.block, &slots, |slot, pages| {
+                    // As engines do: the last token is computed, in a whole page.
+                    let whole = (pages * page) as u64;
+                    facts[slot as usize].cached_tokens =
+                        whole.min(most / page as u64 * page as u64);
+                });
+        }
+    }
+
+    fn note_prompt(&mut self, prompt: &PromptHashes, route: Route) {
+        let mut insert = |slot: usize| {
+            let Some(worker) = &self.workers[slot] else {
+                return;
+            };
+            if !worker.spec.prefix_cache {
+                return;
+            }
+            match prompt.unit {
+                Unit::Bytes => self.text_tree.insert(slot, &prompt.states),
+                Unit::Tokens => {
+                    for (block, tree) in &mut self.token_trees {
+                        let is_estimated = worker.prefix_source == PrefixSource::Estimate
+                            && *block == worker.estimate_block;
+                        if is_estimated && *block % prompt.block == 0 {
+                            tree.insert(slot, &strided(prompt, *block / prompt.block));
+                        }
+                    }
+                }
+            }
+        };
+        insert(route.answering());
+        if route.prefilling() != route.answering() {
+            insert(route.prefilling());
+        }
+    }
+
+    fn request_facts(&mut self, request: &Request, session: Option<u64>) -> RequestFacts {
+        let session = session.and_then(|key| self.sessions.get(&key));
+        let affine = session.and_then(|session| {
+            let worker = self.workers.get(session.slot)?.as_ref()?;
+            (worker.serial == session.serial && !worker.removed).then_some(session.slot)
+        });
+        let mean = self.mean_output_tokens as u64;
+        RequestFacts {
+            input_tokens: request.prompt.tokens(),
+            expected_output_tokens: request.max_output_tokens.map_or(mean, |max| max.min(mean)),
+            has_session: request.session_id.is_some(),
+            turn: session.map_or(0, |session| session.turns),
+            affine,
+        }
+    }
+
+    fn note_session(&mut self, key: u64, slot: usize, now_s: f64) {
+        let Some(worker) = &mut self.workers[slot] else {
+            return;
+        };
+        let previous = self.sessions.get(&key);
+        if previous.is_some_and(|session| session.serial != worker.serial) {
+            worker.note_migration(now_s);
+        }
+        let turns = previous.map_or(0, |session| session.turns) + 1;
+        let serial = worker.serial;
+        self.sessions.put(
+            key,
+            Session {
+                slot,
+                serial,
+                turns,
+            },
+        );
+    }
+
+    fn set_estimate_capacity(&mut self, slot: usize, block: usize, tokens: u64) {
+        let blocks = tokens / block as u64;
+        for (size, tree) in &mut self.token_trees {
+            if *size == block {
+                tree.set_capacity(slot, blocks);
+            }
+        }
+        let text_blocks = tokens / ESTIMATE_BLOCK_TOKENS as u64;
+        self.text_tree.set_capacity(slot, text_blocks);
+    }
+
+    /// Brings the estimates back within the worker's capacity.
+    fn evict_excess(&mut self, slot: usize) {
+        for (_, tree) in &mut self.token_trees {
+            tree.evict_excess(slot);
+        }
+        self.text_tree.evict_excess(slot);
+    }
+
+    fn forget_prefixes(&mut self, slot: usize) {
+        for (_, tree) in &mut self.token_trees {
+            tree.clear(slot);
+        }
+        self.text_tree.clear(slot);
+        self.exact.clear(slot);
+    }
+
+    fn free_if_idle(&mut self, slot: usize) {
+        if self.workers[slot]
+            .as_ref()
+            .is_some_and(|worker| worker.removed && worker.load.requests == 0)
+        {
+            self.forget_prefixes(slot);
+            self.workers[slot] = None;
+        }
+    }
+
+    fn worker_mut(&mut self, slot: usize) -> Option<&mut Worker> {
+        self.workers.get_mut(slot)?.as_mut()
+    }
+}
+
+/// The estimate's block for a worker: at least [`ESTIMATE_BLOCK_TOKENS`], in whole pages.
+fn estimate_block(spec: &WorkerSpec) -> usize {
+    ESTIMATE_BLOCK_TOKENS.next_multiple_of(spec.page_size)
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+fn session_key(id: &str) -> u64 {
+    let mut state = id.len() as u64;
+    for chunk in id.as_bytes().chunks(8) {
+        let mut word = [0; 8];
+        word[..chunk.len()].copy_from_slice(chunk);
+        state = prefix::hash::step(state, u64::from_le_bytes(word));
+    }
+    state
+}
+
+/// A policy's answer must be one of its candidates.
+fn check_candidates(view: &View<'_>, route: &Route) -> Result<(), Refusal> {
+    let allowed = match *route {
+        Route::Local { worker } => view.local().any(|w| w.slot == worker),
+        Route::PrefillDecode { prefill, decode } => view
+            .decode()
+            .find(|w| w.slot == decode)
+            .is_some_and(|d| view.partners(d).any(|p| p.slot == prefill)),
+    };
+    if allowed {
+        Ok(())
+    } else {
+        Err(Refusal::OutsideCandidates)
+    }
+}
+
+/// What a worker may do: serve alone, prefill for others, decode for others. A colocated vLLM worker
+/// with a connector (`kv_both`) does everything.
+pub(crate) fn abilities(spec: &WorkerSpec) -> (bool, bool, bool) {
+    match spec.role {
+        Role::Colocated => {
+            let both = spec.engine == Engine::Vllm && spec.kv_connector.is_some();
+            (true, both, both)
+        }
+        Role::Prefill => (false, true, false),
+        Role::Decode => (false, false, true),
+        Role::Elastic => (true, false, true),
+    }
+}

@@ -1,0 +1,337 @@
+//! The estimate of what workers without KV events hold: one radix tree over prompt blocks, shared
+//! by all workers, with an LRU bounded by each worker's capacity.
+//!
+//! A node is a run of blocks; it is named by the state after its first block, which stands for the
+//! whole prefix up to there, so that finding a child is one hash lookup and comparing a run is one
+//! comparison at its end. Invariant: a worker that holds a node holds its parent, and used the
+//! parent no earlier. Like SGLang's radix cache, eviction takes whole nodes, leaves first.
+
+use super::hash::PromptHashes;
+use smallvec::SmallVec;
+use std::borrow::Cow;
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
+
+/// Keys are already uniformly distributed.
+#[derive(Default)]
+pub struct Identity(u64);
+
+impl Hasher for Identity {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("only u64 keys are hashed");
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        self.0 = value;
+    }
+}
+
+pub type StateMap<V> = HashMap<u64, V, BuildHasherDefault<Identity>>;
+
+type NodeId = u32;
+
+struct Node {
+    states: Vec<u64>,
+    /// Blocks before this node.
+    depth: u32,
+    /// Who holds the whole node, and when it was last used there.
+    holders: SmallVec<[(u32, u64); 2]>,
+}
+
+#[derive(Default)]
+struct Worker {
+    capacity_blocks: u64,
+    held_blocks: u64,
+    /// (last use, deeper first, node): what to evict next comes first.
+    lru: BTreeSet<(u64, Reverse<u32>, NodeId)>,
+}
+
+/// The tree for prompts of one unit and block size.
+#[derive(Default)]
+pub struct EstimateTree {
+    nodes: Vec<Node>,
+    free: Vec<NodeId>,
+    starts: StateMap<NodeId>,
+    workers: Vec<Worker>,
+    clock: u64,
+}
+
+impl EstimateTree {
+    /// Blocks of `states` that each worker holds, written to `held` by slot.
+    pub fn matched(&self, states: &[u64], held: &mut [u32]) {
+        let mut at = 0;
+        while let Some(&id) = states.get(at).and_then(|state| self.starts.get(state)) {
+            let node = &self.nodes[id as usize];
+            let common = common_blocks(&node.states, &states[at..]);
+            for &(worker, _) in &node.holders {
+                if let Some(entry) = held.get_mut(worker as usize) {
+                    *entry = (at + common) as u32;
+                }
+            }
+            at += common;
+            if common < node.states.len() {
+                break;
+            }
+        }
+    }
+
+    /// Notes that `worker` now holds the prompt. What no longer fits there is evicted by
+    /// [`EstimateTree::evict_excess`], which is left for when no request waits for a decision.
+    pub fn insert(&mut self, worker: usize, states: &[u64]) {
+        self.ensure(worker);
+        self.clock += 1;
+        let mut at = 0;
+        while at < states.len() {
+            let id = match self.starts.get(&states[at]) {
+                Some(&id) => {
+                    let common = common_blocks(&self.nodes[id as usize].states, &states[at..]);
+                    if common < self.nodes[id as usize].states.len() {
+                        self.split(id, common);
+                    }
+                    id
+                }
+                None => self.add(states[at..].to_vec(), at as u32),
+            };
+            self.touch(worker, id);
+            at += self.nodes[id as usize].states.len();
+        }
+    }
+
+    /// Sets the worker's capacity; less than before evicts at once.
+    pub fn set_capacity(&mut self, worker: usize, blocks: u64) {
+        self.ensure(worker);
+        self.workers[worker].capacity_blocks = blocks;
+        self.evict_excess(worker);
+    }
+
+    /// Evicts, least recently used first, until the worker holds no more than its capacity.
+    pub fn evict_excess(&mut self, worker: usize) {
+        let is_full = |w: &Worker| w.held_blocks > w.capacity_blocks;
+        while self.workers.get(worker).is_some_and(is_full) && self.evict_one(worker) {}
+    }
+
+    /// Forgets everything the worker held: it restarted, flushed its cache or left.
+    pub fn clear(&mut self, worker: usize) {
+        if worker < self.workers.len() {
+            while self.evict_one(worker) {}
+        }
+    }
+
+    /// Blocks that the worker is believed to hold.
+    pub fn held_blocks(&self, worker: usize) -> u64 {
+        self.workers.get(worker).map_or(0, |w| w.held_blocks)
+    }
+
+    /// Blocks in the tree, held by anyone.
+    pub fn len_blocks(&self) -> usize {
+        self.starts
+            .values()
+            .map(|&id| self.nodes[id as usize].states.len())
+            .sum()
+    }
+
+    fn ensure(&mut self, worker: usize) {
+        while self.workers.len() <= worker {
+            self.workers.push(Worker {
+                capacity_blocks: u64::MAX,
+                ..Worker::default()
+            });
+        }
+    }
+
+    fn add(&mut self, states: Vec<u64>, depth: u32) -> NodeId {
+        let start = states[0];
+        let node = Node {
+            states,
+            depth,
+            holders: SmallVec::new(),
+        };
+        let id = match self.free.pop() {
+            Some(id) => {
+                self.nodes[id as usize] = node;
+                id
+            }
+            None => {
+                self.nodes.push(node);
+                (self.nodes.len() - 1) as NodeId
+            }
+        };
+        self.starts.insert(start, id);
+        id
+    }
+
+    /// Cuts a node after `blocks`; the node keeps the head, a new one gets the tail.
+    fn split(&mut self, id: NodeId, blocks: usize) {
+        let node = &mut self.nodes[id as usize];
+        let tail = node.states.split_off(blocks);
+        node.states.shrink_to_fit();
+        let depth = node.depth + blocks as u32;
+        let holders = node.holders.clone();
+        let new = self.add(tail, depth);
+        for &(worker, used) in &holders {
+            self.workers[worker as usize]
+                .lru
+                .insert((used, Reverse(depth), new));
+        }
+        self.nodes[new as usize].holders = holders;
+    }
+
+    fn touch(&mut self, worker: usize, id: NodeId) {
+        let node = &mut self.nodes[id as usize];
+        let state = &mut self.workers[worker];
+        match node.holders.iter_mut().find(|h| h.0 == worker as u32) {
+            Some((_, used)) => {
+                state.lru.remove(&(*used, Reverse(node.depth), id));
+                *used = self.clock;
+            }
+            None => {
+                node.holders.push((worker as u32, self.clock));
+                state.held_blocks += node.states.len() as u64;
+            }
+        }
+        state.lru.insert((self.clock, Reverse(node.depth), id));
+    }
+
+    fn evict_one(&mut self, worker: usize) -> bool {
+        let state = &mut self.workers[worker];
+        let Some((_, _, id)) = state.lru.pop_first() else {
+            return false;
+        };
+        let node = &mut self.nodes[id as usize];
+        state.held_blocks -= node.states.len() as u64;
+        node.holders.retain(|h| h.0 != worker as u32);
+        if node.holders.is_empty() {
+            self.starts.remove(&node.states[0]);
+            node.states = Vec::new();
+            self.free.push(id);
+        }
+        true
+    }
+}
+
+/// Leading blocks that a node and a prompt share. States name whole prefixes, so agreement is
+/// monotone and the end can be looked at first.
+fn common_blocks(node: &[u64], prompt: &[u64]) -> usize {
+    let shorter = node.len().min(prompt.len());
+    if node[shorter - 1] == prompt[shorter - 1] {
+        return shorter;
+    }
+    let (mut agree, mut differ) = (0, shorter - 1);
+    while agree < differ {
+        let middle = (agree + differ) / 2;
+        if node[middle] == prompt[middle] {
+            agree = middle + 1;
+        } else {
+            differ = middle;
+        }
+    }
+    agree
+}
+
+/// Blocks of a hashed prompt at multiples of `stride` of its own block.
+pub fn strided(prompt: &PromptHashes, stride: usize) -> Cow<'_, [u64]> {
+    if stride == 1 {
+        return Cow::Borrowed(&prompt.states);
+    }
+    let states = prompt.states.iter().copied();
+    Cow::Owned(states.skip(stride - 1).step_by(stride).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn states(tokens: &[u32]) -> Vec<u64> {
+        PromptHashes::of_tokens(tokens, 1).states
+    }
+
+    fn held(tree: &EstimateTree, tokens: &[u32], workers: usize) -> Vec<u32> {
+        let mut held = vec![0; workers];
+        tree.matched(&states(tokens), &mut held);
+        held
+    }
+
+    #[test]
+    fn a_prompt_is_held_by_the_worker_it_was_sent_to_and_by_no_other() {
+        let mut tree = EstimateTree::default();
+        tree.insert(1, &states(&[1, 2, 3, 4]));
+        assert_eq!(held(&tree, &[1, 2, 3, 4, 5], 3), [0, 4, 0]);
+        assert_eq!(held(&tree, &[1, 2, 9], 3), [0, 2, 0]);
+        assert_eq!(held(&tree, &[9], 3), [0, 0, 0]);
+    }
+
+    #[test]
+    fn a_shared_prefix_is_split_and_held_by_both() {
+        let mut tree = EstimateTree::default();
+        tree.insert(0, &states(&[1, 2, 3, 4]));
+        tree.insert(1, &states(&[1, 2, 7]));
+        assert_eq!(held(&tree, &[1, 2, 3, 4], 2), [4, 2]);
+        assert_eq!(held(&tree, &[1, 2, 7], 2), [2, 3]);
+    }
+
+    #[test]
+    fn the_least_recently_used_leaf_goes_first() {
+        let mut tree = EstimateTree::default();
+        tree.set_capacity(0, 5);
+        tree.insert(0, &states(&[1, 2, 3]));
+        tree.insert(0, &states(&[1, 2, 4]));
+        tree.insert(0, &states(&[1, 2, 3]));
+        tree.insert(0, &states(&[1, 2, 5, 6]));
+        tree.evict_excess(0);
+        assert_eq!(held(&tree, &[1, 2, 4], 1), [2]);
+        assert_eq!(held(&tree, &[1, 2, 3], 1), [3]);
+        assert_eq!(held(&tree, &[1, 2, 5, 6], 1), [4]);
+    }
+
+    proptest! {
+        /// Against a model that keeps every prompt of every worker: without a bound, the estimate
+        /// is the longest common prefix with anything sent there.
+        #[test]
+        fn without_a_bound_the_match_is_the_longest_prefix_sent_there(
+            sent in proptest::collection::vec(
+                (0usize..3, proptest::collection::vec(0u32..3, 1..12)), 0..24),
+            probe in proptest::collection::vec(0u32..3, 1..12),
+        ) {
+            let mut tree = EstimateTree::default();
+            for (worker, tokens) in &sent {
+                tree.insert(*worker, &states(tokens));
+            }
+            let found = held(&tree, &probe, 3);
+            for (worker, &held) in found.iter().enumerate() {
+                let longest = sent.iter().filter(|(w, _)| *w == worker)
+                    .map(|(_, t)| t.iter().zip(&probe).take_while(|(a, b)| a == b).count())
+                    .max().unwrap_or(0);
+                prop_assert_eq!(held as usize, longest);
+            }
+        }
+
+        #[test]
+        fn no_worker_exceeds_its_capacity_and_clearing_leaves_nothing(
+            sent in proptest::collection::vec(
+                (0usize..3, proptest::collection::vec(0u32..3, 1..12)), 0..24),
+            capacity in 0u64..16,
+        ) {
+            let mut tree = EstimateTree::default();
+            for worker in 0..3 {
+                tree.set_capacity(worker, capacity);
+            }
+            for (worker, tokens) in &sent {
+                tree.insert(*worker, &states(tokens));
+                tree.evict_excess(*worker);
+                prop_assert!(tree.held_blocks(*worker) <= capacity);
+            }
+            for worker in 0..3 {
+                tree.clear(worker);
+                prop_assert_eq!(tree.held_blocks(worker), 0);
+            }
+            prop_assert_eq!(tree.len_blocks(), 0);
+            prop_assert_eq!(tree.nodes.len(), tree.free.len());
+        }
+    }
+}

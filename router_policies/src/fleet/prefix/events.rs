@@ -1,0 +1,454 @@
+//! What workers hold, exactly, from the KV events that they publish.
+//!
+//! Engines name a block by a hash of their own and tell its tokens and its parent, so every block is
+//! translated once into the state of [`super::hash`]: a prompt's states can then be looked up
+//! whatever the engine hashes with. A worker holds a block only if it holds the blocks before it
+//! (engines evict leaves first), so its match in a prompt is found by bisection, for all workers of
+//! one page size together.
+
+use super::estimate::StateMap;
+use super::hash::{PromptHashes, root_state, step};
+use rmpv::Value;
+use smallvec::SmallVec;
+
+/// One change of a worker's cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KvEvent {
+    Stored {
+        blocks: Vec<u64>,
+        parent: Option<u64>,
+        tokens: Vec<u32>,
+        block_size: usize,
+    },
+    Removed {
+        blocks: Vec<u64>,
+    },
+    Cleared,
+}
+
+/// Reads a published batch: `[timestamp, events, …]`, each event an array that starts with its
+/// type (SGLang) or a map with a key `type` (vLLM). Events of other media than the device, of
+/// adapters, and of unknown types are left out.
+///
+/// # Errors
+/// One line that says what is wrong with the bytes.
+pub fn decode(payload: &[u8]) -> Result<Vec<KvEvent>, String> {
+    let mut rest = payload;
+    let batch = rmpv::decode::read_value_with_max_depth(&mut rest, 16)
+        .map_err(|error| format!("KV events: {error}"))?;
+    let events = batch
+        .as_array()
+        .and_then(|fields| fields.get(1)?.as_array())
+        .ok_or("KV events: expected [timestamp, [event, ...]]")?;
+    Ok(events.iter().filter_map(event).collect())
+}
+
+fn event(value: &Value) -> Option<KvEvent> {
+    const STORED: [&str; 6] = [
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+    ];
+    let field = |names: &[&str], name: &str| -> Option<&Value> {
+        match value {
+            Value::Array(items) => items.get(1 + names.iter().position(|n| *n == name)?),
+            Value::Map(pairs) => pairs
+                .iter()
+                .find_map(|(key, item)| (key.as_str() == Some(name)).then_some(item)),
+            _ => None,
+        }
+    };
+    let kind = match value {
+        Value::Array(items) => items.first()?.as_str()?,
+        _ => field(&[], "type")?.as_str()?,
+    };
+    let on_device = |medium: Option<&Value>| {
+        medium
+            .and_then(Value::as_str)
+            .is_none_or(|medium| medium.eq_ignore_ascii_case("gpu"))
+    };
+    let other_group = |value: Option<&Value>| value.and_then(Value::as_u64).is_some_and(|g| g > 0);
+    match kind {
+        "BlockStored" => {
+            let get = |name| field(&STORED, name);
+            let is_plain = get("lora_id").is_none_or(Value::is_nil)
+                && on_device(get("medium"))
+                && !other_group(field(&[], "group_idx"));
+            let tokens: Option<Vec<u32>> = get("token_ids")?
+                .as_array()?
+                .iter()
+                .map(|token| u32::try_from(token.as_u64()?).ok())
+                .collect();
+            is_plain.then_some(KvEvent::Stored {
+                blocks: hashes(get("block_hashes")?)?,
+                parent: get("parent_block_hash").and_then(engine_hash),
+                tokens: tokens?,
+                block_size: usize::try_from(get("block_size")?.as_u64()?).ok()?,
+            })
+        }
+        "BlockRemoved" => {
+            const REMOVED: [&str; 2] = ["block_hashes", "medium"];
+            let is_plain =
+                on_device(field(&REMOVED, "medium")) && !other_group(field(&[], "group_idx"));
+            let blocks = hashes(field(&REMOVED, "block_hashes")?)?;
+            is_plain.then_some(KvEvent::Removed { blocks })
+        }
+        "AllBlocksCleared" => Some(KvEvent::Cleared),
+        _ => None,
+    }
+}
+
+fn hashes(value: &Value) -> Option<Vec<u64>> {
+    value.as_array()?.iter().map(engine_hash).collect()
+}
+
+/// An engine's name of a block: an integer, signed or not, or a digest.
+fn engine_hash(value: &Value) -> Option<u64> {
+    match value {
+        Value::Integer(number) => number
+            .as_u64()
+            .or_else(|| number.as_i64().map(|signed| signed as u64)),
+        Value::Binary(bytes) => Some(bytes.chunks(8).fold(bytes.len() as u64, |state, chunk| {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            step(state, u64::from_le_bytes(word))
+        })),
+        _ => None,
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Block {
+    state: u64,
+    /// vLLM may hold one content in several blocks.
+    copies: u32,
+}
+
+/// The blocks of all workers that publish events.
+#[derive(Default)]
+pub struct ExactIndex {
+    holders: StateMap<SmallVec<[u32; 4]>>,
+    workers: Vec<StateMap<Block>>,
+}
+
+impl ExactIndex {
+    /// Applies one event. False when a stored block's parent is unknown: events were missed.
+    pub fn apply(&mut self, worker: usize, event: &KvEvent) -> bool {
+        if self.workers.len() <= worker {
+            self.workers.resize_with(worker + 1, StateMap::default);
+        }
+        match event {
+            KvEvent::Stored {
+                blocks,
+                parent,
+                tokens,
+                block_size,
+            } => {
+                let known = &self.workers[worker];
+                let mut state = match parent {
+                    None => root_state(),
+                    Some(parent) => match known.get(parent) {
+                        Some(block) => block.state,
+                        None => return false,
+                    },
+                };
+                for (hash, tokens) in blocks.iter().zip(tokens.chunks((*block_size).max(1))) {
+                    state = tokens
+                        .iter()
+                        .fold(state, |state, &token| step(state, u64::from(token)));
+                    let block = self.workers[worker]
+                        .entry(*hash)
+                        .or_insert(Block { state, copies: 0 });
+                    block.copies += 1;
+                    if block.copies == 1 {
+                        self.holders.entry(state).or_default().push(worker as u32);
+                    }
+                }
+            }
+            KvEvent::Removed { blocks } => {
+                for hash in blocks {
+                    let Some(block) = self.workers[worker].get_mut(hash) else {
+                        continue;
+                    };
+                    block.copies -= 1;
+                    if block.copies == 0 {
+                        let state = block.state;
+                        self.workers[worker].remove(hash);
+                        self.release(state, worker);
+                    }
+                }
+            }
+            KvEvent::Cleared => self.clear(worker),
+        }
+        true
+    }
+
+    /// Forgets all that the worker holds.
+    pub fn clear(&mut self, worker: usize) {
+        if let Some(blocks) = self.workers.get_mut(worker) {
+            for block in std::mem::take(blocks).into_values() {
+                self.release(block.state, worker);
+            }
+        }
+    }
+
+    /// Blocks that the worker holds.
+    pub fn held_blocks(&self, worker: usize) -> usize {
+        self.workers.get(worker).map_or(0, StateMap::len)
+    }
+
+    fn release(&mut self, state: u64, worker: usize) {
+        if let Some(holders) = self.holders.get_mut(&state) {
+            // One entry: two hashes of one content are two copies to the engine.
+            if let Some(at) = holders.iter().position(|&holder| holder == worker as u32) {
+                holders.swap_remove(at);
+            }
+            if holders.is_empty() {
+                self.holders.remove(&state);
+            }
+        }
+    }
+
+    /// Calls `found` with every worker of `workers` that holds a beginning of the prompt, and its
+    /// length in pages of `stride` of the prompt's blocks.
+    pub fn matched(
+        &self,
+        prompt: &PromptHashes,
+        stride: usize,
+        workers: &[u32],
+        mut found: impl FnMut(u32, usize),
+    ) {
+        let pages = prompt.states.len() / stride;
+        // Each of a span's workers holds `low` pages and not `high`.
+        let mut spans = vec![(0, pages + 1, workers.to_vec())];
+        while let Some((low, high, mut group)) = spans.pop() {
+            if group.is_empty() {
+                continue;
+            }
+            if high - low == 1 {
+                if low > 0 {
+                    group.iter().for_each(|&worker| found(worker, low));
+                }
+                continue;
+            }
+            let middle = low + (high - low) / 2;
+            let state = prompt.states[middle * stride - 1];
+            let holders = self.holders.get(&state);
+            let (mut has, mut lacks) = (Vec::new(), Vec::new());
+            for worker in group.drain(..) {
+                if holders.is_some_and(|holders| holders.contains(&worker)) {
+                    has.push(worker);
+                } else {
+                    lacks.push(worker);
+                }
+            }
+            spans.push((middle, high, has));
+            spans.push((low, middle, lacks));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn pack(value: &Value) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        rmpv::encode::write_value(&mut bytes, value).expect("a vector takes everything");
+        bytes
+    }
+
+    fn ints(numbers: &[i64]) -> Value {
+        Value::Array(numbers.iter().map(|&n| Value::from(n)).collect())
+    }
+
+    fn held(index: &ExactIndex, tokens: &[u32], page: usize, worker: u32) -> usize {
+        let mut length = 0;
+        index.matched(
+            &PromptHashes::of_tokens(tokens, 1),
+            page,
+            &[worker],
+            |_, pages| {
+                length = pages * page;
+            },
+        );
+        length
+    }
+
+    #[test]
+    fn sglangs_arrays_and_vllms_maps_are_the_same_events() {
+        let sglang = Value::Array(vec![
+            Value::from(1.5),
+            Value::Array(vec![
+                Value::Array(vec![
+                    "BlockStored".into(),
+                    ints(&[-7, 8]),
+                    Value::Nil,
+                    ints(&[1, 2, 3, 4]),
+                    2.into(),
+                    Value::Nil,
+                    "GPU".into(),
+                ]),
+                Value::Array(vec!["BlockRemoved".into(), ints(&[8]), "GPU".into()]),
+                Value::Array(vec!["AllBlocksCleared".into()]),
+                Value::Array(vec!["BlockRemoved".into(), ints(&[8]), "CPU_PINNED".into()]),
+            ]),
+            Value::from(0),
+        ]);
+        let pair = |key: &str, value: Value| (Value::from(key), value);
+        let vllm = Value::Array(vec![
+            Value::from(1.5),
+            Value::Array(vec![
+                Value::Map(vec![
+                    pair("type", "BlockStored".into()),
+                    pair("block_hashes", ints(&[-7, 8])),
+                    pair("parent_block_hash", Value::Nil),
+                    pair("token_ids", ints(&[1, 2, 3, 4])),
+                    pair("block_size", 2.into()),
+                    pair("lora_id", Value::Nil),
+                    pair("medium", "GPU".into()),
+                ]),
+                Value::Map(vec![
+                    pair("type", "BlockRemoved".into()),
+                    pair("block_hashes", ints(&[8])),
+                    pair("medium", "GPU".into()),
+                ]),
+                Value::Map(vec![pair("type", "AllBlocksCleared".into())]),
+            ]),
+        ]);
+        let expected = vec![
+            KvEvent::Stored {
+                blocks: vec![-7i64 as u64, 8],
+                parent: None,
+                tokens: vec![1, 2, 3, 4],
+                block_size: 2,
+            },
+            KvEvent::Removed { blocks: vec![8] },
+            KvEvent::Cleared,
+        ];
+        assert_eq!(decode(&pack(&sglang)).expect("valid"), expected);
+        assert_eq!(decode(&pack(&vllm)).expect("valid"), expected);
+    }
+
+    #[test]
+    fn a_block_with_an_unknown_parent_is_reported_and_not_believed() {
+        let mut index = ExactIndex::default();
+        let orphan = KvEvent::Stored {
+            blocks: vec![2],
+            parent: Some(1),
+            tokens: vec![5],
+            block_size: 1,
+        };
+        assert!(!index.apply(0, &orphan));
+        assert_eq!(index.held_blocks(0), 0);
+    }
+
+    #[test]
+    fn no_truncated_or_foreign_batch_panics() {
+        for bytes in [
+            &b""[..],
+            b"\x93",
+            b"\xc0",
+            b"\xdd\xff\xff\xff\xff",
+            b"\x92\x01\x91\x91\xa1x",
+        ] {
+            let _ = decode(bytes);
+        }
+    }
+
+    /// A radix cache with pages of `page` tokens that publishes as engines do.
+    #[derive(Default)]
+    struct Engine {
+        /// Prefixes held, by whole pages.
+        held: std::collections::BTreeSet<Vec<u32>>,
+    }
+
+    impl Engine {
+        fn name(prefix: &[u32]) -> u64 {
+            prefix
+                .iter()
+                .fold(99, |state, &token| step(state, u64::from(token) + 1))
+        }
+
+        fn store(&mut self, tokens: &[u32], page: usize) -> Vec<KvEvent> {
+            let mut events = Vec::new();
+            for end in (page..=tokens.len()).step_by(page) {
+                let start = end - page;
+                if self.held.insert(tokens[..end].to_vec()) {
+                    events.push(KvEvent::Stored {
+                        blocks: vec![Self::name(&tokens[..end])],
+                        parent: (start > 0).then(|| Self::name(&tokens[..start])),
+                        tokens: tokens[start..end].to_vec(),
+                        block_size: page,
+                    });
+                }
+            }
+            events
+        }
+
+        fn evict(&mut self, pick: usize) -> Vec<KvEvent> {
+            let leaves: Vec<_> = self
+                .held
+                .iter()
+                .filter(|a| {
+                    !self
+                        .held
+                        .iter()
+                        .any(|b| b.len() > a.len() && b.starts_with(a))
+                })
+                .cloned()
+                .collect();
+            if leaves.is_empty() {
+                return Vec::new();
+            }
+            let leaf = &leaves[pick % leaves.len()];
+            self.held.remove(leaf);
+            vec![KvEvent::Removed {
+                blocks: vec![Self::name(leaf)],
+            }]
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_index_equals_the_engine_to_the_page(
+            page in 1usize..4,
+            steps in proptest::collection::vec(
+                (0u32..3, any::<bool>(), proptest::collection::vec(0u32..3, 1..14)), 1..40),
+            probe in proptest::collection::vec(0u32..3, 1..14),
+        ) {
+            let mut engines: [Engine; 3] = Default::default();
+            let mut index = ExactIndex::default();
+            for (worker, evict, tokens) in &steps {
+                let engine = &mut engines[*worker as usize];
+                let events = if *evict {
+                    engine.evict(tokens.len())
+                } else {
+                    engine.store(tokens, page)
+                };
+                for event in &events {
+                    prop_assert!(index.apply(*worker as usize, event));
+                }
+            }
+            for (worker, engine) in engines.iter().enumerate() {
+                let longest = (page..=probe.len()).step_by(page)
+                    .filter(|&end| engine.held.contains(&probe[..end])).max().unwrap_or(0);
+                prop_assert_eq!(held(&index, &probe, page, worker as u32), longest);
+                prop_assert_eq!(index.held_blocks(worker), engine.held.len());
+            }
+            for worker in 0..3 {
+                index.clear(worker);
+            }
+            prop_assert!(index.holders.is_empty());
+        }
+
+        #[test]
+        fn no_bytes_make_decoding_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = decode(&bytes);
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! Which worker holds how much of a prompt.
+
+pub mod estimate;
+pub mod events;
+pub mod hash;

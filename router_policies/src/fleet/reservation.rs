@@ -1,0 +1,302 @@
+//! What a decision takes from its workers, and the guard that gives it back.
+
+use super::log::{Event, FinishRecord, unix_now_s};
+use super::{Fleet, State, rates};
+use crate::config::WorkerSpec;
+use crate::policy::Route;
+use serde::Serialize;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    Ok,
+    ClientDisconnect,
+    WorkerError,
+    Rejected,
+    Timeout,
+}
+
+/// What one decision reserves.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Share {
+    pub route: Route,
+    pub input_tokens: u64,
+    /// On the worker that prefills.
+    pub new_tokens: u64,
+    /// Pending there before this request came.
+    pub ahead_tokens: u64,
+    /// On the worker that answers: where separated, the KV it must be sent.
+    pub delta_tokens: u64,
+}
+
+/// What an engine reported about a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    pub prompt_tokens: Option<u64>,
+    pub cached_tokens: Option<u64>,
+}
+
+impl State {
+    pub(super) fn reserve(&mut self, share: &Share) {
+        if let Route::PrefillDecode { prefill, .. } = share.route {
+            self.separated_inflight += 1;
+            if let Some(worker) = self.worker_mut(prefill) {
+                worker.decisions += 1;
+                worker.load.requests += 1;
+                worker.load.prefilling += 1;
+                worker.load.pending_prefill_tokens += share.new_tokens;
+                worker.load.ongoing_tokens += share.input_tokens;
+            }
+        }
+        let separated = matches!(share.route, Route::PrefillDecode { .. });
+        if let Some(worker) = self.worker_mut(share.route.answering()) {
+            worker.decisions += 1;
+            worker.load.requests += 1;
+            worker.load.ongoing_tokens += share.input_tokens;
+            if separated {
+                worker.load.decoding += 1;
+                worker.load.decode_tokens += share.input_tokens;
+            } else {
+                worker.load.prefilling += 1;
+                worker.load.pending_prefill_tokens += share.new_tokens;
+            }
+        }
+    }
+
+    /// The prefill is over: on another worker, that worker is free again; locally, it decodes now.
+    fn end_prefill(&mut self, share: &Share) {
+        match share.route {
+            Route::PrefillDecode { prefill, .. } => {
+                self.separated_inflight -= 1;
+                if let Some(worker) = self.worker_mut(prefill) {
+                    worker.load.requests -= 1;
+                    worker.load.prefilling -= 1;
+                    worker.load.pending_prefill_tokens -= share.new_tokens;
+                    worker.load.ongoing_tokens -= share.input_tokens;
+                }
+                self.free_if_idle(prefill);
+            }
+            Route::Local { worker } => {
+                if let Some(worker) = self.worker_mut(worker) {
+                    worker.load.prefilling -= 1;
+                    worker.load.pending_prefill_tokens -= share.new_tokens;
+                    worker.load.decoding += 1;
+                    worker.load.decode_tokens += share.input_tokens;
+                }
+            }
+        }
+    }
+
+    /// Learns from the time to the first token.
+    fn learn_first_token(&mut self, share: &Share, seconds: f64) {
+        let prefilled = share.ahead_tokens + share.new_tokens;
+        match share.route {
+            Route::Local { worker } => {
+                if let Some(worker) = self.worker_mut(worker) {
+                    if !worker.has_engine_rate {
+                        rates::observe_prefill(&mut worker.rates, prefilled, seconds);
+                    }
+                }
+            }
+            Route::PrefillDecode { prefill, decode } => {
+                let Some((mut p, has_engine_rate)) = self
+                    .worker_mut(prefill)
+                    .map(|worker| (worker.rates, worker.has_engine_rate))
+                else {
+                    return;
+                };
+                if let Some(decode) = self.worker_mut(decode) {
+                    rates::observe_separated(
+                        &mut p,
+                        &mut decode.rates,
+                        prefilled,
+                        share.delta_tokens,
+                        seconds,
+                        has_engine_rate,
+                    );
+                }
+                if let (Some(worker), false) = (self.worker_mut(prefill), has_engine_rate) {
+                    worker.rates = p;
+                }
+            }
+        }
+    }
+
+    fn learn_decode(&mut self, slot: usize, output_chunks: u64, seconds: f64) {
+        if let Some(worker) = self.worker_mut(slot) {
+            rates::observe_decode(&mut worker.rates, output_chunks.saturating_sub(1), seconds);
+        }
+        self.mean_output_tokens += 0.02 * (output_chunks as f64 - self.mean_output_tokens);
+    }
+
+    /// Opens or closes the circuits of the workers involved.
+    fn note_outcome(&mut self, share: &Share, outcome: Outcome, prefill_failed: bool, now_s: f64) {
+        let slot = if prefill_failed {
+            share.route.prefilling()
+        } else {
+            share.route.answering()
+        };
+        let Some(worker) = self.worker_mut(slot) else {
+            return;
+        };
+        match outcome {
+            Outcome::Ok => {
+                worker.circuit.succeeded();
+                if let Some(worker) = self.worker_mut(share.route.prefilling()) {
+                    worker.circuit.succeeded();
+                }
+            }
+            Outcome::WorkerError => worker.circuit.failed(now_s),
+            Outcome::ClientDisconnect | Outcome::Rejected | Outcome::Timeout => {}
+        }
+    }
+
+    fn end_decode(&mut self, share: &Share) {
+        let slot = share.route.answering();
+        if let Some(worker) = self.worker_mut(slot) {
+            worker.load.requests -= 1;
+            worker.load.decoding -= 1;
+            worker.load.decode_tokens -= share.input_tokens;
+            worker.load.ongoing_tokens -= share.input_tokens;
+        }
+        self.free_if_idle(slot);
+    }
+}
+
+/// A decision's hold on its workers. Dropping it, by whatever path, gives everything back and logs
+/// the finish event, once. A drop without [`Reservation::finish`] means that the client left.
+pub struct Reservation {
+    fleet: Arc<Fleet>,
+    decision_id: String,
+    share: Share,
+    answering: Arc<WorkerSpec>,
+    prefill: Option<Arc<WorkerSpec>>,
+    begun: Instant,
+    first_token: Option<Instant>,
+    output_chunks: u64,
+    outcome: Outcome,
+    status: Option<u16>,
+    error: Option<String>,
+    usage: Usage,
+    is_stream: bool,
+    failed_prefill: bool,
+}
+
+impl Reservation {
+    pub(super) fn new(
+        fleet: Arc<Fleet>,
+        decision_id: String,
+        share: Share,
+        answering: Arc<WorkerSpec>,
+        prefill: Option<Arc<WorkerSpec>>,
+        begun: Instant,
+    ) -> Self {
+        Self {
+            fleet,
+            decision_id,
+            share,
+            answering,
+            prefill,
+            begun,
+            first_token: None,
+            output_chunks: 0,
+            outcome: Outcome::ClientDisconnect,
+            status: None,
+            error: None,
+            usage: Usage::default(),
+            is_stream: false,
+            failed_prefill: false,
+        }
+    }
+
+    /// Notes what the engine reported.
+    pub fn report(&mut self, usage: Usage) {
+        self.usage.prompt_tokens = usage.prompt_tokens.or(self.usage.prompt_tokens);
+        self.usage.cached_tokens = usage.cached_tokens.or(self.usage.cached_tokens);
+    }
+
+    /// The answer is a stream, so that its pieces tell when tokens were made.
+    pub fn streams(&mut self) {
+        self.is_stream = true;
+    }
+
+    pub fn decision_id(&self) -> &str {
+        &self.decision_id
+    }
+
+    /// The worker whose answer the client gets.
+    pub fn answering(&self) -> &Arc<WorkerSpec> {
+        &self.answering
+    }
+
+    /// The prefill worker, where the request is separated.
+    pub fn prefill(&self) -> Option<&Arc<WorkerSpec>> {
+        self.prefill.as_ref()
+    }
+
+    /// Notes that `count` more pieces of the answer arrived; the first ends the prefill.
+    pub fn output(&mut self, count: u64) {
+        self.output_chunks += count;
+        if count > 0 && self.first_token.is_none() {
+            let now = Instant::now();
+            self.first_token = Some(now);
+            let mut state = self.fleet.state.lock();
+            state.end_prefill(&self.share);
+            if self.is_stream {
+                let seconds = now.duration_since(self.begun).as_secs_f64();
+                state.learn_first_token(&self.share, seconds);
+            }
+        }
+    }
+
+    /// Ends the request as failed by its prefill worker.
+    pub fn fail_prefill(mut self, error: String) {
+        self.failed_prefill = true;
+        self.finish(Outcome::WorkerError, None, Some(error));
+    }
+
+    /// Ends the request as `outcome`.
+    pub fn finish(mut self, outcome: Outcome, status: Option<u16>, error: Option<String>) {
+        self.outcome = outcome;
+        self.status = status;
+        self.error = error;
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        {
+            let mut state = self.fleet.state.lock();
+            if self.first_token.is_none() {
+                state.end_prefill(&self.share);
+            }
+            let duration_s = self.first_token.map(|then| then.elapsed().as_secs_f64());
+            if let (Outcome::Ok, true, Some(seconds)) = (self.outcome, self.is_stream, duration_s) {
+                let slot = self.share.route.answering();
+                state.learn_decode(slot, self.output_chunks, seconds);
+            }
+            let now_s = self.fleet.now_s();
+            state.end_decode(&self.share);
+            state.evict_excess(self.share.route.prefilling());
+            state.evict_excess(self.share.route.answering());
+            state.note_outcome(&self.share, self.outcome, self.failed_prefill, now_s);
+        }
+        let since = |then: Instant| then.duration_since(self.begun).as_secs_f64();
+        self.fleet.sink.send(Event::Finish(FinishRecord {
+            decision_id: std::mem::take(&mut self.decision_id),
+            ts_unix_s: unix_now_s(),
+            outcome: self.outcome,
+            status: self.status,
+            first_token_s: self.first_token.map(since),
+            duration_s: since(Instant::now()),
+            output_chunks: self.output_chunks,
+            error: self.error.take(),
+            prompt_tokens: self.usage.prompt_tokens,
+            cached_tokens: self.usage.cached_tokens,
+            believed_cached_tokens: self.share.input_tokens - self.share.delta_tokens,
+        }));
+    }
+}

@@ -1,0 +1,253 @@
+//! One worker's state.
+
+use super::circuit::Circuit;
+use super::log::PrefixSource;
+use super::rates::{PRIOR, observe_prefill};
+use super::{DEFAULT_KV_CAPACITY_TOKENS, abilities};
+use crate::config::{Connector, Engine, WorkerSpec};
+use crate::policy::{Rates, Role, WorkerFacts};
+use serde::Serialize;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Migrations older than this are forgotten.
+const MIGRATION_WINDOW_S: f64 = 60.0;
+
+/// What is reserved on a worker. All zero when it is idle.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Load {
+    pub requests: u32,
+    pub prefilling: u32,
+    pub decoding: u32,
+    pub pending_prefill_tokens: u64,
+    pub decode_tokens: u64,
+    pub ongoing_tokens: u64,
+}
+
+pub(crate) struct Worker {
+    pub spec: Arc<WorkerSpec>,
+    /// Never reused, unlike the slot.
+    pub serial: u64,
+    pub estimate_block: usize,
+    pub healthy: bool,
+    pub draining: bool,
+    /// Left the fleet; stays until its last request ends.
+    pub removed: bool,
+    pub load: Load,
+    pub kv_capacity_tokens: Option<u64>,
+    pub rates: Rates,
+    /// The engine itself reports how fast it prefills.
+    pub has_engine_rate: bool,
+    pub circuit: Circuit,
+    pub prefix_source: PrefixSource,
+    /// Pages of the KV events, in tokens.
+    pub page_size: usize,
+    pub incarnation: u64,
+    /// The last load report, and the requests in it that are not ours.
+    pub engine: Option<EngineLoad>,
+    pub external_requests: u32,
+    pub drift: Drift,
+    pub decisions: u64,
+    migrations: VecDeque<f64>,
+}
+
+/// An engine's own report.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct EngineLoad {
+    pub running_requests: u32,
+    pub waiting_requests: u32,
+    pub used_tokens: Option<u64>,
+    pub capacity_tokens: Option<u64>,
+    /// Since the engine started: prompt tokens prefilled, and the time that took.
+    pub prefilled_tokens: Option<u64>,
+    pub prefill_busy_us: Option<u64>,
+}
+
+/// How far the router's counters and the engine's reports were apart.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Drift {
+    pub reports: u64,
+    /// Reports that differed from the counters.
+    pub corrections: u64,
+    /// Requests that the engine had and the router did not, over all reports.
+    pub requests_over: u64,
+    /// Requests that the router had and the engine did not.
+    pub requests_under: u64,
+}
+
+impl EngineLoad {
+    /// Tokens and busy time between this report and a later one, if the engine did not restart.
+    fn prefilled_until(&self, later: &Self) -> Option<(u64, u64)> {
+        let tokens = later
+            .prefilled_tokens?
+            .checked_sub(self.prefilled_tokens?)?;
+        let busy_us = later.prefill_busy_us?.checked_sub(self.prefill_busy_us?)?;
+        (tokens > 0 && busy_us > 0).then_some((tokens, busy_us))
+    }
+}
+
+/// A worker as `/workers` and the metrics show it.
+#[derive(Clone, Debug, Serialize)]
+pub struct WorkerSnapshot {
+    #[serde(skip)]
+    pub spec: Arc<WorkerSpec>,
+    pub healthy: bool,
+    pub draining: bool,
+    pub requests: u32,
+    pub prefilling: u32,
+    pub decoding: u32,
+    pub pending_prefill_tokens: u64,
+    pub decode_tokens: u64,
+    pub ongoing_tokens: u64,
+    pub kv_capacity_tokens: Option<u64>,
+    pub rates: Rates,
+    pub circuit_open: bool,
+    pub engine: Option<EngineLoad>,
+    pub drift: Drift,
+    pub prefix_source: PrefixSource,
+    pub decisions: u64,
+}
+
+impl Worker {
+    pub fn new(spec: Arc<WorkerSpec>, serial: u64, estimate_block: usize) -> Self {
+        Self {
+            kv_capacity_tokens: spec.kv_capacity_tokens,
+            spec,
+            serial,
+            estimate_block,
+            healthy: false,
+            draining: false,
+            removed: false,
+            load: Load::default(),
+            rates: PRIOR,
+            has_engine_rate: false,
+            circuit: Circuit::default(),
+            prefix_source: PrefixSource::Estimate,
+            page_size: 1,
+            incarnation: 0,
+            engine: None,
+            external_requests: 0,
+            drift: Drift::default(),
+            decisions: 0,
+            migrations: VecDeque::new(),
+        }
+    }
+
+    pub fn estimate_capacity_tokens(&self) -> u64 {
+        self.kv_capacity_tokens
+            .unwrap_or(DEFAULT_KV_CAPACITY_TOKENS)
+    }
+
+    /// Takes over an engine's report. What it has beyond our reservations is someone else's, and
+    /// counts as load until the next report.
+    pub fn take_report(&mut self, load: EngineLoad) {
+        let reported = load.running_requests + load.waiting_requests;
+        self.external_requests = reported.saturating_sub(self.load.requests);
+        let under = self.load.requests.saturating_sub(reported);
+        self.drift.reports += 1;
+        self.drift.corrections += u64::from(reported != self.load.requests);
+        self.drift.requests_over += u64::from(self.external_requests);
+        self.drift.requests_under += u64::from(under);
+        if let Some((tokens, busy_us)) = self.engine.and_then(|last| last.prefilled_until(&load)) {
+            self.has_engine_rate = true;
+            observe_prefill(&mut self.rates, tokens, busy_us as f64 / 1e6);
+        }
+        self.engine = Some(load);
+    }
+
+    pub fn note_migration(&mut self, now_s: f64) {
+        while self
+            .migrations
+            .front()
+            .is_some_and(|then| now_s - then > MIGRATION_WINDOW_S)
+        {
+            self.migrations.pop_front();
+        }
+        self.migrations.push_back(now_s);
+    }
+
+    fn recent_migrations(&self, now_s: f64) -> u32 {
+        let is_old = |then: &f64| now_s - then > MIGRATION_WINDOW_S;
+        (self.migrations.len() - self.migrations.partition_point(is_old)) as u32
+    }
+
+    pub fn facts(&self, slot: usize, exclude: &[String], now_s: f64) -> WorkerFacts {
+        let (serves_local, serves_prefill, serves_decode) = abilities(&self.spec);
+        WorkerFacts {
+            slot,
+            role: self.spec.role,
+            routable: self.healthy
+                && !self.draining
+                && !self.removed
+                && self.circuit.allows(now_s)
+                && !exclude.contains(&self.spec.id),
+            serves_local,
+            serves_prefill,
+            serves_decode,
+            transfer_group: match (self.spec.engine, self.spec.kv_connector) {
+                (Engine::Sglang, _) => 0,
+                (Engine::Vllm, None | Some(Connector::Nixl)) => 1,
+                (Engine::Vllm, Some(Connector::Mooncake)) => 2,
+            },
+            requests: self.load.requests + self.external_requests,
+            prefilling: self.load.prefilling,
+            decoding: self.load.decoding,
+            pending_prefill_tokens: self.load.pending_prefill_tokens,
+            decode_tokens: self.load.decode_tokens,
+            ongoing_tokens: self.load.ongoing_tokens,
+            kv_capacity_tokens: self.kv_capacity_tokens,
+            cached_tokens: 0,
+            recent_migrations: self.recent_migrations(now_s),
+            rates: self.rates,
+        }
+    }
+
+    /// An empty slot: a worker that can do nothing.
+    pub fn absent(slot: usize) -> WorkerFacts {
+        WorkerFacts {
+            slot,
+            role: Role::Colocated,
+            routable: false,
+            serves_local: false,
+            serves_prefill: false,
+            serves_decode: false,
+            transfer_group: u32::MAX,
+            requests: 0,
+            prefilling: 0,
+            decoding: 0,
+            pending_prefill_tokens: 0,
+            decode_tokens: 0,
+            ongoing_tokens: 0,
+            kv_capacity_tokens: None,
+            cached_tokens: 0,
+            recent_migrations: 0,
+            rates: Rates {
+                prefill_tokens_per_s: 1.0,
+                transfer_tokens_per_s: 1.0,
+                transfer_overhead_s: 0.0,
+                decode_step_s: 0.0,
+            },
+        }
+    }
+
+    pub fn snapshot(&self) -> WorkerSnapshot {
+        WorkerSnapshot {
+            spec: Arc::clone(&self.spec),
+            healthy: self.healthy,
+            draining: self.draining,
+            requests: self.load.requests,
+            prefilling: self.load.prefilling,
+            decoding: self.load.decoding,
+            pending_prefill_tokens: self.load.pending_prefill_tokens,
+            decode_tokens: self.load.decode_tokens,
+            ongoing_tokens: self.load.ongoing_tokens,
+            kv_capacity_tokens: self.kv_capacity_tokens,
+            rates: self.rates,
+            circuit_open: self.circuit.is_open(),
+            engine: self.engine,
+            drift: self.drift,
+            prefix_source: self.prefix_source,
+            decisions: self.decisions,
+        }
+    }
+}

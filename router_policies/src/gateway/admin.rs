@@ -1,0 +1,264 @@
+//! Everything but generation: liveness, readiness, metrics, workers, decisions, and questions about
+//! the model that one worker answers for all.
+
+use super::{Gateway, Reply, error, json};
+use crate::config::{WORKER_FIELDS, WorkerSpec};
+use crate::fleet::WorkerSnapshot;
+use crate::policy::Role;
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
+use hyper::{Method, Request, Response, StatusCode};
+use serde::Deserialize;
+use serde_json::{Value, json as value};
+use std::sync::Arc;
+use std::time::Duration;
+
+const WORKER_PATIENCE: Duration = Duration::from_secs(10);
+const MAX_ADMIN_BODY_BYTES: usize = 1 << 20;
+
+pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -> Response<Reply> {
+    let method = request.method().clone();
+    if method != Method::GET && !may_change(gateway, &request) {
+        let message = "changing the workers needs the admin token as Authorization: Bearer";
+        return error(StatusCode::FORBIDDEN, "forbidden", message);
+    }
+    let path = request.uri().path().trim_end_matches('/').to_owned();
+    match (&method, path.as_str()) {
+        (&Method::GET, "/health" | "/livez" | "/liveness") => text(StatusCode::OK, "ok\n"),
+        (&Method::GET, "/readyz" | "/readiness") => {
+            if gateway.fleet.is_ready() {
+                text(StatusCode::OK, "ready\n")
+            } else {
+                let message = "no worker can take a request now";
+                error(StatusCode::SERVICE_UNAVAILABLE, "no_candidates", message)
+            }
+        }
+        (&Method::GET, "/metrics") => {
+            let body = gateway
+                .metrics
+                .render(&gateway.fleet.snapshot(), gateway.admission.queued());
+            let mut response = Response::new(Reply::Whole(Full::from(body)));
+            let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+            response.headers_mut().insert(CONTENT_TYPE, kind);
+            response
+        }
+        (&Method::GET, "/workers") => list_workers(gateway),
+        (&Method::POST, "/workers") => add_worker(gateway, request).await,
+        (&Method::GET, "/decisions") => {
+            let limit = query(&request, "limit").and_then(|limit| limit.parse().ok());
+            let recent = gateway.fleet.sink().recent(limit.unwrap_or(100));
+            let recent: Vec<_> = recent.iter().map(|record| record.as_ref()).collect();
+            json(StatusCode::OK, &value!({"decisions": recent}))
+        }
+        (
+            &Method::GET,
+            "/v1/models" | "/model_info" | "/get_model_info" | "/server_info" | "/get_server_info",
+        ) => ask_one(gateway, &path).await,
+        _ => match path.strip_prefix("/workers/") {
+            Some(id) => one_worker(gateway, &method, id, request).await,
+            None => error(
+                StatusCode::NOT_FOUND,
+                "not_found",
+                &format!("{path}: no such path"),
+            ),
+        },
+    }
+}
+
+/// Whether the caller may change the fleet.
+fn may_change(gateway: &Gateway, request: &Request<Incoming>) -> bool {
+    let Some(token) = &gateway.config.admin_token else {
+        return gateway.is_loopback;
+    };
+    let given = request.headers().get(AUTHORIZATION);
+    let given = given.and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
+    // Compares all bytes, so that the time taken says nothing about where they differ.
+    given.is_some_and(|given| {
+        given.len() == token.len()
+            && given
+                .iter()
+                .zip(token.as_bytes())
+                .fold(0, |diff, (a, b)| diff | (a ^ b))
+                == 0
+    })
+}
+
+fn text(status: StatusCode, body: &'static str) -> Response<Reply> {
+    let mut response = Response::new(Reply::Whole(Full::from(Bytes::from_static(
+        body.as_bytes(),
+    ))));
+    *response.status_mut() = status;
+    response
+}
+
+fn query<'a>(request: &'a Request<Incoming>, name: &str) -> Option<&'a str> {
+    let pairs = request.uri().query()?.split('&');
+    pairs
+        .filter_map(|pair| pair.split_once('='))
+        .find_map(|(key, value)| (key == name).then_some(value))
+}
+
+/// A worker in the shape that SGLang's router lists, with our fields beside.
+fn shown(worker: &WorkerSnapshot) -> Value {
+    let spec = &worker.spec;
+    value!({
+        "id": spec.id,
+        "url": spec.url,
+        "worker_type": match spec.role {
+            Role::Prefill => "prefill",
+            Role::Decode | Role::Elastic => "decode",
+            Role::Colocated => "regular",
+        },
+        "role": spec.role,
+        "engine": spec.engine,
+        "runtime_type": spec.engine,
+        "connection_mode": "http",
+        "bootstrap_port": spec.bootstrap_port,
+        "is_healthy": worker.healthy,
+        "load": worker.requests,
+        "state": worker,
+    })
+}
+
+fn list_workers(gateway: &Gateway) -> Response<Reply> {
+    let workers = gateway.fleet.snapshot();
+    let count = |role: fn(Role) -> bool| workers.iter().filter(|w| role(w.spec.role)).count();
+    json(
+        StatusCode::OK,
+        &value!({
+            "workers": workers.iter().map(shown).collect::<Vec<_>>(),
+            "total": workers.len(),
+            "stats": {
+                "prefill_count": count(|role| role == Role::Prefill),
+                "decode_count": count(|role| matches!(role, Role::Decode | Role::Elastic)),
+                "regular_count": count(|role| role == Role::Colocated),
+            },
+        }),
+    )
+}
+
+/// What `POST /workers` takes: our fields, and `worker_type` as SGLang's router calls the role.
+#[derive(Deserialize)]
+struct NewWorker {
+    worker_type: Option<String>,
+    #[serde(flatten)]
+    spec: WorkerSpecFields,
+}
+
+#[derive(Deserialize)]
+struct WorkerSpecFields {
+    url: String,
+    #[serde(flatten)]
+    rest: serde_json::Map<String, Value>,
+}
+
+async fn add_worker(gateway: &Arc<Gateway>, request: Request<Incoming>) -> Response<Reply> {
+    let refuse = |message: &str| error(StatusCode::BAD_REQUEST, "invalid_request_error", message);
+    let body = match Limited::new(request.into_body(), MAX_ADMIN_BODY_BYTES)
+        .collect()
+        .await
+    {
+        Ok(collected) => collected.to_bytes(),
+        Err(failure) => return refuse(&format!("body: {failure}")),
+    };
+    let new: NewWorker = match serde_json::from_slice(&body) {
+        Ok(new) => new,
+        Err(failure) => return refuse(&format!("body: {failure}")),
+    };
+    let mut fields = new.spec.rest;
+    // Keys of other routers' dialects (labels, priority, …) say nothing to us.
+    fields.retain(|key, _| WORKER_FIELDS.contains(&key.as_str()));
+    fields.insert("url".to_owned(), new.spec.url.into());
+    if let Some(kind) = new.worker_type {
+        let role = if kind == "regular" {
+            "colocated"
+        } else {
+            &kind
+        };
+        fields.entry("role").or_insert_with(|| role.into());
+    }
+    let spec: WorkerSpec = match serde_json::from_value(fields.into()) {
+        Ok(spec) => spec,
+        Err(failure) => return refuse(&format!("body: {failure}")),
+    };
+    let spec = match spec.normalise() {
+        Ok(spec) => spec,
+        Err(message) => return refuse(&message),
+    };
+    let (id, url) = (spec.id.clone(), spec.url.clone());
+    match gateway.add_worker(spec) {
+        Ok(()) => json(
+            StatusCode::ACCEPTED,
+            &value!({
+                "status": "accepted", "worker_id": id, "url": url,
+                "location": format!("/workers/{id}"),
+            }),
+        ),
+        Err(message) => error(StatusCode::CONFLICT, "conflict", &message),
+    }
+}
+
+async fn one_worker(
+    gateway: &Arc<Gateway>,
+    method: &Method,
+    path: &str,
+    request: Request<Incoming>,
+) -> Response<Reply> {
+    let (id, action) = match path.rsplit_once('/') {
+        Some((id, action @ ("drain" | "undrain"))) => (id, Some(action)),
+        _ => (path, None),
+    };
+    drop(request);
+    let missing = || {
+        error(
+            StatusCode::NOT_FOUND,
+            "not_found",
+            &format!("worker {id}: there is none"),
+        )
+    };
+    let accepted = || {
+        json(
+            StatusCode::ACCEPTED,
+            &value!({"status": "accepted", "worker_id": id}),
+        )
+    };
+    match (method, action) {
+        (&Method::GET, None) => {
+            let workers = gateway.fleet.snapshot();
+            match workers.iter().find(|worker| worker.spec.id == id) {
+                Some(worker) => json(StatusCode::OK, &shown(worker)),
+                None => missing(),
+            }
+        }
+        (&Method::DELETE, None) if gateway.fleet.remove_worker(id) => accepted(),
+        (&Method::POST, Some(action)) if gateway.fleet.set_draining(id, action == "drain") => {
+            accepted()
+        }
+        (&Method::DELETE, None) | (&Method::POST, Some(_)) => missing(),
+        _ => error(
+            StatusCode::METHOD_NOT_ALLOWED,
+            "invalid_request_error",
+            "expected GET or DELETE",
+        ),
+    }
+}
+
+/// Passes a GET on to a healthy worker; decode workers and colocated ones know the model too.
+async fn ask_one(gateway: &Gateway, path: &str) -> Response<Reply> {
+    let mut last = "no worker is up".to_owned();
+    for worker in gateway.fleet.snapshot().iter().filter(|w| w.healthy) {
+        match gateway.get(&worker.spec, path, WORKER_PATIENCE).await {
+            Ok((status, body)) => {
+                let mut response = Response::new(Reply::Whole(Full::from(body)));
+                *response.status_mut() = status;
+                let kind = HeaderValue::from_static("application/json");
+                response.headers_mut().insert(CONTENT_TYPE, kind);
+                return response;
+            }
+            Err(failure) => last = format!("worker {}: {failure}", worker.spec.id),
+        }
+    }
+    error(StatusCode::SERVICE_UNAVAILABLE, "no_candidates", &last)
+}

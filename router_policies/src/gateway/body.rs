@@ -1,0 +1,660 @@
+//! Request bodies: what routing needs is scanned out of the bytes in one pass, no tree is built, and
+//! the PD fields are spliced in front of the closing brace.
+//!
+//! Bodies are otherwise forwarded byte for byte. The scan follows JSON's structure but leaves the
+//! validation of values that routing does not need to the engine.
+
+use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
+use bytes::Bytes;
+use memchr::memchr2;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+/// Which request format a body follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Api {
+    Generate,
+    Completions,
+    Chat,
+}
+
+impl Api {
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Generate => "/generate",
+            Self::Completions => "/v1/completions",
+            Self::Chat => "/v1/chat/completions",
+        }
+    }
+}
+
+/// What routing needs of a body.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Scanned {
+    /// Of several prompts: the first one's prefix, with the length of all.
+    pub prompt: PromptHashes,
+    pub prompts: usize,
+    pub stream: bool,
+    pub max_output_tokens: Option<u64>,
+    pub user: Option<String>,
+    /// SGLang's own request id, if the client chose one.
+    pub rid: Option<String>,
+    /// Position of the outer object's closing brace.
+    close: usize,
+    is_empty: bool,
+}
+
+/// Why a body cannot be routed: the byte offset and what was expected there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Malformed {
+    pub offset: usize,
+    pub expected: &'static str,
+}
+
+impl std::fmt::Display for Malformed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "body, byte {}: expected {}", self.offset, self.expected)
+    }
+}
+
+const MAX_DEPTH: usize = 512;
+
+struct Cursor<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    fn fail<T>(&self, expected: &'static str) -> Result<T, Malformed> {
+        Err(Malformed {
+            offset: self.at,
+            expected,
+        })
+    }
+
+    /// The next byte that is not white space, without taking it.
+    fn peek(&mut self) -> Option<u8> {
+        while let Some(&byte) = self.bytes.get(self.at) {
+            if !matches!(byte, b' ' | b'\n' | b'\r' | b'\t') {
+                return Some(byte);
+            }
+            self.at += 1;
+        }
+        None
+    }
+
+    fn take(&mut self, byte: u8, expected: &'static str) -> Result<(), Malformed> {
+        if self.peek() == Some(byte) {
+            self.at += 1;
+            Ok(())
+        } else {
+            self.fail(expected)
+        }
+    }
+
+    /// The raw bytes between a string's quotes.
+    fn string(&mut self) -> Result<&'a [u8], Malformed> {
+        self.take(b'"', "a string")?;
+        let start = self.at;
+        loop {
+            match memchr2(b'"', b'\\', &self.bytes[self.at..]) {
+                Some(found) if self.bytes[self.at + found] == b'"' => {
+                    let end = self.at + found;
+                    self.at = end + 1;
+                    return Ok(&self.bytes[start..end]);
+                }
+                Some(found) if self.at + found + 2 <= self.bytes.len() => self.at += found + 2,
+                _ => {
+                    self.at = self.bytes.len();
+                    return self.fail("the end of a string");
+                }
+            }
+        }
+    }
+
+    /// Skips any value and returns its raw bytes.
+    fn value(&mut self) -> Result<&'a [u8], Malformed> {
+        match self.peek() {
+            Some(b'"') => {
+                let start = self.at;
+                self.string()?;
+                Ok(&self.bytes[start..self.at])
+            }
+            Some(b'{' | b'[') => self.container(),
+            Some(_) => {
+                let start = self.at;
+                while self.bytes.get(self.at).is_some_and(
+                    |byte| matches!(byte, b'0'..=b'9' | b'a'..=b'z' | b'E' | b'+' | b'-' | b'.'),
+                ) {
+                    self.at += 1;
+                }
+                if self.at == start {
+                    return self.fail("a value");
+                }
+                Ok(&self.bytes[start..self.at])
+            }
+            None => self.fail("a value"),
+        }
+    }
+
+    fn container(&mut self) -> Result<&'a [u8], Malformed> {
+        let start = self.at;
+        let mut open = Vec::new();
+        loop {
+            let Some(&byte) = self.bytes.get(self.at) else {
+                return self.fail("a closing bracket");
+            };
+            match byte {
+                b'"' => {
+                    self.string()?;
+                    continue;
+                }
+                b'{' | b'[' if open.len() == MAX_DEPTH => {
+                    return self.fail("less deeply nested JSON");
+                }
+                b'{' => open.push(b'}'),
+                b'[' => open.push(b']'),
+                b'}' | b']' => {
+                    if open.pop() != Some(byte) {
+                        return self.fail("the bracket that closes the last open one");
+                    }
+                    if open.is_empty() {
+                        self.at += 1;
+                        return Ok(&self.bytes[start..self.at]);
+                    }
+                }
+                _ => {}
+            }
+            self.at += 1;
+        }
+    }
+
+    /// Calls `each` at every key of an object; `each` must take the value.
+    fn object(
+        &mut self,
+        mut each: impl FnMut(&mut Self, &'a [u8]) -> Result<(), Malformed>,
+    ) -> Result<Object, Malformed> {
+        self.take(b'{', "an object")?;
+        let mut is_empty = true;
+        if self.peek() == Some(b'}') {
+            let close = self.at;
+            self.at += 1;
+            return Ok(Object { close, is_empty });
+        }
+        loop {
+            let key = self.string()?;
+            self.take(b':', "':'")?;
+            each(self, key)?;
+            is_empty = false;
+            match self.peek() {
+                Some(b',') => self.at += 1,
+                Some(b'}') => {
+                    let close = self.at;
+                    self.at += 1;
+                    return Ok(Object { close, is_empty });
+                }
+                _ => return self.fail("',' or '}'"),
+            }
+        }
+    }
+
+    /// Calls `each` at every element of an array; `each` must take the element.
+    fn array(
+        &mut self,
+        mut each: impl FnMut(&mut Self) -> Result<(), Malformed>,
+    ) -> Result<(), Malformed> {
+        self.take(b'[', "an array")?;
+        if self.peek() == Some(b']') {
+            self.at += 1;
+            return Ok(());
+        }
+        loop {
+            each(self)?;
+            match self.peek() {
+                Some(b',') => self.at += 1,
+                Some(b']') => {
+                    self.at += 1;
+                    return Ok(());
+                }
+                _ => return self.fail("',' or ']'"),
+            }
+        }
+    }
+
+    /// A token id.
+    #[inline]
+    fn token(&mut self) -> Result<u32, Malformed> {
+        self.peek();
+        let start = self.at;
+        let mut value = 0u64;
+        while let Some(digit) = self.bytes.get(self.at).map(|byte| byte.wrapping_sub(b'0')) {
+            if digit > 9 {
+                break;
+            }
+            value = value * 10 + u64::from(digit);
+            if value > u64::from(u32::MAX) {
+                return self.fail("a token id below 2^32");
+            }
+            self.at += 1;
+        }
+        if self.at == start {
+            return self.fail("a token id");
+        }
+        Ok(value as u32)
+    }
+
+    fn tokens(&mut self, block: usize) -> Result<PromptHashes, Malformed> {
+        let mut hasher = TokenHasher::new(block);
+        self.take(b'[', "an array")?;
+        if self.peek() == Some(b']') {
+            self.at += 1;
+            return Ok(hasher.finish());
+        }
+        loop {
+            self.short_tokens(&mut hasher);
+            hasher.push(self.token()?);
+            match self.peek() {
+                Some(b',') => self.at += 1,
+                Some(b']') => {
+                    self.at += 1;
+                    return Ok(hasher.finish());
+                }
+                _ => return self.fail("',' or ']'"),
+            }
+        }
+    }
+
+    /// Takes token ids of at most seven digits as long as each is followed by a comma, and at most
+    /// one space: eight bytes at a time, which is what makes prompts of 100,000 tokens cheap.
+    fn short_tokens(&mut self, hasher: &mut TokenHasher) {
+        while let Some(&chunk) = self.bytes[self.at..].first_chunk::<8>() {
+            let digits = u64::from_le_bytes(chunk) ^ 0x3030_3030_3030_3030;
+            // High bit set in every byte above 9, exact up to the lowest such byte.
+            let others =
+                (digits.wrapping_add(0x7676_7676_7676_7676) | digits) & 0x8080_8080_8080_8080;
+            let count = others.trailing_zeros() as usize / 8;
+            if count == 0 || count == 8 || chunk[count] != b',' {
+                return;
+            }
+            // Leading zeros make it eight digits; then pairs, fours, all are joined.
+            let eight = digits << (64 - 8 * count);
+            let pairs = (eight.wrapping_mul(2_561) >> 8) & 0x00ff_00ff_00ff_00ff;
+            let fours = (pairs.wrapping_mul(6_553_601) >> 16) & 0x0000_ffff_0000_ffff;
+            hasher.push((fours.wrapping_mul(42_949_672_960_001) >> 32) as u32);
+            self.at += count + 1;
+            if self.bytes.get(self.at) == Some(&b' ') {
+                self.at += 1;
+            }
+        }
+    }
+}
+
+struct Object {
+    close: usize,
+    is_empty: bool,
+}
+
+#[derive(Default)]
+struct Prompts {
+    first: Option<PromptHashes>,
+    count: usize,
+    more: usize,
+}
+
+impl Prompts {
+    fn add(&mut self, prompt: PromptHashes) {
+        self.count += 1;
+        if self.first.is_some() {
+            self.more += prompt.length;
+        } else {
+            self.first = Some(prompt);
+        }
+    }
+
+    fn one(prompt: PromptHashes) -> Self {
+        let mut prompts = Self::default();
+        prompts.add(prompt);
+        prompts
+    }
+
+    /// A prompt, or a list of prompts, each a string or a list of token ids.
+    fn read(cursor: &mut Cursor<'_>, block: usize, text_block: usize) -> Result<Self, Malformed> {
+        match cursor.peek() {
+            Some(b'"') => Ok(Self::one(PromptHashes::of_text(
+                cursor.string()?,
+                text_block,
+            ))),
+            Some(b'[') => {
+                let start = cursor.at;
+                cursor.at += 1;
+                let inner = cursor.peek();
+                cursor.at = start;
+                if !matches!(inner, Some(b'[' | b'"')) {
+                    return Ok(Self::one(cursor.tokens(block)?));
+                }
+                let mut prompts = Self::default();
+                cursor.array(|cursor| {
+                    prompts.add(match cursor.peek() {
+                        Some(b'"') => PromptHashes::of_text(cursor.string()?, text_block),
+                        _ => cursor.tokens(block)?,
+                    });
+                    Ok(())
+                })?;
+                Ok(prompts)
+            }
+            _ => cursor.fail("a string or a list of token ids"),
+        }
+    }
+}
+
+fn unsigned(raw: &[u8]) -> Option<u64> {
+    std::str::from_utf8(raw).ok()?.parse().ok()
+}
+
+fn text(raw: &[u8]) -> Option<String> {
+    serde_json::from_slice(raw).ok()
+}
+
+/// Scans a body. Token prompts are hashed in blocks of `block` tokens, text in blocks of
+/// `text_block` tokens' worth of bytes.
+///
+/// # Errors
+/// The body is not a JSON object, or has no prompt that this API reads.
+pub fn scan(api: Api, body: &[u8], block: usize, text_block: usize) -> Result<Scanned, Malformed> {
+    let mut cursor = Cursor { bytes: body, at: 0 };
+    let mut prompts: Option<Prompts> = None;
+    let mut prompt_text: Option<Prompts> = None;
+    let mut stream = false;
+    let mut max_output_tokens = None;
+    let mut user = None;
+    let mut rid = None;
+    let outer = cursor.object(|cursor, key| {
+        match (api, key) {
+            (Api::Generate, b"input_ids") | (Api::Completions, b"prompt")
+                if cursor.peek() != Some(b'n') =>
+            {
+                prompts = Some(Prompts::read(cursor, block, text_block)?);
+            }
+            (Api::Generate, b"text") if cursor.peek() != Some(b'n') => {
+                prompt_text = Some(Prompts::read(cursor, block, text_block)?);
+            }
+            (Api::Chat, b"messages") => {
+                let raw = cursor.value()?;
+                // Without the brackets, so that a longer conversation extends a shorter one.
+                let inner = raw
+                    .strip_prefix(b"[")
+                    .and_then(|raw| raw.strip_suffix(b"]"));
+                let Some(inner) = inner else {
+                    return cursor.fail("a list of messages");
+                };
+                prompts = Some(Prompts::one(PromptHashes::of_text(inner, text_block)));
+            }
+            (Api::Generate, b"sampling_params") if cursor.peek() == Some(b'{') => {
+                cursor.object(|cursor, key| {
+                    let raw = cursor.value()?;
+                    if key == b"max_new_tokens" {
+                        max_output_tokens = unsigned(raw);
+                    }
+                    Ok(())
+                })?;
+            }
+            (_, b"stream") => stream = cursor.value()? == b"true",
+            (Api::Completions | Api::Chat, b"max_tokens" | b"max_completion_tokens") => {
+                max_output_tokens = unsigned(cursor.value()?).or(max_output_tokens);
+            }
+            (_, b"user") => user = text(cursor.value()?),
+            (Api::Generate, b"rid") => rid = text(cursor.value()?),
+            _ => {
+                cursor.value()?;
+            }
+        }
+        Ok(())
+    })?;
+    if cursor.peek().is_some() {
+        return cursor.fail("the end of the body");
+    }
+    let Some(found) = prompts.or(prompt_text) else {
+        cursor.at = outer.close;
+        return cursor.fail(match api {
+            Api::Generate => "a key \"input_ids\" or \"text\"",
+            Api::Completions => "a key \"prompt\"",
+            Api::Chat => "a key \"messages\"",
+        });
+    };
+    let Some(mut prompt) = found.first else {
+        cursor.at = outer.close;
+        return cursor.fail("at least one prompt");
+    };
+    prompt.length += found.more;
+    Ok(Scanned {
+        prompt,
+        prompts: found.count,
+        stream,
+        max_output_tokens,
+        user,
+        rid,
+        close: outer.close,
+        is_empty: outer.is_empty,
+    })
+}
+
+/// `body` with `fields` (`"key":value` pairs joined by commas) at the end of the outer object. The
+/// pieces share the body's memory. Keys that the client sent too are overridden: every engine's
+/// parser takes the last of equal keys.
+pub fn splice(body: &Bytes, scanned: &Scanned, fields: String) -> Pieces {
+    let mut tail = fields;
+    if !scanned.is_empty {
+        tail.insert(0, ',');
+    }
+    Pieces([
+        body.slice(..scanned.close),
+        Bytes::from(tail),
+        body.slice(scanned.close..),
+    ])
+}
+
+/// A request body of up to three pieces that are sent one after the other.
+#[derive(Clone, Debug, Default)]
+pub struct Pieces([Bytes; 3]);
+
+impl From<Bytes> for Pieces {
+    fn from(body: Bytes) -> Self {
+        Self([body, Bytes::new(), Bytes::new()])
+    }
+}
+
+impl Pieces {
+    /// All bytes, joined.
+    pub fn concat(&self) -> Vec<u8> {
+        self.0.concat()
+    }
+}
+
+impl http_body::Body for Pieces {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<http_body::Frame<Bytes>, Self::Error>>> {
+        let piece = self.0.iter_mut().find(|piece| !piece.is_empty());
+        Poll::Ready(piece.map(|piece| Ok(http_body::Frame::data(std::mem::take(piece)))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.iter().all(Bytes::is_empty)
+    }
+
+    fn size_hint(&self) -> http_body::SizeHint {
+        http_body::SizeHint::with_exact(self.0.iter().map(|piece| piece.len() as u64).sum())
+    }
+}
+
+/// The fields by which SGLang's prefill and decode workers find each other.
+pub fn bootstrap_fields(host: &str, port: Option<u16>, room: u64) -> String {
+    let host = serde_json::Value::from(host);
+    let port = port.map_or_else(|| "null".to_owned(), |port| port.to_string());
+    format!("\"bootstrap_host\":{host},\"bootstrap_port\":{port},\"bootstrap_room\":{room}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+
+    fn scan16(api: Api, body: &[u8]) -> Result<Scanned, Malformed> {
+        scan(api, body, 16, 16)
+    }
+
+    #[test]
+    fn token_prompts_are_counted_exactly_and_options_are_read() {
+        let body = json!({
+            "input_ids": (0..100).collect::<Vec<u32>>(), "stream": true, "rid": "r\"1",
+            "sampling_params": {"stop": ["}"], "max_new_tokens": 7}, "text": null,
+        });
+        let scanned = scan16(Api::Generate, body.to_string().as_bytes()).expect("valid");
+        assert_eq!(scanned.prompt.tokens(), 100);
+        assert_eq!(scanned.prompt.states.len(), 6);
+        assert!(scanned.stream);
+        assert_eq!(scanned.max_output_tokens, Some(7));
+        assert_eq!(scanned.rid.as_deref(), Some("r\"1"));
+    }
+
+    #[test]
+    fn a_longer_conversation_extends_the_states_of_a_shorter_one() {
+        let turn = |n: usize| {
+            let messages: Vec<_> = (0..n)
+                .map(|i| json!({"role": "user", "content": "x".repeat(200 + i)}))
+                .collect();
+            let body = json!({"messages": messages, "user": "u"}).to_string();
+            scan16(Api::Chat, body.as_bytes()).expect("valid")
+        };
+        let (short, long) = (turn(2), turn(3));
+        assert!(long.prompt.states.starts_with(&short.prompt.states));
+        assert!(short.prompt.states.len() > 5);
+        assert_eq!(short.user.as_deref(), Some("u"));
+    }
+
+    #[test]
+    fn several_prompts_count_together() {
+        let body = br#"{"prompt": [[1,2,3],[4,5]], "max_tokens": 9}"#;
+        let scanned = scan(Api::Completions, body, 1, 16).expect("valid");
+        assert_eq!((scanned.prompts, scanned.prompt.tokens()), (2, 5));
+        assert_eq!(scanned.max_output_tokens, Some(9));
+    }
+
+    #[test]
+    fn malformed_bodies_name_the_place() {
+        for (body, offset) in [
+            (&b"[]"[..], 0),
+            (b"", 0),
+            (b"{\"input_ids\":[1,x]}", 16),
+            (b"{\"input_ids\":[1,-2]}", 16),
+            (b"{\"input_ids\":[1]", 16),
+            (b"{\"input_ids\":[1]} x", 18),
+            (b"{\"text\":\"abc", 12),
+            (b"{\"a\":[}", 6),
+            (b"{\"a\":1}", 6),
+        ] {
+            let error = scan16(Api::Generate, body).expect_err("malformed");
+            assert_eq!(
+                error.offset,
+                offset,
+                "{error} in {}",
+                String::from_utf8_lossy(body)
+            );
+        }
+    }
+
+    #[test]
+    fn our_fields_override_the_clients() {
+        let body = Bytes::from_static(b"{\"text\":\"a\",\"bootstrap_room\":1 }\n");
+        let scanned = scan16(Api::Generate, &body).expect("valid");
+        let spliced = splice(&body, &scanned, bootstrap_fields("h", Some(8998), 5)).concat();
+        let value: Value = serde_json::from_slice(&spliced).expect("JSON");
+        assert_eq!(
+            value,
+            json!({"text": "a", "bootstrap_room": 5, "bootstrap_host": "h", "bootstrap_port": 8998})
+        );
+    }
+
+    fn any_json() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i32>().prop_map(Value::from),
+            Just(Value::from(-1.5e-3)),
+            ".{0,12}".prop_map(Value::from),
+        ];
+        leaf.prop_recursive(4, 32, 4, |inner| {
+            prop_oneof![
+                proptest::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+                proptest::collection::vec((".{0,6}", inner), 0..4)
+                    .prop_map(|pairs| Value::Object(pairs.into_iter().collect())),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn token_ids_are_read_as_serde_reads_them(
+            tokens in proptest::collection::vec(
+                prop_oneof![0u32..12, 0u32..200_000, any::<u32>()], 0..60),
+            spacing in 0usize..3,
+        ) {
+            let body = match spacing {
+                0 => json!({"input_ids": tokens}).to_string(),
+                1 => format!("{{\"input_ids\": {tokens:?}}}"),
+                _ => serde_json::to_string_pretty(&json!({"input_ids": tokens})).expect("JSON"),
+            };
+            let scanned = scan(Api::Generate, body.as_bytes(), 1, 16).expect("valid");
+            prop_assert_eq!(scanned.prompt, PromptHashes::of_tokens(&tokens, 1));
+        }
+
+        #[test]
+        fn splicing_any_object_adds_exactly_our_fields(
+            extra in proptest::collection::vec(("[a-z\"\\\\]{0,6}", any_json()), 0..5),
+            pretty in any::<bool>(),
+        ) {
+            let mut object: serde_json::Map<String, Value> = extra.into_iter().collect();
+            for key in ["input_ids", "sampling_params", "stream", "rid", "user"] {
+                object.remove(key);
+            }
+            object.insert("text".to_owned(), "hello".into());
+            let value = Value::Object(object.clone());
+            let body = Bytes::from(if pretty {
+                serde_json::to_vec_pretty(&value).expect("JSON")
+            } else {
+                serde_json::to_vec(&value).expect("JSON")
+            });
+            let scanned = scan16(Api::Generate, &body).expect("valid");
+            let spliced = splice(&body, &scanned, bootstrap_fields("h", None, u64::MAX >> 1));
+            object.insert("bootstrap_host".to_owned(), "h".into());
+            object.insert("bootstrap_port".to_owned(), Value::Null);
+            object.insert("bootstrap_room".to_owned(), (u64::MAX >> 1).into());
+            let read: Value = serde_json::from_slice(&spliced.concat()).expect("JSON");
+            prop_assert_eq!(read, Value::Object(object));
+        }
+
+        #[test]
+        fn no_bytes_make_the_scan_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            for api in [Api::Generate, Api::Completions, Api::Chat] {
+                let _ = scan16(api, &bytes);
+            }
+        }
+
+        #[test]
+        fn a_cut_or_flipped_body_never_panics(cut in 0usize..80, flip in 0usize..80, bit in 0u8..8) {
+            let mut body =
+                br#"{"input_ids":[1,22,333],"text":"a\"b\\","sampling_params":{"max_new_tokens":3},"x":[{}]}"#
+                    .to_vec();
+            if let Some(byte) = body.get_mut(flip) {
+                *byte ^= 1 << bit;
+            }
+            body.truncate(body.len() - cut.min(body.len()));
+            let _ = scan16(Api::Generate, &body);
+        }
+    }
+}

@@ -1,0 +1,614 @@
+//! One request from the client's headers to the answer's first bytes: decide, send to one worker or
+//! to two, and try elsewhere as long as nothing of the answer has been passed on.
+
+use super::admission::{NotAdmitted, Permit};
+use super::body::{self, Api, Pieces, Scanned};
+use super::stream::{AbortOnDrop, Answer, Held, usage_in};
+use super::{Gateway, Reply, describe, error};
+use crate::config::{Connector, Engine, WorkerSpec};
+use crate::fleet::prefix::hash::PromptHashes;
+use crate::fleet::{ESTIMATE_BLOCK_TOKENS, Outcome, Request as Placement, Reservation};
+use crate::policy::{Decision, Reason, Refusal, Route};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use hyper::body::Incoming;
+use hyper::header::{
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue,
+    TRANSFER_ENCODING,
+};
+use hyper::{Request, Response, StatusCode};
+use std::time::Duration;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const SESSION_ID: HeaderName = HeaderName::from_static("x-session-id");
+const ROUTING_KEY: HeaderName = HeaderName::from_static("x-smg-routing-key");
+const DECISION_ID: HeaderName = HeaderName::from_static("x-deltaserve-decision-id");
+const WORKER: HeaderName = HeaderName::from_static("x-deltaserve-worker");
+
+/// Answers larger than this are not held in memory.
+const MAX_ANSWER_BYTES: usize = 256 << 20;
+
+/// Serves one generation request.
+pub(super) async fn handle(
+    gateway: &std::sync::Arc<Gateway>,
+    api: Api,
+    request: Request<Incoming>,
+) -> Response<Reply> {
+    let deadline = Instant::now() + Duration::from_secs_f64(gateway.config.request_timeout_s);
+    let (parts, incoming) = request.into_parts();
+    let limited = Limited::new(incoming, gateway.config.max_body_bytes);
+    let bytes = match limited.collect().await {
+        Ok(collected) => collected.to_bytes(),
+        Err(failure) if failure.is::<LengthLimitError>() => {
+            let limit = gateway.config.max_body_bytes;
+            return refuse(
+                gateway,
+                StatusCode::PAYLOAD_TOO_LARGE,
+                &format!("body: expected at most {limit} bytes (max_body_bytes)"),
+            );
+        }
+        Err(failure) => {
+            return refuse(
+                gateway,
+                StatusCode::BAD_REQUEST,
+                &format!("body: {failure}"),
+            );
+        }
+    };
+    let scanned = match body::scan(
+        api,
+        &bytes,
+        gateway.fleet.token_block(),
+        ESTIMATE_BLOCK_TOKENS,
+    ) {
+        Ok(scanned) => scanned,
+        Err(malformed) => {
+            return refuse(gateway, StatusCode::BAD_REQUEST, &malformed.to_string());
+        }
+    };
+    let placement = Placement {
+        request_id: header(&parts.headers, &REQUEST_ID)
+            .or_else(|| scanned.rid.clone())
+            .unwrap_or_else(|| format!("{:016x}", fastrand::u64(..))),
+        session_id: header(&parts.headers, &SESSION_ID)
+            .or_else(|| header(&parts.headers, &ROUTING_KEY))
+            .or_else(|| scanned.user.clone()),
+        prompt: PromptHashes::clone(&scanned.prompt),
+        max_output_tokens: scanned.max_output_tokens,
+    };
+    let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
+    let permit = match gateway.admission.enter(patience).await {
+        Ok(permit) => permit,
+        Err(refusal) => {
+            let (status, message) = match refusal {
+                NotAdmitted::QueueFull => (StatusCode::TOO_MANY_REQUESTS, "the queue is full"),
+                NotAdmitted::WaitedTooLong => (
+                    StatusCode::SERVICE_UNAVAILABLE,
+                    "the request waited too long in the queue",
+                ),
+            };
+            gateway.metrics.refused(status);
+            return error(status, "overloaded", message);
+        }
+    };
+    let exchange = Exchange {
+        gateway,
+        api,
+        headers: forwarded_headers(parts.headers, &placement.request_id),
+        bytes,
+        scanned,
+        placement,
+        deadline,
+    };
+    exchange.run(permit).await
+}
+
+fn refuse(gateway: &Gateway, status: StatusCode, message: &str) -> Response<Reply> {
+    gateway.metrics.refused(status);
+    error(status, "invalid_request_error", message)
+}
+
+fn header(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
+    let value = headers.get(name)?.to_str().ok()?;
+    (!value.is_empty()).then(|| value.to_owned())
+}
+
+/// The client's headers, less those that belong to its connection.
+fn forwarded_headers(mut headers: HeaderMap, request_id: &str) -> HeaderMap {
+    for name in [HOST, CONTENT_LENGTH, TRANSFER_ENCODING, CONNECTION, EXPECT] {
+        headers.remove(name);
+    }
+    for name in ["keep-alive", "te", "trailer", "upgrade", "proxy-connection"] {
+        headers.remove(name);
+    }
+    if let Ok(value) = HeaderValue::from_str(request_id) {
+        headers.insert(REQUEST_ID, value);
+    }
+    headers
+}
+
+struct Exchange<'a> {
+    gateway: &'a std::sync::Arc<Gateway>,
+    api: Api,
+    headers: HeaderMap,
+    bytes: Bytes,
+    scanned: Scanned,
+    placement: Placement,
+    deadline: Instant,
+}
+
+/// An attempt whose answer has begun.
+struct Success {
+    head: Head,
+    prefill: Option<AbortOnDrop>,
+    reservation: Reservation,
+}
+
+/// How one attempt failed before any of the answer was passed on.
+enum Failure {
+    /// The worker that answers failed.
+    Answering {
+        status: Option<StatusCode>,
+        message: String,
+    },
+    Prefill {
+        message: String,
+    },
+    Timeout,
+}
+
+/// What a worker answered, as far as it has to be looked at before the client gets it.
+enum Head {
+    Whole(Response<Bytes>),
+    Stream(Response<Incoming>, Bytes),
+}
+
+impl Exchange<'_> {
+    async fn run(self, permit: Permit) -> Response<Reply> {
+        let mut exclude: Vec<String> = Vec::new();
+        let mut last: Option<(StatusCode, String)> = None;
+        let mut local_on: Option<String> = None;
+        for _ in 0..=self.gateway.config.retries {
+            let placed = match local_on.take() {
+                Some(worker) => self.place_locally(&worker, &exclude),
+                None => self.gateway.fleet.decide(&self.placement, &exclude),
+            };
+            let reservation = match placed {
+                Ok(reservation) => reservation,
+                Err(refusal) => {
+                    return self.unplaced(refusal, last);
+                }
+            };
+            let answering = reservation.answering().clone();
+            let prefill = reservation.prefill().cloned();
+            match self.attempt(reservation).await {
+                Ok(success) => return self.pass_on(success, &answering, permit),
+                Err((reservation, failure)) => match failure {
+                    Failure::Timeout => {
+                        let message = "the request's time is over";
+                        reservation.finish(Outcome::Timeout, Some(504), Some(message.to_owned()));
+                        return error(StatusCode::GATEWAY_TIMEOUT, "timeout", message);
+                    }
+                    Failure::Answering { status, message } => {
+                        let message = format!("worker {}: {message}", answering.id);
+                        // A worker that is full is not broken.
+                        let is_full = matches!(
+                            status,
+                            Some(StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)
+                        );
+                        reservation.finish(
+                            if is_full {
+                                Outcome::Rejected
+                            } else {
+                                Outcome::WorkerError
+                            },
+                            status.map(|status| status.as_u16()),
+                            Some(message.clone()),
+                        );
+                        last = Some((status.unwrap_or(StatusCode::BAD_GATEWAY), message));
+                        exclude.push(answering.id.clone());
+                    }
+                    Failure::Prefill { message } => {
+                        let prefill = prefill.map_or_else(String::new, |spec| spec.id.clone());
+                        let message = format!("prefill worker {prefill}: {message}");
+                        reservation.fail_prefill(message.clone());
+                        last = Some((StatusCode::BAD_GATEWAY, message));
+                        exclude.push(prefill);
+                        local_on = crate::fleet::abilities(&answering)
+                            .0
+                            .then(|| answering.id.clone());
+                    }
+                },
+            }
+            self.gateway.metrics.retried();
+        }
+        self.unplaced(Refusal::NoCandidates, last)
+    }
+
+    /// Serves the request on the decode worker alone, after its prefill worker failed.
+    fn place_locally(&self, worker: &str, exclude: &[String]) -> Result<Reservation, Refusal> {
+        self.gateway
+            .fleet
+            .place_on(&self.placement, worker, exclude, |slot| {
+                Decision::unpredicted(Route::Local { worker: slot }, Reason::PrefillFailed)
+            })
+    }
+
+    fn unplaced(&self, refusal: Refusal, last: Option<(StatusCode, String)>) -> Response<Reply> {
+        match last {
+            Some((status, message)) => error(status, "worker_error", &message),
+            None => {
+                self.gateway
+                    .metrics
+                    .refused(StatusCode::SERVICE_UNAVAILABLE);
+                let message = match refusal {
+                    Refusal::NoCandidates => "no worker can take the request now",
+                    Refusal::OutsideCandidates => "the policy chose a worker that is no candidate",
+                    Refusal::PolicyFailed => "the policy failed; the router's log says how",
+                };
+                error(StatusCode::SERVICE_UNAVAILABLE, "no_candidates", message)
+            }
+        }
+    }
+
+    /// Sends the request to the reservation's workers and waits for the answer's first bytes.
+    async fn attempt(&self, reservation: Reservation) -> Result<Success, (Reservation, Failure)> {
+        let answering = reservation.answering().clone();
+        let result = match reservation.prefill().cloned() {
+            None => {
+                let payload = Pieces::from(self.bytes.clone());
+                self.within_deadline(self.head(&answering, payload))
+                    .await
+                    .map(|head| (head, None))
+            }
+            Some(prefill) => match (prefill.engine, prefill.kv_connector) {
+                (Engine::Vllm, None | Some(Connector::Nixl)) => {
+                    self.attempt_in_turn(&prefill, &answering).await
+                }
+                (Engine::Vllm, Some(Connector::Mooncake)) => {
+                    match self.within_deadline(self.mooncake_payloads(&prefill)).await {
+                        Ok((for_prefill, for_decode)) => {
+                            self.attempt_at_once(&prefill, &answering, for_prefill, for_decode)
+                                .await
+                        }
+                        Err(failure) => Err(failure),
+                    }
+                }
+                (Engine::Sglang, _) => {
+                    let host = prefill.bootstrap_host.as_deref().unwrap_or_default();
+                    let room = fastrand::u64(..) >> 1;
+                    let fields = body::bootstrap_fields(host, prefill.bootstrap_port, room);
+                    let payload = body::splice(&self.bytes, &self.scanned, fields);
+                    self.attempt_at_once(&prefill, &answering, payload.clone(), payload)
+                        .await
+                }
+            },
+        };
+        match result {
+            Ok((head, prefill)) => Ok(Success {
+                head,
+                prefill,
+                reservation,
+            }),
+            Err(failure) => Err((reservation, failure)),
+        }
+    }
+
+    async fn within_deadline<T>(
+        &self,
+        step: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
+        tokio::time::timeout_at(self.deadline, step)
+            .await
+            .unwrap_or(Err(Failure::Timeout))
+    }
+
+    /// Both workers get their half at once and find each other; the prefill half's answer is only
+    /// waited for if it fails.
+    async fn attempt_at_once(
+        &self,
+        prefill: &WorkerSpec,
+        answering: &WorkerSpec,
+        for_prefill: Pieces,
+        for_decode: Pieces,
+    ) -> Result<(Head, Option<AbortOnDrop>), Failure> {
+        let (guard, failed) = self.send_prefill(prefill, for_prefill);
+        let head = self.within_deadline(async {
+            tokio::select! {
+                head = self.head(answering, for_decode) => head,
+                message = failure_of(failed) => Err(Failure::Prefill { message }),
+            }
+        });
+        Ok((head.await?, Some(guard)))
+    }
+
+    /// vLLM with NIXL: the prefill worker's answer says where its KV is.
+    async fn attempt_in_turn(
+        &self,
+        prefill: &WorkerSpec,
+        answering: &WorkerSpec,
+    ) -> Result<(Head, Option<AbortOnDrop>), Failure> {
+        #[derive(serde::Deserialize)]
+        struct Prefilled<'a> {
+            #[serde(borrow)]
+            kv_transfer_params: Option<&'a serde_json::value::RawValue>,
+        }
+        let fields = self.vllm_prefill_fields(
+            r#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#,
+        );
+        let payload = body::splice(&self.bytes, &self.scanned, fields);
+        let prefilled = async {
+            match self.head(prefill, payload).await {
+                Ok(Head::Whole(response)) if response.status().is_success() => {
+                    Ok(response.into_body())
+                }
+                Ok(Head::Whole(response)) => Err(format!(
+                    "HTTP {}: {}",
+                    response.status(),
+                    excerpt(response.body())
+                )),
+                Ok(Head::Stream(..)) => Err("answered with a stream".to_owned()),
+                Err(Failure::Answering { message, .. } | Failure::Prefill { message }) => {
+                    Err(message)
+                }
+                Err(Failure::Timeout) => return Err(Failure::Timeout),
+            }
+            .map_err(|message| Failure::Prefill { message })
+        };
+        let body = self.within_deadline(prefilled).await?;
+        let params = serde_json::from_slice::<Prefilled<'_>>(&body)
+            .ok()
+            .and_then(|prefilled| prefilled.kv_transfer_params)
+            .ok_or_else(|| Failure::Prefill {
+                message: "no kv_transfer_params in the answer".to_owned(),
+            })?;
+        let fields = format!("\"kv_transfer_params\":{}", params.get());
+        let payload = body::splice(&self.bytes, &self.scanned, fields);
+        let head = self.within_deadline(self.head(answering, payload)).await?;
+        Ok((head, None))
+    }
+
+    /// What makes a vLLM request prefill and stop; the last of equal keys wins.
+    fn vllm_prefill_fields(&self, params: &str) -> String {
+        let limit = match self.api {
+            Api::Chat => r#""max_completion_tokens":1,"#,
+            Api::Completions | Api::Generate => "",
+        };
+        format!(
+            "\"stream\":false,\"stream_options\":null,\"max_tokens\":1,\"min_tokens\":0,{limit}\"kv_transfer_params\":{params}"
+        )
+    }
+
+    /// vLLM with Mooncake: the decode worker must be told the prefill engine's id, which its
+    /// bootstrap server knows, and changes when it restarts.
+    async fn mooncake_payloads(&self, prefill: &WorkerSpec) -> Result<(Pieces, Pieces), Failure> {
+        let failed = |message: String| Failure::Prefill { message };
+        let host = prefill.bootstrap_host.as_deref().unwrap_or_default();
+        let bootstrap = format!(
+            "http://{host}:{}",
+            prefill.bootstrap_port.unwrap_or_default()
+        );
+        let patience = Duration::from_secs_f64(self.gateway.config.connect_timeout_s);
+        let (_, answer) = self
+            .gateway
+            .get_url(&format!("{bootstrap}/query"), patience)
+            .await
+            .map_err(|error| failed(format!("{bootstrap}/query: {error}")))?;
+        let engines: serde_json::Value = serde_json::from_slice(&answer)
+            .map_err(|error| failed(format!("{bootstrap}/query: {error}")))?;
+        let engine = engines
+            .as_object()
+            .and_then(|ranks| ranks.values().next())
+            .and_then(|rank| rank.get("engine_id"))
+            .and_then(serde_json::Value::as_str)
+            .ok_or_else(|| failed(format!("{bootstrap}/query: no engine_id")))?;
+        let transfer = format!("{:032x}", fastrand::u128(..));
+        let for_prefill = serde_json::json!({
+            "do_remote_decode": true, "do_remote_prefill": false, "transfer_id": transfer,
+        });
+        let for_decode = serde_json::json!({
+            "do_remote_decode": false, "do_remote_prefill": true, "transfer_id": transfer,
+            "remote_engine_id": engine, "remote_bootstrap_addr": bootstrap,
+        });
+        let fields = self.vllm_prefill_fields(&for_prefill.to_string());
+        Ok((
+            body::splice(&self.bytes, &self.scanned, fields),
+            body::splice(
+                &self.bytes,
+                &self.scanned,
+                format!("\"kv_transfer_params\":{for_decode}"),
+            ),
+        ))
+    }
+
+    fn request(&self, spec: &WorkerSpec, payload: Pieces) -> Result<Request<Pieces>, String> {
+        let mut request = Request::post(format!("{}{}", spec.url, self.api.path()))
+            .body(payload)
+            .map_err(|error| error.to_string())?;
+        *request.headers_mut() = self.headers.clone();
+        Ok(request)
+    }
+
+    /// Starts the prefill worker's half in a task that ends with the returned guard. The receiver
+    /// gets a message if that half fails, and nothing if it succeeds.
+    fn send_prefill(
+        &self,
+        spec: &WorkerSpec,
+        payload: Pieces,
+    ) -> (AbortOnDrop, oneshot::Receiver<String>) {
+        let (sender, receiver) = oneshot::channel();
+        let client = self.gateway.client.clone();
+        let fleet = std::sync::Arc::clone(&self.gateway.fleet);
+        let id = spec.id.clone();
+        let request = self.request(spec, payload);
+        let task = tokio::spawn(async move {
+            let result = async {
+                let response = client.request(request?).await.map_err(|error| {
+                    if error.is_connect() {
+                        fleet.report_health(&id, false);
+                    }
+                    describe(error)
+                })?;
+                let status = response.status();
+                let body = drain(response.into_body()).await?;
+                if status.is_success() && !is_failed_answer(&body) {
+                    Ok(())
+                } else {
+                    Err(format!("HTTP {status}: {}", excerpt(&body)))
+                }
+            };
+            if let Err(message) = result.await {
+                let _ = sender.send(message);
+            }
+        });
+        (AbortOnDrop(task.abort_handle()), receiver)
+    }
+
+    /// The answer's head, with the first event of a stream or all of anything else.
+    async fn head(&self, spec: &WorkerSpec, payload: Pieces) -> Result<Head, Failure> {
+        let broke = |message: String| Failure::Answering {
+            status: None,
+            message,
+        };
+        let request = self.request(spec, payload).map_err(broke)?;
+        let response = self
+            .gateway
+            .client
+            .request(request)
+            .await
+            .map_err(|error| {
+                if error.is_connect() {
+                    self.gateway.fleet.report_health(&spec.id, false);
+                }
+                broke(describe(error))
+            })?;
+        let status = response.status();
+        let is_stream = response
+            .headers()
+            .get(CONTENT_TYPE)
+            .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+        if status.is_success() && is_stream {
+            let (parts, mut incoming) = response.into_parts();
+            let first = loop {
+                match incoming.frame().await {
+                    Some(Ok(frame)) => {
+                        if let Ok(data) = frame.into_data() {
+                            if !data.is_empty() {
+                                break data;
+                            }
+                        }
+                    }
+                    Some(Err(error)) => return Err(broke(describe(error))),
+                    None => {
+                        return Err(broke("the stream ended before its first event".to_owned()));
+                    }
+                }
+            };
+            if is_failed_answer(&first) {
+                return Err(broke(excerpt(&first)));
+            }
+            return Ok(Head::Stream(Response::from_parts(parts, incoming), first));
+        }
+        let (parts, incoming) = response.into_parts();
+        let collected = Limited::new(incoming, MAX_ANSWER_BYTES).collect().await;
+        let whole = collected
+            .map_err(|error| broke(error.to_string()))?
+            .to_bytes();
+        if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
+            return Err(Failure::Answering {
+                status: Some(status),
+                message: format!("HTTP {status}: {}", excerpt(&whole)),
+            });
+        }
+        Ok(Head::Whole(Response::from_parts(parts, whole)))
+    }
+
+    fn pass_on(&self, success: Success, answering: &WorkerSpec, permit: Permit) -> Response<Reply> {
+        let Success {
+            head,
+            prefill,
+            mut reservation,
+        } = success;
+        let decision_id = HeaderValue::from_str(reservation.decision_id());
+        let mut response = match head {
+            Head::Whole(response) => {
+                let status = response.status();
+                let (outcome, error) = if status.is_success() {
+                    reservation.output(1);
+                    if let Some(usage) = usage_in(response.body()) {
+                        reservation.report(usage);
+                    }
+                    (Outcome::Ok, None)
+                } else {
+                    (Outcome::Rejected, Some(excerpt(response.body())))
+                };
+                reservation.finish(outcome, Some(status.as_u16()), error);
+                response.map(|body| Reply::Whole(Full::from(body)))
+            }
+            Head::Stream(response, first) => {
+                let status = response.status().as_u16();
+                reservation.streams();
+                response.map(|incoming| {
+                    Reply::Stream(Box::new(Answer::new(
+                        first,
+                        incoming,
+                        reservation,
+                        status,
+                        tokio::time::sleep_until(self.deadline),
+                        Held { prefill, permit },
+                    )))
+                })
+            }
+        };
+        let headers = response.headers_mut();
+        for name in [CONNECTION, TRANSFER_ENCODING, CONTENT_LENGTH] {
+            headers.remove(name);
+        }
+        headers.remove("keep-alive");
+        if let Ok(value) = decision_id {
+            headers.insert(DECISION_ID, value);
+        }
+        if let Ok(value) = HeaderValue::from_str(&answering.id) {
+            headers.insert(WORKER, value);
+        }
+        response
+    }
+}
+
+/// Waits for the message that the prefill half failed; for ever, if it does not.
+async fn failure_of(failed: oneshot::Receiver<String>) -> String {
+    match failed.await {
+        Ok(message) => message,
+        Err(_) => std::future::pending().await,
+    }
+}
+
+/// Reads a body to its end and keeps its beginning.
+async fn drain(mut body: Incoming) -> Result<Vec<u8>, String> {
+    const KEPT_BYTES: usize = 4096;
+    let mut kept = Vec::new();
+    while let Some(frame) = body.frame().await {
+        if let Some(data) = frame.map_err(describe)?.data_ref() {
+            let room = KEPT_BYTES - kept.len();
+            kept.extend_from_slice(&data[..data.len().min(room)]);
+        }
+    }
+    Ok(kept)
+}
+
+/// Whether the first bytes of a 200 answer say that the engine gave up: an error event, or SGLang's
+/// finish reason "abort" (engines escape quotes in text, so the marker cannot come from the model).
+fn is_failed_answer(first: &[u8]) -> bool {
+    first.starts_with(b"data: {\"error\"")
+        || first.starts_with(b"data: {\"object\":\"error\"")
+        || memchr::memmem::find(first, b"\"type\":\"abort\"").is_some()
+}
+
+/// The beginning of a worker's message, on one line.
+fn excerpt(body: &[u8]) -> String {
+    const SHOWN: usize = 300;
+    let text = String::from_utf8_lossy(&body[..body.len().min(SHOWN)]);
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

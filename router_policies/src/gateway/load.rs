@@ -1,0 +1,123 @@
+//! Asks one worker for its load until it leaves the fleet.
+//!
+//! SGLang answers on `/v1/loads`, vLLM in its metrics. An engine that has neither is not asked again
+//! for a while: its absence is no fault.
+
+use super::Gateway;
+use crate::config::{Engine, WorkerSpec};
+use crate::fleet::EngineLoad;
+use std::sync::Weak;
+use std::time::Duration;
+
+const PATIENCE: Duration = Duration::from_secs(5);
+const PAUSE_WITHOUT_REPORT: Duration = Duration::from_secs(30);
+
+pub(super) async fn watch(gateway: Weak<Gateway>, spec: WorkerSpec) {
+    loop {
+        let Some(gateway) = gateway.upgrade() else {
+            return;
+        };
+        let Some(healthy) = gateway.fleet.health(&spec.id) else {
+            return;
+        };
+        let interval = Duration::from_secs_f64(gateway.config.load_interval_s);
+        let mut pause = interval;
+        if healthy {
+            match ask(&gateway, &spec).await {
+                Some(load) => gateway.fleet.report_load(&spec.id, load),
+                None => pause = PAUSE_WITHOUT_REPORT.max(interval),
+            }
+        }
+        drop(gateway);
+        tokio::time::sleep(pause).await;
+    }
+}
+
+async fn ask(gateway: &Gateway, spec: &WorkerSpec) -> Option<EngineLoad> {
+    let path = match spec.engine {
+        Engine::Sglang => "/v1/loads?include=core",
+        Engine::Vllm => "/metrics",
+    };
+    let (status, body) = gateway.get(spec, path, PATIENCE).await.ok()?;
+    if !status.is_success() {
+        return None;
+    }
+    match spec.engine {
+        Engine::Sglang => sglang_load(&body),
+        Engine::Vllm => vllm_load(std::str::from_utf8(&body).ok()?),
+    }
+}
+
+/// Sums over the data-parallel ranks.
+fn sglang_load(body: &[u8]) -> Option<EngineLoad> {
+    let report: serde_json::Value = serde_json::from_slice(body).ok()?;
+    let ranks = report.get("loads")?.as_array()?;
+    let sum = |field: &str| -> Option<u64> {
+        ranks
+            .iter()
+            .map(|rank| rank.get(field)?.as_u64())
+            .try_fold(0u64, |total, value| Some(total.saturating_add(value?)))
+    };
+    let count = |field| Some(sum(field)?.min(u64::from(u32::MAX / 2)) as u32);
+    Some(EngineLoad {
+        running_requests: count("num_running_reqs")?,
+        waiting_requests: count("num_waiting_reqs")?,
+        used_tokens: sum("num_used_tokens"),
+        capacity_tokens: sum("max_total_num_tokens").filter(|&tokens| tokens > 0),
+        prefilled_tokens: sum("total_prefill_uncached_tokens"),
+        prefill_busy_us: sum("total_prefill_busy_us"),
+    })
+}
+
+fn vllm_load(text: &str) -> Option<EngineLoad> {
+    let sum = |name: &str| -> Option<f64> {
+        let mut found = None;
+        for line in text.lines().filter(|line| line.starts_with(name)) {
+            if line[name.len()..].starts_with(['{', ' ']) {
+                let value: f64 = line.rsplit(' ').next()?.parse().ok()?;
+                found = Some(found.unwrap_or(0.0) + value);
+            }
+        }
+        found
+    };
+    Some(EngineLoad {
+        running_requests: sum("vllm:num_requests_running")? as u32,
+        waiting_requests: sum("vllm:num_requests_waiting")? as u32,
+        ..EngineLoad::default()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sglangs_report_is_summed_over_ranks() {
+        let body = br#"{"loads": [
+            {"num_running_reqs": 2, "num_waiting_reqs": 1, "num_used_tokens": 10,
+             "max_total_num_tokens": 100, "total_prefill_uncached_tokens": 7,
+             "total_prefill_busy_us": 9},
+            {"num_running_reqs": 3, "num_waiting_reqs": 0, "num_used_tokens": 20,
+             "max_total_num_tokens": 100, "total_prefill_uncached_tokens": 1,
+             "total_prefill_busy_us": 1}]}"#;
+        let load = sglang_load(body).expect("a report");
+        assert_eq!((load.running_requests, load.waiting_requests), (5, 1));
+        assert_eq!(
+            (load.used_tokens, load.capacity_tokens),
+            (Some(30), Some(200))
+        );
+        assert_eq!(
+            (load.prefilled_tokens, load.prefill_busy_us),
+            (Some(8), Some(10))
+        );
+        assert_eq!(sglang_load(b"{}"), None);
+    }
+
+    #[test]
+    fn vllms_gauges_are_read_by_their_whole_name() {
+        let text = "# HELP vllm:num_requests_running x\nvllm:num_requests_running{engine=\"0\"} 3.0\n\
+                    vllm:num_requests_waiting_by_reason{r=\"x\"} 9.0\nvllm:num_requests_waiting 4.0\n";
+        let load = vllm_load(text).expect("a report");
+        assert_eq!((load.running_requests, load.waiting_requests), (3, 4));
+    }
+}

@@ -1,0 +1,324 @@
+//! The HTTP side: accept, parse, decide, dispatch, stream, account, shut down.
+//!
+//! Owns every socket. Policies and the fleet's counters are reached only through [`Fleet`].
+
+mod admin;
+mod admission;
+pub mod body;
+mod dispatch;
+mod health;
+mod kv_events;
+mod load;
+mod metrics;
+mod stream;
+
+use crate::config::{Config, WorkerSpec};
+use crate::fleet::Fleet;
+use crate::fleet::log::EventSink;
+use crate::policy::Policy;
+use admission::Admission;
+use body::{Api, Pieces};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use metrics::Metrics;
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::net::TcpListener;
+
+/// Idle connections to workers are closed before uvicorn's keep-alive of 5 s closes them, so that
+/// no request is sent on a connection that the worker is closing.
+const IDLE_CONNECTION: Duration = Duration::from_secs(4);
+const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What every request handler shares.
+pub(crate) struct Gateway {
+    pub fleet: Arc<Fleet>,
+    pub config: Config,
+    pub client: Client<HttpConnector, Pieces>,
+    pub metrics: Arc<Metrics>,
+    pub admission: Admission,
+    pub is_loopback: bool,
+}
+
+/// Bodies that the gateway answers with.
+pub(crate) enum Reply {
+    Whole(Full<Bytes>),
+    Stream(Box<stream::Answer>),
+}
+
+impl http_body::Body for Reply {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<http_body::Frame<Bytes>, Self::Error>>> {
+        match &mut *self {
+            Self::Whole(body) => Pin::new(body)
+                .poll_frame(cx)
+                .map_err(|error| match error {}),
+            Self::Stream(body) => Pin::new(body).poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Whole(body) => body.is_end_stream(),
+            Self::Stream(_) => false,
+        }
+    }
+
+    fn size_hint(&self) -> http_body::SizeHint {
+        match self {
+            Self::Whole(body) => body.size_hint(),
+            Self::Stream(_) => http_body::SizeHint::default(),
+        }
+    }
+}
+
+/// A JSON answer.
+pub(crate) fn json(status: StatusCode, value: &impl serde::Serialize) -> Response<Reply> {
+    let body = serde_json::to_vec(value).unwrap_or_default();
+    let mut response = Response::new(Reply::Whole(Full::from(body)));
+    *response.status_mut() = status;
+    let json = HeaderValue::from_static("application/json");
+    response.headers_mut().insert(CONTENT_TYPE, json);
+    response
+}
+
+/// An error in the shape that OpenAI's and SGLang's clients read.
+pub(crate) fn error(status: StatusCode, kind: &str, message: &str) -> Response<Reply> {
+    let mut response = json(
+        status,
+        &serde_json::json!({"error": {"message": message, "type": kind, "code": status.as_u16()}}),
+    );
+    if matches!(
+        status,
+        StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS
+    ) {
+        let headers = response.headers_mut();
+        headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
+    }
+    response
+}
+
+impl Gateway {
+    fn new(
+        config: Config,
+        policy: Box<dyn Policy>,
+        is_loopback: bool,
+    ) -> Result<Arc<Self>, String> {
+        let metrics = Arc::new(Metrics::new());
+        let sink = match &config.decision_log {
+            Some(path) => EventSink::to_file(path)?,
+            None => EventSink::in_memory(),
+        };
+        let observer = Arc::clone(&metrics);
+        let sink = sink.observing(move |finish| observer.finished(finish));
+        let fleet = Fleet::new(policy, config.policy.clone(), sink, fastrand::u64(..));
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(Duration::from_secs_f64(config.connect_timeout_s)));
+        let client = Client::builder(TokioExecutor::new())
+            .pool_idle_timeout(IDLE_CONNECTION)
+            .pool_timer(TokioTimer::new())
+            .build(connector);
+        Ok(Arc::new(Self {
+            fleet: Arc::new(fleet),
+            admission: Admission::new(config.max_inflight, config.max_queued),
+            config,
+            client,
+            metrics,
+            is_loopback,
+        }))
+    }
+
+    /// Adds a worker and starts watching its health.
+    pub fn add_worker(self: &Arc<Self>, spec: WorkerSpec) -> Result<(), String> {
+        let spec = spec.normalise()?;
+        self.fleet.add_worker(spec.clone())?;
+        if self.config.load_interval_s > 0.0 {
+            tokio::spawn(load::watch(Arc::downgrade(self), spec.clone()));
+        }
+        if let Some(endpoint) = spec.kv_events.clone() {
+            tokio::spawn(kv_events::follow(
+                Arc::downgrade(&self.fleet),
+                spec.clone(),
+                endpoint,
+            ));
+        }
+        tokio::spawn(health::watch(Arc::downgrade(self), spec));
+        Ok(())
+    }
+
+    async fn handle(self: Arc<Self>, request: Request<Incoming>) -> Response<Reply> {
+        let path = request.uri().path();
+        let api = match path {
+            "/generate" => Some(Api::Generate),
+            "/v1/completions" => Some(Api::Completions),
+            "/v1/chat/completions" => Some(Api::Chat),
+            _ => None,
+        };
+        match (request.method(), api) {
+            (&Method::POST, Some(api)) => dispatch::handle(&self, api, request).await,
+            (_, Some(_)) => error(
+                StatusCode::METHOD_NOT_ALLOWED,
+                "invalid_request_error",
+                "expected POST",
+            ),
+            _ => admin::handle(&self, request).await,
+        }
+    }
+
+    /// Sends a request without a body to one worker.
+    pub async fn get(
+        &self,
+        spec: &WorkerSpec,
+        path: &str,
+        timeout: Duration,
+    ) -> Result<(StatusCode, Bytes), String> {
+        self.get_url(&format!("{}{path}", spec.url), timeout).await
+    }
+
+    /// Sends a request without a body.
+    pub async fn get_url(
+        &self,
+        url: &str,
+        timeout: Duration,
+    ) -> Result<(StatusCode, Bytes), String> {
+        let request = Request::get(url)
+            .body(Pieces::default())
+            .map_err(|error| error.to_string())?;
+        let exchange = async {
+            let response = self.client.request(request).await.map_err(describe)?;
+            let status = response.status();
+            let body = response.into_body().collect().await.map_err(describe)?;
+            Ok((status, body.to_bytes()))
+        };
+        tokio::time::timeout(timeout, exchange)
+            .await
+            .unwrap_or_else(|_| Err(format!("no answer within {:.0} s", timeout.as_secs_f64())))
+    }
+}
+
+/// An error with its causes, in one line.
+pub(crate) fn describe(error: impl std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}
+
+/// A bound router, not serving yet.
+pub struct Server {
+    gateway: Arc<Gateway>,
+    listener: TcpListener,
+}
+
+impl Server {
+    /// Binds the address and registers the workers. Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// One line that names the address, field or file.
+    pub async fn bind(config: Config) -> Result<Self, String> {
+        let policy = crate::policy::build(&config.policy, config.policy_params.clone())?;
+        Self::bind_with(config, policy).await
+    }
+
+    /// Like [`Server::bind`], with a policy that is not of this crate's table.
+    ///
+    /// # Errors
+    /// As [`Server::bind`].
+    pub async fn bind_with(config: Config, policy: Box<dyn Policy>) -> Result<Self, String> {
+        let config = config.normalise()?;
+        let address = format!("{}:{}", config.host, config.port);
+        let listener = TcpListener::bind(&address)
+            .await
+            .map_err(|error| format!("host, port: cannot listen on {address}: {error}"))?;
+        let is_loopback = listener
+            .local_addr()
+            .is_ok_and(|address| address.ip().is_loopback());
+        let gateway = Gateway::new(config, policy, is_loopback)?;
+        for spec in gateway.config.workers.clone() {
+            gateway.add_worker(spec)?;
+        }
+        Ok(Self { gateway, listener })
+    }
+
+    /// Where it listens.
+    ///
+    /// # Errors
+    /// The socket has no address.
+    pub fn address(&self) -> std::io::Result<std::net::SocketAddr> {
+        self.listener.local_addr()
+    }
+
+    /// What the router knows of its workers.
+    pub fn fleet(&self) -> Arc<Fleet> {
+        Arc::clone(&self.gateway.fleet)
+    }
+
+    /// Serves until `stop` resolves, then lets running requests end, at most `drain_timeout_s`.
+    pub async fn serve(self, stop: impl Future<Output = ()>) {
+        let Self { gateway, listener } = self;
+        let connections = GracefulShutdown::new();
+        let mut stop = std::pin::pin!(stop);
+        loop {
+            let accepted = tokio::select! {
+                () = &mut stop => break,
+                accepted = listener.accept() => accepted,
+            };
+            let socket = match accepted {
+                Ok((socket, _)) => socket,
+                Err(error) => {
+                    // Out of descriptors, most likely: let some close.
+                    log::warn!("accept: {error}");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            };
+            let _ = socket.set_nodelay(true);
+            let shared = Arc::clone(&gateway);
+            let service = service_fn(move |request| {
+                let shared = Arc::clone(&shared);
+                async move { Ok::<_, Infallible>(shared.handle(request).await) }
+            });
+            let connection = hyper::server::conn::http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(HEADER_TIMEOUT)
+                .serve_connection(TokioIo::new(socket), service);
+            let connection = connections.watch(connection);
+            tokio::spawn(async move {
+                if let Err(error) = connection.await {
+                    log::debug!("client connection: {error}");
+                }
+            });
+        }
+        drop(listener);
+        let drain = Duration::from_secs_f64(gateway.config.drain_timeout_s.max(0.0));
+        if tokio::time::timeout(drain, connections.shutdown())
+            .await
+            .is_err()
+        {
+            log::warn!(
+                "requests were still running after {:.0} s",
+                drain.as_secs_f64()
+            );
+        }
+    }
+}

@@ -1,0 +1,435 @@
+//! Policies: (fleet, request) → decision, as pure functions over facts.
+//!
+//! Owns what a policy may know ([`View`]), what it may answer ([`Decision`], [`Refusal`]) and the
+//! table of policies ([`TABLE`]). Knows nothing of HTTP, locks or clocks: the fleet fills in the
+//! facts, checks the answer and makes the reservation. A new policy is one file and one line in
+//! [`TABLE`].
+
+mod elastic;
+mod least_requests;
+mod linear;
+mod lmetric;
+mod migrate;
+mod offload;
+mod pd;
+mod power_of_two;
+mod random;
+mod round_robin;
+mod selective;
+mod unified;
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+/// What a worker does. See the configuration's `role`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Prefills and decodes its own requests.
+    Colocated,
+    /// Prefills for decode workers only.
+    Prefill,
+    /// Decodes what a prefill worker sends.
+    Decode,
+    /// A decode worker that also prefills locally.
+    Elastic,
+}
+
+/// Learnt or assumed speeds of one worker.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Rates {
+    /// New prompt tokens prefilled a second.
+    pub prefill_tokens_per_s: f64,
+    /// KV tokens a second that arrive on this worker from a prefill worker.
+    pub transfer_tokens_per_s: f64,
+    /// Fixed time of a separated request: handshake, allocation, scheduling on both sides.
+    pub transfer_overhead_s: f64,
+    /// Time between two tokens of one stream while nothing is prefilled here.
+    pub decode_step_s: f64,
+}
+
+/// One worker, as a policy sees it. Token counts are the router's own, corrected by the engine's
+/// load reports where there are any.
+#[derive(Clone, Debug, Serialize)]
+pub struct WorkerFacts {
+    /// The fleet's name for the worker in a [`Route`].
+    pub slot: usize,
+    pub role: Role,
+    /// May be chosen now: healthy, not draining, circuit closed, not excluded for this request.
+    pub routable: bool,
+    /// May prefill and decode a request alone.
+    pub serves_local: bool,
+    /// May prefill for another worker.
+    pub serves_prefill: bool,
+    /// May decode what another worker prefilled.
+    pub serves_decode: bool,
+    /// Workers exchange KV only within one group (engine and connector).
+    pub transfer_group: u32,
+    /// Reserved requests, in any phase.
+    pub requests: u32,
+    /// Of those, the ones that wait for or run their prefill here.
+    pub prefilling: u32,
+    /// Of those, the ones that decode here.
+    pub decoding: u32,
+    /// Reserved prompt tokens still to be prefilled here.
+    pub pending_prefill_tokens: u64,
+    /// Context tokens of the requests that decode here.
+    pub decode_tokens: u64,
+    /// Context tokens of all reserved requests: the KV they need.
+    pub ongoing_tokens: u64,
+    pub kv_capacity_tokens: Option<u64>,
+    /// Tokens of this request's prompt that the worker is believed to hold.
+    pub cached_tokens: u64,
+    /// Sessions moved here within the sliding window.
+    pub recent_migrations: u32,
+    pub rates: Rates,
+}
+
+impl WorkerFacts {
+    /// Free KV tokens once running requests have theirs; `u64::MAX` where the capacity is unknown.
+    pub fn kv_room_tokens(&self) -> u64 {
+        self.kv_capacity_tokens.map_or(u64::MAX, |capacity| {
+            capacity.saturating_sub(self.ongoing_tokens)
+        })
+    }
+}
+
+/// The request, as a policy sees it.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct RequestFacts {
+    /// Prompt tokens; estimated from the length where the prompt is text.
+    pub input_tokens: u64,
+    /// The request's limit on output tokens, or the fleet's running mean.
+    pub expected_output_tokens: u64,
+    /// Whether the request named its session.
+    pub has_session: bool,
+    /// 0-based turn of the session, as counted here.
+    pub turn: u32,
+    /// The worker that decoded the session's previous turn.
+    pub affine: Option<usize>,
+}
+
+/// Everything a policy may look at.
+#[derive(Debug, Serialize)]
+pub struct View<'a> {
+    /// All workers, in slot order; not all are candidates.
+    pub workers: &'a [WorkerFacts],
+    pub request: &'a RequestFacts,
+    /// Decisions made before this one: what rotations and ties turn on.
+    pub sequence: u64,
+    /// Fresh random bits.
+    pub random: u64,
+    /// Separated requests whose first token has not come yet.
+    pub separated_inflight: u32,
+}
+
+impl<'a> View<'a> {
+    /// Workers that may serve the request alone.
+    pub fn local(&self) -> impl Iterator<Item = &'a WorkerFacts> + Clone + use<'a> {
+        self.workers.iter().filter(|w| w.routable && w.serves_local)
+    }
+
+    /// Workers that may prefill for another.
+    pub fn prefill(&self) -> impl Iterator<Item = &'a WorkerFacts> + Clone + use<'a> {
+        self.workers
+            .iter()
+            .filter(|w| w.routable && w.serves_prefill)
+    }
+
+    /// Workers that may decode what another prefilled.
+    pub fn decode(&self) -> impl Iterator<Item = &'a WorkerFacts> + Clone + use<'a> {
+        self.workers
+            .iter()
+            .filter(|w| w.routable && w.serves_decode)
+    }
+
+    /// Seconds until a prefill that starts queueing on `worker` now has run.
+    pub fn prefill_s(&self, worker: &WorkerFacts) -> f64 {
+        (worker.pending_prefill_tokens + self.new_tokens(worker)) as f64
+            / worker.rates.prefill_tokens_per_s
+    }
+
+    /// Seconds that `decode` takes to get the KV it lacks, once that is computed.
+    pub fn transfer_s(&self, decode: &WorkerFacts) -> f64 {
+        decode.rates.transfer_overhead_s
+            + self.new_tokens(decode) as f64 / decode.rates.transfer_tokens_per_s
+    }
+
+    /// Prompt tokens that `worker` would have to prefill.
+    pub fn new_tokens(&self, worker: &WorkerFacts) -> u64 {
+        self.request
+            .input_tokens
+            .saturating_sub(worker.cached_tokens)
+    }
+
+    /// The session's previous worker, if it may serve this request alone.
+    pub fn affine_local(&self) -> Option<&'a WorkerFacts> {
+        let slot = self.request.affine?;
+        self.local().find(|w| w.slot == slot)
+    }
+
+    /// The candidate with the lowest key; ties go to fewer requests, then in rotation.
+    pub fn lowest<K: PartialOrd>(
+        &self,
+        candidates: impl Iterator<Item = &'a WorkerFacts> + Clone,
+        key: impl Fn(&WorkerFacts) -> K,
+    ) -> Option<&'a WorkerFacts> {
+        let count = candidates.clone().count();
+        if count == 0 {
+            return None;
+        }
+        let start = (self.sequence % count as u64) as usize;
+        let rotated = candidates.clone().skip(start).chain(candidates.take(start));
+        let mut best: Option<(K, &WorkerFacts)> = None;
+        for worker in rotated {
+            let this = key(worker);
+            let better = match &best {
+                None => true,
+                Some((lowest, holder)) => {
+                    this < *lowest || (this == *lowest && worker.requests < holder.requests)
+                }
+            };
+            if better {
+                best = Some((this, worker));
+            }
+        }
+        best.map(|(_, worker)| worker)
+    }
+
+    /// The prefill and the decode worker that `choose` picks, decode first; for policies that
+    /// choose one worker at a time. The prefill worker comes from the decode worker's group.
+    pub fn pair(
+        &self,
+        decode: Option<&'a WorkerFacts>,
+        choose_prefill: impl Fn(Vec<&'a WorkerFacts>) -> Option<&'a WorkerFacts>,
+    ) -> Option<Route> {
+        let decode = decode?;
+        let partners = self.partners(decode).collect();
+        let prefill = choose_prefill(partners)?;
+        Some(Route::PrefillDecode {
+            prefill: prefill.slot,
+            decode: decode.slot,
+        })
+    }
+
+    /// Workers that may prefill for `decode`.
+    pub fn partners(
+        &self,
+        decode: &WorkerFacts,
+    ) -> impl Iterator<Item = &'a WorkerFacts> + Clone + use<'a> {
+        let (group, slot) = (decode.transfer_group, decode.slot);
+        self.prefill()
+            .filter(move |p| p.transfer_group == group && p.slot != slot)
+    }
+
+    /// Workers that may decode and have at least one partner that prefills.
+    pub fn decode_with_partner(&self) -> impl Iterator<Item = &'a WorkerFacts> + Clone {
+        self.decode().filter(|d| self.partners(d).next().is_some())
+    }
+}
+
+/// Where a request goes, by the workers' slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Route {
+    Local { worker: usize },
+    PrefillDecode { prefill: usize, decode: usize },
+}
+
+impl Route {
+    /// The worker whose answer the client gets.
+    pub fn answering(&self) -> usize {
+        match *self {
+            Route::Local { worker } => worker,
+            Route::PrefillDecode { decode, .. } => decode,
+        }
+    }
+
+    /// The worker that prefills.
+    pub fn prefilling(&self) -> usize {
+        match *self {
+            Route::Local { worker } => worker,
+            Route::PrefillDecode { prefill, .. } => prefill,
+        }
+    }
+}
+
+/// Why a policy chose what it chose: a closed set, so that logs can be counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    Rotation,
+    Random,
+    LeastRequests,
+    PowerOfTwo,
+    Affinity,
+    LowestScore,
+    AlwaysSeparate,
+    /// `offload`: fewer new tokens than a medium request has.
+    Warm,
+    /// `offload`: fewer new tokens than a heavy request has.
+    Medium,
+    /// `offload`: a heavy request, separated.
+    Heavy,
+    /// `offload`: heavy, but enough separated requests are on their way.
+    SeparatedCap,
+    /// Too few new tokens to be worth a transfer.
+    NewBelowThreshold,
+    /// Nothing decodes on the chosen worker, so nothing there needs protection.
+    ChosenNotDecoding,
+    /// No other worker holds enough of the prefix.
+    SourceCacheBelowThreshold,
+    /// No other worker can prefill for the chosen one.
+    NoPartner,
+    /// The predicted benefit does not exceed the predicted cost by the margin.
+    NotWorthIt,
+    /// The predicted benefit of separation exceeds its cost by the margin.
+    WorthIt,
+    /// The session moves to another worker.
+    Migration,
+    /// The lowest predicted cost to this request and to the others.
+    LowestCost,
+    /// The session's worker, though another is cheaper by less than the hysteresis.
+    Hysteresis,
+    /// A policy outside this crate.
+    Custom,
+    /// The prefill side failed, so the decode worker serves the request alone.
+    PrefillFailed,
+}
+
+/// A choice that was weighed, and the first-token time predicted for it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Alternative {
+    pub route: Route,
+    pub predicted_s: f64,
+}
+
+/// A policy's answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decision {
+    pub route: Route,
+    pub reason: Reason,
+    /// Predicted seconds to the first token; none where the policy predicts nothing.
+    pub predicted_s: Option<f64>,
+    pub alternatives: Vec<Alternative>,
+}
+
+impl Decision {
+    /// A decision of a policy that predicts nothing.
+    pub fn unpredicted(route: Route, reason: Reason) -> Self {
+        Self {
+            route,
+            reason,
+            predicted_s: None,
+            alternatives: Vec::new(),
+        }
+    }
+}
+
+/// Why a request cannot be placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Refusal {
+    /// No routable worker, or no routable pair, that the policy could choose.
+    NoCandidates,
+    /// The policy named workers that were not candidates.
+    OutsideCandidates,
+    /// A policy outside this crate failed.
+    PolicyFailed,
+}
+
+/// A routing rule. `decide` must be cheap: it runs under the fleet's lock.
+pub trait Policy: Send + Sync {
+    /// Chooses among the candidates of `view`.
+    ///
+    /// # Errors
+    /// [`Refusal::NoCandidates`] when none may serve the request.
+    fn decide(&self, view: &View<'_>) -> Result<Decision, Refusal>;
+}
+
+/// One parameter of a policy, as `policy explain` shows it.
+#[derive(Debug, Serialize)]
+pub struct ParamInfo {
+    pub name: &'static str,
+    pub default: &'static str,
+    pub meaning: &'static str,
+}
+
+/// A policy's entry in the table.
+pub struct Info {
+    pub name: &'static str,
+    pub summary: &'static str,
+    /// The rule, exactly.
+    pub rule: &'static str,
+    pub params: &'static [ParamInfo],
+    /// Where the rule comes from.
+    pub source: &'static str,
+    /// What was measured with it before, and where.
+    pub measured: &'static str,
+    /// Builds the policy from its parameters; the error names the parameter.
+    pub build: fn(serde_json::Value) -> Result<Box<dyn Policy>, String>,
+}
+
+/// Every policy that ships. One line a policy.
+pub const TABLE: &[&Info] = &[
+    &round_robin::INFO,
+    &random::INFO,
+    &least_requests::INFO,
+    &power_of_two::INFO,
+    &linear::INFO,
+    &lmetric::INFO,
+    &unified::INFO,
+    &pd::INFO,
+    &offload::INFO,
+    &selective::INFO,
+    &migrate::INFO,
+    &elastic::INFO,
+];
+
+/// The policy called `name` with `params` (a JSON object or null).
+///
+/// # Errors
+/// One line that names the unknown policy or parameter and what there is.
+pub fn build(name: &str, params: serde_json::Value) -> Result<Box<dyn Policy>, String> {
+    let info = TABLE.iter().find(|info| info.name == name).ok_or_else(|| {
+        let names: Vec<_> = TABLE.iter().map(|info| info.name).collect();
+        format!(
+            "policy: unknown policy {name:?}; known: {}",
+            names.join(", ")
+        )
+    })?;
+    (info.build)(params)
+}
+
+/// Parameters from a JSON object; null means all defaults.
+fn parse_params<P: DeserializeOwned + Default>(params: serde_json::Value) -> Result<P, String> {
+    if params.is_null() {
+        return Ok(P::default());
+    }
+    serde_json::from_value(params).map_err(|error| format!("policy_params: {error}"))
+}
+
+/// Parameters of a policy that has none.
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NoParams {}
+
+/// For policies that only choose a worker: locally where that is possible, else both sides of a
+/// pair by the same rule.
+fn choose_each<'a>(
+    view: &View<'a>,
+    reason: Reason,
+    choose: impl Fn(&[&'a WorkerFacts]) -> Option<&'a WorkerFacts>,
+) -> Result<Decision, Refusal> {
+    let local: Vec<_> = view.local().collect();
+    let route = if let Some(worker) = choose(&local) {
+        Some(Route::Local {
+            worker: worker.slot,
+        })
+    } else {
+        let decode: Vec<_> = view.decode_with_partner().collect();
+        view.pair(choose(&decode), |partners| choose(&partners))
+    };
+    route
+        .map(|route| Decision::unpredicted(route, reason))
+        .ok_or(Refusal::NoCandidates)
+}

@@ -1,0 +1,109 @@
+//! The Python module `router_policies._core`: JSON in, JSON out, and one call that serves.
+
+use crate::config::Config;
+use crate::gateway::Server;
+use crate::policy::{self, Decision, Policy, Reason, Refusal, Route, View};
+use pyo3::exceptions::{PyOSError, PyValueError};
+use pyo3::prelude::*;
+use std::path::PathBuf;
+
+/// Reads and checks a configuration file; returns it as JSON. Raises ValueError with one line.
+#[pyfunction]
+fn load_config(path: PathBuf) -> PyResult<String> {
+    let config = Config::from_file(&path).map_err(PyValueError::new_err)?;
+    serde_json::to_string(&config).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
+/// A policy written in Python: called with the view as JSON, answers with a route as JSON or null.
+struct PythonPolicy(Py<PyAny>);
+
+impl Policy for PythonPolicy {
+    fn decide(&self, view: &View<'_>) -> Result<Decision, Refusal> {
+        let failed = |error: String| {
+            log::error!("policy: {error}");
+            Refusal::PolicyFailed
+        };
+        let view = serde_json::to_string(view).map_err(|error| failed(error.to_string()))?;
+        let answer = Python::attach(|py| self.0.call1(py, (view,))?.extract::<String>(py))
+            .map_err(|error: PyErr| failed(error.to_string()))?;
+        let route: Option<Route> = serde_json::from_str(&answer)
+            .map_err(|error| failed(format!("its answer {answer}: {error}")))?;
+        let route = route.ok_or(Refusal::NoCandidates)?;
+        Ok(Decision::unpredicted(route, Reason::Custom))
+    }
+}
+
+/// Serves until SIGINT or SIGTERM. `announce` is called with the address once it is bound; `decide`
+/// takes the place of the configured policy.
+#[pyfunction]
+#[pyo3(signature = (config, announce, decide=None))]
+fn serve(
+    py: Python<'_>,
+    config: &str,
+    announce: Py<PyAny>,
+    decide: Option<Py<PyAny>>,
+) -> PyResult<()> {
+    let config: Config =
+        serde_json::from_str(config).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let _ = env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info"))
+        .format_target(false)
+        .try_init();
+    py.detach(|| {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(config.threads.max(1))
+            .enable_all()
+            .build()
+            .map_err(|error| PyOSError::new_err(error.to_string()))?;
+        let result = runtime.block_on(async {
+            let stop = stop_signal().map_err(|error| PyOSError::new_err(error.to_string()))?;
+            let bound = match decide {
+                Some(decide) => Server::bind_with(config, Box::new(PythonPolicy(decide))).await,
+                None => Server::bind(config).await,
+            };
+            let server = bound.map_err(PyValueError::new_err)?;
+            let address = server.address()?.to_string();
+            Python::attach(|py| announce.call1(py, (address,)))?;
+            server.serve(stop).await;
+            Ok(())
+        });
+        runtime.shutdown_timeout(std::time::Duration::from_secs(1));
+        result
+    })
+}
+
+/// Resolves at the first SIGINT or SIGTERM.
+fn stop_signal() -> std::io::Result<impl Future<Output = ()>> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+        log::info!("stopping: no new requests, running ones may end");
+    })
+}
+
+/// The table of policies, as JSON.
+#[pyfunction]
+fn policies() -> PyResult<String> {
+    let table: Vec<_> = policy::TABLE
+        .iter()
+        .map(|info| {
+            serde_json::json!({
+                "name": info.name, "summary": info.summary, "rule": info.rule,
+                "params": info.params, "source": info.source, "measured": info.measured,
+            })
+        })
+        .collect();
+    serde_json::to_string(&table).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
+#[pymodule]
+fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add_function(wrap_pyfunction!(load_config, m)?)?;
+    m.add_function(wrap_pyfunction!(serve, m)?)?;
+    m.add_function(wrap_pyfunction!(policies, m)?)
+}

@@ -1,0 +1,298 @@
+//! Seeded faults: whatever workers and clients do, every request ends in exactly one way and nothing
+//! is left over.
+//!
+//! `ROUTER_FAULT_SECONDS` sets how long it runs (default 5), `ROUTER_FAULT_SEED` the seed.
+
+mod mock;
+
+use http_body_util::{BodyExt, Full};
+use hyper::Request;
+use hyper::body::Bytes;
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
+use mock::{Fault, MockWorker};
+use router_policies::config::{Config, WorkerSpec};
+use router_policies::gateway::Server;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+fn setting(name: &str, default: u64) -> u64 {
+    std::env::var(name)
+        .ok()
+        .and_then(|value| value.parse().ok())
+        .unwrap_or(default)
+}
+
+fn random_fault(random: &mut fastrand::Rng) -> Fault {
+    match random.u32(0..16) {
+        0 => Fault::Status(500),
+        1 => Fault::Status(503),
+        2 => Fault::Status(400),
+        3 => Fault::CloseAtOnce,
+        4 => Fault::CloseAfter(random.usize(0..4)),
+        5 => Fault::TruncateAfter(random.usize(0..4)),
+        6 => Fault::StallAfter(random.usize(0..4)),
+        7 => Fault::Stall,
+        8 => Fault::Abort,
+        _ => Fault::None,
+    }
+}
+
+fn open_files() -> usize {
+    std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count)
+}
+
+#[derive(Default)]
+struct Ends {
+    complete: AtomicUsize,
+    error_event: AtomicUsize,
+    refused: AtomicUsize,
+    left: AtomicUsize,
+}
+
+/// One client request; every path through it is one way to end.
+async fn one_request(url: String, seed: u64, ends: Arc<Ends>) {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let stream = random.bool();
+    let body = match random.u32(0..20) {
+        0 => b"{\"input_ids\": [1, 2".to_vec(),
+        1 => random_bytes(&mut random),
+        2 => json!({"text": "x".repeat(300_000)})
+            .to_string()
+            .into_bytes(),
+        _ => json!({
+            "input_ids": (0..random.u32(1..400)).collect::<Vec<_>>(),
+            "stream": stream, "sampling_params": {"max_new_tokens": 4},
+        })
+        .to_string()
+        .into_bytes(),
+    };
+    let client: Client<_, Full<Bytes>> = Client::builder(TokioExecutor::new()).build_http();
+    let request = Request::post(format!("{url}/generate"))
+        .header("x-session-id", format!("s{}", random.u32(0..20)))
+        .body(Full::from(body))
+        .expect("a request");
+    let leaves_after = Duration::from_millis(match random.u32(0..5) {
+        0 => random.u64(0..30),
+        _ => 60_000,
+    });
+    let reads_slowly = random.u32(0..10) == 0;
+    let exchange = async {
+        let response = client
+            .request(request)
+            .await
+            .expect("the router always answers");
+        let status = response.status();
+        let mut body = response.into_body();
+        let mut text = Vec::new();
+        while let Some(frame) = body.frame().await {
+            if let Ok(data) = frame
+                .expect("the router always ends its answers")
+                .into_data()
+            {
+                text.extend_from_slice(&data);
+            }
+            if reads_slowly {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        }
+        (status, text)
+    };
+    let end = match tokio::time::timeout(leaves_after, exchange).await {
+        Err(_) => &ends.left,
+        Ok((status, text)) if status.is_success() => {
+            let is_event = text.starts_with(b"data: ");
+            if !is_event || text.ends_with(b"data: [DONE]\n\n") {
+                &ends.complete
+            } else {
+                let last = text.trim_ascii_end().rsplit(|&byte| byte == b'\n').next();
+                let event: Value = serde_json::from_slice(&last.expect("a line")[6..])
+                    .expect("a broken stream ends with an error event");
+                assert!(event["error"]["message"].is_string());
+                &ends.error_event
+            }
+        }
+        Ok((_, text)) => {
+            let error: Value = serde_json::from_slice(&text).expect("errors are JSON");
+            assert!(error["error"]["message"].is_string());
+            &ends.refused
+        }
+    };
+    end.fetch_add(1, Ordering::SeqCst);
+}
+
+fn random_bytes(random: &mut fastrand::Rng) -> Vec<u8> {
+    (0..random.usize(0..200)).map(|_| random.u8(..)).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn seeded_faults_leave_nothing_behind() {
+    let seconds = setting("ROUTER_FAULT_SECONDS", 5);
+    let seed = setting("ROUTER_FAULT_SEED", 20_260_522);
+    let mut random = fastrand::Rng::with_seed(seed);
+    let roles = [
+        "prefill",
+        "prefill",
+        "elastic",
+        "elastic",
+        "decode",
+        "colocated",
+    ];
+    let mut mocks = Vec::new();
+    for _ in roles {
+        mocks.push(MockWorker::start().await);
+        mocks
+            .last()
+            .expect("one")
+            .behaviour
+            .keep_bodies
+            .store(false, Ordering::Relaxed);
+    }
+    let workers: Vec<WorkerSpec> = mocks
+        .iter()
+        .zip(roles)
+        .enumerate()
+        .map(|(i, (mock, role))| {
+            serde_json::from_value(json!({
+                "id": format!("w{i}"), "url": mock.url, "role": role, "bootstrap_port": 1,
+            }))
+            .expect("a worker")
+        })
+        .collect();
+    let folder = std::env::temp_dir().join(format!("router-faults-{:x}", fastrand::u64(..)));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let log = folder.join("decisions.jsonl");
+    let config = Config {
+        port: 0,
+        policy: "elastic".to_owned(),
+        decision_log: Some(log.clone()),
+        workers,
+        max_body_bytes: 200_000,
+        request_timeout_s: 1.0,
+        health_interval_s: 0.1,
+        load_interval_s: 0.1,
+        max_inflight: 32,
+        max_queued: 16,
+        queue_timeout_s: 0.5,
+        drain_timeout_s: 2.0,
+        ..Config::default()
+    };
+    let server = Server::bind(config).await.expect("binds");
+    let url = format!("http://{}", server.address().expect("bound"));
+    let fleet = server.fleet();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let serving = tokio::spawn(server.serve(async move {
+        let _ = stopped.await;
+    }));
+    while !fleet.is_ready() {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let files_before = open_files();
+    let ends = Arc::new(Ends::default());
+    let mut clients = tokio::task::JoinSet::new();
+    let mut sent = 0;
+    let until = Instant::now() + Duration::from_secs(seconds);
+    while Instant::now() < until {
+        let victim = random.usize(0..mocks.len());
+        match random.u32(0..60) {
+            0 => {
+                // Death, and a restart on the same address.
+                let address = mocks[victim].url.trim_start_matches("http://").to_owned();
+                let dead = mocks.remove(victim);
+                drop(dead);
+                tokio::time::sleep(Duration::from_millis(random.u64(0..50))).await;
+                mocks.insert(victim, MockWorker::start_on(&address).await);
+                mocks[victim]
+                    .behaviour
+                    .keep_bodies
+                    .store(false, Ordering::Relaxed);
+            }
+            1..10 => mocks[victim].set_fault(random_fault(&mut random)),
+            10 => {
+                let healthy = random.bool();
+                mocks[victim]
+                    .behaviour
+                    .healthy
+                    .store(healthy, Ordering::SeqCst);
+            }
+            _ => {}
+        }
+        clients.spawn(one_request(url.clone(), random.u64(..), Arc::clone(&ends)));
+        sent += 1;
+        while clients.len() > 64 {
+            clients
+                .join_next()
+                .await
+                .expect("some run")
+                .expect("no client panics");
+        }
+        tokio::time::sleep(Duration::from_millis(random.u64(0..4))).await;
+    }
+    while let Some(done) = clients.join_next().await {
+        done.expect("no client panics");
+    }
+    for mock in &mocks {
+        mock.set_fault(Fault::None);
+    }
+    for _ in 0..400 {
+        if fleet.is_idle() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert!(
+        fleet.is_idle(),
+        "reservations leaked, seed {seed}: {:?}",
+        fleet.snapshot()
+    );
+    // Idle connections to workers are closed after some seconds.
+    for _ in 0..800 {
+        if open_files() <= files_before + 8 {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert!(
+        open_files() <= files_before + 8,
+        "connections leaked: {} from {files_before}",
+        open_files()
+    );
+    let counted = |end: &AtomicUsize| end.load(Ordering::SeqCst);
+    let total = counted(&ends.complete)
+        + counted(&ends.error_event)
+        + counted(&ends.refused)
+        + counted(&ends.left);
+    assert_eq!(
+        total, sent,
+        "every request ends in exactly one way, seed {seed}"
+    );
+    assert!(counted(&ends.complete) > 0 && counted(&ends.left) > 0 && counted(&ends.refused) > 0);
+    stop.send(()).expect("it serves");
+    serving.await.expect("no panic");
+    drop(fleet);
+    let mut finishes: HashMap<String, usize> = HashMap::new();
+    let mut decisions = 0;
+    let lines = std::fs::read_to_string(&log).expect("the log");
+    for line in lines.lines() {
+        let event: Value = serde_json::from_str(line).expect("JSON");
+        let id = event["decision_id"].as_str().expect("an id").to_owned();
+        if event["event"] == "decision" {
+            decisions += 1;
+        } else {
+            *finishes.entry(id).or_default() += 1;
+        }
+    }
+    assert_eq!(finishes.len(), decisions, "every decision finishes");
+    assert!(finishes.values().all(|&count| count == 1), "once");
+    println!(
+        "{sent} requests, {decisions} decisions: {} complete, {} error events, {} refused, {} left",
+        counted(&ends.complete),
+        counted(&ends.error_event),
+        counted(&ends.refused),
+        counted(&ends.left)
+    );
+    std::fs::remove_dir_all(&folder).expect("removed");
+}

@@ -1,0 +1,351 @@
+//! The fleet under its lock: reservations, races, and counters that come back to zero.
+
+use proptest::prelude::*;
+use router_policies::config::WorkerSpec;
+use router_policies::fleet::log::EventSink;
+use router_policies::fleet::prefix::hash::{PromptHashes, TokenHasher};
+use router_policies::fleet::{EngineLoad, Fleet, Outcome, Request, Reservation};
+use router_policies::policy::{self, RequestFacts, Route, View};
+use serde_json::{Value, json};
+use std::sync::{Arc, Barrier};
+
+fn spec(id: &str, role: &str) -> WorkerSpec {
+    let mut spec = json!({"id": id, "url": format!("http://{id}:1"), "role": role,
+        "kv_capacity_tokens": 100_000});
+    if role == "prefill" {
+        spec["bootstrap_port"] = 1.into();
+    }
+    serde_json::from_value(spec).expect("a worker")
+}
+
+fn fleet(policy: &str, roles: &[&str]) -> Arc<Fleet> {
+    let fleet = Arc::new(Fleet::new(
+        policy::build(policy, Value::Null).expect("a policy"),
+        policy.to_owned(),
+        EventSink::in_memory(),
+        1,
+    ));
+    for (i, role) in roles.iter().enumerate() {
+        fleet
+            .add_worker(spec(&format!("w{i}"), role))
+            .expect("a new id");
+        fleet.report_health(&format!("w{i}"), true);
+    }
+    fleet
+}
+
+fn prompt(fleet: &Fleet, tokens: impl IntoIterator<Item = u32>) -> PromptHashes {
+    let mut hasher = TokenHasher::new(fleet.token_block());
+    tokens.into_iter().for_each(|token| hasher.push(token));
+    hasher.finish()
+}
+
+fn request(fleet: &Fleet, tokens: impl IntoIterator<Item = u32>) -> Request {
+    Request {
+        request_id: "r".to_owned(),
+        session_id: None,
+        prompt: prompt(fleet, tokens),
+        max_output_tokens: Some(10),
+    }
+}
+
+#[test]
+fn simultaneous_arrivals_spread_with_atomic_reservation_and_collide_without_it() {
+    const ARRIVALS: usize = 64;
+    let fleet = fleet("unified", &["colocated"; 8]);
+    let barrier = Arc::new(Barrier::new(ARRIVALS));
+    let threads: Vec<_> = (0..ARRIVALS)
+        .map(|i| {
+            let (fleet, barrier) = (Arc::clone(&fleet), Arc::clone(&barrier));
+            std::thread::spawn(move || {
+                let base = i as u32 * 10_000;
+                let request = request(&fleet, base..base + 5_000);
+                barrier.wait();
+                fleet.decide(&request, &[]).expect("a decision")
+            })
+        })
+        .collect();
+    let held: Vec<Reservation> = threads
+        .into_iter()
+        .map(|t| t.join().expect("no panic"))
+        .collect();
+    let busiest = fleet.snapshot().iter().map(|w| w.requests).max();
+    assert_eq!(busiest, Some(8), "64 over 8 workers");
+    drop(held);
+    assert!(fleet.is_idle());
+
+    // The same policy on a snapshot taken before any of them reserved.
+    let policy = policy::build("unified", Value::Null).expect("a policy");
+    let mut chosen = Vec::new();
+    let probe = request(&fleet, 0..5_000);
+    let taken = fleet.place(&probe, &[], |_, view| {
+        for _ in 0..ARRIVALS {
+            let request = RequestFacts {
+                input_tokens: 5_000,
+                ..RequestFacts::default()
+            };
+            let stale = View {
+                request: &request,
+                ..*view
+            };
+            chosen.push(policy.decide(&stale).expect("a decision").route.answering());
+        }
+        policy.decide(view)
+    });
+    drop(taken);
+    chosen.dedup();
+    assert_eq!(chosen.len(), 1, "all on one worker");
+}
+
+#[test]
+fn a_worker_removed_with_requests_running_stays_until_they_end_and_gets_no_more() {
+    let fleet = fleet("round_robin", &["colocated", "colocated"]);
+    let mut held = Vec::new();
+    for _ in 0..2 {
+        held.push(
+            fleet
+                .decide(&request(&fleet, 0..10), &[])
+                .expect("a decision"),
+        );
+    }
+    assert!(fleet.remove_worker("w0"));
+    assert_eq!(fleet.snapshot().len(), 1);
+    for _ in 0..4 {
+        let reservation = fleet
+            .decide(&request(&fleet, 0..10), &[])
+            .expect("a decision");
+        assert_eq!(reservation.answering().id, "w1");
+    }
+    fleet
+        .add_worker(spec("w0", "colocated"))
+        .expect("the id is free again");
+    held.clear();
+    assert!(fleet.is_idle());
+}
+
+#[test]
+fn what_was_sent_to_a_worker_is_believed_cached_there_until_it_goes_down() {
+    let fleet = fleet("unified", &["colocated", "colocated"]);
+    let first = fleet
+        .decide(&request(&fleet, 0..1600), &[])
+        .expect("a decision");
+    let home = first.answering().id.clone();
+    first.finish(Outcome::Ok, Some(200), None);
+    let again = fleet
+        .decide(&request(&fleet, 0..2000), &[])
+        .expect("a decision");
+    assert_eq!(again.answering().id, home);
+    let decision = fleet.sink().recent(1)[0].clone();
+    assert_eq!(decision.new_tokens, 400);
+    drop(again);
+    fleet.report_health(&home, false);
+    fleet.report_health(&home, true);
+    drop(
+        fleet
+            .decide(&request(&fleet, 0..2000), &[])
+            .expect("a decision"),
+    );
+    assert!(
+        fleet.sink().recent(1)[0]
+            .cached_tokens
+            .iter()
+            .all(|(w, _)| w.id != home)
+    );
+}
+
+#[test]
+fn kv_events_replace_the_estimate_and_are_exact_to_the_page() {
+    use router_policies::fleet::prefix::events::KvEvent;
+    let fleet = fleet("unified", &["colocated", "colocated"]);
+    assert!(fleet.begin_kv_events("w1", 1));
+    assert_eq!(fleet.token_block(), 1);
+    let blocks: Vec<u64> = (1..=37).collect();
+    let stored = KvEvent::Stored {
+        blocks,
+        parent: None,
+        tokens: (0..37).collect(),
+        block_size: 1,
+    };
+    assert!(fleet.apply_kv_events("w1", &[stored]));
+    let reservation = fleet
+        .decide(&request(&fleet, 0..100), &[])
+        .expect("a decision");
+    assert_eq!(reservation.answering().id, "w1");
+    let decision = fleet.sink().recent(1)[0].clone();
+    assert_eq!(decision.new_tokens, 63);
+    assert_eq!(
+        serde_json::to_value(decision.prefix_source).expect("JSON"),
+        "events"
+    );
+    assert!(fleet.apply_kv_events(
+        "w1",
+        &[KvEvent::Removed {
+            blocks: (31..=37).collect()
+        }]
+    ));
+    drop(
+        fleet
+            .decide(&request(&fleet, 0..100), &[])
+            .expect("a decision"),
+    );
+    assert_eq!(fleet.sink().recent(1)[0].cached_tokens[0].1, 30);
+}
+
+#[test]
+fn drift_from_the_engines_report_is_counted_and_counts_as_load() {
+    let fleet = fleet("least_requests", &["colocated", "colocated"]);
+    let load = |running_requests| EngineLoad {
+        running_requests,
+        ..EngineLoad::default()
+    };
+    fleet.report_load("w0", load(0));
+    fleet.report_load("w0", load(3));
+    let reservation = fleet
+        .decide(&request(&fleet, 0..10), &[])
+        .expect("a decision");
+    assert_eq!(reservation.answering().id, "w1");
+    fleet.report_load("w1", load(0));
+    let drift: Vec<_> = fleet.snapshot().iter().map(|w| w.drift).collect();
+    assert_eq!(
+        (
+            drift[0].reports,
+            drift[0].corrections,
+            drift[0].requests_over
+        ),
+        (2, 1, 3)
+    );
+    assert_eq!((drift[1].corrections, drift[1].requests_under), (1, 1));
+    drop(reservation);
+    assert!(fleet.is_idle());
+}
+
+#[test]
+fn a_worker_that_keeps_failing_is_left_alone_for_a_while() {
+    let fleet = fleet("round_robin", &["colocated"]);
+    for _ in 0..5 {
+        let reservation = fleet
+            .decide(&request(&fleet, 0..10), &[])
+            .expect("a decision");
+        reservation.finish(Outcome::WorkerError, None, Some("x".to_owned()));
+    }
+    assert!(fleet.decide(&request(&fleet, 0..10), &[]).is_err());
+    assert!(fleet.snapshot()[0].circuit_open);
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Arrive { session: u8, length: u16, tail: u8 },
+    FirstToken(usize),
+    Finish(usize, u8),
+    Disconnect(usize),
+    Health(u8, bool),
+    Remove(u8),
+    Add(u8, u8),
+    Drain(u8, bool),
+    Report(u8, u8),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => (any::<u8>(), 0u16..3000, any::<u8>())
+            .prop_map(|(session, length, tail)| Step::Arrive { session, length, tail }),
+        4 => any::<usize>().prop_map(Step::FirstToken),
+        3 => (any::<usize>(), any::<u8>()).prop_map(|(i, o)| Step::Finish(i, o)),
+        1 => any::<usize>().prop_map(Step::Disconnect),
+        1 => (0u8..6, any::<bool>()).prop_map(|(w, up)| Step::Health(w, up)),
+        1 => (0u8..6).prop_map(Step::Remove),
+        1 => (0u8..6, 0u8..4).prop_map(|(w, role)| Step::Add(w, role)),
+        1 => (0u8..6, any::<bool>()).prop_map(|(w, d)| Step::Drain(w, d)),
+        1 => (0u8..6, 0u8..9).prop_map(|(w, n)| Step::Report(w, n)),
+    ]
+}
+
+const ROLES: [&str; 4] = ["colocated", "prefill", "decode", "elastic"];
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_interleaving_leaves_every_counter_at_zero_and_picks_only_candidates(
+        policy in 0usize..policy::TABLE.len(),
+        steps in proptest::collection::vec(step(), 1..80),
+    ) {
+        let fleet = fleet(policy::TABLE[policy].name, &ROLES);
+        let mut running: Vec<Reservation> = Vec::new();
+        for step in steps {
+            let count = running.len().max(1);
+            match step {
+                Step::Arrive { session, length, tail } => {
+                    let tokens = (0..u32::from(length)).chain([u32::from(tail)]);
+                    let mut request = request(&fleet, tokens);
+                    request.session_id = (session < 200).then(|| format!("s{}", session % 5));
+                    let up: Vec<String> = fleet.snapshot().iter()
+                        .filter(|w| w.healthy && !w.draining).map(|w| w.spec.id.clone()).collect();
+                    if let Ok(reservation) = fleet.decide(&request, &[]) {
+                        prop_assert!(up.contains(&reservation.answering().id));
+                        if let Some(prefill) = reservation.prefill() {
+                            prop_assert!(up.contains(&prefill.id));
+                            prop_assert_ne!(&prefill.id, &reservation.answering().id);
+                        }
+                        running.push(reservation);
+                    }
+                }
+                Step::FirstToken(i) => {
+                    if let Some(reservation) = running.get_mut(i % count) {
+                        reservation.streams();
+                        reservation.output(1);
+                    }
+                }
+                Step::Finish(i, outcome) if !running.is_empty() => {
+                    let outcome = [Outcome::Ok, Outcome::WorkerError, Outcome::Timeout,
+                        Outcome::Rejected][usize::from(outcome % 4)];
+                    running.swap_remove(i % count).finish(outcome, None, None);
+                }
+                Step::Disconnect(i) if !running.is_empty() => drop(running.swap_remove(i % count)),
+                Step::Health(w, up) => fleet.report_health(&format!("w{w}"), up),
+                Step::Remove(w) => {
+                    fleet.remove_worker(&format!("w{w}"));
+                }
+                Step::Add(w, role) => {
+                    let id = format!("w{w}");
+                    if fleet.add_worker(spec(&id, ROLES[usize::from(role)])).is_ok() {
+                        fleet.report_health(&id, true);
+                    }
+                }
+                Step::Drain(w, draining) => {
+                    fleet.set_draining(&format!("w{w}"), draining);
+                }
+                Step::Report(w, running_requests) => {
+                    let running_requests = running_requests.into();
+                    let load = EngineLoad { running_requests, ..EngineLoad::default() };
+                    fleet.report_load(&format!("w{w}"), load);
+                }
+                Step::Finish(..) | Step::Disconnect(_) => {}
+            }
+        }
+        running.clear();
+        prop_assert!(fleet.is_idle());
+    }
+
+    #[test]
+    fn a_choice_outside_the_candidates_is_refused_and_reserves_nothing(
+        a in 0usize..6, b in 0usize..6, separated in any::<bool>(),
+    ) {
+        let fleet = fleet("round_robin", &ROLES);
+        let route = if separated {
+            Route::PrefillDecode { prefill: a, decode: b }
+        } else {
+            Route::Local { worker: a }
+        };
+        let allowed = match route {
+            Route::Local { worker } => [0, 3].contains(&worker),
+            Route::PrefillDecode { prefill, decode } => prefill == 1 && [2, 3].contains(&decode),
+        };
+        let placed = fleet.place(&request(&fleet, 0..10), &[], |_, _| {
+            Ok(policy::Decision::unpredicted(route, policy::Reason::Custom))
+        });
+        prop_assert_eq!(placed.is_ok(), allowed);
+        drop(placed);
+        prop_assert!(fleet.is_idle());
+    }
+}

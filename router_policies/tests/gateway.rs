@@ -1,0 +1,693 @@
+//! The gateway against mock workers: what a client sees, what workers get, and that nothing stays
+//! reserved.
+
+mod mock;
+
+use http_body_util::{BodyExt, Full};
+use hyper::body::Bytes;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use mock::{Fault, MockWorker};
+use router_policies::config::{Config, WorkerSpec};
+use router_policies::fleet::Fleet;
+use router_policies::gateway::Server;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+struct Router {
+    url: String,
+    fleet: Arc<Fleet>,
+    client: Client<HttpConnector, Full<Bytes>>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for Router {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+fn worker(mock: &MockWorker, id: &str, role: &str) -> WorkerSpec {
+    let mut spec = json!({"url": mock.url, "id": id, "role": role});
+    if role == "prefill" {
+        spec["bootstrap_port"] = 8998.into();
+    }
+    serde_json::from_value(spec).expect("a worker")
+}
+
+impl Router {
+    async fn start(policy: &str, workers: Vec<WorkerSpec>) -> Self {
+        Self::with(Config {
+            policy: policy.to_owned(),
+            workers,
+            ..Config::default()
+        })
+        .await
+    }
+
+    async fn with(config: Config) -> Self {
+        let config = Config {
+            port: 0,
+            drain_timeout_s: 1.0,
+            ..config
+        };
+        let server = Server::bind(config).await.expect("binds");
+        let url = format!("http://{}", server.address().expect("bound"));
+        let fleet = server.fleet();
+        let router = Self {
+            url,
+            fleet: Arc::clone(&fleet),
+            client: Client::builder(TokioExecutor::new()).build_http(),
+            task: tokio::spawn(server.serve(std::future::pending())),
+        };
+        until("all workers are up", || {
+            fleet.snapshot().iter().all(|w| w.healthy)
+        })
+        .await;
+        router
+    }
+
+    async fn send(
+        &self,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: Vec<u8>,
+    ) -> Response<hyper::body::Incoming> {
+        let mut request = Request::post(format!("{}{path}", self.url));
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Full::from(body)).expect("a request");
+        self.client.request(request).await.expect("an answer")
+    }
+
+    async fn post(&self, path: &str, body: Value) -> (StatusCode, String) {
+        let response = self.send(path, &[], body.to_string().into_bytes()).await;
+        let status = response.status();
+        (status, text(response).await)
+    }
+
+    async fn get(&self, path: &str) -> (StatusCode, String) {
+        let request = Request::get(format!("{}{path}", self.url))
+            .body(Full::default())
+            .expect("a request");
+        let response = self.client.request(request).await.expect("an answer");
+        let status = response.status();
+        (status, text(response).await)
+    }
+
+    async fn idle(&self) {
+        until("nothing is reserved", || self.fleet.is_idle()).await;
+    }
+}
+
+async fn text(response: Response<hyper::body::Incoming>) -> String {
+    let bytes = response
+        .into_body()
+        .collect()
+        .await
+        .expect("a whole answer")
+        .to_bytes();
+    String::from_utf8(bytes.to_vec()).expect("UTF-8")
+}
+
+async fn until(what: &str, condition: impl Fn() -> bool) {
+    for _ in 0..1000 {
+        if condition() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    panic!("waited in vain: {what}");
+}
+
+fn generate(stream: bool) -> Value {
+    json!({"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}, "stream": stream})
+}
+
+#[tokio::test]
+async fn bodies_reach_the_worker_byte_for_byte_and_answers_come_back() {
+    let mock = MockWorker::start().await;
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    let odd = b" {\"input_ids\" : [1,2 ,3], \"unknown\":\"\\u00e9\"}\n".to_vec();
+    let response = router
+        .send("/generate", &[("x-request-id", "r1")], odd.clone())
+        .await;
+    assert_eq!(response.status(), StatusCode::OK);
+    assert_eq!(response.headers()["x-deltaserve-worker"], "w");
+    assert_eq!(response.headers()["x-deltaserve-decision-id"].len(), 16);
+    assert!(text(response).await.contains("hello"));
+    assert_eq!(mock.behaviour.bodies.lock()[0], odd);
+    for (path, body) in [
+        ("/v1/completions", json!({"prompt": "hi", "max_tokens": 4})),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": "hi"}]}),
+        ),
+    ] {
+        assert_eq!(router.post(path, body).await.0, StatusCode::OK);
+    }
+    router.idle().await;
+}
+
+#[tokio::test]
+async fn a_separated_request_goes_to_both_with_the_same_room_and_streams_from_decode() {
+    let (p, d) = (MockWorker::start().await, MockWorker::start().await);
+    let router = Router::start(
+        "pd",
+        vec![worker(&p, "p", "prefill"), worker(&d, "d", "decode")],
+    )
+    .await;
+    let response = router
+        .send("/generate", &[], generate(true).to_string().into_bytes())
+        .await;
+    assert_eq!(response.headers()["x-deltaserve-worker"], "d");
+    let body = text(response).await;
+    assert_eq!(body.matches("data: ").count(), 5, "{body}");
+    let (at_p, at_d) = (p.bodies(), d.bodies());
+    assert_eq!(at_p, at_d);
+    assert_eq!(at_p[0]["bootstrap_host"], "127.0.0.1");
+    assert_eq!(at_p[0]["bootstrap_port"], 8998);
+    assert!(at_p[0]["bootstrap_room"].as_i64().expect("63 bits") >= 0);
+    assert_eq!(at_p[0]["input_ids"], json!([1, 2, 3]));
+    router.idle().await;
+}
+
+#[tokio::test]
+async fn round_robin_takes_each_worker_in_turn() {
+    let mocks = [
+        MockWorker::start().await,
+        MockWorker::start().await,
+        MockWorker::start().await,
+    ];
+    let workers = mocks
+        .iter()
+        .enumerate()
+        .map(|(i, m)| worker(m, &format!("w{i}"), "colocated"));
+    let router = Router::start("round_robin", workers.collect()).await;
+    for _ in 0..6 {
+        assert_eq!(
+            router.post("/generate", generate(false)).await.0,
+            StatusCode::OK
+        );
+    }
+    for mock in &mocks {
+        assert_eq!(mock.behaviour.served.load(Ordering::SeqCst), 2);
+    }
+}
+
+#[tokio::test]
+async fn a_session_stays_on_its_worker_under_unified() {
+    let mocks = [MockWorker::start().await, MockWorker::start().await];
+    let workers = mocks
+        .iter()
+        .enumerate()
+        .map(|(i, m)| worker(m, &format!("w{i}"), "colocated"));
+    let router = Router::start("unified", workers.collect()).await;
+    let mut seen = Vec::new();
+    for _ in 0..5 {
+        let headers = [("x-session-id", "s")];
+        let response = router
+            .send(
+                "/generate",
+                &headers,
+                generate(false).to_string().into_bytes(),
+            )
+            .await;
+        seen.push(response.headers()["x-deltaserve-worker"].clone());
+    }
+    seen.dedup();
+    assert_eq!(seen.len(), 1);
+    let decisions: Value = serde_json::from_str(&router.get("/decisions").await.1).expect("JSON");
+    assert_eq!(decisions["decisions"][0]["reason"], "affinity");
+    assert_eq!(decisions["decisions"][0]["session_id"], "s");
+}
+
+#[tokio::test]
+async fn a_worker_that_fails_before_the_first_token_is_replaced_by_another() {
+    for fault in [
+        Fault::CloseAtOnce,
+        Fault::Status(500),
+        Fault::Status(503),
+        Fault::CloseAfter(0),
+        Fault::TruncateAfter(0),
+        Fault::Abort,
+    ] {
+        for stream in [false, true] {
+            if !stream && matches!(fault, Fault::Abort) {
+                continue;
+            }
+            let (bad, good) = (MockWorker::start().await, MockWorker::start().await);
+            bad.set_fault(fault);
+            let router = Router::start(
+                "round_robin",
+                vec![
+                    worker(&bad, "bad", "colocated"),
+                    worker(&good, "good", "colocated"),
+                ],
+            )
+            .await;
+            for _ in 0..2 {
+                let (status, body) = router.post("/generate", generate(stream)).await;
+                assert_eq!(status, StatusCode::OK, "{fault:?} {body}");
+                assert!(!body.contains("error"), "{fault:?} {body}");
+            }
+            assert_eq!(good.behaviour.served.load(Ordering::SeqCst), 2, "{fault:?}");
+            router.idle().await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn after_the_first_token_a_broken_stream_ends_with_an_error_event() {
+    for fault in [Fault::CloseAfter(2), Fault::TruncateAfter(2)] {
+        let mock = MockWorker::start().await;
+        mock.set_fault(fault);
+        let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+        let (status, body) = router.post("/generate", generate(true)).await;
+        assert_eq!(status, StatusCode::OK);
+        let last = body.trim_end().rsplit("\n\n").next().expect("an event");
+        let event: Value = serde_json::from_str(last.trim_start_matches("data: ")).expect("JSON");
+        assert_eq!(event["error"]["type"], "worker_error");
+        assert_eq!(event["error"]["code"], 502);
+        router.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn when_prefill_fails_an_elastic_worker_serves_alone_and_a_decode_worker_gives_502() {
+    for (role, expected) in [
+        ("elastic", StatusCode::OK),
+        ("decode", StatusCode::BAD_GATEWAY),
+    ] {
+        let (p, d) = (MockWorker::start().await, MockWorker::start().await);
+        p.set_fault(Fault::Status(500));
+        d.behaviour.first_token_us.store(300_000, Ordering::SeqCst);
+        let router = Router::start(
+            "pd",
+            vec![worker(&p, "p", "prefill"), worker(&d, "d", role)],
+        )
+        .await;
+        let (status, body) = router.post("/generate", generate(true)).await;
+        assert_eq!(status, expected, "{body}");
+        if role == "elastic" {
+            let last = d.bodies().pop().expect("a body");
+            assert!(last.get("bootstrap_room").is_none());
+            let decisions: Value =
+                serde_json::from_str(&router.get("/decisions").await.1).expect("JSON");
+            assert_eq!(decisions["decisions"][0]["reason"], "prefill_failed");
+        } else {
+            assert!(body.contains("prefill worker p"), "{body}");
+        }
+        router.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_aborts_the_request_on_both_workers() {
+    for stream in [false, true] {
+        let (p, d) = (MockWorker::start().await, MockWorker::start().await);
+        p.set_fault(Fault::Stall);
+        d.set_fault(Fault::Stall);
+        let router = Router::start(
+            "pd",
+            vec![worker(&p, "p", "prefill"), worker(&d, "d", "decode")],
+        )
+        .await;
+        let body = generate(stream).to_string().into_bytes();
+        let request = router.send("/generate", &[], body);
+        assert!(
+            tokio::time::timeout(Duration::from_millis(200), request)
+                .await
+                .is_err()
+        );
+        until("both saw the request end", || {
+            p.behaviour.aborted.load(Ordering::SeqCst) == 1
+                && d.behaviour.aborted.load(Ordering::SeqCst) == 1
+        })
+        .await;
+        router.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_mid_stream_aborts_the_request() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::StallAfter(1));
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    let mut response = router
+        .send("/generate", &[], generate(true).to_string().into_bytes())
+        .await;
+    response
+        .body_mut()
+        .frame()
+        .await
+        .expect("a frame")
+        .expect("no error");
+    drop(response);
+    until("the worker saw the request end", || {
+        mock.behaviour.aborted.load(Ordering::SeqCst) == 1
+    })
+    .await;
+    router.idle().await;
+}
+
+#[tokio::test]
+async fn a_request_that_takes_too_long_is_ended() {
+    for (fault, expected) in [
+        (Fault::Stall, StatusCode::GATEWAY_TIMEOUT),
+        (Fault::StallAfter(1), StatusCode::OK),
+    ] {
+        let mock = MockWorker::start().await;
+        mock.set_fault(fault);
+        let router = Router::with(Config {
+            policy: "round_robin".to_owned(),
+            request_timeout_s: 0.2,
+            workers: vec![worker(&mock, "w", "colocated")],
+            ..Config::default()
+        })
+        .await;
+        let (status, body) = router.post("/generate", generate(true)).await;
+        assert_eq!(status, expected);
+        assert!(body.contains("\"timeout\""), "{body}");
+        router.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn bad_requests_are_answered_in_one_line() {
+    let mock = MockWorker::start().await;
+    let router = Router::with(Config {
+        policy: "round_robin".to_owned(),
+        max_body_bytes: 1000,
+        workers: vec![worker(&mock, "w", "colocated")],
+        ..Config::default()
+    })
+    .await;
+    let (status, body) = router.post("/generate", json!({"x": 1})).await;
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    assert!(body.contains("input_ids"), "{body}");
+    let (status, _) = router
+        .post("/generate", json!({"text": "x".repeat(2000)}))
+        .await;
+    assert_eq!(status, StatusCode::PAYLOAD_TOO_LARGE);
+    assert_eq!(router.get("/nowhere").await.0, StatusCode::NOT_FOUND);
+    assert_eq!(
+        router.get("/generate").await.0,
+        StatusCode::METHOD_NOT_ALLOWED
+    );
+}
+
+#[tokio::test]
+async fn workers_come_and_go_while_it_runs() {
+    let router = Router::start("round_robin", vec![]).await;
+    assert_eq!(router.get("/health").await.0, StatusCode::OK);
+    assert_eq!(
+        router.get("/readyz").await.0,
+        StatusCode::SERVICE_UNAVAILABLE
+    );
+    let response = router
+        .send("/generate", &[], generate(false).to_string().into_bytes())
+        .await;
+    assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(response.headers()["retry-after"], "1");
+    let mock = MockWorker::start().await;
+    let new = json!({"url": mock.url, "worker_type": "regular", "labels": {}});
+    let (status, body) = router.post("/workers", new.clone()).await;
+    assert_eq!(status, StatusCode::ACCEPTED, "{body}");
+    assert_eq!(router.post("/workers", new).await.0, StatusCode::CONFLICT);
+    until("the worker is up", || router.fleet.is_ready()).await;
+    assert_eq!(
+        router.post("/generate", generate(false)).await.0,
+        StatusCode::OK
+    );
+    let listed: Value = serde_json::from_str(&router.get("/workers").await.1).expect("JSON");
+    assert_eq!(listed["total"], 1);
+    assert_eq!(listed["workers"][0]["worker_type"], "regular");
+    assert_eq!(listed["workers"][0]["is_healthy"], true);
+    assert_eq!(
+        listed["workers"][0]["state"]["kv_capacity_tokens"],
+        1_000_000
+    );
+    let id = listed["workers"][0]["id"].as_str().expect("an id");
+    let request = Request::delete(format!("{}/workers/{id}", router.url))
+        .body(Full::default())
+        .expect("a request");
+    let response = router.client.request(request).await.expect("an answer");
+    assert_eq!(response.status(), StatusCode::ACCEPTED);
+    assert_eq!(
+        router.get("/readyz").await.0,
+        StatusCode::SERVICE_UNAVAILABLE
+    );
+    let (status, metrics) = router.get("/metrics").await;
+    assert_eq!(status, StatusCode::OK);
+    assert!(
+        metrics.contains("deltaserve_requests_total{outcome=\"ok\"} 1"),
+        "{metrics}"
+    );
+}
+
+#[tokio::test]
+async fn the_decision_log_has_one_decision_and_one_finish_a_request() {
+    let folder = std::env::temp_dir().join(format!("router-log-{:x}", fastrand::u64(..)));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let path = folder.join("decisions.jsonl");
+    let (p, d) = (MockWorker::start().await, MockWorker::start().await);
+    {
+        let router = Router::with(Config {
+            policy: "pd".to_owned(),
+            decision_log: Some(path.clone()),
+            workers: vec![worker(&p, "p", "prefill"), worker(&d, "d", "decode")],
+            ..Config::default()
+        })
+        .await;
+        let headers = [("x-request-id", "r7"), ("x-session-id", "s1")];
+        let response = router
+            .send(
+                "/generate",
+                &headers,
+                generate(true).to_string().into_bytes(),
+            )
+            .await;
+        text(response).await;
+        router.idle().await;
+    }
+    until("both lines are written", || {
+        std::fs::read_to_string(&path).is_ok_and(|log| log.lines().count() == 2)
+    })
+    .await;
+    let log = std::fs::read_to_string(&path).expect("the log");
+    let lines: Vec<Value> = log
+        .lines()
+        .map(|l| serde_json::from_str(l).expect("JSON"))
+        .collect();
+    let decision = &lines[0];
+    assert_eq!(decision["event"], "decision");
+    assert_eq!(
+        (&decision["request_id"], &decision["session_id"]),
+        (&json!("r7"), &json!("s1"))
+    );
+    assert_eq!(
+        (&decision["kind"], &decision["prefill"], &decision["decode"]),
+        (&json!("prefill_decode"), &json!("p"), &json!("d"))
+    );
+    assert_eq!(decision["reason"], "always_separate");
+    assert_eq!(
+        (&decision["input_tokens"], &decision["new_tokens"]),
+        (&json!(3), &json!(3))
+    );
+    assert_eq!(
+        decision["reserved"],
+        json!({"p": {"prefill_tokens": 3, "decode_tokens": 0}, "d": {"prefill_tokens": 0, "decode_tokens": 3}})
+    );
+    assert_eq!(decision["prefix_source"], "estimate");
+    let finish = &lines[1];
+    assert_eq!(
+        (&finish["event"], &finish["outcome"], &finish["status"]),
+        (&json!("finish"), &json!("ok"), &json!(200))
+    );
+    assert_eq!(finish["output_chunks"], 4);
+    assert_eq!(finish["decision_id"], decision["decision_id"]);
+    std::fs::remove_dir_all(&folder).expect("removed");
+}
+
+fn vllm(mock: &MockWorker, id: &str, role: &str, connector: &str) -> WorkerSpec {
+    let port: u16 = mock
+        .url
+        .rsplit(':')
+        .next()
+        .expect("a port")
+        .parse()
+        .expect("a number");
+    serde_json::from_value(json!({
+        "url": mock.url, "id": id, "role": role, "engine": "vllm", "kv_connector": connector,
+        "bootstrap_port": port,
+    }))
+    .expect("a worker")
+}
+
+#[tokio::test]
+async fn vllm_with_nixl_prefills_first_and_passes_the_blocks_on() {
+    let (p, d) = (MockWorker::start().await, MockWorker::start().await);
+    let workers = vec![
+        vllm(&p, "p", "prefill", "nixl"),
+        vllm(&d, "d", "decode", "nixl"),
+    ];
+    let router = Router::start("pd", workers).await;
+    let body = json!({"prompt": [1, 2, 3], "max_tokens": 9, "stream": true,
+        "stream_options": {"include_usage": true}});
+    let (status, text) = router.post("/v1/completions", body).await;
+    assert_eq!(status, StatusCode::OK, "{text}");
+    assert!(text.ends_with("data: [DONE]\n\n"));
+    let (at_p, at_d) = (p.bodies().remove(0), d.bodies().remove(0));
+    assert_eq!(
+        (
+            &at_p["max_tokens"],
+            &at_p["stream"],
+            &at_p["stream_options"]
+        ),
+        (&json!(1), &json!(false), &Value::Null)
+    );
+    assert_eq!(at_p["kv_transfer_params"]["do_remote_decode"], true);
+    assert_eq!(
+        (&at_d["max_tokens"], &at_d["stream"]),
+        (&json!(9), &json!(true))
+    );
+    assert_eq!(
+        at_d["kv_transfer_params"],
+        json!({"do_remote_prefill": true, "remote_block_ids": [4]})
+    );
+    router.idle().await;
+}
+
+#[tokio::test]
+async fn vllm_with_mooncake_gets_both_halves_of_one_transfer() {
+    let (p, d) = (MockWorker::start().await, MockWorker::start().await);
+    let workers = vec![
+        vllm(&p, "p", "prefill", "mooncake"),
+        vllm(&d, "d", "decode", "mooncake"),
+    ];
+    let router = Router::start("pd", workers).await;
+    let body = json!({"prompt": [1, 2, 3], "max_tokens": 9});
+    assert_eq!(router.post("/v1/completions", body).await.0, StatusCode::OK);
+    let (at_p, at_d) = (p.bodies().remove(0), d.bodies().remove(0));
+    let (send, receive) = (&at_p["kv_transfer_params"], &at_d["kv_transfer_params"]);
+    assert_eq!(send["transfer_id"], receive["transfer_id"]);
+    assert_eq!(receive["remote_engine_id"], "engine-7");
+    assert_eq!(receive["remote_bootstrap_addr"], p.url);
+    assert_eq!(at_d["max_tokens"], 9);
+    router.idle().await;
+}
+
+#[tokio::test]
+async fn when_vllms_prefill_fails_the_client_is_told() {
+    let (p, d) = (MockWorker::start().await, MockWorker::start().await);
+    p.set_fault(Fault::Status(500));
+    let workers = vec![
+        vllm(&p, "p", "prefill", "nixl"),
+        vllm(&d, "d", "decode", "nixl"),
+    ];
+    let router = Router::start("pd", workers).await;
+    let (status, text) = router.post("/v1/completions", json!({"prompt": [1]})).await;
+    assert_eq!(status, StatusCode::BAD_GATEWAY);
+    assert!(text.contains("prefill worker p"), "{text}");
+    router.idle().await;
+}
+
+#[tokio::test]
+async fn beyond_the_limit_requests_wait_then_are_refused() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Stall);
+    let router = Router::with(Config {
+        policy: "round_robin".to_owned(),
+        max_inflight: 1,
+        max_queued: 1,
+        queue_timeout_s: 0.3,
+        workers: vec![worker(&mock, "w", "colocated")],
+        ..Config::default()
+    })
+    .await;
+    let body = || generate(false).to_string().into_bytes();
+    let first = router.send("/generate", &[], body());
+    let second = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        router.send("/generate", &[], body()).await
+    };
+    let third = async {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        router.send("/generate", &[], body()).await
+    };
+    let (waited, refused) = tokio::select! {
+        _ = first => panic!("the worker stalls"),
+        both = async { tokio::join!(second, third) } => both,
+    };
+    assert_eq!(waited.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(refused.status(), StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(refused.headers()["retry-after"], "1");
+    router.idle().await;
+}
+
+#[tokio::test]
+async fn a_draining_worker_gets_no_new_requests() {
+    let mocks = [MockWorker::start().await, MockWorker::start().await];
+    let workers = mocks
+        .iter()
+        .enumerate()
+        .map(|(i, m)| worker(m, &format!("w{i}"), "colocated"));
+    let router = Router::start("round_robin", workers.collect()).await;
+    assert_eq!(
+        router.post("/workers/w0/drain", Value::Null).await.0,
+        StatusCode::ACCEPTED
+    );
+    for _ in 0..4 {
+        assert_eq!(
+            router.post("/generate", generate(false)).await.0,
+            StatusCode::OK
+        );
+    }
+    assert_eq!(mocks[0].behaviour.served.load(Ordering::SeqCst), 0);
+    assert_eq!(
+        router.post("/workers/w0/undrain", Value::Null).await.0,
+        StatusCode::ACCEPTED
+    );
+    assert_eq!(
+        router.post("/workers/nowhere/drain", Value::Null).await.0,
+        StatusCode::NOT_FOUND
+    );
+}
+
+#[tokio::test]
+async fn with_a_token_only_its_bearer_changes_the_workers() {
+    let router = Router::with(Config {
+        policy: "round_robin".to_owned(),
+        admin_token: Some("secret".to_owned()),
+        ..Config::default()
+    })
+    .await;
+    let body = || {
+        json!({"url": "http://127.0.0.1:1"})
+            .to_string()
+            .into_bytes()
+    };
+    for (headers, expected) in [
+        (&[][..], StatusCode::FORBIDDEN),
+        (
+            &[("authorization", "Bearer wrong!")][..],
+            StatusCode::FORBIDDEN,
+        ),
+        (
+            &[("authorization", "Bearer secret")][..],
+            StatusCode::ACCEPTED,
+        ),
+    ] {
+        assert_eq!(
+            router.send("/workers", headers, body()).await.status(),
+            expected
+        );
+    }
+    assert_eq!(router.get("/workers").await.0, StatusCode::OK);
+}

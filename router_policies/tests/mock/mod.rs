@@ -1,0 +1,330 @@
+//! A worker that speaks enough of SGLang's and vLLM's HTTP for tests and benchmarks, and that can
+//! be told to misbehave.
+
+#![allow(dead_code, reason = "each test and benchmark uses its own part")]
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, StreamBody};
+use hyper::body::{Frame, Incoming};
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+
+/// What goes wrong with a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    None,
+    /// Answers with this status.
+    Status(u16),
+    /// Closes the connection instead of answering.
+    CloseAtOnce,
+    /// Closes the connection after this many events.
+    CloseAfter(usize),
+    /// Ends the stream properly, but without `[DONE]`, after this many events.
+    TruncateAfter(usize),
+    /// Never answers.
+    Stall,
+    /// Stops for good after this many events.
+    StallAfter(usize),
+    /// The first event is SGLang's abort.
+    Abort,
+}
+
+/// How the worker behaves; can be changed while it runs.
+pub struct Behaviour {
+    pub fault: Mutex<Fault>,
+    pub healthy: AtomicBool,
+    pub tokens: AtomicUsize,
+    pub first_token_us: AtomicU64,
+    pub token_us: AtomicU64,
+    pub bodies: Mutex<Vec<Vec<u8>>>,
+    pub keep_bodies: AtomicBool,
+    /// Requests being answered now.
+    pub running: AtomicUsize,
+    pub served: AtomicUsize,
+    /// Requests whose connection went away before the answer's end.
+    pub aborted: AtomicUsize,
+}
+
+pub struct MockWorker {
+    pub url: String,
+    pub behaviour: Arc<Behaviour>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for MockWorker {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl MockWorker {
+    pub async fn start() -> Self {
+        Self::start_on("127.0.0.1:0").await
+    }
+
+    pub async fn start_on(address: &str) -> Self {
+        // A restarted worker's port may still be in use for a moment.
+        let mut bound = TcpListener::bind(address).await;
+        for _ in 0..200 {
+            if bound.is_ok() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(25)).await;
+            bound = TcpListener::bind(address).await;
+        }
+        let listener = bound.expect("a free port");
+        let url = format!("http://{}", listener.local_addr().expect("bound"));
+        let behaviour = Arc::new(Behaviour {
+            fault: Mutex::new(Fault::None),
+            healthy: AtomicBool::new(true),
+            tokens: AtomicUsize::new(4),
+            first_token_us: AtomicU64::new(0),
+            token_us: AtomicU64::new(0),
+            bodies: Mutex::new(Vec::new()),
+            keep_bodies: AtomicBool::new(true),
+            running: AtomicUsize::new(0),
+            served: AtomicUsize::new(0),
+            aborted: AtomicUsize::new(0),
+        });
+        let shared = Arc::clone(&behaviour);
+        let task = tokio::spawn(async move {
+            // Aborting this task aborts its connections too: that is a worker's death.
+            let mut connections = tokio::task::JoinSet::new();
+            loop {
+                let Ok((socket, _)) = listener.accept().await else {
+                    return;
+                };
+                while connections.try_join_next().is_some() {}
+                let _ = socket.set_nodelay(true);
+                let shared = Arc::clone(&shared);
+                let service = service_fn(move |request| answer(Arc::clone(&shared), request));
+                connections.spawn(async move {
+                    let _ = hyper::server::conn::http1::Builder::new()
+                        .serve_connection(TokioIo::new(socket), service)
+                        .await;
+                });
+            }
+        });
+        Self {
+            url,
+            behaviour,
+            task,
+        }
+    }
+
+    pub fn set_fault(&self, fault: Fault) {
+        *self.behaviour.fault.lock() = fault;
+    }
+
+    pub fn bodies(&self) -> Vec<serde_json::Value> {
+        let bodies = self.behaviour.bodies.lock();
+        bodies
+            .iter()
+            .map(|body| serde_json::from_slice(body).expect("bodies are JSON"))
+            .collect()
+    }
+}
+
+struct Running {
+    behaviour: Arc<Behaviour>,
+    complete: bool,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.behaviour.running.fetch_sub(1, Ordering::SeqCst);
+        if !self.complete {
+            self.behaviour.aborted.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}
+
+type Body = http_body_util::Either<http_body_util::Full<Bytes>, StreamBody<Events>>;
+
+/// Events from a task; ends the connection with an error if the task says so.
+pub struct Events(mpsc::Receiver<Result<Bytes, Broken>>);
+
+#[derive(Debug)]
+pub struct Broken;
+
+impl std::fmt::Display for Broken {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("told to break")
+    }
+}
+
+impl std::error::Error for Broken {}
+
+impl futures_core::Stream for Events {
+    type Item = Result<Frame<Bytes>, Broken>;
+
+    fn poll_next(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Self::Item>> {
+        self.0
+            .poll_recv(cx)
+            .map(|item| item.map(|bytes| bytes.map(Frame::data)))
+    }
+}
+
+fn whole(status: u16, kind: &'static str, body: impl Into<Bytes>) -> Response<Body> {
+    Response::builder()
+        .status(StatusCode::from_u16(status).expect("a status"))
+        .header("content-type", kind)
+        .body(Body::Left(http_body_util::Full::new(body.into())))
+        .expect("a response")
+}
+
+async fn pause(us: u64) {
+    if us > 0 {
+        tokio::time::sleep(Duration::from_micros(us)).await;
+    }
+}
+
+async fn answer(
+    behaviour: Arc<Behaviour>,
+    request: Request<Incoming>,
+) -> Result<Response<Body>, Broken> {
+    let path = request.uri().path().to_owned();
+    match path.as_str() {
+        "/health" | "/health_generate" => {
+            let status = if behaviour.healthy.load(Ordering::SeqCst) {
+                200
+            } else {
+                503
+            };
+            return Ok(whole(status, "text/plain", ""));
+        }
+        "/model_info" | "/get_model_info" => {
+            return Ok(whole(
+                200,
+                "application/json",
+                r#"{"model_path":"mock","is_generation":true}"#,
+            ));
+        }
+        "/server_info" | "/get_server_info" => {
+            let info = r#"{"model_path":"mock","served_model_name":"mock","max_total_num_tokens":1000000,"page_size":1,"tp_size":1,"dp_size":1,"version":"0.5.17"}"#;
+            return Ok(whole(200, "application/json", info));
+        }
+        "/v1/models" => {
+            return Ok(whole(
+                200,
+                "application/json",
+                r#"{"object":"list","data":[{"id":"mock"}]}"#,
+            ));
+        }
+        "/query" => {
+            return Ok(whole(
+                200,
+                "application/json",
+                r#"{"0":{"engine_id":"engine-7"}}"#,
+            ));
+        }
+        "/generate" | "/v1/completions" | "/v1/chat/completions" => {}
+        _ => return Ok(whole(404, "text/plain", "")),
+    }
+    behaviour.running.fetch_add(1, Ordering::SeqCst);
+    let mut running = Running {
+        behaviour: Arc::clone(&behaviour),
+        complete: false,
+    };
+    let body = request
+        .into_body()
+        .collect()
+        .await
+        .map_err(|_| Broken)?
+        .to_bytes();
+    // The last of equal keys counts, as in the engines' parsers.
+    let stream = memchr::memmem::rfind(&body, b"\"stream\":")
+        .is_some_and(|at| body[at + 9..].trim_ascii_start().starts_with(b"true"));
+    if behaviour.keep_bodies.load(Ordering::Relaxed) {
+        behaviour.bodies.lock().push(body.to_vec());
+    }
+    let fault = *behaviour.fault.lock();
+    let tokens = behaviour.tokens.load(Ordering::Relaxed);
+    match fault {
+        Fault::Status(status) => {
+            running.complete = true;
+            return Ok(whole(
+                status,
+                "application/json",
+                r#"{"error":{"message":"told to fail"}}"#,
+            ));
+        }
+        Fault::CloseAtOnce => return Err(Broken),
+        Fault::Stall => std::future::pending().await,
+        _ => {}
+    }
+    pause(behaviour.first_token_us.load(Ordering::Relaxed)).await;
+    let event = |i: usize| {
+        Bytes::from(format!(
+            "data: {{\"text\":\"t{i}\",\"meta_info\":{{\"prompt_tokens\":100,\"cached_tokens\":10,\"completion_tokens\":{i}}}}}\n\n"
+        ))
+    };
+    if !stream {
+        if fault != Fault::None {
+            return Err(Broken);
+        }
+        for _ in 1..tokens {
+            pause(behaviour.token_us.load(Ordering::Relaxed)).await;
+        }
+        running.complete = true;
+        behaviour.served.fetch_add(1, Ordering::SeqCst);
+        if memchr::memmem::find(&body, b"\"do_remote_decode\":true").is_some() {
+            let text = r#"{"text":"h","kv_transfer_params":{"do_remote_prefill":true,"remote_block_ids":[4]}}"#;
+            return Ok(whole(200, "application/json", text));
+        }
+        let text = r#"{"text":"hello","meta_info":{"prompt_tokens":100,"cached_tokens":10,"completion_tokens":4}}"#;
+        return Ok(whole(200, "application/json", text));
+    }
+    let (sender, receiver) = mpsc::channel(64);
+    tokio::spawn(async move {
+        let mut running = running;
+        if fault == Fault::Abort {
+            let abort = "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"no KV\"}}}\n\n";
+            let _ = sender.send(Ok(Bytes::from(abort))).await;
+        }
+        for i in 1..=tokens {
+            match fault {
+                Fault::CloseAfter(n) if i > n => {
+                    // Let what was sent reach the network first.
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                    let _ = sender.send(Err(Broken)).await;
+                    return;
+                }
+                Fault::TruncateAfter(n) if i > n => return,
+                Fault::StallAfter(n) if i > n => {
+                    sender.closed().await;
+                    return;
+                }
+                _ => {}
+            }
+            if i > 1 {
+                pause(running.behaviour.token_us.load(Ordering::Relaxed)).await;
+            }
+            if sender.send(Ok(event(i))).await.is_err() {
+                return;
+            }
+        }
+        if sender
+            .send(Ok(Bytes::from_static(b"data: [DONE]\n\n")))
+            .await
+            .is_ok()
+        {
+            running.complete = true;
+            running.behaviour.served.fetch_add(1, Ordering::SeqCst);
+        }
+    });
+    Ok(Response::builder()
+        .header("content-type", "text/event-stream")
+        .body(Body::Right(StreamBody::new(Events(receiver))))
+        .expect("a response"))
+}

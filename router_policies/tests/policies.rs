@@ -1,0 +1,568 @@
+//! Golden cases: for recorded fleets, each policy picks what its formula says.
+
+use router_policies::policy::{
+    self, Decision, Rates, Reason, Refusal, RequestFacts, Role, Route, View, WorkerFacts,
+};
+use serde_json::{Value, json};
+
+fn worker(slot: usize) -> WorkerFacts {
+    WorkerFacts {
+        slot,
+        role: Role::Colocated,
+        routable: true,
+        serves_local: true,
+        serves_prefill: false,
+        serves_decode: false,
+        transfer_group: 0,
+        requests: 0,
+        prefilling: 0,
+        decoding: 0,
+        pending_prefill_tokens: 0,
+        decode_tokens: 0,
+        ongoing_tokens: 0,
+        kv_capacity_tokens: Some(300_000),
+        cached_tokens: 0,
+        recent_migrations: 0,
+        rates: Rates {
+            prefill_tokens_per_s: 10_000.0,
+            transfer_tokens_per_s: 100_000.0,
+            transfer_overhead_s: 0.1,
+            decode_step_s: 0.015,
+        },
+    }
+}
+
+/// A worker that may do everything, as vLLM's `kv_both` may.
+fn both(slot: usize) -> WorkerFacts {
+    WorkerFacts {
+        serves_prefill: true,
+        serves_decode: true,
+        ..worker(slot)
+    }
+}
+
+fn prefill(slot: usize) -> WorkerFacts {
+    WorkerFacts {
+        role: Role::Prefill,
+        serves_local: false,
+        serves_prefill: true,
+        ..worker(slot)
+    }
+}
+
+fn decode(slot: usize) -> WorkerFacts {
+    WorkerFacts {
+        role: Role::Decode,
+        serves_local: false,
+        serves_decode: true,
+        ..worker(slot)
+    }
+}
+
+fn elastic(slot: usize) -> WorkerFacts {
+    WorkerFacts {
+        role: Role::Elastic,
+        serves_decode: true,
+        ..worker(slot)
+    }
+}
+
+#[derive(Clone, Default)]
+struct Case {
+    input: u64,
+    affine: Option<usize>,
+    sequence: u64,
+    random: u64,
+    separated: u32,
+}
+
+fn decide(
+    name: &str,
+    params: Value,
+    workers: &[WorkerFacts],
+    case: &Case,
+) -> Result<Decision, Refusal> {
+    let request = RequestFacts {
+        input_tokens: case.input,
+        expected_output_tokens: 100,
+        has_session: case.affine.is_some(),
+        turn: 1,
+        affine: case.affine,
+    };
+    policy::build(name, params)
+        .expect("a policy")
+        .decide(&View {
+            workers,
+            request: &request,
+            sequence: case.sequence,
+            random: case.random,
+            separated_inflight: case.separated,
+        })
+}
+
+fn local(worker: usize) -> Route {
+    Route::Local { worker }
+}
+
+fn pair(prefill: usize, decode: usize) -> Route {
+    Route::PrefillDecode { prefill, decode }
+}
+
+fn picks(name: &str, workers: &[WorkerFacts], case: &Case) -> (Route, Reason) {
+    let decision = decide(name, Value::Null, workers, case).expect("a decision");
+    (decision.route, decision.reason)
+}
+
+#[test]
+fn round_robin_skips_what_is_not_routable() {
+    let mut fleet = [worker(0), worker(1), worker(2)];
+    fleet[1].routable = false;
+    let seen: Vec<_> = (0..4)
+        .map(|sequence| {
+            picks(
+                "round_robin",
+                &fleet,
+                &Case {
+                    sequence,
+                    ..Case::default()
+                },
+            )
+            .0
+        })
+        .collect();
+    assert_eq!(seen, [local(0), local(2), local(0), local(2)]);
+}
+
+#[test]
+fn load_policies_choose_on_both_sides_of_a_pd_fleet() {
+    let mut fleet = [prefill(0), prefill(1), decode(2), decode(3)];
+    fleet[0].requests = 3;
+    fleet[3].requests = 1;
+    assert_eq!(
+        picks("least_requests", &fleet, &Case::default()),
+        (pair(1, 2), Reason::LeastRequests)
+    );
+}
+
+#[test]
+fn power_of_two_takes_the_less_busy_of_two_different_workers() {
+    let mut fleet = [worker(0), worker(1)];
+    fleet[0].requests = 5;
+    for random in 0..50u64 {
+        let case = Case {
+            random: random * 0x1234_5678_9abc,
+            ..Case::default()
+        };
+        assert_eq!(picks("power_of_two", &fleet, &case).0, local(1));
+    }
+}
+
+#[test]
+fn linear_leaves_a_pinned_worker_only_above_twice_the_mean() {
+    let mut fleet = [worker(0), worker(1)];
+    let case = Case {
+        input: 1000,
+        affine: Some(0),
+        ..Case::default()
+    };
+    (fleet[0].ongoing_tokens, fleet[1].ongoing_tokens) = (4000, 1);
+    assert_eq!(picks("linear", &fleet, &case), (local(0), Reason::Affinity));
+    let mut three = [worker(0), worker(1), worker(2)];
+    (
+        three[0].ongoing_tokens,
+        three[1].ongoing_tokens,
+        three[2].ongoing_tokens,
+    ) = (4001, 1000, 1000);
+    assert_eq!(
+        picks("linear", &three, &case),
+        (local(1), Reason::LowestScore),
+        "4001 > 2 × 2000.3"
+    );
+    three[2].cached_tokens = 900;
+    assert_eq!(
+        picks("linear", &three, &case),
+        (local(2), Reason::LowestScore)
+    );
+}
+
+#[test]
+fn lmetric_is_blind_to_decode_where_nothing_is_requested() {
+    let mut fleet = [worker(0), worker(1)];
+    fleet[0].decode_tokens = 200_000;
+    fleet[1].requests = 1;
+    assert_eq!(
+        picks(
+            "lmetric",
+            &fleet,
+            &Case {
+                input: 10,
+                ..Case::default()
+            }
+        )
+        .0,
+        local(0)
+    );
+}
+
+#[test]
+fn unified_sees_heavy_decode_at_zero_requests() {
+    let mut fleet = [worker(0), worker(1)];
+    fleet[0].decode_tokens = 200_000;
+    fleet[1].requests = 1;
+    let case = Case {
+        input: 1000,
+        ..Case::default()
+    };
+    // (0 + 1000 + 0.01·200000) × max(0, 1) = 3000 against (0 + 1000 + 0) × 1 = 1000.
+    assert_eq!(picks("unified", &fleet, &case).0, local(1));
+}
+
+#[test]
+fn unified_stays_at_exactly_the_factor_and_leaves_above_it() {
+    let mut fleet: Vec<_> = (0..10).map(worker).collect();
+    for (slot, requests) in [
+        (0, 13),
+        (1, 9),
+        (2, 9),
+        (3, 9),
+        (4, 10),
+        (5, 10),
+        (6, 10),
+        (7, 10),
+        (8, 10),
+        (9, 10),
+    ] {
+        fleet[slot].requests = requests;
+    }
+    let case = Case {
+        input: 100,
+        affine: Some(0),
+        ..Case::default()
+    };
+    let at = picks("unified", &fleet, &case);
+    assert_eq!(at, (local(0), Reason::Affinity), "13 ≤ 1.3 × 10");
+    fleet[4].requests = 9;
+    assert_eq!(
+        picks("unified", &fleet, &case).1,
+        Reason::LowestScore,
+        "13 > 1.3 × 9.9"
+    );
+}
+
+#[test]
+fn unified_sends_the_second_of_two_big_requests_elsewhere() {
+    let mut fleet = [worker(0), worker(1)];
+    fleet[0].cached_tokens = 30_000;
+    let case = Case {
+        input: 130_000,
+        ..Case::default()
+    };
+    assert_eq!(
+        picks("unified", &fleet, &case).0,
+        local(0),
+        "100k to prefill against 130k"
+    );
+    // 0.7 s later the first is reserved and still prefilling.
+    fleet[0].requests = 1;
+    fleet[0].pending_prefill_tokens = 100_000;
+    assert_eq!(
+        picks("unified", &fleet, &case).0,
+        local(1),
+        "200k against 130k"
+    );
+}
+
+#[test]
+fn affinity_to_a_worker_that_is_gone_or_cannot_serve_alone_is_none() {
+    let mut fleet = [worker(0), worker(1)];
+    fleet[0].routable = false;
+    let case = Case {
+        input: 10,
+        affine: Some(0),
+        ..Case::default()
+    };
+    for name in [
+        "linear",
+        "unified",
+        "migrate",
+        "elastic",
+        "selective",
+        "offload",
+    ] {
+        assert_eq!(picks(name, &fleet, &case).0, local(1), "{name}");
+    }
+}
+
+#[test]
+fn pd_takes_the_decode_worker_that_holds_most_unless_it_has_no_room() {
+    let mut fleet = [prefill(0), prefill(1), decode(2), decode(3)];
+    fleet[0].pending_prefill_tokens = 50_000;
+    fleet[2].cached_tokens = 8_000;
+    let case = Case {
+        input: 10_000,
+        ..Case::default()
+    };
+    let decision = decide("pd", Value::Null, &fleet, &case).expect("a decision");
+    assert_eq!(
+        (decision.route, decision.reason),
+        (pair(1, 2), Reason::AlwaysSeparate)
+    );
+    // 10000 new at 10000/s, 0.1 s overhead, 2000 to transfer at 100000/s.
+    assert!((decision.predicted_s.expect("predicted") - 1.12).abs() < 1e-9);
+    assert_eq!(decision.alternatives.len(), 2);
+    fleet[2].ongoing_tokens = 299_000;
+    assert_eq!(picks("pd", &fleet, &case).0, pair(1, 3));
+}
+
+#[test]
+fn pd_pairs_only_within_a_group() {
+    let mut fleet = [prefill(0), decode(1)];
+    fleet[1].transfer_group = 1;
+    assert_eq!(
+        decide("pd", Value::Null, &fleet, &Case::default()),
+        Err(Refusal::NoCandidates)
+    );
+}
+
+#[test]
+fn offload_separates_heavy_requests_only_and_four_at_most() {
+    let fleet = [both(0), both(1), both(2)];
+    let of = |input, separated| {
+        let case = Case {
+            input,
+            separated,
+            affine: Some(0),
+            sequence: 1,
+            ..Case::default()
+        };
+        picks("offload", &fleet, &case)
+    };
+    assert_eq!(of(4_999, 0), (local(0), Reason::Warm));
+    assert_eq!(of(5_000, 0), (local(0), Reason::Medium));
+    assert_eq!(of(19_999, 0), (local(0), Reason::Medium));
+    assert_eq!(
+        of(20_000, 3),
+        (pair(2, 0), Reason::Heavy),
+        "second partner in rotation"
+    );
+    assert_eq!(of(20_000, 4), (local(0), Reason::SeparatedCap));
+}
+
+#[test]
+fn offload_skips_overloaded_prefill_workers_and_can_ask_for_cache() {
+    let mut fleet = [both(0), both(1), both(2), both(3)];
+    fleet[1].pending_prefill_tokens = 90_000;
+    let case = Case {
+        input: 30_000,
+        affine: Some(0),
+        ..Case::default()
+    };
+    assert_eq!(picks("offload", &fleet, &case).0, pair(2, 0));
+    let gated = |fleet: &[WorkerFacts]| {
+        decide("offload", json!({"min_cached_share": 0.3}), fleet, &case)
+            .expect("a decision")
+            .reason
+    };
+    assert_eq!(gated(&fleet), Reason::SourceCacheBelowThreshold);
+    fleet[0].cached_tokens = 9_000;
+    assert_eq!(gated(&fleet), Reason::Heavy);
+}
+
+#[test]
+fn every_gate_of_selective_is_a_reason() {
+    let mut fleet = [both(0), both(1)];
+    let mut case = Case {
+        input: 8_191,
+        affine: Some(0),
+        ..Case::default()
+    };
+    let reason = |fleet: &[WorkerFacts], case: &Case| picks("selective", fleet, case).1;
+    assert_eq!(reason(&fleet, &case), Reason::NewBelowThreshold);
+    case.input = 40_000;
+    assert_eq!(reason(&fleet, &case), Reason::ChosenNotDecoding);
+    for w in &mut fleet {
+        (w.requests, w.decoding) = (4, 4);
+    }
+    assert_eq!(reason(&fleet, &case), Reason::SourceCacheBelowThreshold);
+    // P holds half, but its own four decodes would stall 2 s each: cost 8 s, benefit 16 s.
+    fleet[1].cached_tokens = 20_000;
+    assert_eq!(
+        picks("selective", &fleet, &case),
+        (pair(1, 0), Reason::WorthIt)
+    );
+    fleet[1].decoding = 7;
+    assert_eq!(reason(&fleet, &case), Reason::NotWorthIt, "16 ≤ 1.2 × 14");
+    let lone = [WorkerFacts {
+        requests: 1,
+        decoding: 1,
+        ..worker(0)
+    }];
+    assert_eq!(reason(&lone, &case), Reason::NoPartner);
+}
+
+#[test]
+fn migrate_moves_off_an_overloaded_worker_and_counts_recent_migrations() {
+    let mut fleet = [both(0), both(1), both(2)];
+    fleet[0].requests = 9;
+    let case = Case {
+        input: 1000,
+        affine: Some(0),
+        ..Case::default()
+    };
+    fleet[1].recent_migrations = 3;
+    assert_eq!(
+        picks("migrate", &fleet, &case),
+        (pair(0, 2), Reason::Migration),
+        "prefilled where it is"
+    );
+    fleet[0].requests = 0;
+    assert_eq!(
+        picks("migrate", &fleet, &case),
+        (local(0), Reason::Affinity)
+    );
+    let mut plain = [worker(0), worker(1)];
+    plain[0].requests = 9;
+    assert_eq!(
+        picks("migrate", &plain, &case),
+        (local(1), Reason::Migration)
+    );
+}
+
+#[test]
+fn elastic_serves_alone_while_nothing_decodes_and_separates_when_a_prompt_would_stall_others() {
+    let mut fleet = [prefill(0), elastic(1)];
+    let case = Case {
+        input: 20_000,
+        ..Case::default()
+    };
+    let decision = decide("elastic", Value::Null, &fleet, &case).expect("a decision");
+    // Local 2 s; separated 2 s + 0.1 s + 0.2 s.
+    assert_eq!(
+        (decision.route, decision.predicted_s),
+        (local(1), Some(2.0))
+    );
+    (fleet[1].requests, fleet[1].decoding) = (1, 1);
+    let decision = decide("elastic", Value::Null, &fleet, &case).expect("a decision");
+    // One stream would wait 2 s.
+    assert_eq!(decision.route, pair(0, 1));
+    assert!((decision.predicted_s.expect("predicted") - 2.3).abs() < 1e-9);
+    assert_eq!(decision.alternatives[0].route, local(1));
+    // The prefill worker's queue is longer than that stall.
+    fleet[0].pending_prefill_tokens = 30_000;
+    assert_eq!(picks("elastic", &fleet, &case).0, local(1));
+    // A short delta is not worth a transfer.
+    fleet[0].pending_prefill_tokens = 0;
+    (fleet[0].cached_tokens, fleet[1].cached_tokens) = (19_900, 19_900);
+    assert_eq!(picks("elastic", &fleet, &case).0, local(1));
+}
+
+#[test]
+fn elastic_keeps_a_session_while_a_move_saves_little() {
+    let mut fleet = [worker(0), worker(1)];
+    let case = Case {
+        input: 10_000,
+        affine: Some(0),
+        ..Case::default()
+    };
+    fleet[0].pending_prefill_tokens = 1_000;
+    assert_eq!(
+        picks("elastic", &fleet, &case),
+        (local(0), Reason::Hysteresis),
+        "1.1 s against 1.0 s"
+    );
+    fleet[0].pending_prefill_tokens = 5_000;
+    assert_eq!(
+        picks("elastic", &fleet, &case),
+        (local(1), Reason::LowestCost)
+    );
+}
+
+#[test]
+fn elastic_finds_the_cheapest_of_all_pairs() {
+    let mut random = fastrand::Rng::with_seed(7);
+    for _ in 0..300 {
+        let mut fleet: Vec<_> = (0..8)
+            .map(|slot| match slot % 3 {
+                0 => prefill(slot),
+                1 => elastic(slot),
+                _ => both(slot),
+            })
+            .collect();
+        for w in &mut fleet {
+            w.transfer_group = random.u32(0..2);
+            w.decoding = random.u32(0..5);
+            w.requests = w.decoding;
+            w.pending_prefill_tokens = random.u64(0..60_000);
+            w.decode_tokens = random.u64(0..200_000);
+            w.cached_tokens = random.u64(0..20_000);
+            w.ongoing_tokens = random.u64(0..300_000);
+        }
+        let input = 20_000u64;
+        let prefill_s = |w: &WorkerFacts| {
+            (w.pending_prefill_tokens + input - w.cached_tokens) as f64 / 10_000.0
+        };
+        let stall_s =
+            |w: &WorkerFacts| f64::from(w.decoding) * (input - w.cached_tokens) as f64 / 10_000.0;
+        let crowd_s = |w: &WorkerFacts| {
+            let lacking =
+                (input - w.cached_tokens + 100).saturating_sub(300_000 - w.ongoing_tokens);
+            (0.01 * w.decode_tokens as f64 + lacking as f64) / 10_000.0
+        };
+        let mut costs = Vec::new();
+        for d in &fleet {
+            if d.serves_local {
+                costs.push((local(d.slot), prefill_s(d) + stall_s(d) + crowd_s(d)));
+            }
+            for p in &fleet {
+                if d.serves_decode
+                    && p.serves_prefill
+                    && p.slot != d.slot
+                    && p.transfer_group == d.transfer_group
+                {
+                    let transfer_s = 0.1 + (input - d.cached_tokens) as f64 / 100_000.0;
+                    costs.push((
+                        pair(p.slot, d.slot),
+                        prefill_s(p) + transfer_s + stall_s(p) + crowd_s(d),
+                    ));
+                }
+            }
+        }
+        let best = costs
+            .iter()
+            .min_by(|a, b| a.1.total_cmp(&b.1))
+            .expect("candidates");
+        let case = Case {
+            input,
+            sequence: random.u64(..),
+            ..Case::default()
+        };
+        assert_eq!(picks("elastic", &fleet, &case).0, best.0);
+    }
+}
+
+#[test]
+fn with_no_candidate_every_policy_refuses() {
+    let mut down = [worker(0), prefill(1), decode(2)];
+    for w in &mut down {
+        w.routable = false;
+    }
+    for info in policy::TABLE {
+        for fleet in [&down[..], &[]] {
+            let refused = decide(info.name, Value::Null, fleet, &Case::default());
+            assert_eq!(refused, Err(Refusal::NoCandidates), "{}", info.name);
+        }
+    }
+}
+
+#[test]
+fn documented_defaults_are_the_defaults() {
+    for info in policy::TABLE {
+        let documented: serde_json::Map<String, Value> = info
+            .params
+            .iter()
+            .map(|p| (p.name.to_owned(), p.default.parse().expect("JSON")))
+            .collect();
+        policy::build(info.name, documented.into())
+            .unwrap_or_else(|e| panic!("{}: {e}", info.name));
+    }
+}
