@@ -1,0 +1,366 @@
+"""`deltaserve replay …`: the command line of this room. Owns flags and what is printed."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from deltaserve.errors import InputError
+
+app = typer.Typer(no_args_is_help=True, help="Traces: convert, make, sample, describe, replay.")
+
+_INTERRUPTED = 130  # the shell's status for a process that Ctrl-C ended
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+OutputTrace = Annotated[
+    Path, typer.Option("--output", help="The trace to write; `.zst` at the end compresses it.")
+]
+
+
+class SourceFormat(StrEnum):
+    weka = "weka"
+    mooncake = "mooncake"
+    bailian = "bailian"
+
+
+class SampleMethod(StrEnum):
+    window = "window"
+    random = "random"
+
+
+class Thinning(StrEnum):
+    families = "families"
+    sessions = "sessions"
+
+
+class Mode(StrEnum):
+    open = "open"
+    closed = "closed"
+
+
+class ApiChoice(StrEnum):
+    auto = "auto"
+    sglang = "sglang"
+    openai = "openai"
+    chat = "chat"
+
+
+def _print_json(record: dict[str, Any]) -> None:
+    sys.stdout.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE).decode())
+
+
+@app.command()
+def convert(
+    inputs: Annotated[list[Path], typer.Argument(help="Files, or folders of them.")],
+    source_format: Annotated[SourceFormat, typer.Option("--format", help="The source's format.")],
+    output: OutputTrace,
+    shared_prefix: Annotated[
+        bool,
+        typer.Option(
+            help="Weka: sessions with equal tool and system sizes share that prefix.",
+        ),
+    ] = False,
+    sessions_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            help="Weka, which does not say when sessions start: start them as a Poisson process; "
+            "without it all start at 0.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the session starts.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Convert another project's trace.
+
+    Example: deltaserve replay convert --format weka weka-agentic.tar.zst --output weka.jsonl.zst
+    """
+    from dataclasses import asdict
+
+    from replay.readers import bailian, mooncake, weka
+
+    if source_format is SourceFormat.weka:
+        report = weka.convert(
+            inputs,
+            output,
+            shared_prefix=shared_prefix,
+            sessions_per_hour=sessions_per_hour,
+            seed=seed,
+        )
+    elif shared_prefix or sessions_per_hour is not None:
+        flag = "--shared-prefix" if shared_prefix else "--sessions-per-hour"
+        raise InputError(f"{flag}: expected --format weka (the other sources say it themselves)")
+    elif source_format is SourceFormat.mooncake:
+        report = mooncake.convert(inputs, output)
+    else:
+        report = bailian.convert(inputs, output)
+    if as_json:
+        _print_json(asdict(report))
+    else:
+        print(f"{report.requests:,} requests of {report.sessions:,} sessions → {output}")
+
+
+@app.command()
+def synth(
+    output: OutputTrace,
+    profile: Annotated[
+        str, typer.Option(help="glm-agentic, or a JSON file of a profile.")
+    ] = "glm-agentic",
+    fit: Annotated[
+        Path | None, typer.Option(help="A trace to take the profile from, in place of --profile.")
+    ] = None,
+    save_profile: Annotated[
+        Path | None, typer.Option(help="Where to write the profile as JSON.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="How many requests.")] = None,
+    duration: Annotated[float | None, typer.Option(help="How long, in seconds.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second, in place of the profile's.")
+    ] = None,
+    length_scale: Annotated[
+        float, typer.Option(help="Multiplies all token lengths, for small machines.")
+    ] = 1.0,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens a block, in place of the profile's.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a synthetic trace.
+
+    Example: deltaserve replay synth --requests 200 --rate 2 --length-scale 0.02 --block-size 16
+    --output small.jsonl
+    """
+    from replay.synth import fit as fit_profile
+    from replay.synth import load_profile, synthesise
+    from replay.trace import read_trace, write_trace
+
+    base = fit_profile(read_trace(fit), fit.name) if fit else load_profile(profile)
+    chosen = base.scaled(length_scale, block_size)
+    if rate is not None:
+        if rate <= 0:
+            raise InputError(f"--rate {rate}: expected more than 0 requests a second")
+        chosen = chosen.model_copy(update={"requests_per_s": rate})
+    if save_profile:
+        save_profile.write_text(chosen.model_dump_json(indent=1) + "\n")
+    count = write_trace(output, synthesise(chosen, seed, requests=requests, duration_s=duration))
+    if as_json:
+        _print_json({"requests": count, "output": str(output), "profile": chosen.name})
+    else:
+        print(f"{count:,} requests → {output}")
+
+
+@app.command()
+def sample(
+    trace: Annotated[Path, typer.Argument(help="The trace to sample from.")],
+    output: OutputTrace,
+    window_seconds: Annotated[
+        float, typer.Option(help="Conversations begin within a window of this length.")
+    ] = 600.0,
+    window_start: Annotated[
+        float | None, typer.Option(help="When the window begins; default: drawn by the seed.")
+    ] = None,
+    sample_ratio: Annotated[
+        float, typer.Option(help="Share of the window's conversations to keep.")
+    ] = 0.0015,
+    max_single_turn_ratio: Annotated[
+        float, typer.Option(help="Largest share of conversations with a single turn.")
+    ] = 0.3,
+    method: Annotated[
+        SampleMethod,
+        typer.Option(help="random draws from all conversations; it destroys reuse across them."),
+    ] = SampleMethod.window,
+    thin: Annotated[
+        Thinning,
+        typer.Option(
+            help="families keeps conversations that share prefixes together, as far as it takes to "
+            "keep the source's block sharing; sessions keeps or drops each by itself."
+        ),
+    ] = Thinning.families,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same sample.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a smaller trace of whole conversations, and say how far it is from its source.
+
+    The report is written beside the output, as OUTPUT.report.json.
+
+    Example: deltaserve replay sample trace.jsonl.zst --output small.jsonl --sample-ratio 0.01
+    """
+    from replay.sample import sample as draw
+    from replay.tables import sample_lines
+
+    report = draw(
+        trace,
+        output,
+        method=method.value,
+        thin=thin.value,
+        window_s=window_seconds,
+        window_start_s=window_start,
+        sample_ratio=sample_ratio,
+        max_single_turn_ratio=max_single_turn_ratio,
+        seed=seed,
+        on_progress=lambda text: print(text, file=sys.stderr),
+    )
+    report_file = output.with_name(output.name + ".report.json")
+    report_file.write_bytes(
+        orjson.dumps(report, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    )
+    if as_json:
+        _print_json(report)
+    else:
+        print("\n".join(sample_lines(report)))
+        print(f"sample in {output}, report in {report_file}")
+
+
+@app.command()
+def stats(
+    trace: Annotated[Path, typer.Argument(help="A trace.")],
+    instances: Annotated[
+        list[int] | None,
+        typer.Option(help="LRU caches of every size for so many instances (may be repeated)."),
+    ] = None,
+    cache_tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="A cache size in tokens to tell the hit rate of (may be repeated)."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with histograms.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Describe a trace: lengths, arrivals, reuse, the best that a cache could do.
+
+    Example: deltaserve replay stats trace.jsonl.zst --instances 1 --instances 8 --html trace.html
+    """
+    from replay.stats import TraceStats
+    from replay.tables import stats_lines
+    from replay.trace import read_trace
+
+    for flag, values in (("--instances", instances), ("--cache-tokens", cache_tokens)):
+        if values and min(values) < 1:
+            raise InputError(f"{flag} {min(values)}: expected at least 1")
+    counts = instances or ([1] if cache_tokens or html else [])
+    collected = TraceStats(counts, cache_tokens or [])
+    for request in read_trace(trace):
+        collected.add(request)
+    record = collected.result()
+    if html:
+        from replay.page import stats_page
+
+        html.write_text(stats_page(trace.name, record, collected.samples()))
+    if as_json:
+        _print_json(record)
+    else:
+        print("\n".join(stats_lines(record)))
+
+
+@app.command()
+def run(
+    trace: Annotated[Path, typer.Argument(help="The trace to replay.")],
+    url: Annotated[str, typer.Option(help="The server: an engine or a router.")],
+    output: Annotated[Path, typer.Option(help="The run's folder.")],
+    api: Annotated[
+        ApiChoice,
+        typer.Option(
+            help="sglang: /generate; openai: /v1/completions; chat: /v1/chat/completions, as text; "
+            "auto: what the server is.",
+        ),
+    ] = ApiChoice.auto,
+    model: Annotated[
+        str | None, typer.Option(help="The model's name; default: the server's first.")
+    ] = None,
+    mode: Annotated[
+        Mode, typer.Option(help="open: at the trace's times; closed: as sessions become free.")
+    ] = Mode.open,
+    max_inflight_sessions: Annotated[
+        int, typer.Option(help="Closed loop: conversations in flight at a time.")
+    ] = 8,
+    time_scale: Annotated[
+        float, typer.Option(help="Trace seconds that pass in one second (2: twice as fast).")
+    ] = 1.0,
+    think_scale: Annotated[
+        float, typer.Option(help="Closed loop: factor for think times; 0 drops them.")
+    ] = 1.0,
+    max_think_s: Annotated[
+        float | None, typer.Option(help="Closed loop: longest think time, in seconds.")
+    ] = None,
+    request_limit: Annotated[
+        int | None, typer.Option(help="Send only the first so many requests.")
+    ] = None,
+    session_limit: Annotated[
+        int | None,
+        typer.Option(help="Send only the first so many conversations (sub-agents included)."),
+    ] = None,
+    length_scale: Annotated[
+        float,
+        typer.Option(help="Factor (≤ 1) for input and output lengths; block sharing is kept."),
+    ] = 1.0,
+    max_input_tokens: Annotated[
+        int | None,
+        typer.Option(help="Cut a session at its first prompt longer than this, after scaling."),
+    ] = None,
+    vocab_size: Annotated[
+        int, typer.Option(help="Token ids are below this; at most the model's vocabulary.")
+    ] = 32_000,
+    seed: Annotated[int, typer.Option(help="Of the prompts' tokens.")] = 0,
+    record_output_ids: Annotated[
+        bool, typer.Option(help="Keep the generated tokens in the results.")
+    ] = False,
+    splice_outputs: Annotated[
+        bool,
+        typer.Option(
+            help="Put generated answers into later prompts, in place of the trace's stand-ins."
+        ),
+    ] = False,
+    text: Annotated[bool, typer.Option("--text", help="Send words in place of token ids.")] = False,
+    timeout_s: Annotated[float, typer.Option(help="For one request, in seconds.")] = 600.0,
+    processes: Annotated[int, typer.Option(help="Client processes that share the schedule.")] = 1,
+    resume: Annotated[
+        bool, typer.Option(help="Go on with the run in --output: send what has no good result.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Replay a trace against a server and record every request.
+
+    Example: deltaserve replay run trace.jsonl --url http://127.0.0.1:8000 --output out/run1
+    --mode closed --max-inflight-sessions 4
+    """
+    from replay.runner import RunOptions
+    from replay.runner import run as replay_run
+    from replay.tables import summary_lines
+
+    summary = replay_run(
+        RunOptions(
+            trace=trace,
+            url=url.rstrip("/"),
+            output=output,
+            api=api.value,
+            model=model,
+            mode=mode.value,
+            max_inflight_sessions=max_inflight_sessions,
+            time_scale=time_scale,
+            think_scale=think_scale,
+            max_think_s=max_think_s,
+            request_limit=request_limit,
+            session_limit=session_limit,
+            length_scale=length_scale,
+            max_input_tokens=max_input_tokens,
+            vocab_size=vocab_size,
+            seed=seed,
+            record_output_ids=record_output_ids,
+            splice_outputs=splice_outputs,
+            as_text=text,
+            timeout_s=timeout_s,
+            processes=processes,
+            resume=resume,
+        )
+    )
+    if as_json:
+        _print_json(summary)
+    else:
+        print("\n".join(summary_lines(summary)))
+        print(f"results in {output}")
+    if summary["interrupted"]:
+        raise typer.Exit(_INTERRUPTED)

@@ -1,0 +1,142 @@
+"""The result format: one JSON line a request, readable after a kill at any moment.
+
+Owns reading and writing `requests.jsonl`; importable without the client's packages, so that
+evaluation can use it alone. Must not know how results come about.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from deltaserve.errors import InputError
+
+ErrorKind = Literal[
+    "timeout",
+    "connect",
+    "disconnect",
+    "client_error",
+    "server_error",
+    "engine_error",
+    "short_output",
+    "cancelled",
+    "client_bug",
+]
+RESULTS_FILE = "requests.jsonl"
+REPLAY_FILE = "replay.json"
+
+
+class ErrorInfo(BaseModel):
+    """Why a request failed: by whose fault (`kind`), and in what words."""
+
+    kind: ErrorKind
+    message: str
+
+
+class Result(BaseModel):
+    """What became of one request. Times are seconds from the run's start, on one monotonic clock.
+
+    `scheduled_s` is when the request was due: its time in the trace (`trace_s`), or when its
+    parent's answer ended (closed loop: plus think time) if that is later. `sent_s - scheduled_s` is
+    the client's own lateness. `arrivals` holds the time of each chunk and the tokens received so
+    far.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    request_id: str
+    session_id: str
+    turn: int
+    input_length: int
+    output_length: int
+    trace_s: float | None = None
+    scheduled_s: float | None = None
+    sent_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    arrivals: list[tuple[float, int]] = []
+    output_tokens: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_ids: list[int] | None = None
+    decision_id: str | None = None
+    status: int | None = None
+    error: ErrorInfo | None = None
+
+    def ttft_s(self) -> float | None:
+        """Time to first token, from the schedule, in seconds."""
+        if self.first_token_s is None or self.scheduled_s is None:
+            return None
+        return self.first_token_s - self.scheduled_s
+
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first, in seconds; None with fewer than two tokens."""
+        if self.first_token_s is None or self.finished_s is None or self.output_tokens < 2:
+            return None
+        return (self.arrivals[-1][0] - self.first_token_s) / (self.output_tokens - 1)
+
+    def lateness_s(self) -> float | None:
+        """How long after the schedule the client sent the request, in seconds."""
+        if self.sent_s is None or self.scheduled_s is None:
+            return None
+        return self.sent_s - self.scheduled_s
+
+
+class ResultWriter:
+    """Appends results to a file, each with one write, so that a kill leaves whole lines (but for
+    the last). Several processes may append to one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, result: Result) -> None:
+        # The fields as they are: pydantic's own dump would copy every arrival.
+        record = result.__dict__ | {"error": result.error.__dict__ if result.error else None}
+        if result.output_ids is None:
+            del record["output_ids"]
+        line = memoryview(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def read_results(path: Path) -> list[Result]:
+    """Results of a `requests.jsonl` (or of the folder that holds it), in the order they finished.
+
+    A torn last line, as a kill leaves it, is dropped; any other broken line is an error that names
+    it. Of two results for one request (a resumed run) the later counts.
+    """
+    file = path / RESULTS_FILE if path.is_dir() else path
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"{file}: no such file; expected a run's results") from None
+    results: dict[str, Result] = {}
+    *lines, torn = data.split(b"\n")
+    del torn  # empty when the file ends with a whole line
+    for number, line in enumerate(lines, start=1):
+        try:
+            result = Result.model_validate(orjson.loads(line))
+        except orjson.JSONDecodeError as error:
+            raise InputError(f"{file}:{number}: expected one JSON object a line: {error}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise InputError(f"{file}:{number}: field {place}: {first['msg']}") from None
+        results.pop(result.request_id, None)
+        results[result.request_id] = result
+    return list(results.values())
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cuts a file's last line off when it has no line end."""
+    with path.open("rb+") as stream:
+        data = stream.read()
+        if data and not data.endswith(b"\n"):
+            stream.truncate(data.rfind(b"\n") + 1)

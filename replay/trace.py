@@ -1,0 +1,285 @@
+"""The trace format: one request a line, read and written as a stream.
+
+Owns validation of a trace file and nothing else; it must not know engines, prompts or statistics.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+import zstandard
+
+from deltaserve.errors import InputError
+
+_READ_BYTES = 1 << 20
+_MAX_HASH_ID = 2**63 - 1
+_INT = {int}
+
+
+@dataclass(slots=True)
+class Request:
+    """One request of a trace. Lengths are tokens, times seconds from the trace's start.
+
+    `hash_ids` holds one id for every started block of the input. Ids are global: equal ids mean
+    equal prefixes up to and including that block. `parent_request_id` names a request whose answer
+    must have ended before this one is sent, besides the session's previous turn.
+    """
+
+    request_id: str
+    session_id: str
+    turn: int
+    timestamp_s: float
+    input_length: int
+    output_length: int
+    block_size: int
+    hash_ids: list[int]
+    parent_request_id: str | None = None
+    think_time_s: float | None = None
+
+
+def read_trace(path: Path) -> Iterator[Request]:
+    """Requests of a trace file in file order; a broken line raises an error naming file, line,
+    field."""
+    last_timestamp_s = 0.0
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            request = parse_line(line)
+            if request.timestamp_s < last_timestamp_s:
+                raise _FieldError(
+                    f"field timestamp_s: expected ≥ {last_timestamp_s} (the line before; a trace "
+                    f"is sorted), found {request.timestamp_s}"
+                )
+        except _FieldError as error:
+            raise InputError(f"{path}:{number}: {error}") from None
+        last_timestamp_s = request.timestamp_s
+        yield request
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Non-empty lines of a plain or `.zst` file."""
+    try:
+        with open_binary(path) as stream:
+            for line in stream:
+                if line.strip():
+                    yield line
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; expected a trace (.jsonl or .jsonl.zst)") from None
+    except IsADirectoryError:
+        raise InputError(
+            f"{path}: is a folder; expected a trace file (.jsonl or .jsonl.zst)"
+        ) from None
+    except zstandard.ZstdError as error:
+        raise InputError(f"{path}: expected Zstandard data, found: {error}") from None
+
+
+@contextmanager
+def open_binary(path: Path) -> Iterator[BinaryIO]:
+    """Opens a plain or `.zst` file for reading bytes, in bounded memory."""
+    with path.open("rb") as raw:
+        if path.suffix == ".zst":
+            reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+            yield io.BufferedReader(reader, _READ_BYTES)
+        else:
+            yield raw
+
+
+class TraceWriter:
+    """Writes requests as JSON Lines, compressed when the name ends in `.zst`; the file appears
+    under its name when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.requests = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._part = path.with_name(path.name + ".part")
+            self._raw = self._part.open("wb")
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        self._out: Any = self._raw
+        if path.suffix == ".zst":
+            self._out = zstandard.ZstdCompressor(level=3).stream_writer(self._raw)
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+
+    def write(self, request: Request) -> None:
+        self.write_line(encode_line(request))
+
+    def write_line(self, line: bytes) -> None:
+        """Writes one request that is already encoded, with its line end."""
+        self.requests += 1
+        self._pending.append(line)
+        self._pending_bytes += len(line)
+        if self._pending_bytes >= _READ_BYTES:
+            self._drain()
+
+    def _drain(self) -> None:
+        self._out.write(b"".join(self._pending))
+        self._pending.clear()
+        self._pending_bytes = 0
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, failed: object, *exc: object) -> None:
+        try:
+            self._drain()
+            self._out.close()
+        finally:
+            self._raw.close()
+            if failed:
+                self._part.unlink(missing_ok=True)
+        if not failed:
+            self._part.replace(self.path)
+
+
+class SortingTraceWriter:
+    """Writes requests that come in any order as a trace sorted by time (equal times: as they came).
+
+    Lines wait in a temporary file; memory holds an index entry a request.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._writer = TraceWriter(path)
+        self._spool = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __exit__)
+        self._index: list[tuple[float, int, int, int]] = []
+        self._offset = 0
+
+    @property
+    def requests(self) -> int:
+        """How many requests were written."""
+        return len(self._index)
+
+    def write(self, request: Request) -> None:
+        line = encode_line(request)
+        self._spool.write(line)
+        self._index.append((request.timestamp_s, len(self._index), self._offset, len(line)))
+        self._offset += len(line)
+
+    def __enter__(self) -> SortingTraceWriter:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *exc: object) -> None:
+        with self._spool:
+            if failed:
+                self._writer.__exit__(failed)
+                return
+            self._index.sort()
+            with self._writer:
+                for _, _, begin, length in self._index:
+                    self._spool.seek(begin)
+                    self._writer.write_line(self._spool.read(length))
+
+
+def write_trace(path: Path, requests: Iterable[Request]) -> int:
+    """Writes `requests` to `path`; returns how many."""
+    with TraceWriter(path) as writer:
+        for request in requests:
+            writer.write(request)
+    return writer.requests
+
+
+def encode_line(request: Request) -> bytes:
+    """One trace line with its line end."""
+    record: dict[str, Any] = {
+        "request_id": request.request_id,
+        "session_id": request.session_id,
+        "turn": request.turn,
+        "timestamp_s": request.timestamp_s,
+        "input_length": request.input_length,
+        "output_length": request.output_length,
+        "block_size": request.block_size,
+        "hash_ids": request.hash_ids,
+    }
+    if request.parent_request_id is not None:
+        record["parent_request_id"] = request.parent_request_id
+    if request.think_time_s is not None:
+        record["think_time_s"] = request.think_time_s
+    return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of the file's bytes, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class _FieldError(Exception):
+    pass
+
+
+def parse_line(line: bytes) -> Request:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise _FieldError(f"expected one JSON object a line, found: {error}") from None
+    if not isinstance(record, dict):
+        raise _FieldError(f"expected a JSON object, found {_name(record)}")
+    request_id = _string(record, "request_id")
+    session_id = _string(record, "session_id")
+    turn = _integer(record, "turn", minimum=0)
+    timestamp_s = _seconds(record, "timestamp_s")
+    input_length = _integer(record, "input_length", minimum=1)
+    output_length = _integer(record, "output_length", minimum=1)
+    block_size = _integer(record, "block_size", minimum=1)
+    hash_ids = record.get("hash_ids")
+    if not isinstance(hash_ids, list):
+        raise _FieldError(f"field hash_ids: expected a list of integers, found {_name(hash_ids)}")
+    blocks = -(-input_length // block_size)
+    if len(hash_ids) != blocks:
+        raise _FieldError(
+            f"field hash_ids: expected {blocks} ids (input_length {input_length} in blocks of "
+            f"{block_size}), found {len(hash_ids)}"
+        )
+    if set(map(type, hash_ids)) != _INT or min(hash_ids) < 0 or max(hash_ids) > _MAX_HASH_ID:
+        raise _FieldError("field hash_ids: expected integers from 0 to 2^63 - 1")
+    parent = record.get("parent_request_id")
+    think_time_s = record.get("think_time_s")
+    return Request(
+        request_id,
+        session_id,
+        turn,
+        timestamp_s,
+        input_length,
+        output_length,
+        block_size,
+        hash_ids,
+        None if parent is None else _string(record, "parent_request_id"),
+        None if think_time_s is None else _seconds(record, "think_time_s"),
+    )
+
+
+def _string(record: dict[str, Any], field: str) -> str:
+    value = record.get(field)
+    if not isinstance(value, str) or not value:
+        raise _FieldError(f"field {field}: expected a non-empty string, found {_name(value)}")
+    return value
+
+
+def _integer(record: dict[str, Any], field: str, minimum: int) -> int:
+    value = record.get(field)
+    if type(value) is not int or value < minimum:
+        raise _FieldError(f"field {field}: expected an integer ≥ {minimum}, found {_name(value)}")
+    return value
+
+
+def _seconds(record: dict[str, Any], field: str) -> float:
+    value = record.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise _FieldError(f"field {field}: expected seconds ≥ 0, found {_name(value)}")
+    return float(value)
+
+
+def _name(value: object) -> str:
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

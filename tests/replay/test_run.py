@@ -1,0 +1,333 @@
+"""Replays against an engine that speaks the real dialects over real sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from deltaserve.errors import InputError
+from replay.prompts import PromptMaker
+from replay.results import Result, read_results
+from replay.runner import RunOptions, run, summarise
+from replay.trace import Request, write_trace
+
+TraceOf = Callable[..., list[Request]]
+StartEngine = Callable[..., Any]
+
+
+def _options(tmp_path: Path, trace: list[Request], url: str, **values: Any) -> RunOptions:
+    write_trace(tmp_path / "t.jsonl", trace)
+    return RunOptions(
+        trace=tmp_path / "t.jsonl",
+        url=url,
+        output=tmp_path / "out",
+        **{"vocab_size": 1000, "time_scale": 1000.0, **values},
+    )
+
+
+def _by_id(path: Path) -> dict[str, Result]:
+    return {result.request_id: result for result in read_results(path)}
+
+
+@pytest.mark.parametrize("mode", ["open", "closed"])
+@pytest.mark.parametrize("dialect", ["sglang", "sglang-incremental", "vllm", "chat", "text"])
+def test_every_request_is_sent_whole_and_its_answer_recorded(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine, dialect: str, mode: str
+) -> None:
+    fake = engine(dialect.split("-")[0], incremental=dialect.endswith("incremental"))
+    trace = trace_of(4)
+    options = _options(
+        tmp_path,
+        trace,
+        fake.url,
+        mode=mode,
+        api="chat" if dialect == "chat" else "auto",
+        as_text=dialect == "text",
+        record_output_ids=dialect != "chat",
+    )
+    summary = run(options, quiet=True)
+    assert summary["ok"] == summary["planned"] == len(trace)
+    results = _by_id(options.output)
+    bodies = {seen["headers"]["x-request-id"]: seen for seen in fake.seen}
+    maker = PromptMaker(1000, 0)
+    rids: list[str] = []
+    for request in trace:
+        result = results[request.request_id]
+        assert result.output_tokens == request.output_length
+        assert result.cached_tokens == 3
+        assert result.decision_id == f"d-{request.request_id}"
+        assert result.arrivals[-1][1] == request.output_length
+        times = [result.scheduled_s, result.sent_s, result.first_token_s, result.finished_s]
+        assert times == sorted(times)
+        if dialect != "chat":
+            expected = [7 * number % 100 for number in range(request.output_length)]
+            assert result.output_ids == expected
+        seen = bodies[request.request_id]
+        assert seen["headers"]["x-session-id"] == request.session_id
+        if dialect.startswith("sglang"):
+            assert seen["path"] == "/generate"
+            prompt = seen["body"]["input_ids"]
+            rids.append(seen["body"]["rid"])
+        elif dialect == "vllm":
+            assert seen["path"] == "/v1/completions"
+            prompt = seen["body"]["prompt"]
+        else:
+            continue
+        tokens = maker.tokens(request.hash_ids, request.block_size, request.input_length)
+        assert prompt == tokens.tolist()
+        assert result.prompt_tokens == request.input_length
+    # SGLang aborts every request whose id begins with the one to abort.
+    assert not any(one != other and other.startswith(one) for one in rids for other in rids)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "status"),
+    [
+        ("400", "client_error", 400),
+        ("503", "server_error", 503),
+        ("error", "engine_error", 200),
+        ("short", "short_output", 200),
+        ("cut", "disconnect", 200),
+        ("hang", "timeout", 200),
+    ],
+)
+def test_whose_fault_an_error_was_is_recorded_and_the_session_goes_on(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine, fault: str, kind: str, status: int
+) -> None:
+    fake = engine("sglang")
+    trace = [replace(request, output_length=8) for request in trace_of(4, requests=10)]
+    fake.faults = {"r2": fault}
+    options = _options(tmp_path, trace, fake.url, timeout_s=1.0)
+    summary = run(options, quiet=True)
+    assert summary["errors"] == {kind: 1}
+    assert summary["ok"] == len(trace) - 1
+    result = _by_id(options.output)["r2"]
+    assert result.error
+    assert result.error.kind == kind
+    assert result.status == status
+    assert result.finished_s is not None
+
+
+def test_a_server_that_went_away_gives_connection_errors(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(url: str) -> tuple[str, str]:
+        return "sglang", "tiny"
+
+    monkeypatch.setattr("replay.runner.find_engine", found)
+    options = _options(tmp_path, trace_of(4, requests=5), "http://127.0.0.1:9")
+    assert run(options, quiet=True)["errors"] == {"connect": 5}
+
+
+def test_no_server_is_one_line(tmp_path: Path, trace_of: TraceOf) -> None:
+    with pytest.raises(InputError, match="no server answers there"):
+        run(_options(tmp_path, trace_of(4, requests=5), "http://127.0.0.1:9"), quiet=True)
+
+
+def test_closed_loop_over_several_processes_sends_each_once_within_its_slots(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine
+) -> None:
+    fake = engine("sglang", delay_s=0.002)
+    trace = trace_of(6, requests=120, sub_agents=False)
+    options = _options(
+        tmp_path, trace, fake.url, mode="closed", max_inflight_sessions=5, processes=3
+    )
+    assert run(options, quiet=True)["ok"] == len(trace)
+    sent = [seen["headers"]["x-request-id"] for seen in fake.seen]
+    assert sorted(sent) == sorted(request.request_id for request in trace)
+    assert 3 <= fake.most_in_flight <= 5
+
+
+def test_open_loop_over_several_processes_keeps_one_clock(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine
+) -> None:
+    fake = engine("sglang")
+    trace = trace_of(6, requests=60)
+    options = _options(tmp_path, trace, fake.url, processes=2, time_scale=50.0)
+    assert run(options, quiet=True)["ok"] == len(trace)
+    results = _by_id(options.output)
+    for request in trace:
+        result = results[request.request_id]
+        assert result.scheduled_s is not None
+        assert result.scheduled_s >= request.timestamp_s / 50 - 1e-9
+        if request.parent_request_id:
+            assert result.sent_s >= results[request.parent_request_id].finished_s  # type: ignore[operator]
+
+
+def test_a_resumed_run_sends_what_failed_or_was_never_sent(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine
+) -> None:
+    fake = engine("sglang")
+    trace = trace_of(4, requests=20)
+    fake.faults = {"r3": "503"}
+    options = _options(tmp_path, trace, fake.url)
+    run(options, quiet=True)
+    results = options.output / "requests.jsonl"
+    lines = results.read_bytes().splitlines(keepends=True)
+    results.write_bytes(b"".join(lines[:12]) + lines[12][:30])
+    kept = {orjson.loads(line)["request_id"] for line in lines[:12]} - {"r3"}
+    fake.faults = {}
+    fake.seen.clear()
+    with pytest.raises(InputError, match="--resume"):
+        run(options, quiet=True)
+    with pytest.raises(InputError, match="--seed 5: expected 0"):
+        run(replace(options, resume=True, seed=5), quiet=True)
+    summary = run(replace(options, resume=True), quiet=True)
+    assert summary["ok"] == len(trace)
+    sent = {seen["headers"]["x-request-id"] for seen in fake.seen}
+    assert sent == {request.request_id for request in trace} - kept
+    record = orjson.loads((options.output / "replay.json").read_bytes())
+    assert len(record["resumed_at_s"]) == 1
+    again = [r for r in read_results(options.output) if r.request_id in sent]
+    assert all(result.sent_s >= record["resumed_at_s"][0] for result in again)  # type: ignore[operator]
+
+
+def _start_cli(tmp_path: Path, trace: list[Request], url: str) -> subprocess.Popen[bytes]:
+    write_trace(tmp_path / "t.jsonl", trace)
+    command = [sys.executable, "-m", "deltaserve", "replay", "run", str(tmp_path / "t.jsonl")]
+    command += ["--url", url, "--output", str(tmp_path / "out"), "--vocab-size", "1000"]
+    command += ["--mode", "closed", "--max-inflight-sessions", "2"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _wait_for_results(tmp_path: Path, count: int) -> None:
+    file = tmp_path / "out" / "requests.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if file.exists() and file.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.01)
+    raise AssertionError("no results came")
+
+
+def test_results_are_readable_after_kill_9_and_the_run_can_go_on(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine
+) -> None:
+    fake = engine("sglang", delay_s=0.01)
+    trace = trace_of(4, requests=40)
+    process = _start_cli(tmp_path, trace, fake.url)
+    _wait_for_results(tmp_path, 5)
+    process.kill()
+    process.communicate()
+    before = read_results(tmp_path / "out")
+    assert 5 <= len(before) < len(trace)
+    assert all(result.error is None for result in before)
+    options = RunOptions(
+        trace=tmp_path / "t.jsonl",
+        url=fake.url,
+        output=tmp_path / "out",
+        vocab_size=1000,
+        mode="closed",
+        max_inflight_sessions=2,
+        resume=True,
+    )
+    assert run(options, quiet=True)["ok"] == len(trace)
+
+
+def test_an_interrupted_run_records_what_it_cancelled_and_sums_up(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine
+) -> None:
+    fake = engine("sglang", delay_s=0.05)
+    process = _start_cli(tmp_path, trace_of(4, requests=40), fake.url)
+    _wait_for_results(tmp_path, 3)
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert b"results in" in output
+    kinds = {result.error.kind for result in read_results(tmp_path / "out") if result.error}
+    assert kinds <= {"cancelled"}
+    record = orjson.loads((tmp_path / "out" / "replay.json").read_bytes())
+    assert record["summary"]["interrupted"] is True
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_spliced_prompts_hold_the_generated_answer_and_then_the_traces_tokens(
+    tmp_path: Path, engine: StartEngine, block_size: int
+) -> None:
+    fake = engine("sglang")
+    first = list(range(-(-10 // block_size)))
+    full = 10 // block_size
+    second = first[:full] + list(range(100, 100 + -(-40 // block_size) - full))
+    third = [*second, 200, 201, 202][: -(-48 // block_size)]
+    trace = [
+        Request("a", "s", 0, 0.0, 10, 12, block_size, first),
+        Request("b", "s", 1, 1.0, 40, 3, block_size, second),
+        Request("c", "t", 0, 2.0, 48, 2, block_size, third),
+    ]
+    options = _options(tmp_path, trace, fake.url, splice_outputs=True, mode="closed")
+    options = replace(options, max_inflight_sessions=1)
+    run(options, quiet=True)
+    prompts = {s["headers"]["x-request-id"]: s["body"]["input_ids"] for s in fake.seen}
+    answer = [7 * number % 100 for number in range(12)]
+    stand_in = PromptMaker(1000, 0).tokens(second, block_size, 40).tolist()
+    assert prompts["b"] == prompts["a"] + answer + stand_in[22:]
+    shared = 40 // block_size * block_size
+    assert prompts["c"][:shared] == prompts["b"][:shared]
+
+
+def test_a_prompt_that_does_not_continue_the_last_is_not_spliced(
+    tmp_path: Path, engine: StartEngine
+) -> None:
+    fake = engine("sglang")
+    trace = [
+        Request("a", "s", 0, 0.0, 10, 12, 4, [0, 1, 2]),
+        Request("b", "s", 1, 1.0, 20, 3, 4, [0, 1, 7, 8, 9]),
+        Request("c", "s", 2, 2.0, 40, 3, 4, [0, 1, *range(20, 28)]),
+    ]
+    run(_options(tmp_path, trace, fake.url, splice_outputs=True), quiet=True)
+    prompts = {s["headers"]["x-request-id"]: s["body"]["input_ids"] for s in fake.seen}
+    for request in trace:
+        expected = PromptMaker(1000, 0).tokens(request.hash_ids, 4, request.input_length)
+        assert prompts[request.request_id] == expected.tolist()
+
+
+def test_summary_percentiles_are_numpys(tmp_path: Path) -> None:
+    results = [
+        Result(
+            request_id=str(number),
+            session_id="s",
+            turn=0,
+            input_length=10,
+            output_length=2,
+            scheduled_s=0.0,
+            sent_s=0.0,
+            first_token_s=float(number),
+            finished_s=float(number + 1),
+        )
+        for number in range(37)
+    ]
+    summary = summarise(results, 37)
+    p50, p90, p99 = np.percentile(range(37), [50, 90, 99])
+    assert summary["ttft_s"] == {"p50": p50, "p90": p90, "p99": p99}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_inflight_sessions": 0}, "--max-inflight-sessions 0"),
+        ({"time_scale": 0.0}, "--time-scale 0.0"),
+        ({"vocab_size": 1}, "--vocab-size 1"),
+        ({"url": "localhost:1"}, "--url localhost:1: expected http"),
+        ({"splice_outputs": True, "processes": 2}, "--splice-outputs"),
+        ({"splice_outputs": True, "as_text": True}, "--splice-outputs"),
+        ({"mode": "closed", "processes": 9}, "--processes 9"),
+        ({"max_input_tokens": 1, "url": "http://x"}, "no request left to send"),
+    ],
+)
+def test_wrong_options_are_named(
+    tmp_path: Path, trace_of: TraceOf, values: dict[str, Any], words: str
+) -> None:
+    options = replace(_options(tmp_path, trace_of(1, requests=3), "http://x"), **values)
+    with pytest.raises(InputError, match=words):
+        run(options, quiet=True)

@@ -1,0 +1,158 @@
+"""The trace format: what is written is read back, and what is broken is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltaserve.errors import InputError
+from replay.trace import (
+    Request,
+    SortingTraceWriter,
+    TraceWriter,
+    digest,
+    read_trace,
+    write_trace,
+)
+
+_names = st.text('aZ0 "\\\né中', min_size=1, max_size=10)
+_seconds = st.floats(0, 1e9, allow_nan=False)
+
+
+@st.composite
+def _traces(draw: st.DrawFn) -> list[Request]:
+    requests = []
+    for at_s in sorted(draw(st.lists(_seconds, max_size=8))):
+        block_size = draw(st.integers(1, 600))
+        input_length = draw(st.integers(1, 5000))
+        blocks = -(-input_length // block_size)
+        ids = draw(st.integers(0, 2**63 - 1 - blocks))
+        requests.append(
+            Request(
+                draw(_names),
+                draw(_names),
+                draw(st.integers(0, 10**6)),
+                at_s,
+                input_length,
+                draw(st.integers(1, 10**6)),
+                block_size,
+                list(range(ids, ids + blocks)),
+                draw(st.none() | _names),
+                draw(st.none() | _seconds),
+            )
+        )
+    return requests
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
+@given(requests=_traces())
+def test_any_trace_written_is_read_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, suffix: str, requests: list[Request]
+) -> None:
+    path = tmp_path_factory.mktemp("trace") / f"t{suffix}"
+    assert write_trace(path, requests) == len(requests)
+    assert list(read_trace(path)) == requests
+
+
+def test_a_sorting_writer_writes_any_order_sorted_and_keeps_ties(
+    tmp_path: Path, trace_of: Callable[..., list[Request]]
+) -> None:
+    trace = trace_of(1)
+    shuffled = trace[::2] + trace[1::2]
+    with SortingTraceWriter(tmp_path / "t.jsonl") as writer:
+        for request in shuffled:
+            writer.write(request)
+    expected = sorted(shuffled, key=lambda request: request.timestamp_s)
+    assert list(read_trace(tmp_path / "t.jsonl")) == expected
+
+
+_GOOD = {
+    "request_id": "r",
+    "session_id": "s",
+    "turn": 0,
+    "timestamp_s": 5.0,
+    "input_length": 5,
+    "output_length": 1,
+    "block_size": 4,
+    "hash_ids": [1, 2],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"input_length": "5"}, "field input_length: expected an integer ≥ 1, found '5'"),
+        ({"input_length": 0}, "field input_length"),
+        ({"output_length": True}, "field output_length"),
+        ({"turn": -1}, "field turn"),
+        ({"request_id": ""}, "field request_id: expected a non-empty string"),
+        ({"session_id": None}, "field session_id: expected a non-empty string, found nothing"),
+        ({"timestamp_s": -1}, "field timestamp_s"),
+        ({"timestamp_s": 4}, "field timestamp_s: expected ≥ 5.0"),
+        ({"hash_ids": [1]}, "field hash_ids: expected 2 ids"),
+        ({"hash_ids": [1, "2"]}, "field hash_ids: expected integers"),
+        ({"hash_ids": [1, -2]}, "field hash_ids: expected integers"),
+        ({"hash_ids": 3}, "field hash_ids: expected a list"),
+        ({"think_time_s": "x"}, "field think_time_s"),
+        ({"parent_request_id": 7}, "field parent_request_id"),
+    ],
+)
+def test_a_broken_line_is_named_by_file_line_and_field(
+    tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(orjson.dumps(_GOOD) + b"\n" + orjson.dumps(_GOOD | change) + b"\n")
+    with pytest.raises(InputError) as error:
+        list(read_trace(path))
+    assert str(error.value).startswith(f"{path}:2: {words}")
+    assert "\n" not in str(error.value)
+
+
+def test_text_that_is_not_json_is_named_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(orjson.dumps(_GOOD) + b"\n{nonsense\n")
+    with pytest.raises(InputError, match=r"t\.jsonl:2: expected one JSON object a line"):
+        list(read_trace(path))
+
+
+def test_a_missing_file_a_folder_and_false_zst_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        list(read_trace(tmp_path / "none.jsonl"))
+    with pytest.raises(InputError, match="is a folder"):
+        list(read_trace(tmp_path))
+    (tmp_path / "t.jsonl.zst").write_bytes(orjson.dumps(_GOOD))
+    with pytest.raises(InputError, match="expected Zstandard data"):
+        list(read_trace(tmp_path / "t.jsonl.zst"))
+
+
+def test_frames_of_zst_put_one_after_the_other_are_one_trace(tmp_path: Path) -> None:
+    line = orjson.dumps(_GOOD) + b"\n"
+    path = tmp_path / "t.jsonl.zst"
+    path.write_bytes(zstandard.compress(line) + zstandard.compress(line))
+    assert len(list(read_trace(path))) == 2
+
+
+def test_a_failed_write_leaves_no_file(
+    tmp_path: Path, trace_of: Callable[..., list[Request]]
+) -> None:
+    path = tmp_path / "t.jsonl.zst"
+
+    def fail() -> None:
+        with TraceWriter(path) as writer:
+            writer.write(trace_of(1)[0])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_digest_is_that_of_the_bytes(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(b"abc")
+    assert digest(tmp_path / "t").startswith("ba7816bf8f01cfea414140de5dae2223")
