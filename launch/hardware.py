@@ -1,0 +1,167 @@
+"""What a machine must be for a topology, and what its GPUs are doing now.
+
+Owns the hardware profiles and every question put to NVML; `pynvml` is imported only when one is
+asked, because a machine without GPUs need not have it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from deltaserve.errors import InputError
+
+_FREE_BELOW_BYTES = 2 * 2**30
+_FREE_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A kind of machine: the GPUs it has, and what each engine is told there.
+
+    The flags for Hopper are those that both engines were measured with on an H200: attention by
+    FlashAttention 3, greedy sampling and graphs without just-in-time compiled kernels.
+    """
+
+    device: str
+    gpu_name: str | None
+    sglang_flags: tuple[str, ...]
+    vllm_flags: tuple[str, ...]
+
+
+_HOPPER_SGLANG = (
+    ("--attention-backend", "fa3"),
+    ("--sampling-backend", "pytorch"),
+    ("--grammar-backend", "none"),
+    ("--cuda-graph-backend-prefill", "disabled"),
+    ("--mem-fraction-static", "0.8"),
+)
+# An idle scheduler spins on its core unless told to sleep. The memory fraction is of the whole
+# machine's free memory as it is at start, so that only a generous one does not fail by chance when
+# two workers start together; --max-total-tokens bounds what is really taken.
+_CPU_SGLANG = (
+    ("--attention-backend", "torch_native"),
+    ("--sampling-backend", "pytorch"),
+    ("--grammar-backend", "none"),
+    ("--mem-fraction-static", "0.4"),
+    ("--disable-overlap-schedule",),
+    ("--sleep-on-idle",),
+)
+
+
+def _joined(flags: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    return tuple(token for flag in flags for token in flag)
+
+
+PROFILES = {
+    "cpu": Profile("cpu", None, _joined(_CPU_SGLANG), ()),
+    "h20": Profile("cuda", "H20", _joined(_HOPPER_SGLANG), ("--gpu-memory-utilization", "0.9")),
+    "h200": Profile("cuda", "H200", _joined(_HOPPER_SGLANG), ("--gpu-memory-utilization", "0.9")),
+}
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """One GPU at one moment. NVLink counts are since the driver started; None where it has none."""
+
+    index: int
+    name: str
+    sm_percent: int
+    memory_used_bytes: int
+    memory_total_bytes: int
+    power_w: float
+    nvlink_sent_bytes: int | None
+    nvlink_received_bytes: int | None
+
+
+def sample_gpus() -> list[GpuSample]:
+    """Every GPU now; empty where there is no NVIDIA driver."""
+    with _nvml() as nvml:
+        if nvml is None:
+            return []
+        return [_sample(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+
+
+def check_gpus(wanted: dict[int, str], hardware: str | None, where: str) -> None:
+    """Raises `InputError` unless each GPU in `wanted` (index → worker) is there, of the profile's
+    kind, and free. Waits up to 30 s for memory that a fleet just ended is still giving back.
+    """
+    model = PROFILES[hardware].gpu_name if hardware else None
+    deadline_s = time.monotonic() + _FREE_WITHIN_S
+    while True:
+        found = {gpu.index: gpu for gpu in sample_gpus()}
+        if not found:
+            raise InputError(f'{where}: device is "cuda", but there is no NVIDIA driver here')
+        for index, worker in wanted.items():
+            if index not in found:
+                raise InputError(f"{where}: {worker} needs GPU {index}; there are {len(found)}")
+            name = found[index].name
+            if model and not re.search(rf"\b{model}\b", name):
+                raise InputError(f"{where}: hardware is {hardware!r}, but GPU {index} is a {name}")
+        busy = [found[i] for i in wanted if found[i].memory_used_bytes > _FREE_BELOW_BYTES]
+        if not busy:
+            return
+        if time.monotonic() > deadline_s:
+            used_gib = busy[0].memory_used_bytes / 2**30
+            raise InputError(
+                f"{where}: GPU {busy[0].index} is not free: {used_gib:.1f} GiB in use"
+                f"{_users(busy[0].index)}"
+            )
+        time.sleep(1.0)
+
+
+def _users(index: int) -> str:
+    with _nvml() as nvml:
+        if nvml is None:
+            return ""
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        pids = [str(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+    return f" by pid {', '.join(pids)}" if pids else ""
+
+
+def _sample(nvml: Any, index: int) -> GpuSample:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    name = nvml.nvmlDeviceGetName(handle)
+    return GpuSample(
+        index=index,
+        name=name.decode() if isinstance(name, bytes) else name,
+        sm_percent=nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        memory_used_bytes=memory.used,
+        memory_total_bytes=memory.total,
+        power_w=nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        nvlink_sent_bytes=_nvlink(nvml, handle, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
+        nvlink_received_bytes=_nvlink(nvml, handle, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
+    )
+
+
+def _nvlink(nvml: Any, handle: Any, counter: int) -> int | None:
+    """Data bytes over all links; NVML counts KiB."""
+    every_link = 0xFFFFFFFF
+    try:
+        (value,) = nvml.nvmlDeviceGetFieldValues(handle, [(counter, every_link)])
+    except nvml.NVMLError:
+        return None
+    return value.value.ullVal * 1024 if value.nvmlReturn == nvml.NVML_SUCCESS else None
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVML, or None where there is no driver; `InputError` where only its binding is missing."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        raise InputError("nvidia-ml-py is missing; run: pip install 'deltaserve[gpu]'") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,346 @@
+"""From a topology to the exact processes: commands, environments, ports, log files.
+
+Owns the layout of a run's folder. `layout` is a pure function; `plan` finds the engine for it, and
+`check` holds the result against what is really there (engine's options, ports, model). Nothing is
+started here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from deltaserve import __version__
+from deltaserve.errors import InputError
+from launch import commands
+from launch.cache import write_atomically
+from launch.commands import routers, sglang, vllm
+from launch.engines import ENVIRONMENTS, Engine, find, options, require
+from launch.hardware import check_gpus
+from launch.models import is_shape, shape_folder, write_shape
+from launch.ports import check_free, free_base, worker_ports
+from launch.topology import Role, Topology, WorkerGroup
+
+_ENGINES = {"sglang": sglang, "vllm": vllm}
+
+# Variables of the caller that would point an engine at our own packages.
+_DROPPED = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a fleet, as it will be started; an attached one runs already."""
+
+    id: str
+    kind: str
+    role: Role | None
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+    ports: dict[str, int]
+    gpus: tuple[int, ...]
+    attached: bool
+    url: str
+    health_url: str
+    log: Path
+    failures: tuple[str, ...]
+
+    def full_environment(self) -> dict[str, str]:
+        """The caller's environment with this process's on top."""
+        kept = {k: v for k, v in os.environ.items() if k not in _DROPPED}
+        return kept | self.environment
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every process of a topology, in starting order, and the files they read."""
+
+    topology: Topology
+    engine: Engine
+    run_dir: Path
+    processes: tuple[Process, ...]
+    parallel_starts: int
+
+    @property
+    def workers(self) -> tuple[Process, ...]:
+        return tuple(p for p in self.processes if p.kind == "worker")
+
+    @property
+    def router(self) -> Process | None:
+        return next((p for p in self.processes if p.kind == "router"), None)
+
+    @property
+    def ports(self) -> dict[int, str]:
+        """Port → what it is for, of everything that will be started."""
+        return {
+            port: f"{process.id} {name}"
+            for process in self.processes
+            if not process.attached
+            for name, port in process.ports.items()
+        }
+
+    @property
+    def gpu_plan(self) -> dict[int, str]:
+        """GPU → the worker that has it."""
+        return {gpu: worker.id for worker in self.workers for gpu in worker.gpus}
+
+    @property
+    def plugin_dir(self) -> Path:
+        return self.run_dir / "plugins"
+
+
+def plan(topology: Topology, run_dir: Path) -> Plan:
+    """The plan of `topology` on this machine, its files under `run_dir`.
+
+    Raises `InputError` when the engine is missing or `base_port = 0` finds no free ports.
+    """
+    choice = topology.engine
+    if all(group.urls for group in topology.workers):
+        engine = Engine(choice.name, Path(), {choice.name: choice.version or "unknown"})
+    else:
+        where = f"{topology.name}.toml"
+        engine = find(choice.name, topology.device, choice.python, choice.version, where)
+    if topology.router.kind in ENVIRONMENTS:
+        require(ENVIRONMENTS[topology.router.kind], f"{topology.name}.toml: router.kind")
+    if topology.base_port == 0:
+        base = free_base(topology.worker_count)
+        topology = topology.model_copy(update={"base_port": base})
+    return layout(topology, run_dir.absolute(), engine, len(os.sched_getaffinity(0)))
+
+
+def layout(topology: Topology, run_dir: Path, engine: Engine, cores: int) -> Plan:
+    """The processes of `topology` with `engine` on `cores` cores. Pure."""
+    known = _ENGINES[engine.name]
+    on_cpu = topology.device == "cpu"
+    share = max(1, cores // topology.worker_count)
+    threads = topology.cpu_threads or (share if on_cpu else min(8, share))
+    model = topology.model
+    paths = commands.Paths(
+        python=engine.python,
+        model=str(shape_folder(model)) if is_shape(model) else model,
+        run_dir=run_dir,
+        plugin_dir=run_dir / "plugins",
+    )
+    processes: list[Process] = []
+    counted: dict[Role, int] = {}
+    next_gpu = 0
+    for group in topology.workers:
+        for in_group in range(group.size):
+            number = counted.get(group.role, 0)
+            counted[group.role] = number + 1
+            gpus: tuple[int, ...] = ()
+            if group.urls:
+                processes.append(_attached(topology, group, number, in_group, run_dir))
+                continue
+            if not on_cpu:
+                first = in_group * group.tensor_parallel
+                gpus = group.gpus[first : first + group.tensor_parallel] or tuple(
+                    range(next_gpu, next_gpu + group.tensor_parallel)
+                )
+                next_gpu += group.tensor_parallel
+            place = commands.Place(
+                id=f"{group.role}-{number}",
+                role=group.role,
+                group=group,
+                ports=worker_ports(topology.base_port, len(processes)),
+                gpus=gpus,
+                threads=threads,
+            )
+            command = known.command(topology, place, paths)
+            url = f"http://{topology.host}:{place.ports['http']}"
+            processes.append(
+                Process(
+                    id=place.id,
+                    kind="worker",
+                    role=place.role,
+                    argv=command.argv,
+                    environment=command.environment,
+                    ports=dict(place.ports),
+                    gpus=gpus,
+                    attached=False,
+                    url=url,
+                    health_url=url + known.HEALTH_PATH,
+                    log=run_dir / "logs" / f"{place.id}.log",
+                    failures=known.FAILURES,
+                )
+            )
+    if topology.router.kind != "none":
+        processes.append(_router(topology, processes, run_dir))
+    # An engine's start is three imports of torch side by side.
+    parallel_starts = topology.parallel_starts or max(1, cores // 3)
+    return Plan(topology, engine, run_dir, tuple(processes), parallel_starts)
+
+
+def check(made: Plan, *, gpus: bool = True) -> None:
+    """Raises `InputError` for the first thing that would keep `made` from starting.
+
+    With `gpus` False the GPUs are left out: a topology can be checked where there are none.
+    """
+    if is_shape(made.topology.model):
+        write_shape(made.topology.model)
+    elif made.topology.model.startswith(("/", ".", "~")) and not Path(made.topology.model).is_dir():
+        raise InputError(f"{made.topology.name}.toml: model: no such folder: {made.topology.model}")
+    write_plugin(made.plugin_dir)
+    _check_flags(made)
+    check_free(made.ports)
+    if gpus and made.topology.device == "cuda":
+        check_gpus(made.gpu_plan, made.topology.hardware, f"{made.topology.name}.toml")
+
+
+def write_files(made: Plan) -> None:
+    """Writes what the processes read: model folder, plugin folder, router configuration."""
+    if is_shape(made.topology.model):
+        write_shape(made.topology.model)
+    write_plugin(made.plugin_dir)
+    (made.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    if made.topology.telemetry:
+        (made.run_dir / "steps").mkdir(exist_ok=True)
+    if made.topology.router.kind == "deltaserve":
+        write_atomically(made.run_dir / "router.toml", router_config(made).encode())
+
+
+def write_plugin(folder: Path) -> None:
+    """A folder that makes our SGLang plugin an installed one for whoever has it on ``PYTHONPATH``.
+
+    It holds a link to the package and the metadata that entry points are read from, so that nothing
+    is ever installed in an engine's environment.
+    """
+    spec = find_spec("sglang_ext")
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError("the package sglang_ext is missing; install deltaserve again")
+    source = Path(next(iter(spec.submodule_search_locations)))
+    link = folder / "sglang_ext"
+    info = folder / f"deltaserve-{__version__}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink() or link.resolve() != source.resolve():
+        link.unlink(missing_ok=True)
+        link.symlink_to(source)
+    metadata = f"Metadata-Version: 2.1\nName: deltaserve\nVersion: {__version__}\n"
+    entry_points = "[sglang.srt.plugins]\ndeltaserve = sglang_ext.plugin:install\n"
+    write_atomically(info / "METADATA", metadata.encode())
+    write_atomically(info / "entry_points.txt", entry_points.encode())
+
+
+def router_config(made: Plan) -> str:
+    """The content of ``router.toml`` (docs/formats.md)."""
+    topology = made.topology
+    lines = [
+        _line("host", topology.host),
+        _line("port", topology.base_port),
+        _line("policy", topology.router.policy),
+        _line("decision_log", "decisions.jsonl"),
+    ]
+    if topology.router.params:
+        lines += ["", "[policy_params]"]
+        lines += [_line(key, value) for key, value in topology.router.params.items()]
+    groups = [group for group in topology.workers for _ in range(group.size)]
+    for worker, group in zip(made.workers, groups, strict=True):
+        lines += ["", "[[workers]]", _line("id", worker.id), _line("url", worker.url)]
+        lines += [_line("role", worker.role), _line("engine", made.engine.name)]
+        on_vllm = made.engine.name == "vllm"
+        if connected := on_vllm and (topology.kv_connector or worker.role != "colocated"):
+            lines += [_line("kv_connector", topology.transfer_backend)]
+        mooncake = connected and topology.transfer_backend == "mooncake"
+        if mooncake or (worker.role == "prefill" and not on_vllm):
+            lines += [_line("bootstrap_host", urlsplit(worker.url).hostname)]
+            lines += [_line("bootstrap_port", worker.ports["bootstrap"])]
+        if tokens := group.max_total_tokens or topology.max_total_tokens:
+            lines += [_line("kv_capacity_tokens", tokens)]
+        page_tokens = topology.page_size or _ENGINES[made.engine.name].PAGE_TOKENS
+        lines += [_line("page_size", page_tokens)]
+    return "\n".join(lines) + "\n"
+
+
+def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Process:
+    url = f"http://{topology.host}:{topology.base_port}"
+    if topology.router.kind == "deltaserve":
+        argv = routers.ours(run_dir / "router.toml")
+        ports = {"http": topology.base_port}
+        health_url = f"{url}/health"
+    else:
+        known = [(w.role or "colocated", w.url, w.ports.get("bootstrap")) for w in workers]
+        argv = routers.stock(topology, known)
+        ports = {name: topology.base_port + at for name, at in routers.STOCK_PORTS.items()}
+        health_url = f"{url}/readiness"
+    return Process(
+        id="router",
+        kind="router",
+        role=None,
+        argv=argv,
+        environment=commands.local_only(topology.host),
+        ports=ports,
+        gpus=(),
+        attached=False,
+        url=url,
+        health_url=health_url,
+        log=run_dir / "logs" / "router.log",
+        failures=(),
+    )
+
+
+def _attached(
+    topology: Topology, group: WorkerGroup, number: int, at: int, run_dir: Path
+) -> Process:
+    url = group.urls[at].rstrip("/")
+    id_ = f"{group.role}-{number}"
+    return Process(
+        id=id_,
+        kind="worker",
+        role=group.role,
+        argv=(),
+        environment={},
+        ports={"bootstrap": group.bootstrap_ports[at]} if group.bootstrap_ports else {},
+        gpus=(),
+        attached=True,
+        url=url,
+        health_url=url + _ENGINES[topology.engine.name].HEALTH_PATH,
+        log=run_dir / "logs" / f"{id_}.log",
+        failures=(),
+    )
+
+
+def _check_flags(made: Plan) -> None:
+    where = f"{made.topology.name}.toml"
+    about = f"{made.engine.name} {made.engine.version}"
+    started = [worker for worker in made.workers if not worker.attached]
+    if not started:
+        return
+    known = options(made.engine, started[0].full_environment())
+    for worker in started:
+        following = [*worker.argv[1:], ""]
+        for at, token in enumerate(following):
+            if not token.startswith("--"):
+                continue
+            spelled, sign, value = token.partition("=")
+            # vLLM takes underscores for dashes, and --option.key for a key of a JSON option.
+            flag = spelled.split(".")[0].replace("_", "-")
+            option = known.get(flag) or known.get(spelled)
+            if option is None:
+                close = difflib.get_close_matches(flag, known, 1)
+                hint = f" (did you mean {close[0]}?)" if close else ""
+                raise InputError(f"{where}: {worker.id}: {about} has no flag {spelled}{hint}")
+            if not sign:
+                value = following[at + 1]
+            if option.takes_value and option.choices and value not in option.choices:
+                raise InputError(
+                    f"{where}: {worker.id}: {about}: {spelled} cannot be {value!r}; "
+                    f"expected one of: {', '.join(option.choices)}"
+                )
+
+
+def _line(key: str, value: Any) -> str:
+    return f"{json.dumps(key) if not key.isidentifier() else key} = {_toml(value)}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        inner = ", ".join(_line(key, item) for key, item in value.items())
+        return f"{{ {inner} }}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    return json.dumps(value)

@@ -1,0 +1,155 @@
+"""A supervised process: started under a guardian, and what it takes to end it from elsewhere.
+
+Owns the pairing of a process with its guardian (`launch.guard`). Knows no engines and no fleets.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from launch import guard
+
+_MARK = "DELTASERVE_PROCESS"
+
+GRACE_S = 10.0
+"""How long a process has to leave after SIGTERM."""
+
+
+class Supervised:
+    """A running process. It ends, with all that came of it, when this process does.
+
+    `mark` is in the environment of everything that comes of it, and of nothing else.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path
+    ) -> None:
+        """Starts `argv` in `folder` with exactly `environment`; both outputs go to `log`."""
+        self.mark = uuid.uuid4().hex
+        read_end, self._alive_while_open = os.pipe()
+        guardian = [sys.executable, "-I", "-S", guard.__file__]
+        try:
+            with log.open("wb") as output:
+                self._guardian = subprocess.Popen(
+                    [*guardian, str(read_end), str(os.getpid()), str(GRACE_S), "--", *argv],
+                    env={**environment, _MARK: self.mark},
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(read_end,),
+                )
+        except BaseException:
+            os.close(self._alive_while_open)
+            raise
+        finally:
+            os.close(read_end)
+        self.pid = self._guardian.pid
+        self.started_unix_s = psutil.Process(self.pid).create_time()
+
+    def exit_status(self) -> int | None:
+        """None while it runs; 128 + signal where a signal ended it."""
+        status = self._guardian.poll()
+        return status if status is None or status >= 0 else 128 - status
+
+    def listens_on(self, port: int) -> bool:
+        """Whether one of its processes listens on the TCP port."""
+        for process in members(self.pid, self.started_unix_s):
+            try:
+                connections = process.net_connections("tcp")
+            except psutil.Error:
+                continue
+            for connection in connections:
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    return True
+        return False
+
+    def request_stop(self) -> None:
+        """Asks for the end without waiting for it."""
+        if self._guardian.poll() is None:
+            self._guardian.terminate()
+
+    def stop(self) -> None:
+        """Ends it and everything that came of it; returns when nothing is left."""
+        self.request_stop()
+        try:
+            self._guardian.wait(GRACE_S + 5)
+        except subprocess.TimeoutExpired:
+            self._guardian.kill()
+            self._guardian.wait()
+        sweep(self.pid, self.started_unix_s, self.mark)
+        if self._alive_while_open >= 0:
+            os.close(self._alive_while_open)
+            self._alive_while_open = -1
+
+
+def is_running(pid: int, started_unix_s: float) -> bool:
+    """Whether the process that is `pid` since `started_unix_s` runs; a later one does not count."""
+    try:
+        zombie = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    return not zombie and _is_same(pid, started_unix_s) is True
+
+
+def terminate(pid: int, started_unix_s: float, timeout_s: float) -> bool:
+    """SIGTERM to that very process; True when it has gone within `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    if is_running(pid, started_unix_s):
+        os.kill(pid, signal.SIGTERM)
+    while is_running(pid, started_unix_s):
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def sweep(guardian: int, started_unix_s: float, mark: str) -> None:
+    """Kills what a guardian that died before its time left behind.
+
+    That is what stayed in its session, whatever it calls itself now, and what left the session but
+    still has the environment it was started with. Does nothing to a process that has come by the
+    guardian's pid since.
+    """
+    if _is_same(guardian, started_unix_s) is not False:
+        guard.kill_offspring(guardian, 0.0)
+    killed = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(_MARK) == mark:
+                process.kill()
+                killed.append(process)
+        except psutil.Error:
+            continue
+    psutil.wait_procs(killed, timeout=5.0)
+
+
+def members(guardian: int, started_unix_s: float) -> list[psutil.Process]:
+    """The live processes under a guardian, or left by it; the guardian left out."""
+    if _is_same(guardian, started_unix_s) is False:
+        return []
+    found = []
+    for pid in guard.offspring(guardian):
+        try:
+            found.append(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _is_same(pid: int, started_unix_s: float) -> bool | None:
+    """Whether `pid` is still the process that started then; None where no process has that pid."""
+    try:
+        return abs(psutil.Process(pid).create_time() - started_unix_s) < 0.05
+    except psutil.NoSuchProcess:
+        return None

@@ -1,0 +1,292 @@
+"""The topology file: which engine, which workers in which roles, which router.
+
+Owns the keys, their checks and their overrides (`--set key=value`). Knows nothing of engines'
+flags, ports in use or processes. A topology is a value: the same file and overrides give the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from deltaserve.errors import InputError
+from launch.hardware import PROFILES, Profile
+
+Role = Literal["colocated", "prefill", "decode", "elastic"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+_Positive = Annotated[int, Field(gt=0)]
+_Port = Annotated[int, Field(gt=0, lt=65536)]
+_Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineChoice(_Strict):
+    """Which engine, and its Python: the project's own environment unless `python` names another."""
+
+    name: Literal["sglang", "vllm"]
+    version: _Text | None = None
+    python: Path | None = None
+
+
+class WorkerGroup(_Strict):
+    """Workers that are alike. Each takes `tensor_parallel` GPUs, from `gpus` where given.
+
+    With `urls` (one a worker) they are attached instead: workers that run already, here or on
+    another machine, and that a fleet neither starts nor ends.
+    """
+
+    role: Role = "colocated"
+    count: _Positive = 1
+    urls: tuple[_Text, ...] = ()
+    bootstrap_ports: tuple[_Port, ...] = ()
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    tensor_parallel: _Positive = 1
+    max_total_tokens: _Positive | None = None
+    chunk_tokens: _Positive | None = None
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+
+    @property
+    def size(self) -> int:
+        return len(self.urls) or self.count
+
+
+class RouterChoice(_Strict):
+    """The router in front; `none` leaves the workers to be called directly.
+
+    `params` are of our policies; `flags` of the stock routers.
+    """
+
+    kind: Literal["deltaserve", "sglang-router", "smg", "none"] = "deltaserve"
+    policy: _Text = "round_robin"
+    params: dict[str, Any] = {}
+    flags: tuple[str, ...] = ()
+
+
+class Topology(_Strict):
+    """A whole topology. Keys that are None leave the engine its own default."""
+
+    name: _Text
+    description: str = ""
+    engine: EngineChoice
+    device: Literal["cpu", "cuda"]
+    hardware: Literal["cpu", "h20", "h200"] | None = None
+    model: _Text
+    load_format: _Text | None = None
+    dtype: _Text = "bfloat16"
+    context_tokens: _Positive | None = None
+    max_total_tokens: _Positive | None = None
+    page_size: _Positive | None = None
+    chunk_tokens: _Positive | None = None
+    mixed_chunk: bool = False
+    graphs: bool = True
+    transfer_backend: Literal["nixl", "mooncake"] = "nixl"
+    rdma_devices: tuple[_Text, ...] = ()
+    decode_radix_cache: bool | None = None
+    kv_connector: bool = False
+    telemetry: bool = False
+    host: _Text = "127.0.0.1"
+    base_port: Annotated[int, Field(ge=0, le=60000)] = 30000
+    cpu_threads: _Positive | None = None
+    parallel_starts: _Positive | None = None
+    sample_interval_s: Annotated[float, Field(ge=0)] = 2.0
+    ready_timeout_s: Annotated[float, Field(gt=0)] = 900.0
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+    workers: Annotated[tuple[WorkerGroup, ...], Field(min_length=1)]
+    router: RouterChoice = RouterChoice()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        roles = {group.role for group in self.workers}
+        if "prefill" in roles and not roles & {"decode", "elastic"}:
+            raise ValueError('workers: a "prefill" worker needs a "decode" or "elastic" one')
+        if "decode" in roles and "prefill" not in roles:
+            raise ValueError('workers: a "decode" worker needs a "prefill" one')
+        sglang = self.engine.name == "sglang"
+        if "elastic" in roles and not sglang:
+            raise ValueError('workers: the role "elastic" is SGLang\'s only')
+        if self.mixed_chunk and not sglang:
+            raise ValueError("mixed_chunk: vllm always mixes; it is a key of SGLang's only")
+        if self.kv_connector and (sglang or roles != {"colocated"}):
+            raise ValueError("kv_connector: only for vllm workers that are colocated")
+        if sglang and self.transfer_backend == "mooncake" and self.keeps_decode_cache:
+            raise ValueError("decode_radix_cache: SGLang has it with transfer_backend nixl only")
+        if self.hardware and PROFILES[self.hardware].device != self.device:
+            raise ValueError(f"hardware: {self.hardware} does not have device {self.device!r}")
+        if self.router.params and self.router.kind != "deltaserve":
+            raise ValueError(f"router.params: {self.router.kind} has none; use router.flags")
+        if self.router.flags and self.router.kind in ("deltaserve", "none"):
+            raise ValueError(f"router.flags: {self.router.kind} has none; use router.params")
+        if self.router.kind not in ("deltaserve", "none") and "elastic" in roles:
+            raise ValueError(f"router.kind: {self.router.kind} knows no elastic workers")
+        if self.router.kind not in ("deltaserve", "none") and not sglang and "prefill" in roles:
+            raise ValueError(f"router.kind: {self.router.kind} does not separate with vllm workers")
+        taken: set[int] = set()
+        for index, group in enumerate(self.workers):
+            if group.gpus and self.device == "cpu":
+                raise ValueError(f'workers.{index}.gpus: device is "cpu"')
+            if group.urls and (group.gpus or group.count not in (1, len(group.urls))):
+                raise ValueError(f"workers.{index}.urls: attached workers have no gpus and count")
+            if group.urls and group.role == "prefill" and sglang:
+                if len(group.bootstrap_ports) != len(group.urls):
+                    raise ValueError(f"workers.{index}.bootstrap_ports: one a url is needed")
+            elif group.bootstrap_ports:
+                raise ValueError(f"workers.{index}.bootstrap_ports: for attached prefill workers")
+            needed = group.count * group.tensor_parallel
+            if group.gpus and len(group.gpus) != needed:
+                raise ValueError(
+                    f"workers.{index}.gpus: {len(group.gpus)} given, but count x tensor_parallel "
+                    f"is {needed}"
+                )
+            if len(set(group.gpus)) != len(group.gpus) or taken & set(group.gpus):
+                raise ValueError(f"workers.{index}.gpus: a GPU is given twice")
+            taken |= set(group.gpus)
+        if taken and not all(group.gpus or group.urls for group in self.workers):
+            raise ValueError("workers: give gpus to every group or to none")
+        return self
+
+    @property
+    def worker_count(self) -> int:
+        return sum(group.size for group in self.workers)
+
+    @property
+    def keeps_decode_cache(self) -> bool:
+        """Whether SGLang's decode workers keep a radix cache: by default where they can."""
+        if self.decode_radix_cache is None:
+            return self.transfer_backend == "nixl"
+        return self.decode_radix_cache
+
+    @property
+    def profile(self) -> Profile:
+        """What the hardware is; that of a Hopper GPU where a CUDA topology does not say."""
+        return PROFILES[self.hardware or ("cpu" if self.device == "cpu" else "h200")]
+
+
+def catalog() -> dict[str, str]:
+    """The shipped topologies: name → what it is for."""
+    found = {}
+    for file in (resources.files("launch") / "topologies").iterdir():
+        if file.name.endswith(".toml"):
+            described = tomllib.loads(file.read_text()).get("description", "")
+            found[file.name.removesuffix(".toml")] = str(described)
+    return dict(sorted(found.items()))
+
+
+def load_topology(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Topology:
+    """The topology of a shipped name or a file, with `overrides` (``key.key=value``) applied.
+
+    A value is read as TOML where it is TOML (``8``, ``true``, ``["--a"]``), else as a string; list
+    items are named by index (``workers.0.count=2``). Raises `InputError` in one line that names
+    the file and the key, or the override.
+    """
+    text, where, name = _read(name_or_path)
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{where}: not TOML: {error}") from error
+    data.setdefault("name", name)
+    set_keys = {}
+    for override in overrides:
+        key, sign, value = override.partition("=")
+        if not sign or not key:
+            raise InputError(f"--set {override}: expected key=value")
+        _set(data, key, _value(value), override)
+        set_keys[key] = override
+    try:
+        return Topology.model_validate(data)
+    except ValidationError as error:
+        raise InputError(_one_line(error, where, set_keys)) from error
+
+
+def _read(name_or_path: str | Path) -> tuple[str, str, str]:
+    """Text of the file, what to call it in errors, default name of the topology."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml" or len(path.parts) > 1:
+        try:
+            return path.read_text(), str(path), path.stem
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: cannot read the topology: {error}") from error
+    shipped = catalog()
+    name = str(name_or_path)
+    if name not in shipped:
+        close = difflib.get_close_matches(name, shipped, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise InputError(
+            f"no topology {name!r}{hint}; expected a .toml file or one of: {', '.join(shipped)}"
+        )
+    file = resources.files("launch") / "topologies" / f"{name}.toml"
+    return file.read_text(), f"{name}.toml", name
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(data: dict[str, Any], key: str, value: Any, override: str) -> None:
+    at: Any = data
+    *parents, last = key.split(".")
+    for part in parents:
+        at = _step(at, part, override) if isinstance(at, list) else at.setdefault(part, {})
+        if not isinstance(at, (dict, list)):
+            raise InputError(f"--set {override}: {part!r} has no keys")
+    if isinstance(at, list):
+        _step(at, last, override)
+        at[int(last)] = value
+    else:
+        at[last] = value
+
+
+def _step(items: list[Any], part: str, override: str) -> Any:
+    if not part.isdecimal() or int(part) >= len(items):
+        raise InputError(
+            f"--set {override}: expected an index from 0 to {len(items) - 1}: {part!r}"
+        )
+    return items[int(part)]
+
+
+def _one_line(error: ValidationError, where: str, set_keys: dict[str, str]) -> str:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    key = ".".join(location)
+    source = where
+    for set_key, override in set_keys.items():
+        if f"{key}.".startswith(f"{set_key}."):
+            source = f"--set {override}"
+    if first["type"] == "extra_forbidden":
+        known = _keys_at(location[:-1])
+        close = difflib.get_close_matches(location[-1], known, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+        return f"{source}: {key}: unknown key ({hint})"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{source}: {key}: {message}" if key else f"{source}: {message}"
+
+
+def _keys_at(location: list[str]) -> list[str]:
+    nested: dict[str, type[BaseModel]] = {
+        "engine": EngineChoice,
+        "workers": WorkerGroup,
+        "router": RouterChoice,
+    }
+    model = nested[location[0]] if location else Topology
+    return list(model.model_fields)

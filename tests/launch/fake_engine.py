@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Stands in for an engine's Python, for what a real engine cannot do on cue.
+
+Answers what launch asks of an engine's Python (versions, options) and, as the server, behaves as
+``FAKE`` says. Its real counterpart is started in tests/live.
+"""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+_FLAGS = (
+    "--model-path",
+    "--host",
+    "--port",
+    "--nccl-port",
+    "--device",
+    "--tp-size",
+    "--dtype",
+    "--random-seed",
+    "--load-format",
+    "--context-length",
+    "--max-total-tokens",
+    "--page-size",
+    "--chunked-prefill-size",
+    "--attention-backend",
+    "--sampling-backend",
+    "--grammar-backend",
+    "--mem-fraction-static",
+    "--disaggregation-mode",
+    "--disaggregation-transfer-backend",
+    "--disaggregation-bootstrap-port",
+    "--max-running-requests",
+)
+_SWITCHES = (
+    "--enable-metrics",
+    "--enable-cache-report",
+    "--skip-tokenizer-init",
+    "--disable-overlap-schedule",
+    "--sleep-on-idle",
+    "--disaggregation-decode-enable-radix-cache",
+    "--enable-mixed-chunk",
+)
+
+
+class _Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _serve(arguments: list[str]) -> None:
+    behaviour = os.environ.get("FAKE", "serve")
+    print(f"fake engine: {behaviour}", flush=True)
+    if behaviour == "die":
+        print("the reason it died", flush=True)
+        sys.exit(3)
+    if behaviour == "plugin-fails":
+        print("Failed to execute general plugin: deltaserve", flush=True)
+    if behaviour in ("hang", "plugin-fails"):
+        time.sleep(600)
+    if behaviour == "ignore-sigterm":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "grandchildren":
+        sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+        subprocess.Popen(sleeper)
+        subprocess.Popen(sleeper, start_new_session=True)
+    port = int(arguments[arguments.index("--port") + 1])
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), _Health).serve_forever()
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:2] == ["-I", "-c"]:
+        print(json.dumps({"python": "3.11.0", "sglang": "0.5.17"}))
+    elif arguments[0].endswith("probe.py"):
+        options = {flag: {"takes_value": True, "choices": None} for flag in _FLAGS}
+        options |= {flag: {"takes_value": False, "choices": None} for flag in _SWITCHES}
+        options["--attention-backend"]["choices"] = ["torch_native", "fa3"]
+        print(json.dumps(options))
+    else:
+        _serve(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

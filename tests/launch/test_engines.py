@@ -1,0 +1,92 @@
+"""Engine environments: whole or absent, made once, found or explained."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from deltaserve.errors import InputError
+from launch import engines
+from launch.engines import ENVIRONMENTS, Environment, find, install
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_locks_pin_every_package_with_hashes_and_name_no_registry(name: str) -> None:
+    environment = ENVIRONMENTS[name]
+    text = environment.lock.decode()
+    assert f"\n{environment.package}=={environment.version} " in f"\n{text}"
+    if "torch==" in text:
+        assert re.search(r"\ntorch==2\.11\.0 ", text)
+    pinned = re.findall(r"^[a-z0-9][^\s=]*==\S+.*?(?=^[a-z0-9]|\Z)", text, re.M | re.S)
+    assert len(pinned) >= 7
+    assert all("--hash=sha256:" in block for block in pinned)
+    assert "://" not in text
+
+
+def test_two_installations_at_once_build_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path] = []
+
+    def build(_: Environment, folder: Path) -> None:
+        built.append(folder)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(engines, "_build", build)
+    threads = [threading.Thread(target=install, args=("sglang", quiet)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+    assert ENVIRONMENTS["sglang"].installed
+
+
+def test_an_installation_that_fails_leaves_nothing_that_looks_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build(_: Environment, folder: Path) -> None:
+        (folder / "half").touch()
+        raise InputError("uv could not make the environment")
+
+    monkeypatch.setattr(engines, "_build", build)
+    with pytest.raises(InputError):
+        install("sglang", quiet)
+    environment = ENVIRONMENTS["sglang"]
+    assert not environment.installed
+    assert not [p for p in environment.folder.parent.iterdir() if p.is_dir()]
+
+
+def test_what_a_killed_installation_left_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ENVIRONMENTS["sglang"].folder
+    stale = folder.with_name(f".{folder.name}.abc")
+    stale.mkdir(parents=True)
+    monkeypatch.setattr(engines, "_build", lambda *_: None)
+    install("sglang", quiet)
+    assert not stale.exists()
+
+
+def test_an_unknown_engine_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(InputError, match="no engine 'vlm'; expected one of: sglang"):
+        install("vlm", quiet)
+
+
+def test_another_engine_version_than_asked_for_is_an_error(fake_python: Path) -> None:
+    assert find("sglang", "cpu", fake_python, "0.5.17", "t.toml").version == "0.5.17"
+    with pytest.raises(InputError, match=r"t\.toml: engine\.version: .* has sglang 0\.5\.17, not"):
+        find("sglang", "cpu", fake_python, "0.5.18", "t.toml")
+    with pytest.raises(InputError, match=r"engine\.version: sglang 0\.5\.18 is not pinned here"):
+        find("sglang", "cpu", None, "0.5.18", "t.toml")
+
+
+def test_a_python_without_the_engine_is_an_error(fake_python: Path) -> None:
+    with pytest.raises(InputError, match="has no vllm installed"):
+        find("vllm", "cpu", fake_python, None, "t.toml")
+    with pytest.raises(InputError, match="/nowhere/python does not run"):
+        find("vllm", "cpu", Path("/nowhere/python"), None, "t.toml")

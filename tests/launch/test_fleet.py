@@ -1,0 +1,310 @@
+"""A fleet comes up whole or not at all, and nothing of it is left, whatever ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deltaserve.errors import InputError
+from launch import FleetError, control, fleet, guard, planning, supervised
+from launch.ports import free_base, reserved, worker_ports
+
+from .conftest import Fakes, sleeping_in
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1])
+
+
+def is_open(url: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port_of(url))) == 0
+
+
+def test_workers_come_up_and_all_is_gone_afterwards(fakes: Fakes, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    told: list[str] = []
+    with fleet(fakes("serve", "grandchildren"), run_dir, told.append) as running:
+        urls = [worker.url for worker in running.workers]
+        assert [worker.id for worker in running.workers] == ["colocated-0", "colocated-1"]
+        assert all(is_open(url) for url in urls)
+        assert running.router_url is None
+        assert running.engine_versions["sglang"] == "0.5.17"
+        assert running.timings["ready_s.colocated-1"] > 0
+        assert json.loads((run_dir / "fleet.json").read_text())["state"] == "ready"
+        running.check()
+    assert sleeping_in(run_dir) == []
+    assert not any(is_open(url) for url in urls)
+    assert json.loads((run_dir / "fleet.json").read_text())["state"] == "stopped"
+    assert any("colocated-1: ready" in line for line in told)
+
+
+def test_the_record_of_a_fleet_keeps_what_changes_an_engine_and_no_secret(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with fleet(fakes("serve"), tmp_path / "run"):
+        pass
+    written = (tmp_path / "run" / "fleet.json").read_text()
+    assert json.loads(written)["inherited_environment"]["NCCL_DEBUG"] == "INFO"
+    assert "hf_secret" not in written
+
+
+def test_a_worker_that_dies_at_start_is_noticed_at_once_with_its_last_words(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    began_s = time.monotonic()
+    with (
+        pytest.raises(FleetError, match=r"colocated-1 died \(exit status 3\)") as error,
+        fleet(fakes("serve", "die"), tmp_path / "run"),
+    ):
+        pass
+    assert str(error.value).endswith("the reason it died")
+    assert time.monotonic() - began_s < 20
+    assert sleeping_in(tmp_path / "run") == []
+    assert json.loads((tmp_path / "run" / "fleet.json").read_text())["state"] == "failed"
+
+
+def test_a_worker_that_never_answers_is_given_up(fakes: Fakes, tmp_path: Path) -> None:
+    topology = fakes("hang", overrides=("ready_timeout_s=1.0",))
+    with (
+        pytest.raises(FleetError, match="colocated-0 was not ready after 1 s"),
+        fleet(topology, tmp_path / "run"),
+    ):
+        pass
+    assert sleeping_in(tmp_path / "run") == []
+
+
+def test_an_engine_that_goes_on_without_our_plugin_is_refused(fakes: Fakes, tmp_path: Path) -> None:
+    with (
+        pytest.raises(FleetError, match="the engine started without our plugin"),
+        fleet(fakes("plugin-fails"), tmp_path / "run"),
+    ):
+        pass
+
+
+def test_a_worker_that_ignores_sigterm_is_killed(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "GRACE_S", 0.5)
+    with fleet(fakes("ignore-sigterm"), tmp_path / "run"):
+        pass
+    assert sleeping_in(tmp_path / "run") == []
+
+
+def test_a_worker_that_dies_later_is_reported_by_check(fakes: Fakes, tmp_path: Path) -> None:
+    with fleet(fakes("grandchildren"), tmp_path / "run") as running:
+        below = psutil.Process(running.workers[0].pid).children()
+        (engine,) = [process for process in below if "--port" in process.cmdline()]
+        engine.kill()
+        wait_until(lambda: sleeping_in(tmp_path / "run") == [])
+        with pytest.raises(FleetError, match=r"colocated-0 died \(signal 9\)"):
+            running.check()
+
+
+def test_a_killed_guardian_leaves_nothing_after_stop(fakes: Fakes, tmp_path: Path) -> None:
+    with fleet(fakes("grandchildren"), tmp_path / "run") as running:
+        os.kill(running.workers[0].pid, signal.SIGKILL)
+    assert sleeping_in(tmp_path / "run") == []
+
+
+def test_a_port_in_use_is_named_with_its_owner_before_anything_starts(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        topology = fakes("serve", overrides=(f"base_port={port - 20}",))
+        with pytest.raises(InputError) as error, fleet(topology, tmp_path / "run"):
+            pass
+    said = str(error.value)
+    assert re.search(rf"port {port} \(colocated-0 http\) is in use by pid {os.getpid()} \(", said)
+    assert sleeping_in(tmp_path / "run") == []
+
+
+def test_a_stranger_that_answers_on_a_workers_port_is_not_taken_for_it(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = fakes("hang")
+    base_port = free_base(1)
+    topology = topology.model_copy(update={"base_port": base_port})
+    argv = [sys.executable, "-m", "http.server", "--directory", str(tmp_path)]
+    (tmp_path / "health").touch()
+    monkeypatch.setattr(planning, "check_free", lambda _: None)
+    stranger = subprocess.Popen(
+        [*argv, str(worker_ports(base_port, 0)["http"])], stderr=subprocess.DEVNULL
+    )
+    try:
+        with (
+            pytest.raises(FleetError, match="colocated-0: another process answers on its port"),
+            fleet(topology, tmp_path / "run"),
+        ):
+            pass
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_two_fleets_never_get_the_same_ports_before_their_engines_have_opened_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(random, "shuffle", lambda _: None)
+    port = free_base(1)
+    assert free_base(1) == port
+    with reserved([port]):
+        assert free_base(1) != port
+        other = pytest.raises(InputError, match=f"port {port} belongs to another fleet")
+        with other, reserved([port]):
+            pass
+    with reserved([port]):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ('["--max-runing-requests", "4"]', "did you mean --max-running-requests?"),
+        ('["--attention-backend=fa9"]', "cannot be 'fa9'; expected one of: torch_native, fa3"),
+        ('["--attention-backend", "fa9"]', "cannot be 'fa9'; expected one of: torch_native, fa3"),
+    ],
+)
+def test_flags_are_held_against_the_installed_engine(
+    fakes: Fakes, tmp_path: Path, flags: str, said: str
+) -> None:
+    with (
+        pytest.raises(InputError, match=r"colocated-0: sglang 0\.5\.17") as error,
+        fleet(fakes("serve", overrides=(f"flags={flags}",)), tmp_path / "run"),
+    ):
+        pass
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_folder_holds_one_fleet_at_a_time(fakes: Fakes, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    taken = pytest.raises(InputError, match="is running there; run: deltaserve launch down")
+    with fleet(fakes("serve"), run_dir), taken, fleet(fakes("serve"), run_dir):
+        pass
+
+
+SUPERVISOR = """
+import sys, time
+from pathlib import Path
+from launch import fleet, load_topology
+with fleet(load_topology(sys.argv[1]), Path(sys.argv[2])):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def supervisor(fakes: Fakes, tmp_path: Path, *behaviours: str) -> subprocess.Popen[str]:
+    """A process that holds a fleet of fakes in ``tmp_path/run``, ready."""
+    made = fakes(*behaviours)
+    groups = "".join(
+        f'[[workers]]\nenvironment = {{ FAKE = "{group.environment["FAKE"]}" }}\n'
+        for group in made.workers
+    )
+    file = tmp_path / "fakes.toml"
+    file.write_text(
+        f'device = "cpu"\nmodel = "tiny-qwen3-moe"\nbase_port = 0\nrouter = {{ kind = "none" }}\n'
+        f'engine = {{ name = "sglang", python = "{made.engine.python}" }}\n{groups}'
+    )
+    argv = [sys.executable, "-c", SUPERVISOR, str(file), str(tmp_path / "run")]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process(fakes: Fakes, tmp_path: Path) -> None:
+    process = supervisor(fakes, tmp_path, "serve", "grandchildren")
+    assert len(sleeping_in(tmp_path / "run")) >= 6
+    process.kill()
+    process.communicate()
+    wait_until(lambda: sleeping_in(tmp_path / "run") == [])
+    now = control.status(tmp_path / "run")
+    assert (now.state, now.alive) == ("dead", False)
+    assert [p.state for p in now.processes] == ["dead", "dead"]
+    assert control.down(tmp_path / "run") == 0
+
+
+def test_down_ends_a_fleet_that_another_process_holds(fakes: Fakes, tmp_path: Path) -> None:
+    process = supervisor(fakes, tmp_path, "serve", "grandchildren")
+    before = control.status(tmp_path / "run")
+    assert (before.state, before.alive) == ("ready", True)
+    assert all(p.rss_bytes > 0 for p in before.processes)
+    assert control.down(tmp_path / "run") == 2
+    process.communicate(timeout=20)
+    assert sleeping_in(tmp_path / "run") == []
+    assert not any(is_open(p.url) for p in before.processes)
+
+
+def test_down_ends_what_is_left_when_supervisor_and_guardians_were_killed(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    process = supervisor(fakes, tmp_path, "grandchildren")
+    (guardian,) = [p.pid for p in control.status(tmp_path / "run").processes if p.pid]
+    process.send_signal(signal.SIGSTOP)
+    os.kill(guardian, signal.SIGKILL)
+    process.kill()
+    process.communicate()
+    control.down(tmp_path / "run")
+    wait_until(lambda: sleeping_in(tmp_path / "run") == [])
+
+
+def test_down_spares_a_process_that_has_come_by_a_recorded_pid(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    with fleet(fakes("serve"), tmp_path / "run"):
+        pass
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        file = tmp_path / "run" / "fleet.json"
+        record = json.loads(file.read_text())
+        record["state"] = "ready"
+        record["supervisor"]["pid"] = record["processes"][0]["pid"] = bystander.pid
+        file.write_text(json.dumps(record))
+        assert control.down(tmp_path / "run") == 0
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_killed_process_counts_until_its_last_thread_has_gone() -> None:
+    code = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print('ready', flush=True)\n"
+        "ctypes.CDLL(None).pthread_exit(None)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        is_zombie = psutil.Process(process.pid).status
+        wait_until(lambda: is_zombie() == psutil.STATUS_ZOMBIE)
+        assert process.pid in guard.processes()
+    finally:
+        process.kill()
+    process.wait()
+    assert process.pid not in guard.processes()

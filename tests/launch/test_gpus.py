@@ -1,0 +1,110 @@
+"""The GPU plan, and the GPUs held against it (made up here: no GPU is needed)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deltaserve.errors import InputError
+from launch import hardware
+from launch.engines import Engine
+from launch.hardware import GpuSample, check_gpus
+from launch.planning import Plan, layout
+from launch.topology import catalog, load_topology
+
+GIB = 2**30
+
+
+def planned(name: str, *overrides: str) -> Plan:
+    topology = load_topology(name, overrides)
+    engine = Engine(topology.engine.name, Path("/e/bin/python"), {topology.engine.name: "1"})
+    return layout(topology, Path("/run/x"), engine, 64)
+
+
+@pytest.mark.parametrize("name", [name for name in catalog() if not name.startswith("laptop")])
+def test_each_worker_of_a_gpu_topology_has_gpus_of_its_own(name: str) -> None:
+    made = planned(name)
+    gpus = [gpu for worker in made.workers for gpu in worker.gpus]
+    assert sorted(gpus) == list(range(len(made.workers)))
+    for worker in made.workers:
+        assert worker.environment["CUDA_VISIBLE_DEVICES"] == str(worker.gpus[0])
+        assert made.gpu_plan[worker.gpus[0]] == worker.id
+
+
+def test_the_topologys_name_says_how_many_gpus_it_takes() -> None:
+    counts = {"colocated-8": 8, "pd-3p1d": 4, "elastic-2p6d": 8, "vllm-pd-4p4d": 8, "vllm-1": 1}
+    assert {name: len(planned(name).gpu_plan) for name in counts} == counts
+
+
+def test_tensor_parallel_workers_take_neighbouring_gpus_or_those_given() -> None:
+    pair = ["workers.0.tensor_parallel=2", "workers.0.count=2"]
+    assert [w.gpus for w in planned("colocated-4", *pair).workers] == [(0, 1), (2, 3)]
+    given = planned("colocated-4", *pair, "workers.0.gpus=[7, 5, 3, 1]").workers
+    assert [w.gpus for w in given] == [(7, 5), (3, 1)]
+    assert given[0].environment["CUDA_VISIBLE_DEVICES"] == "7,5"
+
+
+def test_connectors_graphs_and_mixing_become_the_engines_flags() -> None:
+    both = planned("vllm-8-mooncake-both").workers[0].argv
+    config = both[both.index("--kv-transfer-config") + 1]
+    assert config == '{"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}'
+    assert "--enforce-eager" in planned("vllm-8-eager").workers[0].argv
+    assert "--enforce-eager" not in planned("vllm-8").workers[0].argv
+    assert "--enable-mixed-chunk" in planned("colocated-8-mixed").workers[0].argv
+    rdma = planned("pd-4p4d", 'rdma_devices=["mlx5_0", "mlx5_1"]').workers[0].argv
+    assert rdma[rdma.index("--disaggregation-ib-device") + 1] == "mlx5_0,mlx5_1"
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "said"),
+    [
+        ("vllm-8", "mixed_chunk=true", "mixed_chunk: vllm always mixes"),
+        ("vllm-8", "workers.0.role=elastic", 'the role "elastic" is SGLang\'s only'),
+        ("colocated-8", "kv_connector=true", "only for vllm workers"),
+        ("colocated-8", "hardware=cpu", "hardware: cpu does not have device 'cuda'"),
+        ("elastic-1p7d", "router.kind=smg", "smg knows no elastic workers"),
+        ("colocated-8", "router.flags=['--x']", "router.flags: deltaserve has none"),
+        ("pd-4p4d", "decode_radix_cache=true", ""),
+    ],
+)
+def test_what_does_not_go_together_is_refused(name: str, override: str, said: str) -> None:
+    if not said:
+        assert planned(name, override).workers
+        return
+    with pytest.raises(InputError) as error:
+        planned(name, override)
+    assert said in str(error.value)
+
+
+def gpu(index: int, *, name: str = "NVIDIA H200", used_gib: float = 0.5) -> GpuSample:
+    return GpuSample(index, name, 0, int(used_gib * GIB), 140 * GIB, 75.0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ([], "there is no NVIDIA driver here"),
+        ([gpu(0)], "decode-0 needs GPU 1; there are 1"),
+        ([gpu(0), gpu(1, name="NVIDIA H20")], "hardware is 'h200', but GPU 1 is a NVIDIA H20"),
+        ([gpu(0), gpu(1, used_gib=60)], "GPU 1 is not free: 60.0 GiB in use"),
+    ],
+)
+def test_gpus_that_are_missing_other_or_busy_are_named(
+    there: list[GpuSample], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "sample_gpus", lambda: there)
+    monkeypatch.setattr(hardware, "_FREE_WITHIN_S", 0.0)
+    monkeypatch.setattr(hardware, "_users", lambda _: "")
+    with pytest.raises(InputError) as error:
+        check_gpus({0: "prefill-0", 1: "decode-0"}, "h200", "pd.toml")
+    assert said in str(error.value)
+
+
+def test_memory_that_a_fleet_is_still_giving_back_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = iter([[gpu(0, used_gib=60)], [gpu(0)]])
+    monkeypatch.setattr(hardware, "sample_gpus", lambda: next(seen))
+    check_gpus({0: "colocated-0"}, "h200", "colocated.toml")
+    assert next(seen, None) is None

