@@ -1,0 +1,1 @@
+"""Experiment file → runs → metrics with confidence intervals → report."""

@@ -1,0 +1,160 @@
+"""`deltaserve eval …`: run an experiment, report on runs.
+
+Owns options, messages and exit statuses; the work is elsewhere in this room.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import orjson
+import typer
+
+from deltaserve.errors import InputError
+from eval.experiment import load_experiment, packaged_experiments, plan_runs
+from eval.micro.cli import app as micro_app
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(micro_app, name="micro", help="Microbenchmarks: one question each, any topology.")
+
+
+@app.command(
+    "run",
+    epilog="Example: deltaserve eval run demo --output out/demo --set replay.length_scale=0.1",
+)
+def run_command(
+    experiment: Annotated[
+        str, typer.Argument(help="An experiment file (TOML), or the name of a packaged one.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the runs. Default: out/<experiment's name>.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file; repeatable."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="ARM", help="Only this arm; repeatable.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print the runs in their order, and start nothing.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what became of the runs as one JSON object.")
+    ] = False,
+) -> None:
+    """Run every arm of an experiment, each repeat on a fresh fleet.
+
+    Finished runs are kept, so the same command after an interruption goes on where it stopped.
+    Exits with 1 if a run failed, with 130 if interrupted.
+    """
+    from eval import runner
+    from eval.progress import Progress
+
+    parsed, path = load_experiment(experiment, overrides)
+    folder = output or runner.default_output(parsed)
+    if plan:
+        for place in plan_runs(parsed, only):
+            typer.echo(folder / place.folder)
+        return
+    command = ["deltaserve", "eval", "run", experiment, "--output", str(folder)]
+    for override in overrides or []:
+        command += ["--set", override]
+    for arm in only or []:
+        command += ["--only", arm]
+    source = {
+        "file": str(path),
+        "text": path.read_text(encoding="utf-8"),
+        "overrides": overrides or [],
+        "command": shlex.join(command),
+    }
+    try:
+        with runner.sigterm_as_interrupt(), Progress() as progress:
+            summary = runner.run_experiment(
+                parsed,
+                folder,
+                site=runner.launch_site(),
+                source=source,
+                progress=progress,
+                only=only,
+            )
+            progress.say(
+                f"{folder}: {summary.complete + summary.kept} runs complete, "
+                f"{len(summary.invalid)} of them invalid, {len(summary.failed)} failed, "
+                f"{len(summary.skipped)} skipped"
+            )
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; go on with: {shlex.join(command)}", err=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(orjson.dumps({"output": str(folder), **vars(summary)}).decode())
+    raise typer.Exit(1 if summary.failed else 0)
+
+
+@app.command("report", epilog="Example: deltaserve eval report out/demo --output out/demo/report")
+def report_command(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders with runs (found at any depth).", metavar="DIR...")
+    ],
+    output: Annotated[
+        Path, typer.Option(help="Where to write; .html and .md are appended.")
+    ] = Path("report"),
+    picture: Annotated[
+        Path | None, typer.Option(help="Also draw the headline to this .png or .svg file.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as one JSON object.")
+    ] = False,
+) -> None:
+    """Write one self-contained HTML file and one Markdown file about finished runs."""
+    from eval import report
+
+    evidence = report.gather(report.find_runs(folders))
+    written = report.write_report(evidence, output)
+    if picture is not None:
+        if not evidence.cells:
+            raise InputError(f"--picture {picture}: no run is valid, there is nothing to draw")
+        from eval.picture import write_picture
+
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        write_picture(evidence.cells, report.caption(evidence), picture)
+        written.append(picture)
+    if as_json:
+        typer.echo(orjson.dumps(report.summary_json(evidence)).decode())
+    for path in written:
+        typer.echo(str(path), err=as_json)
+
+
+@app.command(
+    "import",
+    epilog="Example: deltaserve eval import bench-serving results.jsonl --arm vllm --output out/x",
+)
+def import_command(
+    file_format: Annotated[
+        str, typer.Argument(metavar="FORMAT", help="bench-serving (SGLang's) or aiperf.")
+    ],
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="The tool's output file.")],
+    arm: Annotated[str, typer.Option(help="The arm's name in reports.")],
+    output: Annotated[Path, typer.Option(help="Folder for the runs, as of eval run.")],
+) -> None:
+    """Turn another load generator's results into runs that eval report reads.
+
+    bench-serving: sglang.bench_serving with --output-details, one run a line. aiperf:
+    profile_export.jsonl, one run a file.
+    """
+    from eval.imports import FORMATS, import_file
+
+    if file_format not in FORMATS:
+        raise InputError(f"format {file_format}: expected one of {', '.join(FORMATS)}")
+    for folder in import_file(source, file_format, arm, output):
+        typer.echo(str(folder))
+
+
+@app.command("list", epilog="Example: deltaserve eval list")
+def list_command() -> None:
+    """List the packaged experiments."""
+    for name in packaged_experiments():
+        experiment, path = load_experiment(name)
+        typer.echo(f"{name:<20} {experiment.description} ({path})")

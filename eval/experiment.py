@@ -1,0 +1,362 @@
+"""The experiment file: what a person writes, checked, and the runs it asks for.
+
+Owns the TOML schema, ``--set`` overrides and the order of runs. Knows nothing of how a run is
+executed or measured; topologies, policies and traces are names here, checked by their own rooms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from deltaserve.errors import InputError
+
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+Name = Annotated[str, Field(pattern=_NAME, max_length=64)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Scalar = str | int | float | bool
+TRACE_SOURCES = ("path", "synth", "convert")
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Synth(_Table):
+    """``deltaserve replay synth``: a named profile, how much of it, and its seed."""
+
+    profile: str
+    requests: Count | None = None
+    duration_s: Positive | None = None
+    seed: int | None = None
+    options: dict[str, Scalar] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Synth:
+        if (self.requests is None) == (self.duration_s is None):
+            raise ValueError("give exactly one of requests and duration_s")
+        return self
+
+
+class Convert(_Table):
+    """``deltaserve replay convert``: another project's trace files."""
+
+    format: Literal["weka", "mooncake", "bailian"]
+    inputs: Annotated[list[str], Field(min_length=1)]
+    options: dict[str, Scalar] = Field(default_factory=dict)
+
+
+class Sample(_Table):
+    """``deltaserve replay sample``: a window of the trace, thinned by whole sessions."""
+
+    window_seconds: Positive | None = None
+    sample_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_single_turn_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    window_start: Annotated[float, Field(ge=0)] | None = None
+    method: Literal["window", "random"] | None = None
+    seed: int | None = None
+
+
+class Excerpt(_Table):
+    """A small part of any trace: the first turns of the first sessions, prefixes kept whole."""
+
+    requests: Count
+    turns: Count
+
+
+class Trace(_Table):
+    """Where the requests come from: a file, or one made for this experiment."""
+
+    path: str | None = None
+    synth: Synth | None = None
+    convert: Convert | None = None
+    sample: Sample | None = None
+    excerpt: Excerpt | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Trace:
+        given = [name for name in TRACE_SOURCES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of path, synth and convert (found {', '.join(given) or 'none'})"
+            )
+        return self
+
+
+class Replay(_Table):
+    """How the trace is replayed; every key but `fit_input_tokens` is a flag of ``replay run``."""
+
+    mode: Literal["open", "closed"] = "open"
+    api: Literal["auto", "sglang", "openai", "chat"] | None = None
+    max_inflight_sessions: Count | None = None
+    time_scale: Positive | None = None
+    think_scale: Annotated[float, Field(ge=0)] | None = None
+    max_think_s: Annotated[float, Field(ge=0)] | None = None
+    length_scale: Annotated[float, Field(gt=0, le=1)] | None = None
+    fit_input_tokens: Count | None = Field(
+        default=None,
+        description="choose length_scale so that the longest input has at most so many tokens",
+    )
+    request_limit: Count | None = None
+    session_limit: Count | None = None
+    max_input_tokens: Count | None = None
+    timeout_s: Positive | None = None
+    vocab_size: Count | None = None
+    seed: int | None = None
+    processes: Count | None = None
+    splice_outputs: bool = False
+
+    @model_validator(mode="after")
+    def _one_scale(self) -> Replay:
+        if self.length_scale is not None and self.fit_input_tokens is not None:
+            raise ValueError("give length_scale or fit_input_tokens, not both")
+        if self.mode == "open" and self.max_inflight_sessions is not None:
+            raise ValueError('max_inflight_sessions needs mode = "closed"')
+        return self
+
+
+class Load(_Table):
+    """One level of load: a name, and the replay settings that make it."""
+
+    name: Name
+    replay: dict[str, Scalar] = Field(default_factory=dict)
+
+
+class Arm(_Table):
+    """One thing to compare: a topology under a routing policy."""
+
+    name: Name
+    topology: str
+    policy: str | None = None
+    policy_params: dict[str, Scalar] = Field(default_factory=dict)
+    set: dict[str, Any] = Field(default_factory=dict)
+    replay: dict[str, Scalar] = Field(default_factory=dict)
+    loads: list[Name] | None = None
+
+
+class Slo(_Table):
+    """What counts towards goodput: both bounds held by a request that did not fail."""
+
+    ttft_s: Positive = 5.0
+    tpot_s: Positive = 0.1
+
+
+class ValidityRules(_Table):
+    """When a run is excluded by rule (never by hand)."""
+
+    cold_slack_tokens: Annotated[int, Field(ge=0)] = 64
+    max_client_lag_p99_s: Positive = 0.25
+    max_error_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
+
+
+class Experiment(_Table):
+    """The whole matrix: arms × loads × repeats on one trace."""
+
+    name: Name
+    description: str = ""
+    seed: int = 0
+    repeats: Count = 1
+    baseline: Name | None = None
+    output: str | None = None
+    budget_minutes: Positive | None = None
+    trace: Trace
+    replay: Replay = Field(default_factory=Replay)
+    slo: Slo = Field(default_factory=Slo)
+    validity: ValidityRules = Field(default_factory=ValidityRules)
+    loads: list[Load] = Field(default_factory=list)
+    arms: Annotated[list[Arm], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Experiment:
+        for what, names in (
+            ("arms", [arm.name for arm in self.arms]),
+            ("loads", [load.name for load in self.loads]),
+        ):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ValueError(f"{what}: the name {twice[0]!r} is used twice")
+        if self.baseline is not None and self.baseline not in [arm.name for arm in self.arms]:
+            raise ValueError(f"baseline: no arm is named {self.baseline!r}")
+        known = [load.name for load in self.loads]
+        for arm in self.arms:
+            for load in arm.loads or []:
+                if load not in known:
+                    raise ValueError(f"arms.{arm.name}.loads: no load is named {load!r}")
+            for name in self.loads_of(arm):
+                self.replay_of(arm, name)
+        return self
+
+    def loads_of(self, arm: Arm) -> list[str | None]:
+        """The names of the loads that `arm` runs under; one None where the file names no loads."""
+        if arm.loads is not None:
+            return list(arm.loads)
+        return [load.name for load in self.loads] or [None]
+
+    def replay_of(self, arm: Arm, load: str | None) -> Replay:
+        """The replay settings of `arm` under `load`: the file's, the load's, then the arm's."""
+        merged: dict[str, Any] = self.replay.model_dump(exclude_defaults=True)
+        merged |= next((entry.replay for entry in self.loads if entry.name == load), {})
+        merged |= arm.replay
+        return Replay.model_validate(merged)
+
+    @property
+    def baseline_arm(self) -> str:
+        """The arm that the others are compared with: the one named, else the first."""
+        return self.baseline or self.arms[0].name
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of the matrix; `cell` is its folder's name under the output folder."""
+
+    arm: Arm
+    load: str | None
+    repeat: int
+    replay: Replay
+
+    @property
+    def cell(self) -> str:
+        """`<arm>`, or `<arm>@<load>` where the experiment has loads."""
+        return self.arm.name if self.load is None else f"{self.arm.name}@{self.load}"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.cell) / f"r{self.repeat}"
+
+    @property
+    def digest(self) -> str:
+        """Changes when anything that the run measures changes."""
+        content = {
+            "arm": self.arm.model_dump(exclude={"loads"}),
+            "load": self.load,
+            "replay": self.replay.model_dump(),
+        }
+        return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[PlannedRun]:
+    """Every run, interleaved: repeat 1 of all cells in a random order, then repeat 2 and so on.
+
+    Whole rounds come first, so that a run that is stopped early has compared every arm; the order
+    inside a round is drawn anew from the experiment's seed, so that slow drift of the machine
+    falls on all arms alike.
+    """
+    for name in only or []:
+        if name not in [arm.name for arm in experiment.arms]:
+            names = ", ".join(arm.name for arm in experiment.arms)
+            raise InputError(f"--only: no arm is named {name!r} (the file has {names})")
+    rng = random.Random(experiment.seed)
+    runs: list[PlannedRun] = []
+    for repeat in range(1, experiment.repeats + 1):
+        cells = [
+            PlannedRun(arm, load, repeat, experiment.replay_of(arm, load))
+            for arm in experiment.arms
+            for load in experiment.loads_of(arm)
+        ]
+        rng.shuffle(cells)
+        runs += [run for run in cells if not only or run.arm.name in only]
+    return runs
+
+
+def packaged_experiments() -> dict[str, Path]:
+    """The experiments that come with the package, by name."""
+    folder = Path(str(resources.files("eval") / "experiments"))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def load_experiment(
+    name_or_path: str, overrides: list[str] | None = None
+) -> tuple[Experiment, Path]:
+    """Reads an experiment file, or a packaged one by its name, with ``key=value`` overrides.
+
+    Raises `InputError`, in one line that names file and key.
+    """
+    path = Path(name_or_path)
+    packaged = packaged_experiments()
+    if not path.is_file():
+        if name_or_path not in packaged:
+            raise InputError(
+                f"{name_or_path}: no such experiment file; packaged ones: {', '.join(packaged)}"
+            )
+        path = packaged[name_or_path]
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not TOML: {error}") from None
+    for override in overrides or []:
+        _apply_override(document, override)
+    try:
+        return Experiment.model_validate(document), path
+    except ValidationError as error:
+        raise InputError(f"{path}: {one_line(error, document)}") from None
+
+
+def one_line(error: ValidationError, document: dict[str, Any]) -> str:
+    """The first problem that pydantic found, as ``key.path: what was expected``."""
+    first = error.errors()[0]
+    where: list[str] = []
+    value: Any = document
+    for part in first["loc"]:
+        value = value[part] if _holds(value, part) else None
+        name = value.get("name") if isinstance(part, int) and isinstance(value, dict) else None
+        where.append(str(name if name is not None else part))
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown key"
+    elif first["type"] == "missing":
+        message = "is missing"
+    elif isinstance(value, Scalar):
+        message = f"{message} (found {value!r})"
+    message = message[:1].lower() + message[1:]
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{'.'.join(where)}: {message}{more}" if where else f"{message}{more}"
+
+
+def _holds(value: Any, part: str | int) -> bool:
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and part < len(value)
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    key = key.strip()
+    if not separator or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key):
+        raise InputError(f"--set {override}: expected key=value, as in replay.length_scale=0.1")
+    parts = key.split(".")
+    if parts[0] == "trace" and len(parts) > 1 and parts[1] in TRACE_SOURCES:
+        table = document.setdefault("trace", {})
+        if isinstance(table, dict):
+            for other in set(TRACE_SOURCES) - {parts[1]}:
+                table.pop(other, None)
+    target: Any = document
+    for depth, part in enumerate(parts[:-1]):
+        if isinstance(target, list):
+            target = next(
+                (e for e in target if isinstance(e, dict) and e.get("name") == part), None
+            )
+        elif isinstance(target, dict):
+            target = target.setdefault(part, {})
+        if not isinstance(target, dict | list):
+            raise InputError(f"--set {override}: {'.'.join(parts[: depth + 1])} is not a table")
+    if not isinstance(target, dict):
+        raise InputError(f"--set {override}: name the entry, as in arms.NAME.policy=unified")
+    target[parts[-1]] = parse_value(text.strip())
+
+
+def parse_value(text: str) -> Any:
+    """`text` as a TOML value where it is one, else as a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,220 @@
+"""Results of other load generators, as run folders that the report reads.
+
+Owns what their files mean. What they do not record stays unknown: `sglang.bench_serving` writes no
+send times and no sessions, AIPerf no cached tokens and no token count a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from deltaserve.errors import InputError
+from eval import provenance
+from replay.results import RESULTS_FILE, ErrorInfo, ErrorKind, Result, ResultWriter
+
+
+@dataclass(frozen=True)
+class Imported:
+    """One run: its results, how long it took, and what else its file says.
+
+    `timed` is whether the file says when requests were sent.
+    """
+
+    results: list[Result]
+    duration_s: float
+    timed: bool
+    facts: dict[str, Any]
+
+
+def import_file(source: Path, file_format: str, arm: str, output: Path) -> list[Path]:
+    """Writes each run in `source` as `output`/<arm>/r<k>; returns the folders.
+
+    Repeats are numbered on from those already there. Raises `InputError` naming file and line.
+    """
+    if not source.is_file():
+        raise InputError(f"{source}: no such file")
+    folders = []
+    for run in FORMATS[file_format](source):
+        repeat = 1
+        while (folder := output / arm / f"r{repeat}").exists():
+            repeat += 1
+        folder.mkdir(parents=True)
+        writer = ResultWriter(folder / RESULTS_FILE)
+        for result in run.results:
+            writer.write(result)
+        writer.close()
+        provenance.write_manifest(
+            folder,
+            {
+                "state": "complete",
+                "experiment": output.name,
+                "arm": {"name": arm},
+                "load": None,
+                "repeat": repeat,
+                "topology": {"model": str(run.facts.get("model", "unknown")), "device": "unknown"},
+                "versions": {"engines": {}},
+                "source": {"file": str(source.resolve()), "format": file_format},
+                "imported": {"duration_s": run.duration_s, "timed": run.timed, "facts": run.facts},
+                "timings": {"replay_s": run.duration_s},
+                # These tools' clients time themselves otherwise than by a schedule.
+                "validity": {"max_client_lag_p99_s": 1e9},
+            },
+        )
+        folders.append(folder)
+    return folders
+
+
+def read_bench_serving(source: Path) -> Iterator[Imported]:
+    """`python -m sglang.bench_serving --output-file F --output-details`: one run a line."""
+    for number, record in _lines(source):
+        missing = [key for key in ("ttfts", "itls", "input_lens", "duration") if key not in record]
+        if missing:
+            raise InputError(
+                f"{source}:{number}: no {missing[0]!r}; expected a line of sglang.bench_serving "
+                "run with --output-details"
+            )
+        count = len(record["ttfts"])
+        cached = record.get("cached_tokens") or [None] * count
+        errors = record.get("errors") or [""] * count
+        results = []
+        for i in range(count):
+            at_s = float(record["ttfts"][i])
+            arrivals = [(at_s, 1)]
+            for gap_s in record["itls"][i]:
+                at_s += float(gap_s)
+                arrivals.append((at_s, arrivals[-1][1] + 1))
+            tokens = int(record["output_lens"][i])
+            failed = bool(errors[i])
+            if not failed and tokens > arrivals[-1][1]:
+                arrivals[-1] = (at_s, tokens)
+            results.append(
+                Result(
+                    request_id=str(i),
+                    session_id=str(i),
+                    turn=0,
+                    input_length=int(record["input_lens"][i]),
+                    output_length=max(1, tokens),
+                    scheduled_s=0.0,
+                    sent_s=0.0,
+                    first_token_s=None if failed else arrivals[0][0],
+                    finished_s=at_s,
+                    arrivals=[] if failed else arrivals,
+                    output_tokens=0 if failed else arrivals[-1][1],
+                    prompt_tokens=int(record["input_lens"][i]),
+                    cached_tokens=None if cached[i] is None else int(cached[i]),
+                    error=ErrorInfo(kind="server_error", message=str(errors[i]))
+                    if failed
+                    else None,
+                )
+            )
+        scalars = {k: v for k, v in record.items() if isinstance(v, str | int | float | bool)}
+        yield Imported(results, float(record["duration"]), timed=False, facts=scalars)
+
+
+def read_aiperf(source: Path) -> Iterator[Imported]:
+    """AIPerf's `profile_export.jsonl`: one request a line, one run a file."""
+    results: list[Result] = []
+    for number, record in _lines(source):
+        try:
+            metadata = record["metadata"]
+            if metadata.get("benchmark_phase", "profiling") != "profiling":
+                continue
+            start_ns = int(metadata["request_start_ns"])
+            end_ns = int(metadata["request_end_ns"])
+            results.append(_aiperf_result(record, number, start_ns, end_ns))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"{source}:{number}: not a record of AIPerf's profile_export.jsonl: {error!r}"
+            ) from None
+    if not results:
+        raise InputError(f"{source}: no request of the profiling phase")
+    first_s = min(result.sent_s or 0.0 for result in results)
+    last_s = max(result.finished_s or 0.0 for result in results)
+    for result in results:
+        result.scheduled_s = result.sent_s = (result.sent_s or 0.0) - first_s
+        result.finished_s = (result.finished_s or 0.0) - first_s
+        if result.first_token_s is not None:
+            result.first_token_s -= first_s
+        result.arrivals = [(at - first_s, n) for at, n in result.arrivals]
+    yield Imported(results, last_s - first_s, timed=True, facts={})
+
+
+def _aiperf_result(record: dict[str, Any], number: int, start_ns: int, end_ns: int) -> Result:
+    metadata = record["metadata"]
+    error = record.get("error")
+    start_s, end_s = start_ns / 1e9, end_ns / 1e9
+    tokens = int(_metric(record, "output_sequence_length") or 0)
+    ttft_ms = _metric(record, "time_to_first_token")
+    latency_ms = _metric(record, "request_latency")
+    first_s = last_s = None
+    if error is None and ttft_ms is not None:
+        first_s = start_s + ttft_ms / 1000
+        last_s = start_s + latency_ms / 1000 if latency_ms is not None else end_s
+    arrivals = []
+    if first_s is not None and last_s is not None:
+        # Only the first and the last moment are known with their token counts.
+        arrivals = [(first_s, 1)] + ([(last_s, tokens)] if tokens > 1 else [])
+    return Result(
+        request_id=f"{metadata.get('conversation_id')}-{metadata.get('turn_index', 0)}-"
+        f"{metadata.get('session_num', number)}",
+        session_id=str(metadata.get("x_correlation_id") or metadata.get("conversation_id")),
+        turn=int(metadata.get("turn_index") or 0),
+        input_length=max(1, int(_metric(record, "input_sequence_length", "error_isl") or 1)),
+        output_length=max(1, tokens),
+        scheduled_s=start_s,
+        sent_s=start_s,
+        first_token_s=first_s,
+        finished_s=last_s if last_s is not None else end_s,
+        arrivals=arrivals,
+        output_tokens=tokens if arrivals else 0,
+        error=None if error is None else _aiperf_error(error),
+    )
+
+
+def _aiperf_error(error: dict[str, Any]) -> ErrorInfo:
+    code = int(error.get("code") or 0)
+    kind: ErrorKind = "disconnect"
+    if code == 499:
+        kind = "cancelled"
+    elif "timeout" in str(error.get("type", "")).lower():
+        kind = "timeout"
+    elif 400 <= code < 500:
+        kind = "client_error"
+    elif code >= 500:
+        kind = "server_error"
+    return ErrorInfo(kind=kind, message=str(error.get("message", "")))
+
+
+def _metric(record: dict[str, Any], *names: str) -> float | None:
+    """A metric's value, times in milliseconds whatever unit the file has."""
+    factors = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3}
+    for name in names:
+        entry = (record.get("metrics") or {}).get(name)
+        if entry is not None:
+            return float(entry["value"]) * factors.get(str(entry.get("unit")), 1.0)
+    return None
+
+
+def _lines(source: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with source.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise InputError(f"{source}:{number}: not JSON: {error}") from None
+            if not isinstance(record, dict):
+                raise InputError(f"{source}:{number}: expected a JSON object")
+            yield number, record
+
+
+FORMATS: dict[str, Callable[[Path], Iterator[Imported]]] = {
+    "bench-serving": read_bench_serving,
+    "aiperf": read_aiperf,
+}

@@ -1,0 +1,262 @@
+"""`deltaserve eval micro …`: one command a question."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+from deltaserve.errors import InputError
+from eval.experiment import parse_value
+from eval.progress import Progress
+
+if TYPE_CHECKING:
+    from eval.document import Section
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+TopologyOption = Annotated[str, typer.Option("--topology", help="A topology's name or file.")]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", help="A new folder. Default: out/micro-<name>.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the topology; repeatable."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")]
+
+
+@app.command(
+    "interference",
+    epilog="Example: deltaserve eval micro interference --topology laptop-sglang --repeats 2",
+)
+def interference_command(
+    topology: TopologyOption,
+    output: OutputOption = None,
+    overrides: SetOption = None,
+    decodes: Annotated[
+        str | None, typer.Option(help="Running decodes, as in 1,2,4,8; default by hardware.")
+    ] = None,
+    prefills: Annotated[
+        str | None, typer.Option(help="Prefill lengths in tokens, as in 2048,8192.")
+    ] = None,
+    context_tokens: Annotated[
+        int | None, typer.Option(help="Context of each decoding stream.", min=1)
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(help="Measurements of each pair.", min=1)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a long prefill does to the decodes beside it: decode batch × prefill length."""
+    from eval.micro import interference
+    from eval.micro.driver import Bench
+
+    def measure(target: Bench, progress: Progress) -> tuple[list[Section], Any]:
+        base = interference.default_grid(target.on_cpu)
+        grid = interference.Grid(
+            decodes=_numbers("--decodes", decodes) or base.decodes,
+            prefills=_numbers("--prefills", prefills) or base.prefills,
+            context_tokens=context_tokens or base.context_tokens,
+            repeats=repeats or base.repeats,
+        )
+        points = asyncio.run(interference.measure(target, grid, progress.detail))
+        return interference.sections(points), interference.raw(points)
+
+    _bench("interference", topology, output, overrides, measure, as_json)
+
+
+@app.command(
+    "lifecycle", epilog="Example: deltaserve eval micro lifecycle --topology laptop-sglang-pd"
+)
+def lifecycle_command(
+    topology: TopologyOption,
+    output: OutputOption = None,
+    overrides: SetOption = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Prompt lengths in tokens, as in 2000,8000.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Measurements of each length.", min=1)] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Where the time of a separated request goes, from sending to first token."""
+    from eval.micro import lifecycle
+    from eval.micro.driver import Bench
+
+    def measure(target: Bench, progress: Progress) -> tuple[list[Section], Any]:
+        base, continued = lifecycle.default_lengths(target.on_cpu)
+        chosen = _numbers("--lengths", lengths) or base
+        asks = asyncio.run(lifecycle.measure(target, chosen, continued, repeats, progress.detail))
+        return lifecycle.sections(asks), lifecycle.raw(asks)
+
+    _bench("lifecycle", topology, output, overrides, measure, as_json, lifecycle.check)
+
+
+@app.command(
+    "cache-sweep", epilog="Example: deltaserve eval micro cache-sweep --topology laptop-sglang"
+)
+def cache_sweep_command(
+    topology: TopologyOption,
+    output: OutputOption = None,
+    overrides: SetOption = None,
+    input_tokens: Annotated[int | None, typer.Option(help="Of each prompt.", min=1)] = None,
+    output_tokens: Annotated[int | None, typer.Option(help="Of each answer.", min=2)] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Prompts at a time.", min=1)] = None,
+    total_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to send in all; default: the cache, once.", min=1)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a decode step costs as the cache fills: the slope, with its interval."""
+    from eval.micro import cache_sweep
+    from eval.micro.driver import Bench
+
+    def measure(target: Bench, progress: Progress) -> tuple[list[Section], Any]:
+        base = cache_sweep.default_shape(target.on_cpu, target.topology.get("max_total_tokens"))
+        shape = cache_sweep.Shape(
+            input_tokens or base.input_tokens,
+            output_tokens or base.output_tokens,
+            concurrency or base.concurrency,
+            total_tokens or base.total_tokens,
+        )
+        sweep = asyncio.run(cache_sweep.measure(target, shape, progress.detail))
+        return cache_sweep.sections(sweep), cache_sweep.raw(sweep)
+
+    _bench("cache-sweep", topology, output, overrides, measure, as_json)
+
+
+@app.command(
+    "connector-tax",
+    epilog=(
+        "Example: deltaserve eval micro connector-tax --without laptop-sglang --with laptop-sglang "
+        "--with-set 'workers.0.role=elastic' --rates 0.5,1,2"
+    ),
+)
+def connector_tax_command(
+    without: Annotated[str, typer.Option(help="The topology without the transfer machinery.")],
+    with_: Annotated[str, typer.Option("--with", help="The same with it on.")],
+    output: OutputOption = None,
+    with_set: Annotated[
+        list[str] | None,
+        typer.Option("--with-set", metavar="KEY=VALUE", help="Keys of --with; repeatable."),
+    ] = None,
+    rates: Annotated[str, typer.Option(help="Requests a second, lowest first.")] = "0.5,1,2",
+    requests: Annotated[int, typer.Option(help="Of the synthetic trace.", min=2)] = 200,
+    repeats: Annotated[int, typer.Option(help="Runs of each arm at each load.", min=1)] = 3,
+    fit_input_tokens: Annotated[
+        int | None, typer.Option(help="Shrink prompts to at most this.", min=1)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the trace and of the order of runs.")] = 0,
+) -> None:
+    """What the transfer machinery costs where it is on but unused, at three loads."""
+    from eval import report, runner
+    from eval.micro import connector_tax
+
+    try:
+        rates_rps = tuple(sorted(float(word) for word in rates.split(",")))
+    except ValueError:
+        rates_rps = ()
+    if not rates_rps or rates_rps[0] <= 0:
+        raise InputError(f"--rates {rates}: expected positive numbers, as in 0.5,1,2")
+    keys: dict[str, Any] = {}
+    for override in with_set or []:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise InputError(f"--with-set {override}: expected key=value")
+        keys[key] = parse_value(value)
+    planned = connector_tax.experiment(
+        without,
+        with_,
+        with_set=keys,
+        requests=requests,
+        rates_rps=rates_rps,
+        repeats=repeats,
+        fit_input_tokens=fit_input_tokens,
+        seed=seed,
+    )
+    folder = output or Path("out", "micro-connector-tax")
+    try:
+        with runner.sigterm_as_interrupt(), Progress() as progress:
+            summary = runner.run_experiment(
+                planned,
+                folder,
+                site=runner.launch_site(),
+                source={"command": _command()},
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    evidence = report.gather(report.find_runs([folder]))
+    for path in report.write_report(evidence, folder / "report", notes=[connector_tax.SEEN_BEFORE]):
+        typer.echo(str(path))
+    raise typer.Exit(1 if summary.failed else 0)
+
+
+def _bench(
+    name: str,
+    topology: str,
+    output: Path | None,
+    overrides: list[str] | None,
+    measure: Any,
+    as_json: bool,
+    check: Any = None,
+) -> None:
+    import launch
+    from eval import report, runner
+    from eval.document import Document, write_document
+    from eval.micro.driver import bench
+
+    folder = output or Path("out", f"micro-{name}")
+    if (folder / "figures.json").exists():
+        raise InputError(f"{folder}: holds a finished measurement; choose another --output")
+    loaded = launch.load_topology(topology, overrides or [])
+    if check is not None:
+        check(loaded)
+    try:
+        with (
+            runner.sigterm_as_interrupt(),
+            Progress() as progress,
+            bench(loaded, folder, progress.detail) as target,
+        ):
+            sections, raw = measure(target, progress)
+            facts = target.facts
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    engine = report.engine_entry(facts["versions"]["engines"])
+    document = Document(
+        title=f"{name}: {loaded.name}",
+        banner=[
+            *report.place(facts["hardware"], facts["topology"]),
+            f"Engine: {engine.text} ({engine.interval}).",
+        ],
+        claims=[],
+        sections=sections,
+        definitions=[],
+        commands=[_command()],
+        manifest=facts,
+    )
+    written = write_document(document, folder / "report")
+    (folder / "figures.json").write_bytes(orjson.dumps(raw, option=orjson.OPT_SERIALIZE_NUMPY))
+    if as_json:
+        typer.echo(orjson.dumps({"output": str(folder), "figures": raw}).decode())
+    for path in written:
+        typer.echo(str(path), err=as_json)
+
+
+def _numbers(option: str, text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise InputError(f"{option} {text}: expected positive integers, as in 1,2,4")
+    return numbers
+
+
+def _command() -> str:
+    return shlex.join(["deltaserve", *sys.argv[1:]])

@@ -1,0 +1,165 @@
+"""Uncertainty: session bootstrap, and what two arms' difference is worth.
+
+Owns every random draw of the analysis. Knows arrays, sessions and runs; not files, arms' names or
+units.
+
+Requests of one session are not independent (they share a context that grows), so whole sessions
+are resampled, never requests. All arms replay the same trace, so one draw of sessions serves every
+arm: differences between arms are paired on the same requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+LEVEL = 0.95
+_MAX_BINS = 4096
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval; `n` observations. NaN where there is nothing to measure."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def known(self) -> bool:
+        return bool(np.isfinite(self.value))
+
+
+UNKNOWN = Estimate(float("nan"), float("nan"), float("nan"), 0)
+
+
+class SessionBootstrap:
+    """`draws` resamples of the sessions in `sessions`, fixed by `seed`.
+
+    Each draw is a vector of how often each session was picked. Statistics of values that carry a
+    session's name are recomputed for every draw; the same draws serve every call, so that the
+    differences of two arms' draws are paired.
+    """
+
+    def __init__(self, sessions: Sequence[str], draws: int = 1000, seed: int = 0) -> None:
+        self.names = sorted(set(sessions))
+        self.draws = draws
+        self._index = {name: i for i, name in enumerate(self.names)}
+        size = len(self.names)
+        rng = np.random.default_rng(seed)
+        self._counts = np.zeros((draws, size), dtype=np.float32)
+        for row in range(draws if size else 0):
+            picked = rng.integers(0, size, size)
+            self._counts[row] = np.bincount(picked, minlength=size)
+
+    def codes(self, sessions: Sequence[str]) -> npt.NDArray[np.int64]:
+        """The index of each session; raises KeyError for one that is not resampled."""
+        return np.fromiter((self._index[s] for s in sessions), dtype=np.int64, count=len(sessions))
+
+    def quantile_draws(
+        self,
+        sessions: Sequence[str],
+        values: Array,
+        quantiles: Sequence[float],
+        weights: Array | None = None,
+    ) -> Array:
+        """For each draw and quantile the quantile of the resampled values: draws × quantiles.
+
+        NaN for a draw that picked no session with a value. Equal to numpy's linear percentile of
+        the resample for up to 4,096 values; beyond that values are binned by rank, which moves a
+        quantile by at most 1/4096 of the ranks.
+        """
+        out = np.full((self.draws, len(quantiles)), np.nan)
+        if len(values) == 0:
+            return out
+        order = np.argsort(values, kind="stable")
+        ordered = values[order]
+        codes = self.codes(sessions)[order]
+        mass = np.ones(len(values)) if weights is None else weights[order]
+        bins = min(len(values), _MAX_BINS)
+        bin_of = (np.arange(len(values)) * bins) // len(values)
+        table = np.zeros((len(self.names), bins), dtype=np.float32)
+        np.add.at(table, (codes, bin_of), mass)
+        edges = np.searchsorted(bin_of, np.arange(bins))
+        ends = np.append(edges[1:], len(values)) - 1
+        centres = ordered[(edges + ends) // 2]
+        rows = max(1, 4_000_000 // bins)
+        for start in range(0, self.draws, rows):
+            cumulative = np.cumsum(
+                (self._counts[start : start + rows] @ table).astype(np.float64), axis=1
+            )
+            out[start : start + rows] = _row_quantiles(cumulative, centres, quantiles)
+        return out
+
+    def ratio_draws(self, sessions: Sequence[str], numerator: Array, denominator: Array) -> Array:
+        """For each draw the ratio of the resampled sums; NaN where the denominator is zero."""
+        codes = self.codes(sessions)
+        size = len(self.names)
+        top = self._counts @ np.bincount(codes, weights=numerator, minlength=size)
+        bottom = self._counts @ np.bincount(codes, weights=denominator, minlength=size)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(bottom > 0, top / bottom, np.nan).astype(np.float64)
+
+    def quantiles(
+        self,
+        sessions: Sequence[str],
+        values: Array,
+        quantiles: Sequence[float],
+        weights: Array | None = None,
+    ) -> list[Estimate]:
+        """Point estimates (numpy's linear percentile, weighted where weights are given) with
+        percentile-bootstrap intervals."""
+        if len(values) == 0:
+            return [UNKNOWN for _ in quantiles]
+        points = quantile_points(values, quantiles, weights)
+        draws = self.quantile_draws(sessions, values, quantiles, weights)
+        return [interval(float(point), draws[:, i], len(values)) for i, point in enumerate(points)]
+
+    def ratio(self, sessions: Sequence[str], numerator: Array, denominator: Array) -> Estimate:
+        """Sum over sum, with its interval."""
+        total = float(denominator.sum())
+        if total <= 0:
+            return UNKNOWN
+        draws = self.ratio_draws(sessions, numerator, denominator)
+        return interval(float(numerator.sum()) / total, draws, len(numerator))
+
+
+def quantile_points(
+    values: Array, quantiles: Sequence[float], weights: Array | None = None
+) -> Array:
+    """Quantiles of `values`, each counted `weights` times (integers), linearly interpolated."""
+    if weights is None:
+        return np.asarray(np.quantile(values, quantiles), dtype=np.float64)
+    order = np.argsort(values, kind="stable")
+    cumulative = np.cumsum(weights[order])[None, :].astype(np.float64)
+    return np.asarray(_row_quantiles(cumulative, values[order], quantiles)[0], dtype=np.float64)
+
+
+def _row_quantiles(cumulative: Array, values: Array, quantiles: Sequence[float]) -> Array:
+    """Quantiles of sorted `values` for each row of cumulative counts: rows × quantiles."""
+    total = cumulative[:, -1]
+    out = np.full((len(cumulative), len(quantiles)), np.nan)
+    last = len(values) - 1
+    for i, quantile in enumerate(quantiles):
+        rank = (total - 1) * quantile
+        lower = np.floor(rank + 1e-9)
+        upper = np.minimum(lower + 1, total - 1)
+        below = values[np.minimum((cumulative <= lower[:, None]).sum(axis=1), last)]
+        above = values[np.minimum((cumulative <= upper[:, None]).sum(axis=1), last)]
+        out[:, i] = below + (above - below) * np.clip(rank - lower, 0, 1)
+    out[total <= 0] = np.nan
+    return out
+
+
+def interval(value: float, draws: Array, n: int) -> Estimate:
+    """`value` with the central 95 % of its bootstrap draws; no interval under 2 known draws."""
+    known = draws[np.isfinite(draws)]
+    if len(known) < 2:
+        return Estimate(value, float("nan"), float("nan"), n)
+    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value, float(low), float(high), n)

@@ -1,0 +1,234 @@
+"""The trace of an experiment: made or found once, and what it makes possible.
+
+Owns which requests a run will send and how much of each an infinite cache could reuse. Traces are
+made by the `deltaserve replay` command line, as a person would make them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from deltaserve.errors import InputError
+from eval.experiment import Excerpt, Experiment, Replay, Scalar, Trace
+from eval.records import TraceFacts
+from replay.plan import Plan, make_plan
+from replay.trace import Request, digest, read_trace, write_trace
+
+DELTASERVE = (sys.executable, "-m", "deltaserve")
+
+
+def prepare_trace(experiment: Experiment, output: Path) -> Path:
+    """The experiment's trace file, made under `output`/trace where the file does not exist yet.
+
+    Raises `InputError` where the trace is missing or cannot be made.
+    """
+    trace = experiment.trace
+    if trace.path is not None:
+        source = Path(trace.path)
+        if not source.is_file():
+            raise InputError(f"trace.path: {source}: no such file")
+    else:
+        source = output / "trace" / f"{_source_digest(trace, experiment.seed)}.jsonl.zst"
+        if not source.is_file():
+            _make(_source_command(trace, experiment.seed), source)
+    if trace.sample is not None:
+        settings = trace.sample.model_dump(exclude_none=True)
+        settings.setdefault("seed", experiment.seed)
+        sampled = output / "trace" / f"sample-{_digest(str(source), settings)}.jsonl.zst"
+        if not sampled.is_file():
+            _make(["replay", "sample", str(source), *flags(settings)], sampled)
+        source = sampled
+    if trace.excerpt is not None:
+        settings = trace.excerpt.model_dump()
+        excerpt = output / "trace" / f"excerpt-{_digest(str(source), settings)}.jsonl.zst"
+        if not excerpt.is_file():
+            excerpt.parent.mkdir(parents=True, exist_ok=True)
+            partial = excerpt.with_name(f"partial-{excerpt.name}")
+            write_trace(partial, take_excerpt(source, trace.excerpt))
+            partial.replace(excerpt)
+        source = excerpt
+    return source
+
+
+def take_excerpt(trace: Path, excerpt: Excerpt) -> Iterator[Request]:
+    """The first `turns` requests of each session, of as many sessions, in order of arrival, as hold
+    `requests` of them; a request that waits for one left out is left out too."""
+    kept: dict[str, list[str]] = {}
+    names: set[str] = set()
+    for request in read_trace(trace):
+        parent = request.parent_request_id
+        taken = kept.setdefault(request.session_id, [])
+        whole = len(taken) == request.turn < excerpt.turns
+        if whole and (parent is None or parent in names):
+            taken.append(request.request_id)
+            names.add(request.request_id)
+    wanted: set[str] = set()
+    for requests in kept.values():
+        if len(wanted) >= excerpt.requests:
+            break
+        wanted.update(requests)
+    sent: set[str] = set()
+    for request in read_trace(trace):
+        parent = request.parent_request_id
+        if request.request_id in wanted and (parent is None or parent in sent):
+            sent.add(request.request_id)
+            yield request
+
+
+def flags(settings: dict[str, Scalar]) -> list[str]:
+    """Settings as long options: `time_scale=2.0` → `--time-scale 2.0`, True → the bare flag."""
+    words: list[str] = []
+    for name, value in settings.items():
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(option)
+        elif value is not False:
+            words += [option, str(value)]
+    return words
+
+
+@lru_cache(maxsize=32)
+def resolve_scale(trace: Path, replay: Replay) -> Replay:
+    """`replay` with `fit_input_tokens` turned into the explicit `length_scale` that does it.
+
+    The factor is rounded down to three digits, and never enlarges a trace.
+    """
+    if replay.fit_input_tokens is None:
+        return replay
+    plan = _plan(trace, replay)
+    longest = max((request.input_length for request in plan.requests), default=0)
+    scale = None
+    while longest > replay.fit_input_tokens:
+        # Again where whole tokens a block made the plan longer than the factor asked for.
+        scale = _three_digits_down((scale or 1.0) * replay.fit_input_tokens / longest)
+        shrunk = _plan(trace, replay.model_copy(update={"length_scale": scale}))
+        longest = max(request.input_length for request in shrunk.requests)
+    return replay.model_copy(update={"length_scale": scale, "fit_input_tokens": None})
+
+
+def _three_digits_down(value: float) -> float:
+    step = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return round(math.floor(value / step) * step, 12)
+
+
+@lru_cache(maxsize=32)
+def trace_facts(trace: Path, replay: Replay) -> TraceFacts:
+    """The requests that a run sends, with the tokens of the longest prefix seen before (arrival
+    order, infinite cache), in the run's own lengths."""
+    plan = _plan(trace, replay)
+    if not plan.requests:
+        raise InputError(f"{trace}: no request is left to replay")
+    seen: set[int] = set()
+    best: dict[str, int] = {}
+    for request in plan.requests:
+        blocks = request.hash_ids.tolist()
+        shared = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
+        best[request.request_id] = min(shared * request.block_size, request.input_length)
+        seen.update(blocks)
+    factors = [scale.effective for scale in plan.scales.values()]
+    return TraceFacts(
+        path=str(trace),
+        sha256=digest(trace),
+        length_scale=sum(factors) / len(factors),
+        best_cached_tokens=best,
+    )
+
+
+def _plan(trace: Path, replay: Replay) -> Plan:
+    return make_plan(
+        read_trace(trace),
+        request_limit=replay.request_limit,
+        session_limit=replay.session_limit,
+        length_scale=replay.length_scale or 1.0,
+        max_input_tokens=replay.max_input_tokens,
+    )
+
+
+def possible_cached_tokens(
+    trace: Path, replay: Replay, sent_s: Mapping[str, float], first_token_s: Mapping[str, float]
+) -> dict[str, int]:
+    """For each request with a first token, the longest prefix that any other request had which was
+    sent before that token came. On a fleet that was cold no request finds more in a cache."""
+    plan = {request.request_id: request for request in _plan(trace, replay).requests}
+    sending = sorted((at, name) for name, at in sent_s.items() if name in plan)
+    seen: Counter[int] = Counter()
+    found: dict[str, int] = {}
+    begun = 0
+    for at_s, name in sorted((at, name) for name, at in first_token_s.items() if name in plan):
+        while begun < len(sending) and sending[begun][0] < at_s:
+            seen.update(plan[sending[begun][1]].hash_ids.tolist())
+            begun += 1
+        request = plan[name]
+        blocks = request.hash_ids.tolist()
+        # Its own blocks are counted once.
+        shared = next((i for i, block in enumerate(blocks) if seen[block] < 2), len(blocks))
+        found[name] = min(shared * request.block_size, request.input_length)
+    return found
+
+
+def write_facts(folder: Path, facts: TraceFacts) -> None:
+    """Writes `trace.json`, which the report reads instead of the trace."""
+    (folder / "trace.json").write_bytes(
+        orjson.dumps(
+            {
+                "path": facts.path,
+                "sha256": facts.sha256,
+                "length_scale": facts.length_scale,
+                "requests": facts.planned,
+                "best_cached_tokens": facts.best_cached_tokens,
+                "possible_cached_tokens": facts.possible_cached_tokens,
+            }
+        )
+    )
+
+
+def _digest(*content: Any) -> str:
+    data = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def _source_digest(trace: Trace, seed: int) -> str:
+    content = trace.model_dump(include={"synth", "convert"}) | {"experiment_seed": seed}
+    kind = "synth" if trace.synth is not None else "convert"
+    return f"{kind}-{_digest(content)}"
+
+
+def _source_command(trace: Trace, seed: int) -> list[str]:
+    if trace.synth is not None:
+        settings: dict[str, Scalar] = trace.synth.model_dump(exclude={"options"}, exclude_none=True)
+        duration_s = settings.pop("duration_s", None)
+        if duration_s is not None:
+            settings["duration"] = duration_s
+        settings.setdefault("seed", seed)
+        return ["replay", "synth", *flags(settings | trace.synth.options)]
+    assert trace.convert is not None
+    return [
+        "replay",
+        "convert",
+        "--format",
+        trace.convert.format,
+        *trace.convert.inputs,
+        *flags(trace.convert.options),
+    ]
+
+
+def _make(arguments: list[str], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f"partial-{output.name}")
+    command = [*DELTASERVE, *arguments, "--output", str(partial)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        lines = [line for line in result.stderr.strip().splitlines() if line.strip()]
+        reason = lines[-1].removeprefix("error: ") if lines else f"exit {result.returncode}"
+        raise InputError(f"trace: deltaserve {' '.join(arguments)}: {reason}")
+    partial.replace(output)

@@ -1,0 +1,55 @@
+"""Stands in for `deltaserve replay run` where a test is about the runner: it answers every request
+of the trace at once. In the trace's folder, a file `behave.json` may say otherwise for an arm:
+``{"<arm>": "fail" | "hang" | "warm"}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from replay.results import Result, ResultWriter
+from replay.trace import read_trace
+
+parser = argparse.ArgumentParser()
+parser.add_argument("trace", type=Path)
+parser.add_argument("--url", required=True)
+parser.add_argument("--output", type=Path, required=True)
+arguments, rest = parser.parse_known_args()
+behaviours = arguments.trace.parent / "behave.json"
+behaviour = None
+if behaviours.is_file():
+    behaviour = json.loads(behaviours.read_text()).get(arguments.output.parent.name)
+(arguments.output / "replay.json").write_text(
+    json.dumps({"arguments": rest, "clock": {"unix_origin_s": 0.0}})
+)
+writer = ResultWriter(arguments.output / "requests.jsonl")
+for count, request in enumerate(read_trace(arguments.trace)):
+    if behaviour == "fail" and count == 3:
+        print("error: made to fail", file=sys.stderr)
+        sys.exit(1)
+    if behaviour == "hang" and count == 3:
+        (arguments.output / "hanging").touch()
+        time.sleep(60)
+    at_s = request.timestamp_s
+    writer.write(
+        Result(
+            request_id=request.request_id,
+            session_id=request.session_id,
+            turn=request.turn,
+            input_length=request.input_length,
+            output_length=request.output_length,
+            scheduled_s=at_s,
+            sent_s=at_s,
+            first_token_s=at_s + 0.1,
+            finished_s=at_s + 0.2,
+            arrivals=[(at_s + 0.1, 1), (at_s + 0.2, request.output_length)],
+            output_tokens=request.output_length,
+            prompt_tokens=request.input_length,
+            cached_tokens=500 if behaviour == "warm" else 0,
+            status=200,
+        )
+    )

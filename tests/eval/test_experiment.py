@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from deltaserve.errors import InputError
+from eval.experiment import Experiment, load_experiment, packaged_experiments, plan_runs
+
+GOOD = """
+name = "x"
+seed = 3
+repeats = 4
+
+[trace]
+path = "trace.jsonl"
+
+[replay]
+mode = "closed"
+max_inflight_sessions = 2
+
+[[arms]]
+name = "one"
+topology = "laptop-sglang"
+policy = "unified"
+policy_params = { overload_factor = 1.5 }
+
+[[arms]]
+name = "two"
+topology = "laptop-vllm"
+
+[[arms]]
+name = "three"
+topology = "laptop-sglang-pd"
+"""
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "experiment.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Experiment:
+    return load_experiment(written(tmp_path, text), list(overrides))[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("seed = 3", "sead = 3", "sead: unknown key"),
+        ('policy = "unified"', 'polcy = "unified"', "arms.one.polcy: unknown key"),
+        ("repeats = 4", "repeats = 0", "repeats: input should be greater than or equal to 1"),
+        ("repeats = 4", 'repeats = "4"', "repeats: input should be a valid integer (found '4')"),
+        ('name = "two"', 'name = "one"', "the name 'one' is used twice"),
+        ('path = "trace.jsonl"', "", "trace: give exactly one of path, synth and convert"),
+        ('mode = "closed"', 'mode = "shut"', "replay.mode: input should be 'open' or 'closed'"),
+        ('mode = "closed"', "", 'replay: max_inflight_sessions needs mode = "closed"'),
+        ("seed = 3", 'baseline = "nobody"', "no arm is named 'nobody'"),
+        ("seed = 3", "seed = = 3", "not TOML"),
+        (
+            'topology = "laptop-vllm"',
+            'topology = "laptop-vllm"\nloads = ["high"]',
+            "arms.two.loads: no load is named 'high'",
+        ),
+    ],
+)
+def test_a_wrong_file_is_answered_in_one_line_with_file_and_key(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    assert old in GOOD
+    with pytest.raises(InputError) as error:
+        load(tmp_path, GOOD.replace(old, new, 1))
+    message = str(error.value)
+    assert "\n" not in message
+    assert message.startswith(str(tmp_path / "experiment.toml"))
+    assert said in message
+
+
+def test_an_unknown_experiment_is_answered_with_the_packaged_names() -> None:
+    with pytest.raises(
+        InputError, match=r"nothing: no such experiment file; packaged ones: .*demo"
+    ):
+        load_experiment("nothing")
+
+
+def test_every_packaged_experiment_is_valid() -> None:
+    assert "demo" in packaged_experiments()
+    for name in packaged_experiments():
+        experiment, _ = load_experiment(name)
+        assert experiment.name == name
+
+
+def test_overrides_reach_tables_arms_and_typed_values(tmp_path: Path) -> None:
+    experiment = load(
+        tmp_path,
+        GOOD,
+        "repeats=2",
+        "replay.max_inflight_sessions=8",
+        "arms.two.policy=round_robin",
+        "arms.one.policy_params.overload_factor=2.5",
+        "trace.synth.profile=glm-agentic",
+        "trace.synth.requests=10",
+    )
+    assert experiment.repeats == 2
+    assert experiment.replay.max_inflight_sessions == 8
+    assert experiment.arms[1].policy == "round_robin"
+    assert experiment.arms[0].policy_params == {"overload_factor": 2.5}
+    assert experiment.trace.path is None
+    assert experiment.trace.synth is not None
+    assert experiment.trace.synth.requests == 10
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("repeats", "expected key=value"),
+        ("arms.nobody.policy=x", "arms.nobody is not a table"),
+        ("name.x=1", "name is not a table"),
+        ("replay.speed=2", "replay.speed: unknown key"),
+    ],
+)
+def test_a_wrong_override_is_answered_in_one_line(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(InputError, match=said.replace(".", r"\.")):
+        load(tmp_path, GOOD, override)
+
+
+def test_runs_are_interleaved_in_whole_rounds_in_an_order_that_the_seed_fixes(
+    tmp_path: Path,
+) -> None:
+    experiment = load(tmp_path, GOOD)
+    runs = plan_runs(experiment)
+    rounds = [[run.cell for run in runs[i : i + 3]] for i in range(0, 12, 3)]
+    assert all(sorted(cells) == ["one", "three", "two"] for cells in rounds)
+    assert [run.repeat for run in runs] == sorted(run.repeat for run in runs)
+    assert len({tuple(cells) for cells in rounds}) > 1
+    assert [run.folder for run in plan_runs(experiment)] == [run.folder for run in runs]
+    other = load(tmp_path, GOOD, "seed=4")
+    assert [run.folder for run in plan_runs(other)] != [run.folder for run in runs]
+
+
+def test_loads_multiply_arms_and_a_loads_settings_reach_its_runs(tmp_path: Path) -> None:
+    text = GOOD + (
+        '\n[[loads]]\nname = "low"\nreplay = { max_inflight_sessions = 1 }\n'
+        '[[loads]]\nname = "high"\nreplay = { max_inflight_sessions = 9 }\n'
+    )
+    experiment = load(tmp_path, text, "arms.two.loads=['low']", "repeats=1")
+    runs = plan_runs(experiment)
+    assert Counter(run.cell for run in runs) == dict.fromkeys(
+        ["one@low", "one@high", "three@low", "three@high", "two@low"], 1
+    )
+    sessions = {run.cell: run.replay.max_inflight_sessions for run in runs}
+    assert sessions["one@low"] == 1
+    assert sessions["one@high"] == 9
+
+
+def test_only_keeps_the_named_arms_in_the_order_of_the_whole_plan(tmp_path: Path) -> None:
+    experiment = load(tmp_path, GOOD)
+    kept = [run.folder for run in plan_runs(experiment, ["two"])]
+    assert kept == [run.folder for run in plan_runs(experiment) if run.arm.name == "two"]
+    with pytest.raises(InputError, match="no arm is named 'four'"):
+        plan_runs(experiment, ["four"])
+
+
+def test_a_runs_digest_changes_with_its_settings_and_not_with_other_arms(tmp_path: Path) -> None:
+    def digest(*overrides: str) -> str:
+        runs = plan_runs(load(tmp_path, GOOD, *overrides))
+        return next(run.digest for run in runs if run.cell == "one" and run.repeat == 1)
+
+    assert digest() == digest("arms.two.policy=round_robin", "repeats=2")
+    assert digest() != digest("arms.one.policy=pd")
+    assert digest() != digest("replay.max_inflight_sessions=3")

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltaserve.errors import InputError
+from eval.imports import import_file
+from eval.report import find_runs, gather, write_report
+
+SERVING = {
+    "backend": "sglang",
+    "duration": 12.0,
+    "input_lens": [100, 200, 300],
+    "output_lens": [3, 2, 4],
+    "ttfts": [0.5, 1.0, 0.0],
+    "itls": [[0.1, 0.3], [0.2], []],
+    "generated_texts": ["", "", ""],
+    "errors": ["", "", "it burnt"],
+    "cached_tokens": [0, 150, 0],
+}
+
+
+def aiperf(conversation: str, turn: int, start_ms: int, ttft_ms: float, latency_ms: float) -> str:
+    start_ns = 1_759_813_207_000_000_000 + start_ms * 1_000_000
+    return json.dumps(
+        {
+            "metadata": {
+                "session_num": turn,
+                "x_correlation_id": f"user-{conversation}",
+                "conversation_id": conversation,
+                "turn_index": turn,
+                "request_start_ns": start_ns,
+                "request_end_ns": start_ns + int(latency_ms * 1e6),
+                "benchmark_phase": "profiling",
+            },
+            "metrics": {
+                "input_sequence_length": {"value": 550, "unit": "tokens"},
+                "time_to_first_token": {"value": ttft_ms, "unit": "ms"},
+                "request_latency": {"value": latency_ms, "unit": "ms"},
+                "output_sequence_length": {"value": 9, "unit": "tokens"},
+            },
+            "error": None,
+        }
+    )
+
+
+FAILED = {
+    "metadata": {
+        "session_num": 8,
+        "conversation_id": "c",
+        "turn_index": 0,
+        "request_start_ns": 1_759_813_208_000_000_000,
+        "request_end_ns": 1_759_813_208_000_000_000,
+        "benchmark_phase": "profiling",
+    },
+    "metrics": {"error_isl": {"value": 550, "unit": "tokens"}},
+    "error": {"code": 503, "type": "HTTPError", "message": "busy"},
+}
+
+
+def test_bench_serving_lines_become_runs_with_its_own_latencies(tmp_path: Path) -> None:
+    source = tmp_path / "serving.jsonl"
+    source.write_text(json.dumps(SERVING) + "\n" + json.dumps(SERVING) + "\n")
+    folders = import_file(source, "bench-serving", "theirs", tmp_path / "out")
+    assert [folder.name for folder in folders] == ["r1", "r2"]
+    run = find_runs([tmp_path / "out"])[0]
+    assert run.requests["ttft_s"].tolist()[:2] == [0.5, 1.0]
+    assert run.requests["tpot_s"].tolist()[:2] == pytest.approx([0.2, 0.2])
+    assert run.requests["e2e_s"].tolist()[:2] == pytest.approx([0.9, 1.2])
+    assert run.requests["error_kind"].tolist()[2] == "server_error"
+
+
+def test_bench_servings_throughput_is_over_its_own_duration(tmp_path: Path) -> None:
+    source = tmp_path / "serving.jsonl"
+    source.write_text(json.dumps(SERVING | {"errors": ["", "", ""], "ttfts": [0.5, 1.0, 2.0]}))
+    import_file(source, "bench-serving", "theirs", tmp_path / "out")
+    cell = gather(find_runs([tmp_path / "out"]), draws=50).cells[0]
+    assert cell.request_rps == pytest.approx(3 / 12)
+    assert cell.apc.value == pytest.approx(150 / 600)
+
+
+def test_aiperf_records_keep_their_sessions_and_times(tmp_path: Path) -> None:
+    source = tmp_path / "profile_export.jsonl"
+    lines = [aiperf("a", 0, 500, 100, 300), aiperf("a", 1, 2000, 50, 130), json.dumps(FAILED)]
+    source.write_text("\n".join(lines))
+    (folder,) = import_file(source, "aiperf", "theirs", tmp_path / "out")
+    run = find_runs([folder])[0]
+    ok = run.requests[run.requests["ok"]]
+    assert ok["session_id"].tolist() == ["user-a", "user-a"]
+    assert ok["ttft_s"].tolist() == pytest.approx([0.1, 0.05], abs=1e-5)
+    assert ok["tpot_s"].tolist() == pytest.approx([0.025, 0.01], abs=1e-5)
+    assert np.diff(ok["scheduled_s"]).tolist() == pytest.approx([1.5])
+    assert run.requests["error_kind"].tolist()[2] == "server_error"
+
+
+def test_imported_and_own_runs_make_one_report(tmp_path: Path) -> None:
+    source = tmp_path / "serving.jsonl"
+    clean = SERVING | {"errors": ["", "", ""], "ttfts": [0.5, 1.0, 2.0]}
+    source.write_text(json.dumps(clean))
+    import_file(source, "bench-serving", "one", tmp_path / "out")
+    import_file(source, "bench-serving", "two", tmp_path / "out")
+    evidence = gather(find_runs([tmp_path / "out"]), draws=50)
+    markdown = write_report(evidence, tmp_path / "report")[1].read_text()
+    assert "hardware that was not recorded" in markdown
+    assert "| one |" in markdown
+
+
+@pytest.mark.parametrize(
+    ("text", "file_format", "said"),
+    [
+        ('{"duration": 1}', "bench-serving", "1: no 'ttfts'; expected a line .*--output-details"),
+        ("{", "bench-serving", "1: not JSON"),
+        ("[]", "aiperf", "1: expected a JSON object"),
+        ('{"a": 1}', "aiperf", "1: not a record of AIPerf's profile_export.jsonl"),
+        ("", "aiperf", "no request of the profiling phase"),
+    ],
+)
+def test_a_file_of_another_kind_is_answered_in_one_line(
+    tmp_path: Path, text: str, file_format: str, said: str
+) -> None:
+    source = tmp_path / "source.jsonl"
+    source.write_text(text)
+    with pytest.raises(InputError, match=said):
+        import_file(source, file_format, "a", tmp_path / "out")

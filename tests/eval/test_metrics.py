@@ -1,0 +1,209 @@
+"""Metrics against the same numbers computed here from the raw lines, in plain Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from eval.metrics import Cell, beside_prefill, class_labels, hotspot_index, measure
+from eval.records import Run, decision_table, read_run, read_steps
+from eval.report import find_runs, gather, summary_json
+from eval.stats import SessionBootstrap
+
+MakeRun = Callable[..., Run]
+
+
+def cell_of(*runs: Run) -> Cell:
+    sessions = [name for run in runs for name in run.requests["session_id"]]
+    return measure(runs, SessionBootstrap(sessions, 200), slo_ttft_s=0.6, slo_tpot_s=0.03)
+
+
+def raw(run: Run) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run.folder / "requests.jsonl").open()]
+
+
+def test_latencies_are_numpys_percentiles_of_the_raw_lines(make_run: MakeRun) -> None:
+    run = make_run(errors=2)
+    cell = cell_of(run)
+    lines = [line for line in raw(run) if line["error"] is None]
+    expected: dict[str, list[float]] = {"ttft": [], "tpot": [], "e2e": []}
+    gaps: list[float] = []
+    for line in lines:
+        expected["ttft"].append(line["first_token_s"] - line["scheduled_s"])
+        expected["e2e"].append(line["finished_s"] - line["scheduled_s"])
+        arrivals = line["arrivals"]
+        if line["output_tokens"] > 1:
+            span_s = arrivals[-1][0] - line["first_token_s"]
+            expected["tpot"].append(span_s / (line["output_tokens"] - 1))
+        gaps += [b[0] - a[0] for a, b in pairwise(arrivals)]
+    for name, values in expected.items():
+        for i, q in enumerate((0.5, 0.9, 0.99)):
+            estimate = cell.latency[name][i]
+            assert estimate.value == pytest.approx(np.quantile(values, q))
+            assert estimate.low <= estimate.value <= estimate.high
+    assert cell.latency["itl"][1].value == pytest.approx(np.quantile(gaps, 0.9), rel=1e-6)
+    assert cell.errors == {"server_error": 2}
+    assert cell.n == len(lines) + 2
+
+
+def test_rates_and_shares_are_sums_over_the_raw_lines(make_run: MakeRun) -> None:
+    run = make_run(errors=3)
+    cell = cell_of(run)
+    lines = raw(run)
+    ok = [line for line in lines if line["error"] is None]
+    span_s = max(line["finished_s"] for line in lines) - min(line["scheduled_s"] for line in lines)
+    assert cell.request_rps == pytest.approx(len(ok) / span_s)
+    assert cell.output_tps == pytest.approx(sum(line["output_tokens"] for line in ok) / span_s)
+    cached = sum(line["cached_tokens"] for line in ok)
+    prompt = sum(line["prompt_tokens"] for line in ok)
+    assert cell.apc.value == pytest.approx(cached / prompt)
+    assert cell.apc.low < cell.apc.value < cell.apc.high
+    good = 0
+    for line in ok:
+        tpot_s = (line["arrivals"][-1][0] - line["first_token_s"]) / (line["output_tokens"] - 1)
+        good += line["first_token_s"] - line["scheduled_s"] <= 0.6 and tpot_s <= 0.03
+    assert 0 < good < len(ok)
+    assert cell.goodput_share.value == pytest.approx(good / len(lines))
+    assert cell.goodput_rps == pytest.approx(good / span_s)
+
+
+def test_repeats_are_pooled_request_by_request(make_run: MakeRun) -> None:
+    one, two = make_run(repeat=1), make_run(repeat=2, ttft_s=1.0)
+    cell = cell_of(one, two)
+    both = pd.concat([one.requests, two.requests])["ttft_s"]
+    assert cell.n == len(both)
+    assert cell.latency["ttft"][1].value == pytest.approx(float(np.quantile(both, 0.9)))
+
+
+def test_classes_hold_the_traces_new_tokens_and_their_bounds_scale_with_its_lengths(
+    make_run: MakeRun,
+) -> None:
+    run = make_run()
+    cell = cell_of(run)
+    assert cell.class_source == "trace"
+    assert [row.n for row in cell.classes] == [cell.n, 0, 0, 0]
+    assert class_labels(1.0) == ["< 5k", "5k–20k", "20k–50k", "> 50k"]
+    assert class_labels(0.1) == ["< 500", "500–2k", "2k–5k", "> 5k"]
+
+
+def test_a_class_bound_belongs_to_the_class_above_it(make_run: MakeRun) -> None:
+    run = make_run()
+    run.requests["best_cached_tokens"] = 0.0
+    run.requests["input_length"] = [4999, 5000, 20_000, 50_000] * (len(run.requests) // 4)
+    assert [row.n for row in cell_of(run).classes] == [len(run.requests) // 4] * 4
+
+
+def table(rows: list[dict[str, object]]) -> pd.DataFrame:
+    return pd.DataFrame([{"run": 0} | row for row in rows])
+
+
+def test_interference_sees_only_other_requests_prefills_on_the_same_worker_and_run() -> None:
+    def row(
+        prefill: str, decode: str, sent: float, first: float, last: float, new: int, run: int = 0
+    ):
+        return {
+            "run": run, "prefill_worker": prefill, "decode_worker": decode,
+            "sent_s": sent, "first_token_s": first, "last_token_s": last, "new_tokens": new,
+        }  # fmt: skip
+
+    rows = table(
+        [
+            row("a", "a", 0, 1, 10, 9000),  # its own prefill does not count
+            row("a", "a", 12, 13, 20, 10),
+            row("a", "a", 15, 16, 16, 4000),  # disturbs the one before, on a
+            row("b", "b", 12, 13, 20, 10),  # b is another worker
+            row("p", "a", 30, 31, 40, 4000),
+            row("a", "a", 29, 30.5, 40, 10),  # the prefill beside it runs on p
+            row("a", "a", 12, 13, 20, 10, run=1),  # another run
+        ]
+    )
+    assert list(beside_prefill(rows, 2048)) == [False, True, False, False, False, False, False]
+
+
+def test_hotspot_is_the_busiest_workers_p90_over_the_median_workers() -> None:
+    rows = []
+    for worker, ttft_s in (("a", 1.0), ("b", 2.0), ("c", 8.0)):
+        for i in range(10):
+            rows.append(
+                {
+                    "prefill_worker": worker,
+                    "sent_s": float(i),
+                    "first_token_s": i + ttft_s,
+                    "ttft_s": ttft_s,
+                }
+            )
+    assert hotspot_index(table(rows)) == pytest.approx(4.0)
+
+
+def test_a_separated_request_belongs_to_its_prefill_and_its_decode_worker() -> None:
+    decisions = decision_table(
+        [
+            {
+                "event": "decision", "decision_id": "1", "kind": "prefill_decode", "prefill": "p0",
+                "decode": "d0", "reason": "heavy", "predicted_s": 0.5,
+                "cached_tokens": {"p0": 7, "d0": 3},
+            },
+            {"event": "finish", "decision_id": "1", "first_token_s": 1.0, "outcome": "ok"},
+            {"event": "decision", "decision_id": "2", "kind": "local", "worker": "d0"},
+        ]
+    )  # fmt: skip
+    first, second = decisions.to_dict("records")
+    assert (first["prefill_worker"], first["decode_worker"]) == ("p0", "d0")
+    assert first["believed_cached_tokens"] == 7
+    assert first["decided_to_first_token_s"] == 1.0
+    assert (second["prefill_worker"], second["decode_worker"]) == ("d0", "d0")
+
+
+def test_prediction_error_is_realised_over_predicted(make_run: MakeRun) -> None:
+    run = make_run()
+    rows = cell_of(run).decisions
+    assert sum(row.n for row in rows) == len(run.requests)
+    affinity = run.requests[run.requests["reason"] == "affinity"]
+    realised = affinity["first_token_s"] - affinity["sent_s"]
+    assert rows[0].reason == "affinity"
+    assert rows[0].error_ratio_p50 == pytest.approx(float(np.median(realised / 0.25)))
+
+
+def test_kv_moved_and_saved_come_from_the_prefill_workers_telemetry(make_run: MakeRun) -> None:
+    run = make_run()
+    (run.folder / "steps").mkdir()
+    lines = [
+        {"event": "kv_transfer", "worker_id": "p0", "room": i, "ok": ok, "bytes": size,
+         "tokens": 10, "saved_tokens": 30, "saved_bytes": 3 * size,
+         "start_unix_s": 5.0, "end_unix_s": 5.5}
+        for i, (size, ok) in enumerate([(1000, True), (3000, True), (9000, False)])
+    ]  # fmt: skip
+    text = "\n".join(json.dumps(line) for line in lines) + '\n{"event": "kv_tr'
+    (run.folder / "steps" / "p0-1.jsonl").write_text(text)
+    kv = cell_of(read_run(run.folder)).kv
+    assert kv is not None
+    assert kv.transfers == 2
+    assert kv.total_bytes == 4000
+    assert kv.saved_share == pytest.approx(0.75)
+    assert kv.seconds_p50 == pytest.approx(0.5)
+
+
+def test_steps_count_from_the_replays_start(make_run: MakeRun) -> None:
+    run = make_run(manifest={"replay": {"clock": {"unix_origin_s": 100.0}}})
+    (run.folder / "steps").mkdir()
+    line = {"event": "step", "worker_id": "w0", "forward_mode": "decode", "start_unix_s": 103.5,
+            "duration_s": 0.1, "queues": {"waiting": 2, "transfer": 1}}  # fmt: skip
+    (run.folder / "steps" / "w0-1.jsonl").write_text(json.dumps(line) + "\n")
+    steps = read_steps(run)
+    assert steps["at_s"].tolist() == [pytest.approx(3.5)]
+    assert steps["waiting"].tolist() == [3]
+
+
+def test_the_json_summary_has_the_same_numbers(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    evidence = gather(find_runs([tmp_path / "runs"]))
+    summary = summary_json(evidence)
+    ttft = [r["first_token_s"] - r["scheduled_s"] for r in raw(run)]
+    assert summary["cells"]["a"]["ttft_s"]["p90"]["value"] == pytest.approx(np.quantile(ttft, 0.9))
+    json.dumps(summary, allow_nan=False)

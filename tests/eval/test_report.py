@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltaserve.errors import InputError
+from eval.formatting import change, number, seconds, size
+from eval.records import Run
+from eval.report import caption, find_runs, gather, write_report
+
+MakeRun = Callable[..., Run]
+RunWriter = Callable[..., Path]
+
+
+class Page(HTMLParser):
+    """What a page refers to, what it says, and the data inside it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.data: dict[str, str] = {}
+        self.words: list[str] = []
+        self._inside: str | None = None
+        self._hidden = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.references += [v for k, v in attrs if k in ("src", "href") and v]
+        self._hidden = tag in ("script", "style")
+        self._inside = given.get("id") if given.get("type") == "application/json" else None
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden = False
+        self._inside = None
+
+    def handle_data(self, data: str) -> None:
+        if self._inside is not None:
+            self.data[self._inside] = data
+        elif not self._hidden:
+            self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def three_arms(tmp_path_factory: pytest.TempPathFactory, run_writer: RunWriter) -> Path:
+    folder = tmp_path_factory.mktemp("three") / "runs"
+    for order, arm in enumerate(("x", "y", "z")):
+        for repeat in (1, 2, 3):
+            run_writer(
+                folder,
+                arm=arm,
+                repeat=repeat,
+                seed=order,
+                ttft_s=1.5 if arm == "y" else 0.5,
+                manifest={"cell_order": order, "baseline": "z"},
+            )
+    last = {"cell_order": 2, "baseline": "z"}
+    run_writer(folder, arm="z", repeat=4, lag_s=2.0, manifest=last)
+    write_report(gather(find_runs([folder]), draws=200), folder / "report")
+    return folder
+
+
+def written(folder: Path) -> tuple[Page, str]:
+    if not (folder / "report.html").exists():
+        write_report(gather(find_runs([folder]), draws=100), folder / "report")
+    return Page((folder / "report.html").read_text()), (folder / "report.md").read_text()
+
+
+def test_the_page_stands_alone(three_arms: Path) -> None:
+    page, _ = written(three_arms)
+    assert all(r.startswith("#") or r == "data:," for r in page.references)
+    text = (three_arms / "report.html").read_text()
+    assert text.count("plotly.js v") == 1
+    assert "@import" not in text.partition("<script")[0]
+
+
+def test_every_figures_place_has_its_data(three_arms: Path) -> None:
+    page, _ = written(three_arms)
+    text = (three_arms / "report.html").read_text()
+    places = re.findall(r'<div id="plot-([\w-]+)" class="plot"', text)
+    assert sorted(f"data-{place}" for place in places) == sorted(page.data)
+    assert {"bars-ttft", "cdf-ttft_s", "apc", "timeline-0", "repeats"} <= set(places)
+    for data in page.data.values():
+        assert json.loads(data)["data"]
+
+
+def test_both_files_state_the_verdicts_and_what_was_left_out(three_arms: Path) -> None:
+    page, markdown = written(three_arms)
+    for text in (" ".join(" ".join(page.words).split()), markdown):
+        assert re.search(r"y against z, worse: .*TTFT p50 \+\d+ %", text)
+        assert re.search(r"x against z, no difference beyond noise: .*TTFT p50", text)
+        assert "z/r4 is excluded: client_lag: requests were sent 2.000 s late at p99" in text
+        assert "madeengine 1.2.3" in text
+        assert "deltaserve eval run made" in text
+        assert "It says nothing about speed on GPUs" in text
+
+
+def test_the_headline_shows_the_measured_numbers(three_arms: Path) -> None:
+    _, markdown = written(three_arms)
+    runs = [run for run in find_runs([three_arms]) if run.arm == "x"]
+    values = np.concatenate([run.requests["ttft_s"] for run in runs])
+    row = next(line for line in markdown.splitlines() if line.startswith("| TTFT p90"))
+    assert row.split("|")[2].strip().startswith(seconds(float(np.quantile(values, 0.9))))
+
+
+def test_a_made_up_name_is_text_and_not_markup(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(manifest={"experiment": "<b>x</b></script><script>alert(1)</script>"})
+    written(tmp_path / "runs")
+    text = (tmp_path / "runs" / "report.html").read_text()
+    assert "<script>alert" not in text
+    assert "<b>x" not in text
+
+
+def test_one_run_an_arm_gives_no_verdict_and_says_why(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(arm="a")
+    make_run(arm="b", ttft_s=9.0)
+    _, markdown = written(tmp_path / "runs")
+    assert "without a verdict: every arm ran once" in markdown
+    assert "worse" not in markdown.partition("## Headline")[0]
+
+
+def test_a_report_on_invalid_runs_only_says_so(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(manifest={"state": "failed", "reason": "it burnt"})
+    _, markdown = written(tmp_path / "runs")
+    assert "No run is valid" in markdown
+    assert "a/r1 is excluded: failed: it burnt" in markdown
+
+
+def test_scaled_lengths_are_stated_in_the_banner(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    facts = json.loads((run.folder / "trace.json").read_text()) | {"length_scale": 0.1}
+    (run.folder / "trace.json").write_text(json.dumps(facts))
+    _, markdown = written(tmp_path / "runs")
+    assert "Token lengths are the trace's times 0.1" in markdown
+    assert "< 500 tokens" in markdown
+    assert "at least 205 new tokens" in markdown
+
+
+def test_loads_are_compared_within_themselves(make_run: MakeRun, tmp_path: Path) -> None:
+    for load, factor in (("low", 1.0), ("high", 4.0)):
+        for arm in ("a", "b"):
+            for repeat in (1, 2):
+                make_run(arm=arm, load=load, repeat=repeat, ttft_s=0.5 * factor)
+    evidence = gather(find_runs([tmp_path / "runs"]), draws=100)
+    pairs = {(item.baseline, item.arm) for item in evidence.comparisons}
+    assert pairs == {("a@low", "b@low"), ("a@high", "b@high")}
+
+
+def test_every_sglang_arm_is_set_against_every_vllm_arm(make_run: MakeRun, tmp_path: Path) -> None:
+    for arm, engine in (("s1", "sglang"), ("s2", "sglang"), ("v1", "vllm"), ("v2", "vllm")):
+        topology = {"model": "m", "device": "cuda", "engine": {"name": engine}}
+        for repeat in (1, 2):
+            faster = 0.2 if engine == "sglang" else 1.0
+            make_run(arm=arm, repeat=repeat, ttft_s=faster, manifest={"topology": topology})
+    evidence = gather(find_runs([tmp_path / "runs"]), draws=100)
+    pairs = {(item.arm, item.baseline) for item in evidence.across}
+    assert pairs == {(ours, theirs) for ours in ("s1", "s2") for theirs in ("v1", "v2")}
+    markdown = write_report(evidence, tmp_path / "report")[1].read_text()
+    table = markdown.partition("## SGLang against vLLM")[2]
+    assert re.search(r"\| s2 \| v1 \| −80 % \[.*\] \(better\)", table)
+    assert "says nothing about speed on GPUs" not in markdown
+
+
+def test_folders_without_runs_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no run folder"):
+        find_runs([tmp_path])
+    with pytest.raises(InputError, match=r"no such folder"):
+        find_runs([tmp_path / "nowhere"])
+
+
+def test_a_picture_of_the_headline_is_drawn(three_arms: Path) -> None:
+    from eval.picture import write_picture
+
+    evidence = gather(find_runs([three_arms]), draws=50)
+    for name in ("headline.png", "headline.svg"):
+        write_picture(evidence.cells, caption(evidence), three_arms / name)
+        assert (three_arms / name).stat().st_size > 10_000
+    with pytest.raises(InputError, match=r"\.png or \.svg"):
+        write_picture(evidence.cells, "", three_arms / "headline.gif")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (seconds(0.01234), "12.3 ms"),
+        (seconds(1.5), "1.50 s"),
+        (seconds(7200), "120 min"),
+        (seconds(float("nan")), "–"),
+        (change(0.88), "−12 %"),
+        (change(1.034), "+3.4 %"),
+        (number(12345.6), "12 346"),
+        (size(1536), "1.54 kB"),
+    ],
+)
+def test_numbers_are_written_as_people_read_them(text: str, expected: str) -> None:
+    assert text == expected

@@ -1,0 +1,440 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deltaserve.errors import InputError
+from eval.experiment import Excerpt, Experiment, Replay, load_experiment
+from eval.progress import Progress
+from eval.provenance import read_manifest
+from eval.runner import Site, Summary, replay_command, run_experiment, topology_overrides
+from eval.traces import possible_cached_tokens, resolve_scale, take_excerpt, trace_facts
+from replay.plan import make_plan
+from replay.trace import Request, read_trace, write_trace
+
+FAKE_REPLAY = (sys.executable, str(Path(__file__).with_name("fake_replay.py")))
+TEXT = """
+name = "matrix"
+repeats = 2
+baseline = "one"
+[trace]
+path = "{trace}"
+[[arms]]
+name = "one"
+topology = "t-one"
+policy = "unified"
+policy_params = {{ overload_factor = 1.5 }}
+[[arms]]
+name = "two"
+topology = "t-two"
+set = {{ max_total_tokens = 1000, router = {{ host = "127.0.0.2" }} }}
+"""
+
+
+@dataclass
+class FakeFleet:
+    router_url: str | None = "http://127.0.0.1:9"
+    workers: Sequence[Any] = ("w0",)
+    engine_versions: dict[str, str] = field(default_factory=lambda: {"madeengine": "1.2.3"})
+    timings: dict[str, float] = field(default_factory=lambda: {"start_s": 0.0})
+
+
+@dataclass
+class FakeSite:
+    """Fleets that are nothing; remembers which were up, and refuses those in `broken`."""
+
+    broken: set[str] = field(default_factory=set)
+    up: list[str] = field(default_factory=list)
+    down: list[str] = field(default_factory=list)
+    run_s: float = 0.0
+    now_s: float = 0.0
+
+    def end(self, folder: Path) -> int:
+        """A folder with a file `left` stands for one with a fleet that its runner left behind."""
+        left = folder / "left"
+        if not left.is_file():
+            return 0
+        left.unlink()
+        return 3
+
+    def site(self) -> Site:
+        def check(name: str, overrides: list[str]) -> dict[str, Any]:
+            if name == "t-unknown":
+                raise InputError("no topology 't-unknown'")
+            return {"name": name, "model": "m", "device": "cpu", "overrides": overrides}
+
+        @contextlib.contextmanager
+        def fleet(topology: Any, folder: Path, say: Any) -> Iterator[FakeFleet]:
+            if topology["name"] in self.broken:
+                raise RuntimeError("worker w0 died; the end of w0.log:\n one\n two")
+            self.up.append(f"{folder.parent.name}/{folder.name}")
+            try:
+                yield FakeFleet()
+            finally:
+                self.now_s += self.run_s
+                self.down.append(f"{folder.parent.name}/{folder.name}")
+
+        return Site(
+            check=check,
+            fleet=fleet,
+            describe=dict,
+            vocab_size=lambda _topology: 1024,
+            end=self.end,
+            clock=lambda: self.now_s,
+            replay=FAKE_REPLAY,
+        )
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, small_trace: Path) -> Experiment:
+    path = tmp_path / "matrix.toml"
+    path.write_text(TEXT.format(trace=small_trace))
+    return load_experiment(str(path))[0]
+
+
+def execute(
+    experiment: Experiment, output: Path, fakes: FakeSite, only: list[str] | None = None
+) -> tuple[Summary, str]:
+    said = io.StringIO()
+    with Progress(Console(file=said, width=200)) as progress:
+        summary = run_experiment(
+            experiment,
+            output,
+            site=fakes.site(),
+            source={"command": "deltaserve eval run matrix.toml"},
+            progress=progress,
+            only=only,
+        )
+    return summary, said.getvalue()
+
+
+def manifest(output: Path, run: str) -> dict[str, Any]:
+    found = read_manifest(output / run)
+    assert found is not None
+    return found
+
+
+def test_every_run_gets_a_fresh_fleet_and_a_manifest_that_another_machine_can_repeat(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    fakes = FakeSite()
+    output = tmp_path / "out"
+    summary, _ = execute(experiment, output, fakes)
+    runs = ["one/r1", "one/r2", "two/r1", "two/r2"]
+    assert summary.complete == 4
+    assert sorted(fakes.up) == sorted(fakes.down) == runs
+    for name in runs:
+        found = manifest(output, name)
+        assert found["state"] == "complete"
+        assert found["violations"] == []
+        assert found["results"] == found["trace"]["requests"] == 12
+        assert found["versions"]["engines"] == {"madeengine": "1.2.3"}
+        assert found["hardware"]["cores"] >= 1
+        assert len(found["trace"]["sha256"]) == 64
+        assert found["coldness"] == [
+            {
+                "worker": "fleet",
+                "request_id": "s0-0",
+                "cached_tokens": 0.0,
+                "possible_tokens": 0.0,
+            }
+        ]
+        assert {"total_s", "fleet_up_s", "replay_s"} <= found["timings"].keys()
+        assert "--vocab-size" in found["replay"]["arguments"]
+    overrides = manifest(output, "one/r1")["topology"]["overrides"]
+    assert overrides == ['router.policy="unified"', "router.params.overload_factor=1.5"]
+
+
+def test_an_arms_own_keys_become_overrides_of_its_topology(experiment: Experiment) -> None:
+    assert topology_overrides(experiment.arms[1]) == [
+        "max_total_tokens=1000",
+        'router.host="127.0.0.2"',
+    ]
+
+
+def test_finished_runs_are_kept_and_unfinished_ones_redone(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    execute(experiment, output, FakeSite(), only=["one"])
+    unfinished = output / "one" / "r2"
+    cut = manifest(output, "one/r2") | {"state": "running"}
+    (unfinished / "manifest.json").write_text(json.dumps(cut))
+    (unfinished / "left-over").touch()
+    kept = (output / "one" / "r1" / "manifest.json").stat().st_mtime_ns
+    fakes = FakeSite()
+    summary, said = execute(experiment, output, fakes)
+    assert summary.kept == 1
+    assert sorted(fakes.up) == ["one/r2", "two/r1", "two/r2"]
+    assert (output / "one" / "r1" / "manifest.json").stat().st_mtime_ns == kept
+    assert not (unfinished / "left-over").exists()
+    assert "1 of 4 runs are complete already" in said
+
+
+def test_what_a_killed_runner_left_running_is_ended_before_anything_starts(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    folder = output / "two" / "r1"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text('{"state": "running"}')
+    (folder / "left").touch()
+    _, said = execute(experiment, output, FakeSite(), only=["two"])
+    assert said.startswith("two/r1: ended 3 processes that an earlier runner left")
+    assert manifest(output, "two/r1")["state"] == "complete"
+
+
+def test_a_finished_run_of_other_settings_is_never_taken_for_this_one(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    execute(experiment, output, FakeSite())
+    changed = experiment.model_copy(update={"replay": Replay(time_scale=2.0)})
+    with pytest.raises(InputError, match="holds a finished run with other settings"):
+        execute(changed, output, FakeSite())
+
+
+def test_a_run_that_fails_is_recorded_with_its_reason_and_the_rest_goes_on(
+    experiment: Experiment, tmp_path: Path, small_trace: Path
+) -> None:
+    output = tmp_path / "out"
+    (small_trace.parent / "behave.json").write_text('{"two": "fail"}')
+    summary, said = execute(experiment, output, FakeSite())
+    assert sorted(summary.failed) == ["two/r1", "two/r2"]
+    assert summary.complete == 2
+    found = manifest(output, "two/r1")
+    assert found["state"] == "failed"
+    assert found["reason"] == "the replay exited with 1: made to fail"
+    assert found["results"] == 3
+    assert "two/r1: failed: the replay exited with 1: made to fail" in said
+
+
+def test_a_fleet_that_does_not_come_up_fails_its_run_in_one_line(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    summary, _ = execute(experiment, output, FakeSite(broken={"t-one"}))
+    assert sorted(summary.failed) == ["one/r1", "one/r2"]
+    reason = manifest(output, "one/r1")["reason"]
+    assert reason == "RuntimeError: worker w0 died; the end of w0.log"
+
+
+def test_a_run_on_a_warm_fleet_is_invalid_and_said_to_be(
+    experiment: Experiment, tmp_path: Path, small_trace: Path
+) -> None:
+    (small_trace.parent / "behave.json").write_text('{"one": "warm"}')
+    summary, said = execute(experiment, tmp_path / "out", FakeSite())
+    assert sorted(summary.invalid) == ["one/r1", "one/r2"]
+    assert "one/r1: invalid (not_cold)" in said
+
+
+def test_killing_the_replay_fails_its_run_with_readable_results(
+    experiment: Experiment, tmp_path: Path, small_trace: Path
+) -> None:
+    (small_trace.parent / "behave.json").write_text('{"two": "hang"}')
+    output = tmp_path / "out"
+
+    def kill_hanging() -> None:
+        for _ in range(2):
+            folder = None
+            while folder is None:
+                time.sleep(0.05)
+                folder = next(iter((output / "two").glob("*/hanging")), None)
+            folder.unlink()
+            for process in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):
+                    if str(folder.parent).encode() in (process / "cmdline").read_bytes():
+                        os.kill(int(process.name), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_hanging, daemon=True)
+    killer.start()
+    summary, _ = execute(experiment, output, FakeSite())
+    killer.join()
+    assert sorted(summary.failed) == ["two/r1", "two/r2"]
+    assert manifest(output, "two/r1")["reason"] == (
+        "the replay was ended by SIGKILL after 3 of 12 results"
+    )
+    assert manifest(output, "two/r1")["results"] == 3
+
+
+def test_an_unknown_topology_is_named_before_anything_starts(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    arm = experiment.arms[1].model_copy(update={"topology": "t-unknown"})
+    changed = experiment.model_copy(update={"arms": [experiment.arms[0], arm]})
+    fakes = FakeSite()
+    with pytest.raises(InputError, match="t-unknown"):
+        execute(changed, tmp_path / "out", fakes)
+    assert fakes.up == []
+
+
+def test_a_missing_trace_is_named_before_anything_starts(
+    experiment: Experiment, tmp_path: Path, small_trace: Path
+) -> None:
+    small_trace.unlink()
+    fakes = FakeSite()
+    with pytest.raises(InputError, match=r"trace\.path: .*small\.jsonl: no such file"):
+        execute(experiment, tmp_path / "out", fakes)
+    assert fakes.up == []
+
+
+def test_a_folder_that_is_not_ours_is_never_emptied(experiment: Experiment, tmp_path: Path) -> None:
+    precious = tmp_path / "out" / "one" / "r1" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.touch()
+    with pytest.raises(InputError, match="not a run folder"):
+        execute(experiment, tmp_path / "out", FakeSite())
+    assert precious.exists()
+
+
+def test_runs_that_the_budget_cannot_hold_are_skipped_last_rounds_first(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    short = experiment.model_copy(update={"budget_minutes": 1.0, "repeats": 4})
+    fakes = FakeSite(run_s=10.0)
+    summary, said = execute(short, tmp_path / "out", fakes)
+    assert len(fakes.up) == summary.complete == 6
+    assert sorted(summary.skipped) == ["one/r4", "two/r4"]
+    assert "one/r4: skipped, about 0.2 min but only 0.0 min of the budget are left" in said
+
+
+RUNNER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_runner import FakeSite
+from eval import runner
+from eval.experiment import load_experiment
+from eval.progress import Progress
+experiment, _ = load_experiment({experiment!r})
+try:
+    with runner.sigterm_as_interrupt(), Progress() as progress:
+        runner.run_experiment(experiment, Path({output!r}), site=FakeSite().site(), source={{}},
+                              progress=progress)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_runner_goes_on_where_it_stopped(
+    experiment: Experiment, tmp_path: Path, small_trace: Path, number: signal.Signals
+) -> None:
+    output = tmp_path / "out"
+    behave = small_trace.parent / "behave.json"
+    behave.write_text('{"two": "hang"}')
+    script = RUNNER.format(
+        tests=str(Path(__file__).parent),
+        experiment=str(tmp_path / "matrix.toml"),
+        output=str(output),
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list(output.glob("two/*/hanging")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == (-number if number == signal.SIGKILL else 130)
+    stopped = next(output.glob("two/*/hanging")).parent
+    assert manifest(output, f"two/{stopped.name}")["state"] == "running"
+    if number != signal.SIGKILL:
+        commands = [
+            path.read_bytes()
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if path.parent.exists()
+        ]
+        assert not any(str(stopped).encode() in command for command in commands)
+    behave.unlink()
+    finished = len(list(output.glob("one/*/manifest.json")))
+    summary, _ = execute(experiment, output, FakeSite())
+    assert summary.kept == finished
+    assert summary.complete == 4 - finished
+
+
+def test_fitting_a_trace_chooses_an_explicit_factor_and_never_enlarges(small_trace: Path) -> None:
+    shrunk = resolve_scale(small_trace, Replay(fit_input_tokens=100))
+    assert shrunk.length_scale == pytest.approx(100 / 384, rel=0.05)
+    assert shrunk.fit_input_tokens is None
+    facts = trace_facts(small_trace, shrunk)
+    assert 0 < max(facts.best_cached_tokens.values()) <= 100
+    plan = make_plan(read_trace(small_trace), length_scale=shrunk.length_scale or 1.0)
+    assert 90 <= max(request.input_length for request in plan.requests) <= 100
+    assert resolve_scale(small_trace, Replay(fit_input_tokens=1000)).length_scale is None
+
+
+def test_an_excerpt_keeps_whole_beginnings_of_the_first_sessions(small_trace: Path) -> None:
+    taken = [r.request_id for r in take_excerpt(small_trace, Excerpt(requests=3, turns=2))]
+    assert taken == ["s0-0", "s1-0", "s0-1", "s1-1"]
+    everything = list(take_excerpt(small_trace, Excerpt(requests=99, turns=99)))
+    assert everything == list(read_trace(small_trace))
+
+
+def test_an_excerpt_leaves_out_what_waits_for_something_left_out(tmp_path: Path) -> None:
+    def request(name: str, session: str, turn: int, at_s: float, parent: str | None) -> Request:
+        return Request(name, session, turn, at_s, 64, 1, 64, [hash(name) % 1000], parent)
+
+    trace = tmp_path / "agents.jsonl"
+    write_trace(
+        trace,
+        [
+            request("a0", "a", 0, 0.0, None),
+            request("sub-of-a0", "b", 0, 1.0, "a0"),
+            request("a1", "a", 1, 2.0, None),
+            request("sub-of-a1", "c", 0, 3.0, "a1"),
+            request("after-sub-of-a1", "c", 1, 4.0, None),
+        ],
+    )
+    taken = [r.request_id for r in take_excerpt(trace, Excerpt(requests=9, turns=1))]
+    assert taken == ["a0", "sub-of-a0"]
+
+
+def test_best_possible_reuse_is_the_longest_prefix_that_came_before(small_trace: Path) -> None:
+    facts = trace_facts(small_trace, Replay())
+    assert facts.best_cached_tokens["s0-0"] == 0
+    assert facts.best_cached_tokens["s0-1"] == 128
+    assert facts.best_cached_tokens["s3-2"] == 256
+    assert facts.planned == 12
+    assert trace_facts(small_trace, Replay(request_limit=5)).planned == 5
+
+
+def test_possible_reuse_counts_what_was_sent_before_a_requests_first_token(
+    small_trace: Path,
+) -> None:
+    def possible(**first_token_s: float) -> dict[str, int]:
+        sent_s = {"s0-0": 0.0, "s0-1": 5.0, "s1-0": 6.0}
+        named = {name.replace("_", "-"): at for name, at in first_token_s.items()}
+        return possible_cached_tokens(small_trace, Replay(), sent_s, named)
+
+    # Turn 0's two blocks begin turn 1, and may be there as soon as turn 1 was sent, and no sooner.
+    assert possible(s0_0=1.0, s0_1=5.5) == {"s0-0": 0, "s0-1": 128}
+    assert possible(s0_0=5.2) == {"s0-0": 128}
+    assert possible(s1_0=9.0) == {"s1-0": 0}
+
+
+def test_replay_settings_become_flags_and_unset_ones_are_left_to_replay() -> None:
+    command = replay_command(
+        ["replay"],
+        Path("t.jsonl"),
+        Path("run"),
+        "http://r",
+        Replay(mode="closed", max_inflight_sessions=3, splice_outputs=True),
+    )
+    assert command == [
+        *("replay", "t.jsonl", "--url", "http://r", "--output", "run"),
+        *("--mode", "closed", "--max-inflight-sessions", "3", "--splice-outputs"),
+    ]
