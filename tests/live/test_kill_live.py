@@ -1,0 +1,117 @@
+"""kill -9 of replayer, router or worker: results stay readable, and `down` leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from replay.results import read_results
+from tests.live.conftest import VOCABULARY, check_ports_are_free, processes_of
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
+DELTASERVE = [sys.executable, "-m", "deltaserve"]
+
+
+def deltaserve(*arguments: str | Path) -> None:
+    done = subprocess.run(
+        [*DELTASERVE, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """One SGLang worker behind the router, up and detached."""
+    folder = tmp_path / "run"
+    settings = ["--set", "workers.0.count=1", "--set", "base_port=0"]
+    deltaserve("launch", "up", "laptop-sglang", *settings, "--run-dir", folder, "--detach")
+    yield folder
+    subprocess.run([*DELTASERVE, "launch", "down", str(folder)], capture_output=True, check=False)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    shape = ["--requests", "400", "--rate", "20", "--length-scale", "0.02", "--seed", "4"]
+    deltaserve("replay", "synth", *shape, "--output", path)
+    return path
+
+
+def fleet(run_dir: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((run_dir / "fleet.json").read_text())
+    return record
+
+
+def main_process(run_dir: Path, kind: str) -> psutil.Process:
+    """The process that does the work of `kind`: under the guardian that keeps it."""
+    (pid,) = [p["pid"] for p in fleet(run_dir)["processes"] if p["kind"] == kind]
+    return psutil.Process(pid).children()[0]
+
+
+def start_replay(run_dir: Path, trace: Path, output: Path) -> subprocess.Popen[bytes]:
+    arguments = ["replay", "run", str(trace), "--url", fleet(run_dir)["router_url"]]
+    arguments += ["--output", str(output), "--mode", "open", "--timeout-s", "20"]
+    arguments += ["--vocab-size", str(VOCABULARY)]
+    replayer = subprocess.Popen(
+        [*DELTASERVE, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline_s = time.monotonic() + 60
+    results = output / "requests.jsonl"
+    while not results.exists() or results.stat().st_size == 0:
+        assert time.monotonic() < deadline_s, "no result came"
+        time.sleep(0.05)
+    time.sleep(random.uniform(0.0, 2.0))
+    return replayer
+
+
+def check_nothing_is_left(run_dir: Path) -> None:
+    record = fleet(run_dir)
+    deltaserve("launch", "down", run_dir)
+    assert processes_of(record) == []
+    check_ports_are_free(record)
+
+
+def check_readable(run_dir: Path, output: Path) -> None:
+    results = list(read_results(output))
+    assert any(result.error is None for result in results)
+    decisions = (run_dir / "decisions.jsonl").read_bytes().splitlines()
+    assert decisions
+    for line in decisions[:-1]:
+        json.loads(line)
+
+
+def test_a_killed_replayer_leaves_readable_results_and_the_fleet_serves_on(
+    run_dir: Path, trace: Path, tmp_path: Path
+) -> None:
+    first = start_replay(run_dir, trace, tmp_path / "first")
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    check_readable(run_dir, tmp_path / "first")
+    second = start_replay(run_dir, trace, tmp_path / "second")
+    second.send_signal(signal.SIGKILL)
+    second.wait()
+    check_readable(run_dir, tmp_path / "second")
+    check_nothing_is_left(run_dir)
+
+
+@pytest.mark.parametrize("kind", ["router", "worker"])
+def test_a_killed_router_or_worker_leaves_readable_results_and_nothing_after_down(
+    kind: str, run_dir: Path, trace: Path, tmp_path: Path
+) -> None:
+    replayer = start_replay(run_dir, trace, tmp_path / "out")
+    main_process(run_dir, kind).send_signal(signal.SIGKILL)
+    replayer.wait(timeout=120)
+    check_readable(run_dir, tmp_path / "out")
+    assert any(result.error is not None for result in read_results(tmp_path / "out"))
+    check_nothing_is_left(run_dir)

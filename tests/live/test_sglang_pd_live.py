@@ -1,0 +1,120 @@
+"""Prefill/decode separation on real SGLang: the same answers, and only the missing KV is moved."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from launch import Fleet, fleet, load_topology
+from sglang_ext.plugin import FEATURES
+from tests.live.conftest import Generation, generate, generate_separated, worker_of
+
+Prompt = Callable[[int], list[int]]
+
+
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    topology = load_topology(Path(__file__).with_name("sglang-pd-beside-colocated.toml"))
+    with fleet(topology, tmp_path_factory.mktemp("sglang"), on_progress=print) as running:
+        yield running
+
+
+def colocated(sglang: Fleet, input_ids: list[int], output_tokens: int) -> Generation:
+    return generate(worker_of(sglang, "colocated").url, input_ids, output_tokens)
+
+
+def transfers(sglang: Fleet) -> dict[int, dict[str, Any]]:
+    """What telemetry wrote of KV transfers, by bootstrap room."""
+    lines = [
+        orjson.loads(line)
+        for path in (sglang.plan.run_dir / "steps").glob("prefill-*.jsonl")
+        for line in path.read_bytes().splitlines()
+    ]
+    return {line["room"]: line for line in lines if line["event"] == "kv_transfer"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("input_tokens", [1, 17, 400, 3000])
+def test_greedy_tokens_are_the_colocated_ones_cold_and_with_a_cached_prefix(
+    sglang: Fleet, prompt: Prompt, input_tokens: int
+) -> None:
+    conversation = prompt(input_tokens)
+    for turn in range(3):
+        expected = colocated(sglang, conversation, 12)
+        answer, _ = generate_separated(sglang, conversation, 12)
+        assert answer.output_ids == expected.output_ids, f"turn {turn}"
+        assert answer.prompt_tokens == len(conversation)
+        if turn:
+            assert answer.cached_tokens > 0
+        conversation = conversation + answer.output_ids + prompt(150)
+
+
+@pytest.mark.timeout(600)
+def test_a_second_turn_moves_only_what_the_decode_worker_lacks(
+    sglang: Fleet, prompt: Prompt
+) -> None:
+    first = prompt(2000)
+    answer, first_room = generate_separated(sglang, first, 8)
+    assert answer.cached_tokens == 0
+    second = first + answer.output_ids + prompt(100)
+    answer, second_room = generate_separated(sglang, second, 8)
+
+    # Of the first answer's tokens the last has no KV yet: it was never fed back.
+    held = len(first) + 8 - 1
+    assert answer.cached_tokens == held
+    moved = transfers(sglang)
+    assert moved[first_room]["tokens"] == len(first)
+    assert moved[first_room]["saved_tokens"] == 0
+    assert moved[second_room]["tokens"] == len(second) - held
+    assert moved[second_room]["saved_tokens"] == held
+    bytes_a_token = moved[first_room]["bytes"] // len(first)
+    assert bytes_a_token > 0
+    assert moved[second_room]["bytes"] == bytes_a_token * (len(second) - held)
+    assert moved[second_room]["saved_bytes"] == bytes_a_token * held
+
+
+@pytest.mark.timeout(600)
+def test_telemetry_tells_what_each_worker_did(sglang: Fleet, prompt: Prompt) -> None:
+    answer, room = generate_separated(sglang, prompt(500), 6)
+    assert len(answer.output_ids) == 6
+    events: dict[str, list[dict[str, Any]]] = {}
+    for path in (sglang.plan.run_dir / "steps").glob("*.jsonl"):
+        for line in path.read_bytes().splitlines():
+            event = orjson.loads(line)
+            if event["event"] == "request" and event["room"] == room:
+                events.setdefault(event["worker_id"], []).append(event)
+    assert {worker: len(lines) for worker, lines in events.items()} == {
+        worker_of(sglang, "prefill").id: 1,
+        worker_of(sglang, "decode").id: 1,
+    }
+    prefilled = events[worker_of(sglang, "prefill").id][0]["phases"]
+    decoded = events[worker_of(sglang, "decode").id][0]["phases"]
+    assert prefilled["prefill_started_s"] < prefilled["prefill_finished_s"]
+    assert prefilled["prefill_finished_s"] <= prefilled["transfer_finished_s"]
+    assert decoded["preallocation_queued_s"] <= decoded["transfer_started_s"]
+    assert decoded["decode_ready_s"] < decoded["finished_s"]
+
+
+def test_every_hook_matches_the_installed_sglang(sglang: Fleet) -> None:
+    """Checked inside the engine's own environment, for features that no worker here has on, too."""
+    code = (
+        "import importlib\n"
+        "from sglang_ext.guards import check_hooks\n"
+        f"for module in {sorted(FEATURES.values())!r}:\n"
+        "    check_hooks(importlib.import_module(module).HOOKS)\n"
+        "print('all match')\n"
+    )
+    (worker, *_) = sglang.plan.workers
+    result = subprocess.run(
+        [str(sglang.plan.engine.python), "-P", "-c", code],
+        env=worker.full_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout.endswith("all match\n"), result.stderr
