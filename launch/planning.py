@@ -24,6 +24,7 @@ from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, options, require
 from launch.hardware import check_gpus
 from launch.models import is_shape, shape_folder, write_shape
+from launch.policies import check_policy, is_python_class, search_path
 from launch.ports import check_free, free_base, worker_ports
 from launch.topology import Role, Topology, WorkerGroup
 
@@ -97,7 +98,8 @@ class Plan:
 def plan(topology: Topology, run_dir: Path) -> Plan:
     """The plan of `topology` on this machine, its files under `run_dir`.
 
-    Raises `InputError` when the engine is missing or `base_port = 0` finds no free ports.
+    Raises `InputError` when the engine is missing, our router does not know the policy, or
+    `base_port = 0` finds no free ports.
     """
     choice = topology.engine
     if all(group.urls for group in topology.workers):
@@ -107,10 +109,21 @@ def plan(topology: Topology, run_dir: Path) -> Plan:
         engine = find(choice.name, topology.device, choice.python, choice.version, where)
     if topology.router.kind in ENVIRONMENTS:
         require(ENVIRONMENTS[topology.router.kind], f"{topology.name}.toml: router.kind")
+    if topology.router.kind == "deltaserve":
+        topology = _with_policy_found(topology)
     if topology.base_port == 0:
         base = free_base(topology.worker_count)
         topology = topology.model_copy(update={"base_port": base})
     return layout(topology, run_dir.absolute(), engine, len(os.sched_getaffinity(0)))
+
+
+def _with_policy_found(topology: Topology) -> Topology:
+    """`topology` with a place to look for a policy that is a Python class; checks the policy."""
+    router = topology.router
+    if is_python_class(router.policy) and not router.python_path:
+        router = router.model_copy(update={"python_path": search_path()})
+    check_policy(router, f"{topology.name}.toml")
+    return topology.model_copy(update={"router": router})
 
 
 def layout(topology: Topology, run_dir: Path, engine: Engine, cores: int) -> Plan:
@@ -251,6 +264,10 @@ def router_config(made: Plan) -> str:
             lines += [_line("bootstrap_port", worker.ports["bootstrap"])]
         if tokens := group.max_total_tokens or topology.max_total_tokens:
             lines += [_line("kv_capacity_tokens", tokens)]
+        if topology.kv_events and not worker.attached:
+            host = urlsplit(worker.url).hostname
+            for name in ("kv_events", "kv_events_replay"):
+                lines += [_line(name, f"tcp://{host}:{worker.ports[name]}")]
         page_tokens = topology.page_size or _ENGINES[made.engine.name].PAGE_TOKENS
         lines += [_line("page_size", page_tokens)]
     return "\n".join(lines) + "\n"
@@ -258,6 +275,9 @@ def router_config(made: Plan) -> str:
 
 def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Process:
     url = f"http://{topology.host}:{topology.base_port}"
+    environment = commands.local_only(topology.host)
+    if topology.router.python_path:
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, topology.router.python_path))
     if topology.router.kind == "deltaserve":
         argv = routers.ours(run_dir / "router.toml")
         ports = {"http": topology.base_port}
@@ -272,7 +292,7 @@ def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Proces
         kind="router",
         role=None,
         argv=argv,
-        environment=commands.local_only(topology.host),
+        environment=environment,
         ports=ports,
         gpus=(),
         attached=False,

@@ -23,7 +23,15 @@ BLOCK = 20
 """Ports from one worker's first to the next worker's first."""
 
 # `dist` comes last: vLLM counts up from it for what it opens besides.
-_OFFSETS = {"http": 0, "bootstrap": 1, "side_channel": 2, "master": 3, "dist": 4}
+_OFFSETS = {
+    "http": 0,
+    "bootstrap": 1,
+    "side_channel": 2,
+    "master": 3,
+    "kv_events": 4,
+    "kv_events_replay": 5,
+    "dist": 6,
+}
 
 
 def worker_ports(base_port: int, index: int) -> dict[str, int]:

@@ -71,12 +71,14 @@ class WorkerGroup(_Strict):
 class RouterChoice(_Strict):
     """The router in front; `none` leaves the workers to be called directly.
 
-    `params` are of our policies; `flags` of the stock routers.
+    `params` are of our policies, `flags` of the stock routers. `python_path` is where a policy that
+    is a Python class (``package.module:Class``) is looked for.
     """
 
     kind: Literal["deltaserve", "sglang-router", "smg", "none"] = "deltaserve"
     policy: _Text = "round_robin"
     params: dict[str, Any] = {}
+    python_path: tuple[Path, ...] = ()
     flags: tuple[str, ...] = ()
 
 
@@ -101,6 +103,7 @@ class Topology(_Strict):
     rdma_devices: tuple[_Text, ...] = ()
     decode_radix_cache: bool | None = None
     kv_connector: bool = False
+    kv_events: bool = False
     telemetry: bool = False
     host: _Text = "127.0.0.1"
     base_port: Annotated[int, Field(ge=0, le=60000)] = 30000

@@ -6,6 +6,7 @@ starts nothing and looks at nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,16 @@ def bounded_threads(threads: int) -> dict[str, str]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def kv_events(ports: Mapping[str, int], **more: bool) -> list[str]:
+    """Has an engine publish what its cache holds over ZMQ, and again what a reader missed."""
+    config = more | {
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{ports['kv_events']}",
+        "replay_endpoint": f"tcp://*:{ports['kv_events_replay']}",
+    }
+    return ["--kv-events-config", json.dumps(config)]
 
 
 def local_only(host: str) -> dict[str, str]:

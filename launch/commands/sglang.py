@@ -6,7 +6,7 @@ a generated token would be in the cache before the first request.
 
 from __future__ import annotations
 
-from launch.commands import Command, Paths, Place, bounded_threads, local_only
+from launch.commands import Command, Paths, Place, bounded_threads, kv_events, local_only
 from launch.models import is_shape
 from launch.topology import Role, Topology
 
@@ -53,6 +53,8 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         argv += ["--chunked-prefill-size", str(chunk)]
     if place.role != "colocated":
         argv += _disaggregation(topology, place)
+    if topology.kv_events:
+        argv += kv_events(place.ports)
     if topology.mixed_chunk:
         argv += ["--enable-mixed-chunk"]
     if not topology.graphs and topology.device == "cuda":

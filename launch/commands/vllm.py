@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from launch.commands import Command, Paths, Place, bounded_threads, local_only
+from launch.commands import Command, Paths, Place, bounded_threads, kv_events, local_only
 from launch.models import is_shape, shape_config
 from launch.topology import Role, Topology
 
@@ -42,6 +42,8 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         argv += ["--enforce-eager"]
     if topology.kv_connector or place.role != "colocated":
         argv += ["--kv-transfer-config", _connector(topology, place.role)]
+    if topology.kv_events:
+        argv += kv_events(place.ports, enable_kv_cache_events=True)
     argv += topology.profile.vllm_flags
     argv += [*topology.flags, *group.flags]
 

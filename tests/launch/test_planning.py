@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -115,6 +116,22 @@ def test_the_routers_file_says_what_the_plan_says() -> None:
         "page_size": 1,
     }
     assert "bootstrap_port" not in decode
+
+
+@pytest.mark.parametrize("name", ["laptop-sglang", "laptop-vllm"])
+def test_workers_that_publish_kv_events_are_said_to_in_the_routers_file(name: str) -> None:
+    planned = made(name, "kv_events=true")
+    for worker, told in zip(
+        planned.workers, tomllib.loads(router_config(planned))["workers"], strict=True
+    ):
+        published = json.loads(value_of(worker.argv, "--kv-events-config"))
+        assert published["publisher"] == "zmq"
+        for key, endpoint in (("kv_events", "endpoint"), ("kv_events_replay", "replay_endpoint")):
+            assert published[endpoint] == f"tcp://*:{worker.ports[key]}"
+            assert told[key] == f"tcp://127.0.0.1:{worker.ports[key]}"
+    quiet = made(name)
+    assert "kv_events" not in router_config(quiet)
+    assert all("--kv-events-config" not in worker.argv for worker in quiet.workers)
 
 
 def test_our_plugin_is_found_by_any_python_with_the_folder_on_its_path(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""Whether our router would take a topology's policy, asked before engines are started for it.
+
+Knows policies by the command line alone (``deltaserve policy list``), and those that are Python
+classes by importing them as the router will.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from deltaserve.errors import InputError
+from launch.topology import RouterChoice
+
+_IMPORT = """
+import importlib, json, sys
+module, _, name = sys.argv[1].partition(":")
+policy = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
+if not callable(getattr(policy, "decide", None)):
+    raise TypeError("expected a class with decide(view)")
+"""
+
+
+def is_python_class(policy: str) -> bool:
+    """Whether the policy is named as ``package.module:Class``."""
+    return ":" in policy
+
+
+def search_path() -> tuple[Path, ...]:
+    """Where a policy that is a Python class is looked for: here, then as this process would."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return (Path.cwd(), *(Path(folder).absolute() for folder in given if folder))
+
+
+def check_policy(router: RouterChoice, where: str) -> None:
+    """Raises `InputError` for a policy, or parameters of it, that our router would refuse."""
+    if is_python_class(router.policy):
+        _check_class(router, where)
+        return
+    known = _known()
+    if router.policy not in known:
+        close = difflib.get_close_matches(router.policy, known, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else f"; known: {', '.join(known)}"
+        raise InputError(f"{where}: router.policy: no policy {router.policy!r}{hint}")
+    parameters = known[router.policy]
+    for name in router.params:
+        if name not in parameters:
+            raise InputError(
+                f"{where}: router.params.{name}: {router.policy} has "
+                + (f"only: {', '.join(parameters)}" if parameters else "no parameters")
+            )
+
+
+@lru_cache(maxsize=1)
+def _known() -> dict[str, tuple[str, ...]]:
+    """The policies of our router: name → parameters."""
+    done = subprocess.run(
+        [sys.executable, "-m", "deltaserve", "policy", "list", "--json"],
+        capture_output=True,
+        check=True,
+    )
+    return {
+        policy["name"]: tuple(parameter["name"] for parameter in policy["params"])
+        for policy in json.loads(done.stdout)["policies"]
+    }
+
+
+def _check_class(router: RouterChoice, where: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT, router.policy, json.dumps(router.params)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, router.python_path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["it does not import"])[-1]
+        raise InputError(f"{where}: router.policy: {router.policy}: {reason}")

@@ -1,0 +1,73 @@
+"""A policy that the router would refuse is refused before an engine is started for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deltaserve.errors import InputError
+from launch.engines import Engine
+from launch.planning import layout
+from launch.policies import check_policy, search_path
+from launch.topology import RouterChoice, load_topology
+
+POLICY = """
+class Mine:
+    def __init__(self, weight: float = 1.0) -> None:
+        pass
+
+    def decide(self, view: object) -> None:
+        return None
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    (tmp_path / "ours.py").write_text(POLICY)
+    return tmp_path
+
+
+def check(policy: str, folder: Path, **params: object) -> None:
+    check_policy(RouterChoice(policy=policy, params=params, python_path=(folder,)), "t.toml")
+
+
+def test_policies_of_ours_and_python_classes_are_taken_with_their_parameters(module: Path) -> None:
+    check("unified", module, overload_factor=1.5)
+    check("ours:Mine", module, weight=0.5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "params", "said"),
+    [
+        ("unifid", {}, r"no policy 'unifid' \(did you mean 'unified'\?\)"),
+        ("unified", {"overload": 2}, r"router\.params\.overload: unified has only: overload_fac"),
+        ("round_robin", {"x": 2}, r"router\.params\.x: round_robin has no parameters"),
+        ("ours:Other", {}, "ours:Other: AttributeError: .*'Other'"),
+        ("nothing:Mine", {}, "nothing:Mine: ModuleNotFoundError"),
+        ("ours:Mine", {"wieght": 1}, "ours:Mine: TypeError: .*'wieght'"),
+    ],
+)
+def test_a_wrong_policy_is_answered_in_one_line(
+    module: Path, policy: str, params: dict[str, object], said: str
+) -> None:
+    with pytest.raises(InputError, match=rf"^t\.toml: (router\.policy: )?{said}") as error:
+        check(policy, module, **params)
+    assert "\n" not in str(error.value)
+
+
+def test_the_router_finds_a_python_class_where_the_fleet_was_asked_for(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(module)
+    monkeypatch.setenv("PYTHONPATH", "beside")
+    assert search_path() == (module, module / "beside")
+    topology = load_topology("laptop-sglang", ["router.policy=ours:Mine"])
+    router = topology.router.model_copy(update={"python_path": search_path()})
+    topology = topology.model_copy(update={"router": router})
+    engine = Engine("sglang", Path("/opt/python"), {"sglang": "0.5.17"})
+    made = layout(topology, module / "run", engine, 4)
+    assert made.router is not None
+    assert made.router.environment["PYTHONPATH"] == os.pathsep.join(map(str, search_path()))
+    assert all(str(module) not in w.environment["PYTHONPATH"].split(":") for w in made.workers)
