@@ -13,7 +13,7 @@ import orjson
 import typer
 
 from deltaserve.errors import InputError
-from eval.experiment import load_experiment, packaged_experiments, plan_runs
+from eval.experiment import load_experiment, packaged_experiments
 from eval.micro.cli import app as micro_app
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -39,7 +39,11 @@ def run_command(
         list[str] | None, typer.Option("--only", metavar="ARM", help="Only this arm; repeatable.")
     ] = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Print the runs in their order, and start nothing.")
+        bool,
+        typer.Option(
+            "--plan",
+            help="Print commands and runs in their order with expected times; start nothing.",
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what became of the runs as one JSON object.")
@@ -56,8 +60,10 @@ def run_command(
     parsed, path = load_experiment(experiment, overrides)
     folder = output or runner.default_output(parsed)
     if plan:
-        for place in plan_runs(parsed, only):
-            typer.echo(folder / place.folder)
+        from eval.preview import preview
+
+        for line in preview(parsed, folder, site=runner.launch_site(), only=only):
+            typer.echo(line)
         return
     command = ["deltaserve", "eval", "run", experiment, "--output", str(folder)]
     for override in overrides or []:

@@ -10,7 +10,7 @@ import hashlib
 import random
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,7 +25,7 @@ Name = Annotated[str, Field(pattern=_NAME, max_length=64)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Scalar = str | int | float | bool
-TRACE_SOURCES = ("path", "synth", "convert")
+TRACE_SOURCES = ("path", "synth", "convert", "prefixes")
 
 
 class _Table(BaseModel):
@@ -56,6 +56,26 @@ class Convert(_Table):
     options: dict[str, Scalar] = Field(default_factory=dict)
 
 
+class Prefixes(_Table):
+    """Single prompts that each begin with one of a few long prefixes, as published benchmarks of
+    prefix caches do: `prefix_tokens` shared, `suffix_tokens` of their own."""
+
+    requests: Count
+    prefixes: Count
+    prefix_tokens: Count
+    suffix_tokens: Count
+    output_tokens: Count
+    block_size: Count = 100
+    rate: Positive = 1.0
+    seed: int | None = None
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> Prefixes:
+        if self.prefix_tokens % self.block_size:
+            raise ValueError(f"prefix_tokens: expected a multiple of {self.block_size}, block_size")
+        return self
+
+
 class Sample(_Table):
     """``deltaserve replay sample``: a window of the trace, thinned by whole sessions."""
 
@@ -80,6 +100,7 @@ class Trace(_Table):
     path: str | None = None
     synth: Synth | None = None
     convert: Convert | None = None
+    prefixes: Prefixes | None = None
     sample: Sample | None = None
     excerpt: Excerpt | None = None
 
@@ -88,7 +109,8 @@ class Trace(_Table):
         given = [name for name in TRACE_SOURCES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"give exactly one of path, synth and convert (found {', '.join(given) or 'none'})"
+                f"give exactly one of {', '.join(TRACE_SOURCES)} "
+                f"(found {', '.join(given) or 'none'})"
             )
         return self
 
@@ -126,10 +148,12 @@ class Replay(_Table):
 
 
 class Load(_Table):
-    """One level of load: a name, and the replay settings that make it."""
+    """One level of load: a name, the replay settings that make it, and topology keys under it."""
 
     name: Name
     replay: dict[str, Scalar] = Field(default_factory=dict)
+    set: dict[str, Any] = Field(default_factory=dict)
+    priority: int = 0
 
 
 class Arm(_Table):
@@ -142,6 +166,7 @@ class Arm(_Table):
     set: dict[str, Any] = Field(default_factory=dict)
     replay: dict[str, Scalar] = Field(default_factory=dict)
     loads: list[Name] | None = None
+    priority: int = 0
 
 
 class Slo(_Table):
@@ -169,6 +194,9 @@ class Experiment(_Table):
     baseline: Name | None = None
     output: str | None = None
     budget_minutes: Positive | None = None
+    run_minutes: Positive | None = Field(
+        default=None, description="what a run is expected to take, until one has been measured"
+    )
     trace: Trace
     replay: Replay = Field(default_factory=Replay)
     slo: Slo = Field(default_factory=Slo)
@@ -202,10 +230,15 @@ class Experiment(_Table):
             return list(arm.loads)
         return [load.name for load in self.loads] or [None]
 
+    def load_named(self, name: str | None) -> Load | None:
+        """The load of that name; None where the experiment has none."""
+        return next((load for load in self.loads if load.name == name), None)
+
     def replay_of(self, arm: Arm, load: str | None) -> Replay:
         """The replay settings of `arm` under `load`: the file's, the load's, then the arm's."""
         merged: dict[str, Any] = self.replay.model_dump(exclude_defaults=True)
-        merged |= next((entry.replay for entry in self.loads if entry.name == load), {})
+        known = self.load_named(load)
+        merged |= known.replay if known is not None else {}
         merged |= arm.replay
         return Replay.model_validate(merged)
 
@@ -223,6 +256,8 @@ class PlannedRun:
     load: str | None
     repeat: int
     replay: Replay
+    set: dict[str, Any] = field(default_factory=dict)
+    """Keys of the topology: the arm's, then the load's."""
 
     @property
     def cell(self) -> str:
@@ -237,15 +272,17 @@ class PlannedRun:
     def digest(self) -> str:
         """Changes when anything that the run measures changes."""
         content = {
-            "arm": self.arm.model_dump(exclude={"loads"}),
+            "arm": self.arm.model_dump(exclude={"loads", "priority", "set"}),
             "load": self.load,
             "replay": self.replay.model_dump(),
+            "set": self.set,
         }
         return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[PlannedRun]:
-    """Every run, interleaved: repeat 1 of all cells in a random order, then repeat 2 and so on.
+    """Every run, interleaved: repeat 1 of all cells in a random order, then repeat 2 and so on;
+    cells of a lower `priority` (the higher of their arm's and load's) before all others.
 
     Whole rounds come first, so that a run that is stopped early has compared every arm; the order
     inside a round is drawn anew from the experiment's seed, so that slow drift of the machine
@@ -256,15 +293,22 @@ def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[Pla
             names = ", ".join(arm.name for arm in experiment.arms)
             raise InputError(f"--only: no arm is named {name!r} (the file has {names})")
     rng = random.Random(experiment.seed)
+    levels: dict[int, list[tuple[Arm, str | None, dict[str, Any]]]] = {}
+    for arm in experiment.arms:
+        for name in experiment.loads_of(arm):
+            load = experiment.load_named(name)
+            level = max(arm.priority, load.priority) if load is not None else arm.priority
+            keys = arm.set | (load.set if load is not None else {})
+            levels.setdefault(level, []).append((arm, name, keys))
     runs: list[PlannedRun] = []
-    for repeat in range(1, experiment.repeats + 1):
-        cells = [
-            PlannedRun(arm, load, repeat, experiment.replay_of(arm, load))
-            for arm in experiment.arms
-            for load in experiment.loads_of(arm)
-        ]
-        rng.shuffle(cells)
-        runs += [run for run in cells if not only or run.arm.name in only]
+    for _, cells in sorted(levels.items()):
+        for repeat in range(1, experiment.repeats + 1):
+            rng.shuffle(cells)
+            runs += [
+                PlannedRun(arm, name, repeat, experiment.replay_of(arm, name), keys)
+                for arm, name, keys in cells
+                if not only or arm.name in only
+            ]
     return runs
 
 

@@ -22,7 +22,7 @@ import orjson
 
 from deltaserve.errors import InputError
 from eval import provenance
-from eval.experiment import Arm, Experiment, PlannedRun, Replay, plan_runs
+from eval.experiment import Experiment, PlannedRun, Replay, plan_runs
 from eval.progress import Progress
 from eval.records import TraceFacts, read_run
 from eval.traces import (
@@ -54,11 +54,12 @@ class Fleet(Protocol):
 class Site:
     """How fleets are made here.
 
-    `check` makes a topology from a name and overrides, and raises `InputError` for one that cannot
-    be started; `vocab_size` is of its model, None where unknown.
+    `load` makes a topology from a name and overrides, and `check` raises `InputError` for one that
+    cannot be started here; `vocab_size` is of its model, None where unknown.
     """
 
-    check: Callable[[str, list[str]], Any]
+    load: Callable[[str, list[str]], Any]
+    check: Callable[[Any], object]
     fleet: Callable[[Any, Path, Callable[[str], None]], AbstractContextManager[Fleet]]
     describe: Callable[[Any], dict[str, Any]]
     vocab_size: Callable[[Any], int | None]
@@ -72,13 +73,13 @@ def launch_site() -> Site:
     import launch
     from launch.control import down
     from launch.models import is_shape, shape_config
+    from launch.policies import with_policy
 
-    def check(name: str, overrides: list[str]) -> launch.Topology:
+    def load(name: str, overrides: list[str]) -> launch.Topology:
         topology = launch.load_topology(name, overrides)
         if topology.router.kind == "none":
             raise InputError(f"{name}: router.kind is none; an experiment goes through a router")
-        launch.plan(topology, Path())
-        return topology
+        return with_policy(topology)
 
     def vocab_size(topology: launch.Topology) -> int | None:
         if is_shape(topology.model):
@@ -90,7 +91,8 @@ def launch_site() -> Site:
         return None
 
     return Site(
-        check=check,
+        load=load,
+        check=lambda topology: launch.plan(topology, Path()),
         fleet=lambda topology, folder, say: launch.fleet(topology, folder, on_progress=say),
         describe=lambda topology: topology.model_dump(mode="json"),
         vocab_size=vocab_size,
@@ -109,13 +111,26 @@ class Summary:
     invalid: list[str] = field(default_factory=list)
 
 
-def topology_overrides(arm: Arm) -> list[str]:
-    """The arm's policy, its parameters and its own keys, as `launch` overrides (``key=value``)."""
+def topology_overrides(run: PlannedRun) -> list[str]:
+    """The arm's policy and its parameters, and the run's own keys of the topology, as `launch`
+    overrides (``key=value``)."""
+    arm = run.arm
     words = []
     if arm.policy is not None:
         words.append(f"router.policy={_toml(arm.policy)}")
     words += [f"router.params.{key}={_toml(value)}" for key, value in arm.policy_params.items()]
-    return words + [f"{key}={_toml(value)}" for key, value in _flat(arm.set)]
+    return words + [f"{key}={_toml(value)}" for key, value in _flat(run.set)]
+
+
+def load_topologies(
+    site: Site, experiment: Experiment, runs: Iterable[PlannedRun]
+) -> dict[str, Any]:
+    """The topology of each cell, in the file's order. Raises `InputError` for one that is wrong."""
+    found: dict[str, Any] = {}
+    for run in sorted(runs, key=lambda run: cell_order(experiment, run)):
+        if run.cell not in found:
+            found[run.cell] = site.load(run.arm.topology, topology_overrides(run))
+    return found
 
 
 def run_experiment(
@@ -135,14 +150,12 @@ def run_experiment(
     fleet and propagates; the interrupted run is redone next time.
     """
     runs = plan_runs(experiment, only)
-    topologies = {
-        arm.name: site.check(arm.topology, topology_overrides(arm))
-        for arm in experiment.arms
-        if not only or arm.name in only
-    }
+    topologies = load_topologies(site, experiment, runs)
+    for topology in topologies.values():
+        site.check(topology)
     vocab_size = shared_vocab(site, topologies.values())
     output.mkdir(parents=True, exist_ok=True)
-    todo = [run for run in runs if not _is_complete(output / run.folder, run)]
+    todo = [run for run in runs if not is_complete(output / run.folder, run)]
     trace = prepare_trace(experiment, output)
     (output / "experiment.json").write_bytes(
         orjson.dumps(
@@ -158,9 +171,9 @@ def run_experiment(
         if left:
             progress.say(f"{run.folder}: ended {left} processes that an earlier runner left")
     started_s = site.clock()
-    spent_s: dict[str, list[float]] = {}
+    spent_s = measured_s(output, runs)
     for index, run in enumerate(todo, start=1):
-        expected_s = _expected_s(run, spent_s)
+        expected_s = expected_run_s(experiment, run, spent_s)
         left_s = _budget_left_s(experiment, site.clock() - started_s)
         if expected_s > left_s:
             summary.skipped.append(str(run.folder))
@@ -176,7 +189,7 @@ def run_experiment(
             experiment,
             output,
             trace,
-            topologies[run.arm.name],
+            topologies[run.cell],
             site=site,
             source=source,
             vocab_size=vocab_size,
@@ -371,7 +384,8 @@ def _replay(command: list[str], folder: Path, planned: int, progress: Progress) 
     return f"the replay exited with {process.returncode}: {last or 'see logs/replay.log'}"
 
 
-def _is_complete(folder: Path, run: PlannedRun) -> bool:
+def is_complete(folder: Path, run: PlannedRun) -> bool:
+    """Whether `folder` holds the finished run; `InputError` where it was one of other settings."""
     manifest = provenance.read_manifest(folder)
     if manifest is None or manifest.get("state") != "complete":
         return False
@@ -383,9 +397,22 @@ def _is_complete(folder: Path, run: PlannedRun) -> bool:
     return True
 
 
-def _expected_s(run: PlannedRun, spent_s: Mapping[str, list[float]]) -> float:
+def measured_s(output: Path, runs: Sequence[PlannedRun]) -> dict[str, list[float]]:
+    """What the finished runs under `output` took in all, by cell."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        manifest = provenance.read_manifest(output / run.folder)
+        if manifest is not None and manifest.get("state") == "complete":
+            found.setdefault(run.cell, []).append(float(manifest["timings"]["total_s"]))
+    return found
+
+
+def expected_run_s(
+    experiment: Experiment, run: PlannedRun, spent_s: Mapping[str, list[float]]
+) -> float:
+    """What runs of the same cell took, else runs of any, else what the file says, else 0."""
     known = spent_s.get(run.cell) or [s for times in spent_s.values() for s in times]
-    return sum(known) / len(known) if known else 0.0
+    return sum(known) / len(known) if known else 60 * (experiment.run_minutes or 0.0)
 
 
 def _budget_left_s(experiment: Experiment, elapsed_s: float) -> float:

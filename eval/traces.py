@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from deltaserve.errors import InputError
-from eval.experiment import Excerpt, Experiment, Replay, Scalar, Trace
+from eval.experiment import Excerpt, Experiment, Prefixes, Replay, Scalar, Trace
 from eval.records import TraceFacts
 from replay.plan import Plan, make_plan
 from replay.trace import Request, digest, read_trace, write_trace
@@ -32,32 +33,83 @@ def prepare_trace(experiment: Experiment, output: Path) -> Path:
 
     Raises `InputError` where the trace is missing or cannot be made.
     """
-    trace = experiment.trace
+    steps = _steps(experiment, output)
+    for path, make in steps:
+        if make is None:
+            if not path.is_file():
+                raise InputError(f"trace.path: {path}: no such file")
+        elif not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f"partial-{path.name}")
+            make(unfinished)
+            unfinished.replace(path)
+    return steps[-1][0]
+
+
+def planned_trace(experiment: Experiment, output: Path) -> Path:
+    """Where `prepare_trace` will have the trace; makes nothing."""
+    return _steps(experiment, output)[-1][0]
+
+
+def _steps(
+    experiment: Experiment, output: Path
+) -> list[tuple[Path, Callable[[Path], object] | None]]:
+    """The files from the source to the trace that is replayed, each with what makes it."""
+    trace, seed = experiment.trace, experiment.seed
+    folder = output / "trace"
+    make: Callable[[Path], object] | None
     if trace.path is not None:
-        source = Path(trace.path)
-        if not source.is_file():
-            raise InputError(f"trace.path: {source}: no such file")
+        source, make = Path(trace.path), None
+    elif trace.prefixes is not None:
+        prefixes = trace.prefixes
+        if prefixes.seed is None:
+            prefixes = prefixes.model_copy(update={"seed": seed})
+        source = folder / f"prefixes-{_digest(prefixes.model_dump())}.jsonl.zst"
+        make = partial(_write, lambda: prefixed_requests(prefixes))
     else:
-        source = output / "trace" / f"{_source_digest(trace, experiment.seed)}.jsonl.zst"
-        if not source.is_file():
-            _make(_source_command(trace, experiment.seed), source)
+        source = folder / f"{_source_digest(trace, seed)}.jsonl.zst"
+        make = partial(_make, _source_command(trace, seed))
+    steps: list[tuple[Path, Callable[[Path], object] | None]] = [(source, make)]
     if trace.sample is not None:
         settings = trace.sample.model_dump(exclude_none=True)
-        settings.setdefault("seed", experiment.seed)
-        sampled = output / "trace" / f"sample-{_digest(str(source), settings)}.jsonl.zst"
-        if not sampled.is_file():
-            _make(["replay", "sample", str(source), *flags(settings)], sampled)
-        source = sampled
+        settings.setdefault("seed", seed)
+        command = ["replay", "sample", str(source), *flags(settings)]
+        source = folder / f"sample-{_digest(str(source), settings)}.jsonl.zst"
+        steps.append((source, partial(_make, command)))
     if trace.excerpt is not None:
-        settings = trace.excerpt.model_dump()
-        excerpt = output / "trace" / f"excerpt-{_digest(str(source), settings)}.jsonl.zst"
-        if not excerpt.is_file():
-            excerpt.parent.mkdir(parents=True, exist_ok=True)
-            partial = excerpt.with_name(f"partial-{excerpt.name}")
-            write_trace(partial, take_excerpt(source, trace.excerpt))
-            partial.replace(excerpt)
-        source = excerpt
-    return source
+        whole, excerpt = source, trace.excerpt
+        source = folder / f"excerpt-{_digest(str(whole), excerpt.model_dump())}.jsonl.zst"
+        steps.append((source, partial(_write, lambda: take_excerpt(whole, excerpt))))
+    return steps
+
+
+def _write(requests: Callable[[], Iterator[Request]], output: Path) -> None:
+    write_trace(output, requests())
+
+
+def prefixed_requests(shape: Prefixes) -> Iterator[Request]:
+    """Single prompts, each one of `prefixes` shared beginnings (each as often, in random order)
+    and a suffix of its own; arrivals at a steady rate, for open loops."""
+    rng = random.Random(shape.seed)
+    chosen = [number % shape.prefixes for number in range(shape.requests)]
+    rng.shuffle(chosen)
+    shared = shape.prefix_tokens // shape.block_size
+    own = -(-shape.suffix_tokens // shape.block_size)
+    for number, prefix in enumerate(chosen):
+        first_own = shape.prefixes * shared + number * own
+        yield Request(
+            request_id=f"r{number}",
+            session_id=f"s{number}",
+            turn=0,
+            timestamp_s=number / shape.rate,
+            input_length=shape.prefix_tokens + shape.suffix_tokens,
+            output_length=shape.output_tokens,
+            block_size=shape.block_size,
+            hash_ids=[
+                *range(prefix * shared, (prefix + 1) * shared),
+                *range(first_own, first_own + own),
+            ],
+        )
 
 
 def take_excerpt(trace: Path, excerpt: Excerpt) -> Iterator[Request]:
@@ -223,12 +275,9 @@ def _source_command(trace: Trace, seed: int) -> list[str]:
 
 
 def _make(arguments: list[str], output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f"partial-{output.name}")
-    command = [*DELTASERVE, *arguments, "--output", str(partial)]
+    command = [*DELTASERVE, *arguments, "--output", str(output)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         lines = [line for line in result.stderr.strip().splitlines() if line.strip()]
         reason = lines[-1].removeprefix("error: ") if lines else f"exit {result.returncode}"
         raise InputError(f"trace: deltaserve {' '.join(arguments)}: {reason}")
-    partial.replace(output)

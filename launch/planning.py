@@ -24,7 +24,7 @@ from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, options, require
 from launch.hardware import check_gpus
 from launch.models import is_shape, shape_folder, write_shape
-from launch.policies import check_policy, is_python_class, search_path
+from launch.policies import with_policy
 from launch.ports import check_free, free_base, worker_ports
 from launch.topology import Role, Topology, WorkerGroup
 
@@ -101,6 +101,7 @@ def plan(topology: Topology, run_dir: Path) -> Plan:
     Raises `InputError` when the engine is missing, our router does not know the policy, or
     `base_port = 0` finds no free ports.
     """
+    topology = with_policy(topology)
     choice = topology.engine
     if all(group.urls for group in topology.workers):
         engine = Engine(choice.name, Path(), {choice.name: choice.version or "unknown"})
@@ -109,21 +110,10 @@ def plan(topology: Topology, run_dir: Path) -> Plan:
         engine = find(choice.name, topology.device, choice.python, choice.version, where)
     if topology.router.kind in ENVIRONMENTS:
         require(ENVIRONMENTS[topology.router.kind], f"{topology.name}.toml: router.kind")
-    if topology.router.kind == "deltaserve":
-        topology = _with_policy_found(topology)
     if topology.base_port == 0:
         base = free_base(topology.worker_count)
         topology = topology.model_copy(update={"base_port": base})
     return layout(topology, run_dir.absolute(), engine, len(os.sched_getaffinity(0)))
-
-
-def _with_policy_found(topology: Topology) -> Topology:
-    """`topology` with a place to look for a policy that is a Python class; checks the policy."""
-    router = topology.router
-    if is_python_class(router.policy) and not router.python_path:
-        router = router.model_copy(update={"python_path": search_path()})
-    check_policy(router, f"{topology.name}.toml")
-    return topology.model_copy(update={"router": router})
 
 
 def layout(topology: Topology, run_dir: Path, engine: Engine, cores: int) -> Plan:
@@ -264,6 +254,8 @@ def router_config(made: Plan) -> str:
             lines += [_line("bootstrap_port", worker.ports["bootstrap"])]
         if tokens := group.max_total_tokens or topology.max_total_tokens:
             lines += [_line("kv_capacity_tokens", tokens)]
+        if worker.role in ("decode", "elastic") and not on_vllm and not topology.keeps_decode_cache:
+            lines += [_line("prefix_cache", False)]
         if topology.kv_events and not worker.attached:
             host = urlsplit(worker.url).hostname
             for name in ("kv_events", "kv_events_replay"):

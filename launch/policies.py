@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from deltaserve.errors import InputError
-from launch.topology import RouterChoice
+from launch.topology import RouterChoice, Topology
 
 _IMPORT = """
 import importlib, json, sys
@@ -26,22 +26,27 @@ if not callable(getattr(policy, "decide", None)):
 """
 
 
-def is_python_class(policy: str) -> bool:
-    """Whether the policy is named as ``package.module:Class``."""
-    return ":" in policy
+def with_policy(topology: Topology) -> Topology:
+    """`topology` with a place to look for a policy that is a Python class (``module:Class``): the
+    working folder, then where this process would look.
+
+    Raises `InputError` for a policy, or parameters of it, that our router would refuse.
+    """
+    router, where = topology.router, f"{topology.name}.toml"
+    if router.kind != "deltaserve":
+        return topology
+    if ":" not in router.policy:
+        _check_ours(router, where)
+        return topology
+    if not router.python_path:
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        path = (Path.cwd(), *(Path(folder).absolute() for folder in given if folder))
+        router = router.model_copy(update={"python_path": path})
+    _check_class(router, where)
+    return topology.model_copy(update={"router": router})
 
 
-def search_path() -> tuple[Path, ...]:
-    """Where a policy that is a Python class is looked for: here, then as this process would."""
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return (Path.cwd(), *(Path(folder).absolute() for folder in given if folder))
-
-
-def check_policy(router: RouterChoice, where: str) -> None:
-    """Raises `InputError` for a policy, or parameters of it, that our router would refuse."""
-    if is_python_class(router.policy):
-        _check_class(router, where)
-        return
+def _check_ours(router: RouterChoice, where: str) -> None:
     known = _known()
     if router.policy not in known:
         close = difflib.get_close_matches(router.policy, known, 1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from eval.experiment import load_experiment, packaged_experiments
+from eval.preview import preview
 from eval.records import Run
+from eval.runner import launch_site
 
 COMMANDS = (
     ["run"],
@@ -59,10 +63,30 @@ def test_a_mistake_is_answered_in_one_line_and_exit_status_2(
 
 
 def test_a_plan_lists_the_runs_in_order_and_starts_nothing(tmp_path: Path) -> None:
-    done = deltaserve("run", "policy", "--plan", "--output", tmp_path / "x", "--set", "repeats=1")
+    output = tmp_path / "x"
+    settings = ["--set", "repeats=1", "--set", "run_minutes=4"]
+    done = deltaserve("run", "policy", "--plan", "--output", output, *settings)
     assert done.returncode == 0
-    assert sorted(done.stdout.split()) == [f"{tmp_path}/x/mine/r1", f"{tmp_path}/x/unified/r1"]
-    assert not (tmp_path / "x").exists()
+    runs = re.findall(rf"^ +\d+  {output}/(\S+)  (.*)$", done.stdout, re.M)
+    assert sorted(name for name, _ in runs) == ["mine/r1", "unified/r1"]
+    assert [words for _, words in runs] == [f"4.0 min, done after 0:{n:02d}" for n in (4, 8)]
+    assert f"deltaserve launch up laptop-sglang --run-dir {output}/mine/r1 --set" in done.stdout
+    assert f"--output {output}/unified/r1 --mode closed --max-inflight-sessions 4" in done.stdout
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("name", packaged_experiments())
+def test_every_packaged_experiments_topologies_and_policies_are_known(
+    name: str, tmp_path: Path
+) -> None:
+    experiment, _ = load_experiment(name)
+    lines = list(preview(experiment, tmp_path / "x", site=launch_site()))
+    assert re.fullmatch(r"# \d+ runs: \d+ to do; \d+:\d\d h:min left", lines[-1])
+    assert all(
+        re.search(r"not installed; run: deltaserve launch install|in use|no free", line)
+        for line in lines
+        if line.startswith("# not on this machine")
+    )
 
 
 def test_a_report_as_json_is_one_object_on_stdout(

@@ -54,11 +54,17 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Experiment:
         ("repeats = 4", "repeats = 0", "repeats: input should be greater than or equal to 1"),
         ("repeats = 4", 'repeats = "4"', "repeats: input should be a valid integer (found '4')"),
         ('name = "two"', 'name = "one"', "the name 'one' is used twice"),
-        ('path = "trace.jsonl"', "", "trace: give exactly one of path, synth and convert"),
+        ('path = "trace.jsonl"', "", "trace: give exactly one of path, synth, convert"),
         ('mode = "closed"', 'mode = "shut"', "replay.mode: input should be 'open' or 'closed'"),
         ('mode = "closed"', "", 'replay: max_inflight_sessions needs mode = "closed"'),
         ("seed = 3", 'baseline = "nobody"', "no arm is named 'nobody'"),
         ("seed = 3", "seed = = 3", "not TOML"),
+        (
+            'path = "trace.jsonl"',
+            "prefixes = { requests = 9, prefixes = 2, prefix_tokens = 250, suffix_tokens = 9,"
+            " output_tokens = 4 }",
+            "trace.prefixes: prefix_tokens: expected a multiple of 100",
+        ),
         (
             'topology = "laptop-vllm"',
             'topology = "laptop-vllm"\nloads = ["high"]',
@@ -155,6 +161,25 @@ def test_loads_multiply_arms_and_a_loads_settings_reach_its_runs(tmp_path: Path)
     assert sessions["one@high"] == 9
 
 
+def test_cells_of_a_lower_priority_run_all_their_repeats_first(tmp_path: Path) -> None:
+    text = GOOD + (
+        '\n[[loads]]\nname = "often"\npriority = 1\n[[loads]]\nname = "seldom"\npriority = 2\n'
+    )
+    runs = plan_runs(load(tmp_path, text, "arms.three.priority=3", "repeats=2"))
+    levels = [3 if run.arm.name == "three" else 1 + (run.load == "seldom") for run in runs]
+    assert levels == sorted(levels)
+    assert [run.repeat for run in runs] == [1, 1, 2, 2, 1, 1, 2, 2, 1, 1, 2, 2]
+
+
+def test_a_loads_keys_of_the_topology_come_on_top_of_the_arms(tmp_path: Path) -> None:
+    text = GOOD.replace(
+        'topology = "laptop-vllm"', 'topology = "laptop-vllm"\nset = { a = 1, b = 1 }'
+    )
+    runs = plan_runs(load(tmp_path, text + '\n[[loads]]\nname = "big"\nset = { b = 2 }\n'))
+    sets = {run.arm.name: run.set for run in runs}
+    assert sets == {"one": {"b": 2}, "two": {"a": 1, "b": 2}, "three": {"b": 2}}
+
+
 def test_only_keeps_the_named_arms_in_the_order_of_the_whole_plan(tmp_path: Path) -> None:
     experiment = load(tmp_path, GOOD)
     kept = [run.folder for run in plan_runs(experiment, ["two"])]
@@ -171,3 +196,4 @@ def test_a_runs_digest_changes_with_its_settings_and_not_with_other_arms(tmp_pat
     assert digest() == digest("arms.two.policy=round_robin", "repeats=2")
     assert digest() != digest("arms.one.policy=pd")
     assert digest() != digest("replay.max_inflight_sessions=3")
+    assert digest() != digest("arms.one.set.page_size=8")

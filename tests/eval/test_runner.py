@@ -4,11 +4,13 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +20,27 @@ import pytest
 from rich.console import Console
 
 from deltaserve.errors import InputError
-from eval.experiment import Excerpt, Experiment, Replay, load_experiment
+from eval.experiment import (
+    Excerpt,
+    Experiment,
+    Prefixes,
+    Replay,
+    Trace,
+    load_experiment,
+    plan_runs,
+)
+from eval.preview import preview
 from eval.progress import Progress
 from eval.provenance import read_manifest
 from eval.runner import Site, Summary, replay_command, run_experiment, topology_overrides
-from eval.traces import possible_cached_tokens, resolve_scale, take_excerpt, trace_facts
+from eval.traces import (
+    planned_trace,
+    possible_cached_tokens,
+    prepare_trace,
+    resolve_scale,
+    take_excerpt,
+    trace_facts,
+)
 from replay.plan import make_plan
 from replay.trace import Request, read_trace, write_trace
 
@@ -72,7 +90,7 @@ class FakeSite:
         return 3
 
     def site(self) -> Site:
-        def check(name: str, overrides: list[str]) -> dict[str, Any]:
+        def load(name: str, overrides: list[str]) -> dict[str, Any]:
             if name == "t-unknown":
                 raise InputError("no topology 't-unknown'")
             return {"name": name, "model": "m", "device": "cpu", "overrides": overrides}
@@ -89,7 +107,8 @@ class FakeSite:
                 self.down.append(f"{folder.parent.name}/{folder.name}")
 
         return Site(
-            check=check,
+            load=load,
+            check=lambda _topology: None,
             fleet=fleet,
             describe=dict,
             vocab_size=lambda _topology: 1024,
@@ -160,7 +179,8 @@ def test_every_run_gets_a_fresh_fleet_and_a_manifest_that_another_machine_can_re
 
 
 def test_an_arms_own_keys_become_overrides_of_its_topology(experiment: Experiment) -> None:
-    assert topology_overrides(experiment.arms[1]) == [
+    second = next(run for run in plan_runs(experiment) if run.arm.name == "two")
+    assert topology_overrides(second) == [
         "max_total_tokens=1000",
         'router.host="127.0.0.2"',
     ]
@@ -312,6 +332,25 @@ def test_runs_that_the_budget_cannot_hold_are_skipped_last_rounds_first(
     assert "one/r4: skipped, about 0.2 min but only 0.0 min of the budget are left" in said
 
 
+def test_a_plan_counts_what_is_complete_measured_and_beyond_the_budget(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    execute(experiment, output, FakeSite(), only=["one"])
+    for run in ("r1", "r2"):
+        found = manifest(output, f"one/{run}")
+        found["timings"]["total_s"] = 120.0
+        (output / "one" / run / "manifest.json").write_text(json.dumps(found))
+    short = experiment.model_copy(update={"budget_minutes": 3.0, "run_minutes": 50.0})
+    lines = list(preview(short, output, site=FakeSite().site()))
+    assert "# runs in their order; their length is measured" in lines
+    states = [line.split("  ")[-1] for line in lines if re.match(r" +\d+  ", line)]
+    assert sorted(states) == [
+        "2.0 min, done after 0:02", "complete", "complete", "skipped: beyond the budget",
+    ]  # fmt: skip
+    assert lines[-1] == "# 4 runs: 2 complete, 1 skipped, 1 to do; 0:02 h:min left"
+
+
 RUNNER = """
 import sys
 from pathlib import Path
@@ -375,6 +414,27 @@ def test_fitting_a_trace_chooses_an_explicit_factor_and_never_enlarges(small_tra
     plan = make_plan(read_trace(small_trace), length_scale=shrunk.length_scale or 1.0)
     assert 90 <= max(request.input_length for request in plan.requests) <= 100
     assert resolve_scale(small_trace, Replay(fit_input_tokens=1000)).length_scale is None
+
+
+def test_prompts_of_a_few_prefixes_share_exactly_those(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    shape = Prefixes(
+        requests=40, prefixes=4, prefix_tokens=300, suffix_tokens=150, output_tokens=7, rate=2.0
+    )
+    planned = experiment.model_copy(update={"trace": Trace(prefixes=shape)})
+    path = prepare_trace(planned, tmp_path / "out")
+    assert path == planned_trace(planned, tmp_path / "out")
+    requests = list(read_trace(path))
+    assert {(r.input_length, r.output_length, r.turn) for r in requests} == {(450, 7, 0)}
+    assert Counter(tuple(r.hash_ids[:3]) for r in requests).most_common()[-1][1] == 10
+    own = [block for r in requests for block in r.hash_ids[3:]]
+    assert len(set(own)) == len(own) == 80
+    assert requests[-1].timestamp_s == 19.5
+    facts = trace_facts(path, Replay())
+    assert sum(facts.best_cached_tokens.values()) == 36 * 300
+    again = prepare_trace(planned, tmp_path / "again")
+    assert again.read_bytes() == path.read_bytes()
 
 
 def test_an_excerpt_keeps_whole_beginnings_of_the_first_sessions(small_trace: Path) -> None:

@@ -118,6 +118,16 @@ def test_the_routers_file_says_what_the_plan_says() -> None:
     assert "bootstrap_port" not in decode
 
 
+def test_the_router_knows_a_decode_worker_that_keeps_no_cache() -> None:
+    kept, dropped = (
+        tomllib.loads(router_config(made("laptop-sglang-pd", f"decode_radix_cache={value}")))
+        for value in ("true", "false")
+    )
+    assert "prefix_cache" not in kept["workers"][1]
+    assert dropped["workers"][1]["prefix_cache"] is False
+    assert "prefix_cache" not in dropped["workers"][0]
+
+
 @pytest.mark.parametrize("name", ["laptop-sglang", "laptop-vllm"])
 def test_workers_that_publish_kv_events_are_said_to_in_the_routers_file(name: str) -> None:
     planned = made(name, "kv_events=true")

@@ -10,7 +10,7 @@ import pytest
 from deltaserve.errors import InputError
 from launch.engines import Engine
 from launch.planning import layout
-from launch.policies import check_policy, search_path
+from launch.policies import with_policy
 from launch.topology import RouterChoice, load_topology
 
 POLICY = """
@@ -30,7 +30,9 @@ def module(tmp_path: Path) -> Path:
 
 
 def check(policy: str, folder: Path, **params: object) -> None:
-    check_policy(RouterChoice(policy=policy, params=params, python_path=(folder,)), "t.toml")
+    topology = load_topology("laptop-sglang")
+    router = RouterChoice(policy=policy, params=params, python_path=(folder,))
+    with_policy(topology.model_copy(update={"name": "t", "router": router}))
 
 
 def test_policies_of_ours_and_python_classes_are_taken_with_their_parameters(module: Path) -> None:
@@ -62,12 +64,10 @@ def test_the_router_finds_a_python_class_where_the_fleet_was_asked_for(
 ) -> None:
     monkeypatch.chdir(module)
     monkeypatch.setenv("PYTHONPATH", "beside")
-    assert search_path() == (module, module / "beside")
-    topology = load_topology("laptop-sglang", ["router.policy=ours:Mine"])
-    router = topology.router.model_copy(update={"python_path": search_path()})
-    topology = topology.model_copy(update={"router": router})
+    topology = with_policy(load_topology("laptop-sglang", ["router.policy=ours:Mine"]))
+    path = [str(module), str(module / "beside")]
     engine = Engine("sglang", Path("/opt/python"), {"sglang": "0.5.17"})
     made = layout(topology, module / "run", engine, 4)
     assert made.router is not None
-    assert made.router.environment["PYTHONPATH"] == os.pathsep.join(map(str, search_path()))
+    assert made.router.environment["PYTHONPATH"] == os.pathsep.join(path)
     assert all(str(module) not in w.environment["PYTHONPATH"].split(":") for w in made.workers)
