@@ -295,11 +295,11 @@ def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[Pla
     rng = random.Random(experiment.seed)
     levels: dict[int, list[tuple[Arm, str | None, dict[str, Any]]]] = {}
     for arm in experiment.arms:
-        for name in experiment.loads_of(arm):
-            load = experiment.load_named(name)
+        for load_name in experiment.loads_of(arm):
+            load = experiment.load_named(load_name)
             level = max(arm.priority, load.priority) if load is not None else arm.priority
             keys = arm.set | (load.set if load is not None else {})
-            levels.setdefault(level, []).append((arm, name, keys))
+            levels.setdefault(level, []).append((arm, load_name, keys))
     runs: list[PlannedRun] = []
     for _, cells in sorted(levels.items()):
         for repeat in range(1, experiment.repeats + 1):

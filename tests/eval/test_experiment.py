@@ -35,6 +35,8 @@ name = "three"
 topology = "laptop-sglang-pd"
 """
 
+OTHER_PREFIX_KEYS = "requests = 9, prefixes = 2, suffix_tokens = 9, output_tokens = 4"
+
 
 def written(tmp_path: Path, text: str) -> str:
     path = tmp_path / "experiment.toml"
@@ -61,8 +63,7 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Experiment:
         ("seed = 3", "seed = = 3", "not TOML"),
         (
             'path = "trace.jsonl"',
-            "prefixes = { requests = 9, prefixes = 2, prefix_tokens = 250, suffix_tokens = 9,"
-            " output_tokens = 4 }",
+            f"prefixes = {{ prefix_tokens = 250, {OTHER_PREFIX_KEYS} }}",
             "trace.prefixes: prefix_tokens: expected a multiple of 100",
         ),
         (
