@@ -302,8 +302,9 @@ def run(
         typer.Option(help="Cut a session at its first prompt longer than this, after scaling."),
     ] = None,
     vocab_size: Annotated[
-        int, typer.Option(help="Token ids are below this; at most the model's vocabulary.")
-    ] = 32_000,
+        int | None,
+        typer.Option(help="Token ids are below this; default: the served model's vocabulary."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts' tokens.")] = 0,
     record_output_ids: Annotated[
         bool, typer.Option(help="Keep the generated tokens in the results.")
@@ -316,7 +317,10 @@ def run(
     ] = False,
     text: Annotated[bool, typer.Option("--text", help="Send words in place of token ids.")] = False,
     timeout_s: Annotated[float, typer.Option(help="For one request, in seconds.")] = 600.0,
-    processes: Annotated[int, typer.Option(help="Client processes that share the schedule.")] = 1,
+    processes: Annotated[
+        int | None,
+        typer.Option(help="Client processes that share the schedule; default: by load and cores."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option(help="Go on with the run in --output: send what has no good result.")
     ] = False,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 # Shorter than the 5 s after which engines' servers (uvicorn) close an idle connection: a request
@@ -31,6 +32,19 @@ class Head:
 
     status: int
     headers: dict[str, str]
+
+
+class Watcher(Protocol):
+    """Is told of an exchange's events, from the socket's own callbacks."""
+
+    def on_connected(self) -> None:
+        """The request's first byte is written next."""
+
+    def on_head(self, head: Head) -> None:
+        """The answer began."""
+
+    def on_body(self, data: bytes) -> None:
+        """A piece of the answer's content came."""
 
 
 @dataclass(slots=True)
@@ -100,8 +114,7 @@ class _Connection(asyncio.Protocol):
         self._body: _Body | None = None
         self._reusable = True
         self._done: asyncio.Future[None] | None = None
-        self._on_head: Callable[[Head], None] = lambda head: None
-        self._on_body: Callable[[bytes], None] = lambda data: None
+        self._watcher: Watcher | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -114,27 +127,26 @@ class _Connection(asyncio.Protocol):
         else:
             self._finish(ProtocolError("the server closed the connection before the answer's end"))
 
-    async def exchange(
-        self,
-        head: bytes,
-        body: bytes,
-        on_head: Callable[[Head], None],
-        on_body: Callable[[bytes], None],
-    ) -> bool:
-        """Sends a request and returns when its answer has ended; true if another may follow."""
+    def begin(self, head: bytes, body: bytes | memoryview, watcher: Watcher) -> None:
+        """Sends a request."""
         assert self._transport
-        self._on_head, self._on_body = on_head, on_body
+        self._watcher = watcher
         self._body, self._received = None, b""
         self._done = asyncio.get_running_loop().create_future()
+        watcher.on_connected()
+        self._transport.write(head)
+        self._transport.write(body)
+
+    async def end(self) -> bool:
+        """Returns when the answer has ended; true if another request may follow."""
+        assert self._done
         try:
-            self._transport.write(head)
-            self._transport.write(body)
             await self._done
         except BaseException:
             self.close()
             raise
         finally:
-            self._done = None
+            self._done = self._watcher = None
         return self._reusable and not self.lost
 
     def close(self) -> None:
@@ -143,33 +155,33 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._done is None:
+        if self._watcher is None:
             self.close()  # an answer that nobody asked for
             return
         try:
-            self._take(data)
+            self._take(data, self._watcher)
         except Exception as error:
             self._finish(error)
             self.close()
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes, watcher: Watcher) -> None:
         if self._body is None:
             self._received += data
             head, end, data = self._received.partition(_HEAD_END)
             if not end:
                 return
-            self._read_head(head)
+            self._read_head(head, watcher)
             assert self._body is not None
             if not data and not self._body.ended:
                 return
         if not self._body.ended:
             content = self._body.take(data)
             if content:
-                self._on_body(content)
+                watcher.on_body(content)
         if self._body.ended:
             self._finish(None)
 
-    def _read_head(self, head: bytes) -> None:
+    def _read_head(self, head: bytes, watcher: Watcher) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
         version, _, rest = first.partition(" ")
         if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
@@ -184,7 +196,7 @@ class _Connection(asyncio.Protocol):
         self._body.ended = not chunked and length == "0"
         closes = headers.get("connection", "").lower() == "close"
         self._reusable = not closes and (chunked or length is not None)
-        self._on_head(Head(int(rest[:3]), headers))
+        watcher.on_head(Head(int(rest[:3]), headers))
 
     def _finish(self, error: Exception | None) -> None:
         if self._done is None or self._done.done():
@@ -206,12 +218,11 @@ class Server:
         self,
         path: str,
         headers: Mapping[str, str],
-        body: bytes,
-        on_head: Callable[[Head], None],
-        on_body: Callable[[bytes], None],
+        body: bytes | memoryview,
+        watcher: Watcher,
     ) -> None:
-        """Posts JSON. Raises OSError where no connection is made, `ProtocolError`, or what the
-        callbacks raise."""
+        """Posts JSON. Raises OSError where no connection is made, `ProtocolError`, or what
+        `watcher` raises."""
         place = urlsplit(self.url)
         lines = [
             f"POST {place.path}{path} HTTP/1.1",
@@ -222,7 +233,9 @@ class Server:
         lines += [f"{name}: {quote(value, safe=_VISIBLE)}" for name, value in headers.items()]
         head = "\r\n".join(lines).encode() + _HEAD_END
         connection = await self._connection()
-        if await connection.exchange(head, body, on_head, on_body):
+        connection.begin(head, body, watcher)
+        del body  # long answers must not keep long prompts in memory
+        if await connection.end():
             connection.idle_since_s = time.monotonic()
             self._idle.append(connection)
         else:

@@ -5,16 +5,38 @@ Owns counters and their display; must not know how requests are sent.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 _PLAIN_INTERVAL_S = 5.0
+_SKETCH_STEP = math.log(1.02)
+_SKETCH_LEAST = 1e-6
+
+
+@dataclass(slots=True)
+class Sketch:
+    """Percentiles to within 1 %, however many values: counts of values by their logarithm."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, value: float) -> None:
+        self.counts[math.ceil(math.log(max(value, _SKETCH_LEAST)) / _SKETCH_STEP)] += 1
+
+    def percentile(self, percent: float) -> float | None:
+        """The value below which so many lie; None of none."""
+        wanted = percent / 100 * self.counts.total()
+        for step in sorted(self.counts):
+            wanted -= self.counts[step]
+            if wanted <= 0:
+                return math.exp((step - 0.5) * _SKETCH_STEP)
+        return None
 
 
 @dataclass(slots=True)
@@ -24,15 +46,15 @@ class Counters:
     sent: int = 0
     done: int = 0
     errors: int = 0
-    ttft_s: list[float] = field(default_factory=list)
-    lateness_s: list[float] = field(default_factory=list)
+    ttft_s: Sketch = field(default_factory=Sketch)
+    lateness_s: Sketch = field(default_factory=Sketch)
 
     def add(self, other: Counters) -> None:
         self.sent += other.sent
         self.done += other.done
         self.errors += other.errors
-        self.ttft_s += other.ttft_s
-        self.lateness_s += other.lateness_s
+        self.ttft_s.counts += other.ttft_s.counts
+        self.lateness_s.counts += other.lateness_s.counts
 
 
 class Display:
@@ -92,7 +114,6 @@ class Display:
         return table
 
 
-def _seconds(values: list[float], percent: float) -> str:
-    if not values:
-        return "-"
-    return f"{float(np.percentile(values, percent)):.3f} s"
+def _seconds(values: Sketch, percent: float) -> str:
+    value = values.percentile(percent)
+    return "-" if value is None else f"{value:.3f} s"

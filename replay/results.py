@@ -7,6 +7,7 @@ evaluation can use it alone. Must not know how results come about.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +28,7 @@ ErrorKind = Literal[
     "client_bug",
 ]
 RESULTS_FILE = "requests.jsonl"
+_TAIL_BYTES = 1 << 16
 REPLAY_FILE = "replay.json"
 
 
@@ -106,37 +108,53 @@ class ResultWriter:
         os.close(self._descriptor)
 
 
-def read_results(path: Path) -> list[Result]:
-    """Results of a `requests.jsonl` (or of the folder that holds it), in the order they finished.
+def iter_results(path: Path) -> Iterator[Result]:
+    """Results of a `requests.jsonl` (or of the folder that holds it), in the order they finished; a
+    resumed run may have two of one request.
 
     A torn last line, as a kill leaves it, is dropped; any other broken line is an error that names
-    it. Of two results for one request (a resumed run) the later counts.
+    it.
     """
     file = path / RESULTS_FILE if path.is_dir() else path
     try:
-        data = file.read_bytes()
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.endswith(b"\n"):
+                    yield _parse(line, f"{file}:{number}")
     except FileNotFoundError:
         raise InputError(f"{file}: no such file; expected a run's results") from None
+
+
+def read_results(path: Path) -> list[Result]:
+    """All of `iter_results`; of two results for one request the later counts."""
     results: dict[str, Result] = {}
-    *lines, torn = data.split(b"\n")
-    del torn  # empty when the file ends with a whole line
-    for number, line in enumerate(lines, start=1):
-        try:
-            result = Result.model_validate(orjson.loads(line))
-        except orjson.JSONDecodeError as error:
-            raise InputError(f"{file}:{number}: expected one JSON object a line: {error}") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise InputError(f"{file}:{number}: field {place}: {first['msg']}") from None
+    for result in iter_results(path):
         results.pop(result.request_id, None)
         results[result.request_id] = result
     return list(results.values())
 
 
+def _parse(line: bytes, place: str) -> Result:
+    try:
+        return Result.model_validate(orjson.loads(line))
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"{place}: expected one JSON object a line: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{place}: field {field}: {first['msg']}") from None
+
+
 def drop_torn_line(path: Path) -> None:
     """Cuts a file's last line off when it has no line end."""
     with path.open("rb+") as stream:
-        data = stream.read()
-        if data and not data.endswith(b"\n"):
-            stream.truncate(data.rfind(b"\n") + 1)
+        end = stream.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - _TAIL_BYTES)
+            stream.seek(begin)
+            last = stream.read(end - begin).rfind(b"\n")
+            if last >= 0:
+                stream.truncate(begin + last + 1)
+                return
+            end = begin
+        stream.truncate(0)

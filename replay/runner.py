@@ -8,25 +8,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import multiprocessing
+import os
 import platform
 import resource
 import signal
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 import deltaserve
 from deltaserve.errors import InputError
-from replay.client import Client, ClientOptions, find_engine
+from replay.bodies import BodiesAhead
+from replay.client import Client, ClientOptions
+from replay.discovery import find_engine, find_vocab_size
 from replay.engines import Api
-from replay.plan import Plan, Planned, make_plan
+from replay.plan import Plan, Planned, PlannedRequests, make_plan
 from replay.progress import Counters, Display
 from replay.results import (
     REPLAY_FILE,
@@ -34,13 +42,21 @@ from replay.results import (
     Result,
     ResultWriter,
     drop_torn_line,
-    read_results,
+    iter_results,
 )
 from replay.schedule import Schedule, TreeQueue, Trees
 from replay.trace import digest, read_trace
 
 _REPORT_S = 0.5
 _START_DELAY_S = 0.5
+_GUESSED_VOCAB_SIZE = 32_000
+# What sending a request and receiving a token take of a core, rounded up from `replay.bench`; from
+# a third of a core on, requests begin to wait for each other.
+_REQUEST_CPU_S = 0.5e-3
+_TOKEN_CPU_S = 15e-6
+_BUSY_SHARE = 0.33
+_BUSIEST_S = 10.0
+_STREAMS_A_PROCESS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +77,13 @@ class RunOptions:
     session_limit: int | None = None
     length_scale: float = 1.0
     max_input_tokens: int | None = None
-    vocab_size: int = 32_000
+    vocab_size: int | None = None
     seed: int = 0
     record_output_ids: bool = False
     splice_outputs: bool = False
     as_text: bool = False
     timeout_s: float = 600.0
-    processes: int = 1
+    processes: int | None = None
     resume: bool = False
 
 
@@ -105,34 +121,38 @@ def run(options: RunOptions, quiet: bool = False) -> dict[str, Any]:
     found_api, found_model = find_engine(options.url)
     api: Api = found_api if options.api == "auto" else options.api
     model = options.model or found_model
-    record, done = _open_folder(options, plan)
+    vocab_size = options.vocab_size or _served_vocab_size(options, api)
+    processes = options.processes or default_processes(plan.requests, options, os.cpu_count() or 1)
+    options = replace(options, vocab_size=vocab_size, processes=processes)
+    record, left = _open_folder(options, plan)
     record["engine"] = {"api": api, "model": model}
     origin_s = record["clock"]["monotonic_origin_s"]
     _write_json(options.output / REPLAY_FILE, record)
-    left = [request for request in plan.requests if request.index not in done]
     interrupted = False
-    if left:
+    if left.any():
+        first_s = plan.requests.trace_s[int(left.argmax())]
         job = _Job(
             plan,
-            done,
+            left,
             options,
             ClientOptions(
                 url=options.url,
                 api=api,
                 model=model,
-                vocab_size=options.vocab_size,
+                vocab_size=vocab_size,
                 seed=options.seed,
                 timeout_s=options.timeout_s,
                 record_output_ids=options.record_output_ids,
                 splice_outputs=options.splice_outputs,
                 as_text=options.as_text,
             ),
+            processes,
             origin_s,
-            shift_s=_shift_s(left, record, options.time_scale),
+            shift_s=_shift_s(first_s, record, options.time_scale),
         )
-        with Display(len(left), quiet) as display:
+        with Display(int(left.sum()), quiet) as display:
             interrupted = _run_job(job, display)
-    summary = summarise(read_results(options.output), len(plan.requests))
+    summary = summarise(iter_results(options.output), len(plan.requests))
     summary["interrupted"] = interrupted
     record["summary"] = summary
     _write_json(options.output / REPLAY_FILE, record)
@@ -158,13 +178,13 @@ def _check(options: RunOptions) -> None:
             )
     if options.think_scale < 0:
         raise InputError(f"--think-scale {options.think_scale}: expected 0 or more")
-    if options.splice_outputs and options.processes > 1:
+    if options.splice_outputs and (options.processes or 1) > 1:
         raise InputError(
             "--splice-outputs: expected --processes 1 (one process knows the spliced blocks)"
         )
     if options.splice_outputs and (options.as_text or options.api == "chat"):
         raise InputError("--splice-outputs: expected token ids; drop --text, or --api chat")
-    if options.mode == "closed" and options.processes > options.max_inflight_sessions:
+    if options.mode == "closed" and (options.processes or 1) > options.max_inflight_sessions:
         raise InputError(
             f"--processes {options.processes}: expected at most --max-inflight-sessions "
             f"{options.max_inflight_sessions}"
@@ -173,8 +193,41 @@ def _check(options: RunOptions) -> None:
         raise InputError(f"--url {options.url}: expected http://HOST:PORT")
 
 
-def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], frozenset[int]]:
-    """The run's record, and which requests a resumed run has already answered."""
+def _served_vocab_size(options: RunOptions, api: Api) -> int:
+    """The served model's vocabulary; where the server does not say it, a guess, with a warning."""
+    if options.as_text or api == "chat":
+        return _GUESSED_VOCAB_SIZE  # words are drawn from fewer
+    found = find_vocab_size(options.url)
+    if found is None:
+        print(
+            f"warning: {options.url} does not say how large its model's vocabulary is; token ids "
+            f"are below {_GUESSED_VOCAB_SIZE:,} (--vocab-size)",
+            file=sys.stderr,
+        )
+    return found or _GUESSED_VOCAB_SIZE
+
+
+def default_processes(requests: PlannedRequests, options: RunOptions, cores: int) -> int:
+    """As many processes as keep each one's load at its busiest within what leaves it punctual, and
+    at most half the cores, for each has another beside it that makes bodies."""
+    if options.splice_outputs:
+        return 1
+    if options.mode == "closed":
+        needed = options.max_inflight_sessions / _STREAMS_A_PROCESS
+    else:
+        busy_s = [
+            _REQUEST_CPU_S + output_tokens * _TOKEN_CPU_S
+            for _, output_tokens in map(requests.lengths, range(len(requests)))
+        ]
+        at_s = np.array(requests.trace_s) / options.time_scale
+        spans = ((at_s - at_s[0]) / _BUSIEST_S).astype(np.int64)
+        needed = np.bincount(spans, weights=busy_s).max() / _BUSIEST_S / _BUSY_SHARE
+    return max(1, min(math.ceil(needed), cores // 2))
+
+
+def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], NDArray[np.bool_]]:
+    """The run's record, and which requests are left to send (when resumed: not all)."""
+    left = np.ones(len(plan.requests), dtype=np.bool_)
     results = options.output / RESULTS_FILE
     record_file = options.output / REPLAY_FILE
     trace_digest = digest(options.trace)
@@ -184,7 +237,7 @@ def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], froze
         if key != "resume"
     }
     unix_s, monotonic_s = time.time(), time.monotonic()
-    start_s = monotonic_s + (_START_DELAY_S if options.processes > 1 else 0.0)
+    start_s = monotonic_s + _START_DELAY_S
     record: dict[str, Any] = {
         "arguments": arguments,
         "trace": {"path": str(options.trace.resolve()), "sha256": trace_digest},
@@ -205,7 +258,7 @@ def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], froze
             options.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"--output {options.output}: {error.strerror}") from None
-        return record, frozenset()
+        return record, left
     if not options.resume:
         raise InputError(f"{results}: holds results already; expected a new folder, or --resume")
     drop_torn_line(results)
@@ -230,35 +283,38 @@ def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], froze
         "unix_origin_s": unix_origin_s,
     }
     record["resumed_at_s"] = resumed
-    answered = {result.request_id for result in read_results(results) if result.error is None}
-    return record, frozenset(
-        request.index for request in plan.requests if request.request_id in answered
-    )
+    answered = set()
+    for result in iter_results(results):
+        if result.error is None:
+            answered.add(result.request_id)
+    for index, request_id in enumerate(plan.requests.request_ids()):
+        left[index] = request_id not in answered
+    return record, left
 
 
-def _shift_s(left: list[Planned], record: dict[str, Any], time_scale: float) -> float:
-    """Trace time that a resumed open loop skips, so that its first request is due now."""
+def _shift_s(first_s: float, record: dict[str, Any], time_scale: float) -> float:
+    """Trace time that a resumed open loop skips, so that its first request is due soon."""
     if not record["resumed_at_s"]:
         return 0.0
-    return float(left[0].trace_s - record["resumed_at_s"][-1] * time_scale)
+    return float(first_s - (record["resumed_at_s"][-1] + _START_DELAY_S) * time_scale)
 
 
 @dataclass(slots=True)
 class _Job:
     plan: Plan
-    done: frozenset[int]
+    left: NDArray[np.bool_]
     options: RunOptions
     client: ClientOptions
+    processes: int
     origin_s: float
     shift_s: float
 
 
 def _run_job(job: _Job, display: Display) -> bool:
     """Runs the job in one or several processes; true when it was stopped from outside."""
-    count = job.options.processes
+    count = job.processes
     if count == 1:
-        trees = TreeQueue(range(job.plan.trees))
-        return asyncio.run(_work(job, 0, trees, display.add))
+        return _run_share(job, 0, TreeQueue(range(job.plan.trees)), display.add)
     context = multiprocessing.get_context("fork")
     counter = context.Value("q", 0)
     children = []
@@ -315,17 +371,29 @@ class _SharedTrees:
 
 def _child(job: _Job, number: int, trees: Trees, pipe: Connection) -> None:
     with contextlib.suppress(KeyboardInterrupt):
-        if not asyncio.run(_work(job, number, trees, pipe.send)):
+        if not _run_share(job, number, trees, pipe.send):
             return
     raise SystemExit(130)
 
 
-async def _work(job: _Job, number: int, trees: Trees, report: Callable[[Counters], None]) -> bool:
+def _run_share(job: _Job, number: int, trees: Trees, report: Callable[[Counters], None]) -> bool:
     """One process's share of a job; true when it was stopped from outside."""
-    options = job.options
     _allow_many_sockets()
+    with contextlib.closing(BodiesAhead(job.client, job.plan.requests)) as bodies:
+        return asyncio.run(_work(job, number, trees, report, bodies))
+
+
+async def _work(
+    job: _Job,
+    number: int,
+    trees: Trees,
+    report: Callable[[Counters], None],
+    bodies: BodiesAhead,
+) -> bool:
+    options = job.options
     counters = Counters()
     writer = ResultWriter(options.output / RESULTS_FILE)
+    bodies.open()
 
     def clock() -> float:
         return time.monotonic() - job.origin_s
@@ -337,7 +405,7 @@ async def _work(job: _Job, number: int, trees: Trees, report: Callable[[Counters
 
     async def send(request: Planned, scheduled_s: float) -> None:
         counters.sent += 1
-        counters.lateness_s.append(clock() - scheduled_s)
+        counters.lateness_s.add(clock() - scheduled_s)
         await client.send(request, scheduled_s)
 
     async def report_often() -> None:
@@ -350,43 +418,46 @@ async def _work(job: _Job, number: int, trees: Trees, report: Callable[[Counters
         full, counters = counters, Counters()
         report(full)
 
-    mine = job.plan.requests
-    if options.mode == "open" and options.processes > 1:
-        mine = [request for request in mine if request.tree % options.processes == number]
-    client = Client(job.client, clock, on_result, lambda ttft_s: counters.ttft_s.append(ttft_s))
+    mine = job.left
+    if options.mode == "open" and job.processes > 1:
+        mine = mine & (np.array(job.plan.requests.tree) % job.processes == number)
+    client = Client(job.client, clock, on_result, lambda s: counters.ttft_s.add(s), bodies)
     with contextlib.closing(client):
         schedule = Schedule(
-            mine,
+            job.plan.requests,
             send,
             clock,
-            prepare=client.prepare,
+            mine=mine,
+            prepare=bodies.ask,
             time_scale=options.time_scale,
-            done=job.done,
         )
-        await asyncio.sleep(max(0.0, -clock()))
         if options.mode == "open":
             loop = schedule.open_loop(job.shift_s)
         else:
-            slots = len(range(number, options.max_inflight_sessions, options.processes))
+            slots = len(range(number, options.max_inflight_sessions, job.processes))
             loop = schedule.closed_loop(
                 trees,
                 slots,
                 think_scale=options.think_scale / options.time_scale,
                 max_think_s=options.max_think_s,
             )
+            await asyncio.sleep(max(0.0, -clock()))
         task = asyncio.create_task(loop)
         reporter = asyncio.create_task(report_often())
         # A reporter that fails has lost its reader: the parent is gone, and this process follows.
         reporter.add_done_callback(lambda _: task.cancel())
         for name in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(name, task.cancel)
-        # What exists now lives to the end; collecting it again and again would delay requests.
+        # A full collection stops everything for tens of milliseconds. What a request leaves behind
+        # has no cycles, so that there is nothing that only the collector would find.
         gc.freeze()
+        gc.disable()
         try:
             await task
         except asyncio.CancelledError:
             return True
         finally:
+            gc.enable()
             gc.unfreeze()
             reporter.cancel()
             with contextlib.suppress(OSError):
@@ -401,39 +472,72 @@ def _allow_many_sockets() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def summarise(results: list[Result], planned: int) -> dict[str, Any]:
+def summarise(results: Iterable[Result], planned: int) -> dict[str, Any]:
     """Counts, latencies (p50, p90, p99, in seconds) and the engine's cached share over a run's
-    results."""
-    good = [result for result in results if result.error is None]
-    errors: dict[str, int] = {}
+    results, of which the last of each request counts."""
+    last: dict[str, int] = {}
+    errors: dict[int, str] = {}
+    rows = array("d")
     for result in results:
+        row = last.setdefault(result.request_id, len(last))
+        errors.pop(row, None)
         if result.error:
-            errors[result.error.kind] = errors.get(result.error.kind, 0) + 1
-    first_s = min((r.sent_s for r in results if r.sent_s is not None), default=0.0)
-    last_s = max((r.finished_s for r in results if r.finished_s is not None), default=0.0)
-    counted = [r for r in good if r.cached_tokens is not None and r.prompt_tokens]
-    prompt_tokens = sum(r.prompt_tokens or 0 for r in counted)
+            errors[row] = result.error.kind
+        values = array("d", [math.nan if v is None else v for v in _summary_row(result)])
+        rows[row * len(values) : (row + 1) * len(values)] = values
+    columns = dict(zip(_SUMMARY_COLUMNS, np.array(rows).reshape(len(last), -1).T, strict=True))
+    good = np.ones(len(last), dtype=np.bool_)
+    good[list(errors)] = False
+    counted = good & (columns["prompt_tokens"] > 0) & ~np.isnan(columns["cached_tokens"])
+    prompt_tokens = columns["prompt_tokens"][counted].sum()
     return {
         "planned": planned,
-        "finished": len(results),
-        "ok": len(good),
-        "errors": errors,
-        "duration_s": last_s - first_s,
-        "input_tokens": sum(r.input_length for r in good),
-        "output_tokens": sum(r.output_tokens for r in good),
-        "cached_share": sum(r.cached_tokens or 0 for r in counted) / prompt_tokens
+        "finished": len(last),
+        "ok": int(good.sum()),
+        "errors": dict(Counter(errors.values())),
+        "duration_s": _most(columns["finished_s"]) + _most(-columns["sent_s"]),
+        "input_tokens": int(columns["input_tokens"][good].sum()),
+        "output_tokens": int(columns["output_tokens"][good].sum()),
+        "cached_share": float(columns["cached_tokens"][counted].sum() / prompt_tokens)
         if prompt_tokens
         else None,
-        "ttft_s": _percentiles([r.ttft_s() for r in good]),
-        "tpot_s": _percentiles([r.tpot_s() for r in good]),
-        "e2e_s": _percentiles([(r.finished_s or 0.0) - (r.scheduled_s or 0.0) for r in good]),
-        "lateness_s": _percentiles([r.lateness_s() for r in results]),
+        "ttft_s": _percentiles(columns["ttft_s"][good]),
+        "tpot_s": _percentiles(columns["tpot_s"][good]),
+        "e2e_s": _percentiles(columns["e2e_s"][good]),
+        "lateness_s": _percentiles(columns["lateness_s"]),
     }
 
 
-def _percentiles(values: list[float | None]) -> dict[str, float] | None:
-    known = [value for value in values if value is not None]
-    if not known:
+_SUMMARY_COLUMNS = (
+    *("input_tokens", "output_tokens", "prompt_tokens", "cached_tokens", "sent_s", "finished_s"),
+    *("ttft_s", "tpot_s", "e2e_s", "lateness_s"),
+)
+
+
+def _summary_row(result: Result) -> tuple[float | None, ...]:
+    """A result's values for `_SUMMARY_COLUMNS`."""
+    return (
+        result.input_length,
+        result.output_tokens,
+        result.prompt_tokens,
+        result.cached_tokens,
+        result.sent_s,
+        result.finished_s,
+        result.ttft_s(),
+        result.tpot_s(),
+        (result.finished_s or 0.0) - (result.scheduled_s or 0.0),
+        result.lateness_s(),
+    )
+
+
+def _most(values: NDArray[np.float64]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.max()) if len(known) else 0.0
+
+
+def _percentiles(values: NDArray[np.float64]) -> dict[str, float] | None:
+    known = values[~np.isnan(values)]
+    if not len(known):
         return None
     p50, p90, p99 = np.percentile(known, [50, 90, 99])
     return {"p50": float(p50), "p90": float(p90), "p99": float(p99)}

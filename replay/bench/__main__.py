@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,33 +42,40 @@ _COST_CONCURRENCY = 64
 _COST_TOKENS = 400
 # A client may send a request to see whether the server works; counting starts after.
 _COST_WARM_UP_REQUESTS = 2
-_CPU_SAMPLE_S = 0.02
+_CPU_SAMPLE_S = 0.1
+_SERVER_PROCESSES = 2
 _COST_INTERVAL_S = 0.01
 _COST_INPUT_TOKENS = 128
 
 
+@dataclass(slots=True)
+class _MockServer:
+    """A running mock server; `stamps` can be read when it has ended."""
+
+    url: str
+    process: psutil.Popen
+    _stamps: Path
+
+    def stamps(self) -> list[dict[str, Any]]:
+        files = self._stamps.parent.glob(f"{self._stamps.stem}.*")
+        return [orjson.loads(line) for file in files for line in file.read_bytes().splitlines()]
+
+
 @contextmanager
-def _mock_server(folder: Path, tokens: int, interval_s: float) -> Iterator[tuple[str, Path]]:
-    """The mock server's address and the file that it stamps."""
-    stamps = folder / "stamps.jsonl"
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "replay.bench.mock_server",
-            "0",
-            str(tokens),
-            str(interval_s),
-            str(stamps),
-        ],
+def _mock_server(folder: Path, tokens: int, interval_s: float) -> Iterator[_MockServer]:
+    stamps = folder / "stamps"
+    for old in folder.glob("stamps.*"):
+        old.unlink()
+    arguments = [str(_SERVER_PROCESSES), str(tokens), str(interval_s), str(stamps)]
+    process = psutil.Popen(
+        [sys.executable, "-m", "replay.bench.mock_server", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdin
-    assert process.stdout
     try:
-        yield f"http://127.0.0.1:{process.stdout.readline().strip()}", stamps
+        port = process.stdout.readline().strip()
+        yield _MockServer(f"http://127.0.0.1:{port}", process, stamps)
     finally:
         process.stdin.close()
         process.wait(10)
@@ -104,16 +112,19 @@ def _replay(trace: Path, url: str, output: Path, *arguments: str) -> list[str]:
 
 
 def _punctuality(
-    folder: Path, rate_rps: float, duration_s: float, processes: int
+    folder: Path, rate_rps: float, duration_s: float, processes: int | None
 ) -> dict[str, Any]:
     trace = folder / "long.jsonl"
     _punctuality_trace(trace, rate_rps, duration_s)
     output = folder / "run"
-    with _mock_server(folder, int(_STREAM_S / _INTERVAL_S), _INTERVAL_S) as (url, stamps):
-        arguments = ("--processes", str(processes), "--vocab-size", "100000")
-        samples = _watch(_replay(trace, url, output, *arguments))
-    origin_s = orjson.loads((output / "replay.json").read_bytes())["clock"]["monotonic_origin_s"]
-    stamped = {stamp["request_id"]: stamp for stamp in _read_stamps(stamps)}
+    with _mock_server(folder, int(_STREAM_S / _INTERVAL_S), _INTERVAL_S) as server:
+        arguments = ["--vocab-size", "100000"]
+        if processes:
+            arguments += ["--processes", str(processes)]
+        samples = _watch(_replay(trace, server.url, output, *arguments), server)
+    record = orjson.loads((output / "replay.json").read_bytes())
+    origin_s = record["clock"]["monotonic_origin_s"]
+    stamped = {stamp["request_id"]: stamp for stamp in server.stamps()}
     begin_s = min(stamp["arrived_s"] for stamp in stamped.values())
     end_s = max(stamp["finished_s"] for stamp in stamped.values())
     late, received_late, seen_late, flights = [], [], [], []
@@ -130,13 +141,14 @@ def _punctuality(
     return {
         "requests": len(late),
         "rate_rps": rate_rps,
-        "processes": processes,
+        "processes": record["arguments"]["processes"],
         "most_streams_at_a_time": int(np.cumsum([step for _, step in flights]).max()),
         "sent_within_5_ms": float(np.mean(np.array(late) <= 0.005)),
         "sent_late_ms": _percentiles_ms(late),
         "received_late_ms": _percentiles_ms(received_late),
         "first_token_seen_late_ms": _percentiles_ms(seen_late),
-        "cores": _cpu_between(samples, begin_s, end_s) / (end_s - begin_s),
+        "client_cores": samples.client_cpu_s(begin_s, end_s) / (end_s - begin_s),
+        "server_cores": samples.server_cpu_s(begin_s, end_s) / (end_s - begin_s),
     }
 
 
@@ -145,31 +157,48 @@ def _percentiles_ms(values: list[float]) -> dict[str, float]:
     return {"p50": float(p50), "p90": float(p90), "p99": float(p99)}
 
 
-def _watch(command: list[str], env: dict[str, str] | None = None) -> list[tuple[float, float]]:
-    """Runs a command; (monotonic time, CPU seconds so far of it and its children), many times."""
-    samples = []
+class _CpuSamples:
+    """CPU seconds so far of a client and of the server, with their children, many times."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, float, float]] = []
+
+    def take(self, client: psutil.Popen, server: psutil.Popen) -> None:
+        with contextlib.suppress(psutil.Error):
+            spent = []
+            for process in (client, server):
+                times = [m.cpu_times() for m in [process, *process.children(recursive=True)]]
+                spent.append(sum(t.user + t.system for t in times))
+            self._rows.append((time.monotonic(), spent[0], spent[1]))
+
+    def client_cpu_s(self, begin_s: float, end_s: float) -> float:
+        return self._between(1, begin_s, end_s)
+
+    def server_cpu_s(self, begin_s: float, end_s: float) -> float:
+        return self._between(2, begin_s, end_s)
+
+    def _between(self, column: int, begin_s: float, end_s: float) -> float:
+        rows = np.array(self._rows)
+        # A child that has ended is not seen any more, but its time was spent.
+        spent = np.maximum.accumulate(rows[:, column])
+        return float(np.diff(np.interp([begin_s, end_s], rows[:, 0], spent))[0])
+
+
+def _watch(
+    command: list[str], server: _MockServer, env: dict[str, str] | None = None
+) -> _CpuSamples:
+    """Runs a client's command against the server, looking at both."""
+    samples = _CpuSamples()
     with tempfile.TemporaryFile() as shown:
         process = psutil.Popen(command, stdout=shown, stderr=shown, env=env)
         while process.poll() is None:
-            with contextlib.suppress(psutil.Error):
-                family = [process, *process.children(recursive=True)]
-                times = [member.cpu_times() for member in family]
-                samples.append((time.monotonic(), sum(t.user + t.system for t in times)))
+            samples.take(process, server.process)
             time.sleep(_CPU_SAMPLE_S)
         if process.returncode:
             shown.seek(0)
             text = shown.read().decode(errors="replace")[-4000:]
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{text}")
     return samples
-
-
-def _cpu_between(samples: list[tuple[float, float]], begin_s: float, end_s: float) -> float:
-    times, cpu = np.array(samples).T
-    return float(np.interp(end_s, times, cpu) - np.interp(begin_s, times, cpu))
-
-
-def _read_stamps(path: Path) -> list[dict[str, Any]]:
-    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def _cost_trace(path: Path, tokens: int) -> None:
@@ -247,12 +276,13 @@ def _cost(folder: Path, client: str, python: Path) -> float:
         )
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     run = folder / client.replace(" ", "-")
-    with _mock_server(folder, _COST_TOKENS, _COST_INTERVAL_S) as (url, path):
-        samples = _watch(_command(client, python, folder, url, _COST_TOKENS, run), env)
-    stamps = sorted(_read_stamps(path), key=lambda stamp: stamp["arrived_s"])
+    with _mock_server(folder, _COST_TOKENS, _COST_INTERVAL_S) as server:
+        command = _command(client, python, folder, server.url, _COST_TOKENS, run)
+        samples = _watch(command, server, env)
+    stamps = sorted(server.stamps(), key=lambda stamp: stamp["arrived_s"])
     counted = stamps[_COST_WARM_UP_REQUESTS:]
     end_s = max(stamp["finished_s"] for stamp in counted)
-    cpu_s = _cpu_between(samples, counted[0]["arrived_s"], end_s)
+    cpu_s = samples.client_cpu_s(counted[0]["arrived_s"], end_s)
     return 1e6 * cpu_s / (len(counted) * _COST_TOKENS)
 
 
@@ -265,7 +295,9 @@ def main(
     ] = None,
     rate: Annotated[float, typer.Option(help="Long prompts a second.")] = 200.0,
     duration: Annotated[float, typer.Option(help="Of the long prompts, in seconds.")] = 15.0,
-    processes: Annotated[int, typer.Option(help="Client processes for the long prompts.")] = 1,
+    processes: Annotated[
+        int | None, typer.Option(help="Client processes for the long prompts; default: its own.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write the figures as JSON.")] = None,
 ) -> None:
     """Measure the client: punctuality, stamps, CPU time a token.

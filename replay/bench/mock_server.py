@@ -1,17 +1,21 @@
 """A server that answers like SGLang and vLLM with tokens at a fixed pace and stamps what it does.
 
-Reads bodies and throws them away. Written on asyncio's bare protocol so that it takes less of a
-core than the client under test. Run as `python -m replay.bench.mock_server PORT TOKENS INTERVAL_S
-STAMPS`.
+It must take little of the machine, for the client is what is measured: the kernel drops bodies
+unread, and each process is one bare loop over its sockets. Run as `python -m
+replay.bench.mock_server PROCESSES TOKENS INTERVAL_S STAMPS`; prints its port, ends with its
+standard input, and then writes STAMPS.0, STAMPS.1, ….
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import heapq
+import multiprocessing
+import select
+import socket
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import orjson
@@ -20,6 +24,8 @@ _CHUNKED = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 _END = b"0\r\n\r\n"
+_HEAD_BYTES = 1 << 12
+_DROP = bytearray(1 << 20)
 
 
 class _Answers:
@@ -61,82 +67,59 @@ def _chunk(payload: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(event), event)
 
 
-class _Server:
-    """Streams that wait for their next token, by time."""
+class _Connection:
+    """One connection, one request at a time."""
 
-    def __init__(self, tokens: int, interval_s: float, stamps: Path) -> None:
-        self.answers = _Answers(tokens)
-        self.interval_s = interval_s
-        self.stamps = stamps.open("wb")
-        self._due: list[tuple[float, int, _Connection]] = []
-        self._count = 0
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def wait(self, connection: _Connection, at_s: float) -> None:
-        self._count += 1
-        heapq.heappush(self._due, (at_s, self._count, connection))
-        if self._timer is None or at_s < self._timer.when():
-            if self._timer:
-                self._timer.cancel()
-            self._timer = self._loop.call_at(self._due[0][0], self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        now_s = time.monotonic()
-        while self._due and self._due[0][0] <= now_s:
-            at_s, _, connection = heapq.heappop(self._due)
-            if connection.send_next():
-                self._count += 1
-                heapq.heappush(self._due, (at_s + self.interval_s, self._count, connection))
-        if self._due:
-            self._timer = self._loop.call_at(self._due[0][0], self._tick)
-
-
-class _Connection(asyncio.Protocol):
-    def __init__(self, server: _Server) -> None:
+    def __init__(self, server: _Server, stream: socket.socket) -> None:
         self._server = server
+        self.stream = stream
         self._head = b""
         self._body_left = 0
+        self._unsent = b""
         self._chunks: list[bytes] = []
         self._next = 0
-        self._arrived_s = 0.0
-        self._first_token_s = 0.0
-        self._name = ""
-        self._transport: asyncio.Transport | None = None
+        self._stamp: dict[str, object] = {}
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-
-    def data_received(self, data: bytes) -> None:
-        if self._body_left:
-            self._body_left -= len(data)
-            if self._body_left <= 0:
-                self._answer()
-            return
+    def read(self) -> bool:
+        """Takes what came; false when the connection has ended."""
+        try:
+            while self._body_left:
+                # Linux drops the bytes without copying them.
+                room = min(len(_DROP), self._body_left)
+                count = self.stream.recv_into(_DROP, room, socket.MSG_TRUNC)
+                if not count:
+                    return False
+                self._body_left -= count
+                if not self._body_left:
+                    self._answer()
+            data = self.stream.recv(_HEAD_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not data:
+            return False
         if not self._head:
-            self._arrived_s = time.monotonic()
+            self._stamp = {"arrived_s": time.monotonic()}
         self._head += data
-        end = self._head.find(b"\r\n\r\n")
-        if end < 0:
-            return
-        head, rest = self._head[:end].decode("latin-1"), self._head[end + 4 :]
-        self._head = b""
+        head, end, rest = self._head.partition(b"\r\n\r\n")
+        if end:
+            self._head = b""
+            self._begin(head.decode("latin-1"), len(rest))
+        return True
+
+    def _begin(self, head: str, body_bytes: int) -> None:
         line, *fields = head.split("\r\n")
         headers = dict(field.lower().split(": ", 1) for field in fields)
         method, path, _ = line.split(" ", 2)
         if method == "GET" or "flush" in path:
             self._reply_json(path)
             return
-        self._name = headers.get("x-request-id", "")
+        self._stamp["request_id"] = headers.get("x-request-id", "")
         answers = self._server.answers
         self._chunks = answers.sglang if path == "/generate" else answers.openai
-        self._body_left = int(headers["content-length"]) - len(rest)
-        if self._body_left <= 0:
+        self._body_left = int(headers["content-length"]) - body_bytes
+        if not self._body_left:
             self._answer()
 
     def _reply_json(self, path: str) -> None:
@@ -145,49 +128,117 @@ class _Connection(asyncio.Protocol):
             record = {"object": "list", "data": [{"id": "mock", "owned_by": "sglang"}]}
         body = orjson.dumps(record)
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        if self._transport:
-            self._transport.write(head % len(body) + body)
+        self._send(head % len(body) + body)
 
     def _answer(self) -> None:
-        self._body_left = 0
         self._next = 0
-        if self._transport:
-            self._transport.write(_CHUNKED)
-            self._server.wait(self, time.monotonic() + self._server.interval_s)
+        self._send(_CHUNKED)
+        self._server.wait(self, time.monotonic() + self._server.interval_s)
 
     def send_next(self) -> bool:
         """Writes the next chunk; true while there are more."""
-        if not self._transport:
-            return False
         if not self._next:
-            self._first_token_s = time.monotonic()
-        self._transport.write(self._chunks[self._next])
+            self._stamp["first_token_s"] = time.monotonic()
+        self._send(self._chunks[self._next])
         self._next += 1
         if self._next < len(self._chunks):
             return True
-        stamp = {
-            "request_id": self._name,
-            "arrived_s": self._arrived_s,
-            "first_token_s": self._first_token_s,
-            "finished_s": time.monotonic(),
-        }
-        self._server.stamps.write(orjson.dumps(stamp, option=orjson.OPT_APPEND_NEWLINE))
+        self._stamp["finished_s"] = time.monotonic()
+        self._server.stamps.append(self._stamp)
         return False
 
+    def _send(self, data: bytes) -> None:
+        # A client that falls behind by more than the socket's buffer gets the rest with what
+        # follows.
+        self._unsent += data
+        try:
+            self._unsent = self._unsent[self.stream.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent = b""  # gone; its end is noticed by reading
 
-async def _serve(port: int, tokens: int, interval_s: float, stamps: Path) -> None:
-    server = _Server(tokens, interval_s, stamps)
-    listener = await asyncio.get_running_loop().create_server(
-        lambda: _Connection(server), "127.0.0.1", port, backlog=4096
-    )
+
+class _Server:
+    """One process's connections, and the streams among them that wait for their next token."""
+
+    def __init__(self, answers: _Answers, interval_s: float) -> None:
+        self.answers = answers
+        self.interval_s = interval_s
+        self.stamps: list[dict[str, object]] = []
+        self._due: list[tuple[float, int, _Connection]] = []
+        self._count = 0
+
+    def wait(self, connection: _Connection, at_s: float) -> None:
+        self._count += 1
+        heapq.heappush(self._due, (at_s, self._count, connection))
+
+    def serve(self, listener: socket.socket, stop: Connection) -> None:
+        """Serves until there is something to read from `stop`."""
+        poll = select.epoll()
+        poll.register(listener, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        poll.register(stop, select.EPOLLIN)
+        connections: dict[int, _Connection] = {}
+        while True:
+            for descriptor, _ in poll.poll(self._send_due()):
+                if descriptor == stop.fileno():
+                    return
+                if descriptor == listener.fileno():
+                    try:
+                        stream, _ = listener.accept()
+                    except BlockingIOError:
+                        continue  # another process was faster
+                    stream.setblocking(False)
+                    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    connections[stream.fileno()] = _Connection(self, stream)
+                    poll.register(stream, select.EPOLLIN)
+                elif not connections[descriptor].read():
+                    connections.pop(descriptor).stream.close()
+
+    def _send_due(self) -> float | None:
+        """Sends the tokens that are due; returns the seconds until the next one is."""
+        while self._due:
+            at_s, _, connection = self._due[0]
+            if at_s > (now_s := time.monotonic()):
+                return at_s - now_s
+            heapq.heappop(self._due)
+            if connection.send_next():
+                self.wait(connection, at_s + self.interval_s)
+        return None
+
+
+def _work(
+    listener: socket.socket, stop: Connection, answers: _Answers, interval_s: float, stamps: Path
+) -> None:
+    server = _Server(answers, interval_s)
     gc.freeze()
     gc.disable()
-    print(listener.sockets[0].getsockname()[1], flush=True)
-    try:
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    finally:
-        server.stamps.close()
+    server.serve(listener, stop)
+    lines = (orjson.dumps(stamp, option=orjson.OPT_APPEND_NEWLINE) for stamp in server.stamps)
+    stamps.write_bytes(b"".join(lines))
+
+
+def _main(processes: int, tokens: int, interval_s: float, stamps: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    listener.setblocking(False)
+    answers = _Answers(tokens)
+    context = multiprocessing.get_context("fork")
+    stopped, stop = context.Pipe(duplex=False)
+    workers = [
+        context.Process(
+            target=_work,
+            args=(listener, stopped, answers, interval_s, stamps.with_suffix(f".{number}")),
+        )
+        for number in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    print(listener.getsockname()[1], flush=True)
+    sys.stdin.read()
+    stop.send(None)  # never received, so that every process sees it
+    for worker in workers:
+        worker.join()
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4])))
+    _main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))

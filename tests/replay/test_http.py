@@ -73,11 +73,27 @@ async def _with_server(
     return connections
 
 
-async def _post(server: Server) -> tuple[Head, bytes]:
-    heads: list[Head] = []
-    parts: list[bytes] = []
-    await server.post("/x", {"x-session-id": "a b\r\né"}, b"{}", heads.append, parts.append)
-    return heads[0], b"".join(parts)
+class _Watcher:
+    def __init__(self) -> None:
+        self.head: Head | None = None
+        self.content = b""
+
+    def on_connected(self) -> None:
+        assert self.head is None
+
+    def on_head(self, head: Head) -> None:
+        assert self.head is None
+        self.head = head
+
+    def on_body(self, data: bytes) -> None:
+        self.content += data
+
+
+async def _post(server: Server, body: bytes | memoryview = b"{}") -> tuple[Head, bytes]:
+    watcher = _Watcher()
+    await server.post("/x", {"x-session-id": "a b\r\né"}, body, watcher)
+    assert watcher.head
+    return watcher.head, watcher.content
 
 
 @pytest.mark.parametrize(

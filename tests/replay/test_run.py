@@ -122,10 +122,7 @@ def test_whose_fault_an_error_was_is_recorded_and_the_session_goes_on(
 def test_a_server_that_went_away_gives_connection_errors(
     tmp_path: Path, trace_of: TraceOf, engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found(url: str) -> tuple[str, str]:
-        return "sglang", "tiny"
-
-    monkeypatch.setattr("replay.runner.find_engine", found)
+    monkeypatch.setattr("replay.runner.find_engine", lambda url: ("sglang", "tiny"))
     options = _options(tmp_path, trace_of(4, requests=5), "http://127.0.0.1:9")
     assert run(options, quiet=True)["errors"] == {"connect": 5}
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +29,15 @@ class _Log:
         self.ended: dict[int, float] = {}
         self.trees: dict[int, int] = {}
         self.most_trees = 0
+        self.prepared: dict[int, float] = {}
         self._generator = random.Random(seed)
+
+    def prepare(self, index: int, at_s: float) -> bool:
+        if self._generator.random() < 0.2:
+            return False
+        assert index not in self.sent
+        self.prepared[index] = at_s
+        return True
 
     async def send(self, request: Planned, at_s: float) -> None:
         import asyncio
@@ -53,8 +62,10 @@ def _replay(
         logs.append(log)
         time_scale = options.pop("time_scale", 1.0)
         shift_s = options.pop("shift_s", 0.0)
-        done = options.pop("done", frozenset())
-        schedule = Schedule(plan.requests, log.send, clock, time_scale=time_scale, done=done)
+        mine = options.pop("mine", None)
+        schedule = Schedule(
+            plan.requests, log.send, clock, time_scale=time_scale, mine=mine, prepare=log.prepare
+        )
         if slots is None:
             await schedule.open_loop(shift_s)
         else:
@@ -95,6 +106,66 @@ def test_closed_loop_never_exceeds_its_sessions_and_keeps_think_times(
             assert log.sent[request.index] == pytest.approx(ready + think_s, abs=1e-6)
 
 
+def _parallel_agents(generator: random.Random) -> tuple[list[Request], dict[str, set[str]]]:
+    """A main session whose every turn launches agents, of which the next turn names the one that
+    ended last; and by turn, all the requests that it waited for."""
+    trace: list[Request] = []
+    awaited: dict[str, set[str]] = {}
+    now_s = 0.0
+
+    def add(name: str, session: str, turn: int, parent: str | None) -> None:
+        nonlocal now_s
+        now_s += generator.choice([0.0, 0.5, 3.0])
+        trace.append(Request(name, session, turn, now_s, 4, 1, 4, [len(trace)], parent))
+
+    add("m0", "m", 0, None)
+    number = 0
+    for turn in range(1, 5):
+        agents = {}
+        for _ in range(generator.randint(0, 4)):
+            number += 1
+            agents[f"a{number}"] = generator.randint(1, 3)
+        asked: list[str] = []
+        steps = [agent for agent, turns in agents.items() for _ in range(turns)]
+        generator.shuffle(steps)
+        for place, agent in enumerate(steps):
+            done = steps[:place].count(agent)
+            asked.append(f"{agent}-{done}")
+            add(asked[-1], agent, done, None if done else f"m{turn - 1}")
+        awaited[f"m{turn}"] = {f"m{turn - 1}", *asked}
+        # One that nobody waits for asks again after the next turn.
+        add(f"b{turn}-0", f"b{turn}", 0, f"m{turn - 1}")
+        add(f"m{turn}", "m", turn, asked[-1] if asked else None)
+        add(f"b{turn}-1", f"b{turn}", 1, None)
+    return trace, awaited
+
+
+@given(seed=_seeds, slots=st.none() | st.just(1))
+def test_a_turn_after_parallel_agents_waits_for_all_of_them(
+    run_virtually: Virtually, seed: int, slots: int | None
+) -> None:
+    trace, awaited = _parallel_agents(random.Random(seed))
+    plan = make_plan(trace)
+    number = {request.request_id: request.index for request in plan.requests}
+    log = _replay(run_virtually, plan, seed, slots=slots)
+    for name, others in awaited.items():
+        assert all(log.sent[number[name]] >= log.ended[number[other]] for other in others)
+    for turn in range(1, 5):
+        own = plan.requests[number[f"m{turn}"]].waits_for
+        assert number[f"b{turn}-0"] not in own
+
+
+@given(seed=_seeds, scale=st.sampled_from([1.0, 100.0]))
+def test_bodies_are_asked_for_before_they_are_needed(
+    trace_of: TraceOf, run_virtually: Virtually, seed: int, scale: float
+) -> None:
+    plan = make_plan(trace_of(seed))
+    log = _replay(run_virtually, plan, seed, time_scale=scale)
+    for index, at_s in log.prepared.items():
+        assert at_s <= log.sent[index]
+    assert len(log.prepared) >= len(plan.requests) / 2
+
+
 @given(seed=_seeds, slots=st.none() | st.integers(1, 4))
 def test_no_turn_is_sent_before_its_parents_answer_has_ended(
     trace_of: TraceOf, run_virtually: Virtually, seed: int, slots: int | None
@@ -119,9 +190,10 @@ def test_a_resumed_schedule_sends_only_what_is_left(
     trace_of: TraceOf, run_virtually: Virtually, seed: int, slots: int | None
 ) -> None:
     plan = make_plan(trace_of(seed))
-    done = frozenset(request.index for request in plan.requests[::3])
-    log = _replay(run_virtually, plan, seed, slots=slots, done=done)
-    assert set(log.sent) == {request.index for request in plan.requests} - done
+    left = np.ones(len(plan.requests), dtype=np.bool_)
+    left[::3] = False
+    log = _replay(run_virtually, plan, seed, slots=slots, mine=left)
+    assert set(log.sent) == set(np.flatnonzero(left))
 
 
 def test_a_shifted_open_loop_starts_with_what_is_due(
@@ -129,8 +201,8 @@ def test_a_shifted_open_loop_starts_with_what_is_due(
 ) -> None:
     plan = make_plan(trace_of(2))
     half = len(plan.requests) // 2
-    done = frozenset(range(half))
-    log = _replay(run_virtually, plan, 2, done=done, shift_s=plan.requests[half].trace_s)
+    left = np.arange(len(plan.requests)) >= half
+    log = _replay(run_virtually, plan, 2, mine=left, shift_s=plan.requests[half].trace_s)
     assert min(log.sent.values()) == pytest.approx(0.0, abs=1e-6)
     last = plan.requests[-1]
     assert log.due[last.index] >= last.trace_s - plan.requests[half].trace_s - 1e-9
