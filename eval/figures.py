@@ -142,7 +142,8 @@ def timeline(cell: Cell) -> go.Figure:
             line={"width": 0.5, "color": colour, "shape": "hv"},
             hovertemplate="%{y:.0f} at %{x:.1f} s<extra>" + name + "</extra>",
         )
-    figure.update_layout(**layout(cell.name, "seconds from the start", "requests", height=250))
+    title = f"Requests in flight, {cell.name}"
+    figure.update_layout(**layout(title, "seconds from the start", "requests", height=270))
     return figure
 
 
@@ -191,6 +192,32 @@ def queue_timeline(cell: Cell, steps: pd.DataFrame) -> go.Figure:
                 )
     title = f"Requests in the engines, {cell.name}"
     figure.update_layout(**layout(title, "seconds from the start", "requests", height=270))
+    return figure
+
+
+def sample_timeline(
+    cell: Cell, samples: pd.DataFrame, by: str, column: str, what: str, unit: str, factor: float = 1
+) -> go.Figure | None:
+    """One sampled quantity of each worker or GPU over one run; None where it was never read."""
+    figure = go.Figure()
+    for i, (name, rows) in enumerate(samples.groupby(by, sort=False)):
+        known = _thinned(rows[rows[column].notna()])
+        if known.empty:
+            continue
+        figure.add_scatter(
+            name=str(name),
+            x=known["at_s"],
+            y=known[column] * factor,
+            mode="lines",
+            line={"color": PALETTE[i % len(PALETTE)], "width": 1.5},
+            hovertemplate="%{y:.3g} " + unit + " at %{x:.1f} s<extra>" + str(name) + "</extra>",
+        )
+    if not figure.data:
+        return None
+    title = f"{what}, {cell.name}"
+    figure.update_layout(**layout(title, "seconds from the start", unit, height=270))
+    figure.update_layout(showlegend=True)
+    figure.update_yaxes(rangemode="tozero")
     return figure
 
 

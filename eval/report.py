@@ -31,6 +31,7 @@ from eval.formatting import (
     seconds_entry,
     size,
 )
+from eval.machine import GIB, machine_use, read_samples
 from eval.metrics import INTERFERING_PREFILL_TOKENS, QUANTILES, Cell, measure
 from eval.records import Run, read_run, read_steps
 from eval.stats import SessionBootstrap
@@ -137,6 +138,7 @@ def write_report(evidence: Evidence, output: Path, notes: Sequence[str] = ()) ->
         _decision_section(evidence),
         _kv_section(evidence),
         _timeline_section(evidence),
+        _machine_section(evidence),
         _run_section(evidence),
     ]
     first = evidence.runs[0]
@@ -736,6 +738,54 @@ def _timeline_section(evidence: Evidence) -> Section | None:
             Figure(f"kv-{i}", f"KV pool in use, {cell.name}", figures.kv_timeline(cell, steps))
         )
     return section if section.figures else None
+
+
+# What is drawn: table of samples, a line for each, column, what it is, unit, factor to the unit.
+_SAMPLE_TIMELINES = (
+    ("processes", "id", "cores", "CPU of each process", "cores", 1.0),
+    ("gpus", "gpu", "sm_percent", "GPU busy (SM)", "%", 1.0),
+    ("gpus", "gpu", "memory_used_bytes", "GPU memory in use", "GiB", 1 / GIB),
+    ("gpus", "gpu", "power_w", "GPU power", "W", 1.0),
+    ("gpus", "gpu", "nvlink_received_bps", "Received over NVLink", "GB/s", 1e-9),
+)
+
+
+def _machine_section(evidence: Evidence) -> Section | None:
+    """What workers took of their machine, by arm."""
+    section = Section("machine", "CPU and GPU")
+    rows = []
+    for i, cell in enumerate(evidence.cells):
+        samples = read_samples(cell.runs[0])
+        for use in machine_use(samples):
+            on_gpu = use.gpus > 0
+            rows.append(
+                [
+                    Entry(cell.name),
+                    Entry(use.worker),
+                    Entry(number(use.cores_mean)),
+                    Entry(size(use.rss_max_bytes)),
+                    Entry(percent(use.sm_mean_percent / 100) if on_gpu else DASH),
+                    Entry(size(use.memory_max_bytes) if on_gpu else DASH),
+                    Entry(f"{number(use.power_mean_w)} W" if on_gpu else DASH),
+                    Entry(size(use.nvlink_received_bytes) if on_gpu else DASH),
+                ]
+            )
+        for table, by, column, what, unit, factor in _SAMPLE_TIMELINES:
+            sampled = getattr(samples, table)
+            figure = figures.sample_timeline(cell, sampled, by, column, what, unit, factor)
+            if figure is not None:
+                section.figures.append(Figure(f"{column}-{i}", f"{what}, {cell.name}", figure))
+    if not rows:
+        return None
+    section.text.append(
+        "Each arm's first valid run, sampled while requests were replayed: means, and the most "
+        "memory."
+    )
+    columns = ["Arm", "Process", "CPU cores", "Resident", "SM", "GPU memory", "Power", "NVLink in"]
+    on_gpus = any(row[4].text != DASH for row in rows)
+    kept = len(columns) if on_gpus else 4
+    section.tables.append(("", Table(columns[:kept], [row[:kept] for row in rows])))
+    return section
 
 
 def _run_section(evidence: Evidence) -> Section:
