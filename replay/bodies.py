@@ -177,13 +177,13 @@ class BodiesAhead:
         index = request.index
         if index not in self._asked:
             self._order(index, -1.0)
-        if index not in self._ready and not self._ended:
-            self._takers[index] = asyncio.get_running_loop().create_future()
-            try:
+        try:
+            if index not in self._ready and not self._ended:
+                self._takers[index] = asyncio.get_running_loop().create_future()
                 await self._takers[index]
-            finally:
-                self._takers.pop(index, None)
-        self._asked_bytes -= self._asked.pop(index)
+        finally:
+            self._takers.pop(index, None)
+            self._asked_bytes -= self._asked.pop(index)
         body = self._ready.pop(index, "the process that makes bodies ended")
         if isinstance(body, str):
             raise RuntimeError(body)
@@ -243,7 +243,8 @@ class BodiesAhead:
                 os.close(files[0])
             elif kind == _FAILED:
                 content = packet[_HEADER.size :].decode()
-            self._ready[index] = content
+            if index in self._asked:  # else its request was given up
+                self._ready[index] = content
             if index in self._takers and not self._takers[index].done():
                 self._takers[index].set_result(None)
 

@@ -448,8 +448,8 @@ async def _work(
         reporter.add_done_callback(lambda _: task.cancel())
         for name in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(name, task.cancel)
-        # A full collection stops everything for tens of milliseconds. What a request leaves behind
-        # has no cycles, so that there is nothing that only the collector would find.
+        # A full collection stops everything for tens of milliseconds, and finds next to nothing:
+        # only a connection that was broken off leaves cycles behind.
         gc.freeze()
         gc.disable()
         try:
@@ -485,7 +485,8 @@ def summarise(results: Iterable[Result], planned: int) -> dict[str, Any]:
             errors[row] = result.error.kind
         values = array("d", [math.nan if v is None else v for v in _summary_row(result)])
         rows[row * len(values) : (row + 1) * len(values)] = values
-    columns = dict(zip(_SUMMARY_COLUMNS, np.array(rows).reshape(len(last), -1).T, strict=True))
+    values_by_column = np.array(rows).reshape(len(last), len(_SUMMARY_COLUMNS)).T
+    columns = dict(zip(_SUMMARY_COLUMNS, values_by_column, strict=True))
     good = np.ones(len(last), dtype=np.bool_)
     good[list(errors)] = False
     counted = good & (columns["prompt_tokens"] > 0) & ~np.isnan(columns["cached_tokens"])

@@ -82,10 +82,12 @@ def _mock_server(folder: Path, tokens: int, interval_s: float) -> Iterator[_Mock
 
 
 def _punctuality_trace(path: Path, rate_rps: float, duration_s: float) -> None:
-    """Prompts of 102,400 tokens (about 600 kB of JSON), two thirds of them shared with others."""
+    """Prompts of 102,400 tokens (about 600 kB of JSON), two thirds of them shared with others, that
+    arrive as a Poisson process: some of them at almost the same time."""
     requests = []
+    gaps_s = np.random.default_rng(0).exponential(1 / rate_rps, int(rate_rps * duration_s))
     fresh = _FAMILIES * _SHARED_BLOCKS
-    for number in range(int(rate_rps * duration_s)):
+    for number, at_s in enumerate(np.cumsum(gaps_s).tolist()):
         family = number % _FAMILIES
         own = _PROMPT_BLOCKS - _SHARED_BLOCKS
         ids = list(range(family * _SHARED_BLOCKS, (family + 1) * _SHARED_BLOCKS))
@@ -96,7 +98,7 @@ def _punctuality_trace(path: Path, rate_rps: float, duration_s: float) -> None:
                 f"r{number}",
                 f"s{number}",
                 0,
-                number / rate_rps,
+                at_s,
                 _PROMPT_BLOCKS * _BLOCK_SIZE,
                 int(_STREAM_S / _INTERVAL_S),
                 _BLOCK_SIZE,

@@ -119,6 +119,7 @@ class FakeEngine:
         self.dialect = dialect
         self.incremental = incremental
         self.delay_s = delay_s
+        self.model_path = "somewhere/tiny"
         self.faults: dict[str, str] = {}
         self.seen: list[dict[str, Any]] = []
         self.in_flight = 0
@@ -128,12 +129,19 @@ class FakeEngine:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/v1/models", self._models)
+        if self.dialect == "sglang":
+            app.router.add_get("/model_info", self._model_info)
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._answer)
         return app
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny", "owned_by": self.dialect}]})
+        root = "tiny" if self.dialect == "sglang" else self.model_path
+        model = {"id": "tiny", "owned_by": self.dialect, "root": root}
+        return web.json_response({"data": [model]})
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"model_path": self.model_path, "is_generation": True})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())

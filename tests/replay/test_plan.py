@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -48,6 +49,33 @@ def test_conversations_that_come_to_wait_for_each_other_are_one() -> None:
     )
     assert [request.tree for request in plan.requests] == [0, 1, 0, 0]
     assert plan.trees == 2
+
+
+@given(seed=st.integers(0, 10**6))
+def test_a_plan_holds_what_the_trace_says(trace_of: TraceOf, seed: int) -> None:
+    generator = random.Random(seed)
+    trace = trace_of(seed)
+    if generator.random() < 0.5:  # ids without order, as hashes are
+        moved = {n: generator.getrandbits(63) for request in trace for n in request.hash_ids}
+        trace = [replace(r, hash_ids=[moved[n] for n in r.hash_ids]) for r in trace]
+    plan = make_plan(trace)
+    assert len(plan.requests) == len(trace)
+    assert plan.requests[-1].index == len(trace) - 1
+    assert list(plan.requests.request_ids()) == [request.request_id for request in trace]
+    for index, (planned, request) in enumerate(zip(plan.requests, trace, strict=True)):
+        assert planned.index == index
+        assert planned.request_id == request.request_id
+        assert planned.session_id == request.session_id
+        assert planned.turn == request.turn
+        assert planned.trace_s == request.timestamp_s
+        assert planned.think_time_s == (request.think_time_s or 0.0)
+        assert planned.hash_ids.tolist() == request.hash_ids
+        lengths = (request.input_length, request.output_length)
+        assert (planned.input_length, planned.output_length) == lengths
+        assert plan.requests.lengths(index) == lengths
+    waiting, awaited = plan.requests.waits()
+    pairs = [(p.index, other) for p in plan.requests for other in p.waits_for]
+    assert sorted(zip(waiting.tolist(), awaited.tolist(), strict=True)) == sorted(pairs)
 
 
 def test_limits_leave_out_requests_and_all_that_depends_on_them() -> None:

@@ -17,9 +17,10 @@ import orjson
 import pytest
 
 from deltaserve.errors import InputError
+from replay.plan import make_plan
 from replay.prompts import PromptMaker
-from replay.results import Result, read_results
-from replay.runner import RunOptions, run, summarise
+from replay.results import ErrorInfo, Result, read_results
+from replay.runner import RunOptions, default_processes, run, summarise
 from replay.trace import Request, write_trace
 
 TraceOf = Callable[..., list[Request]]
@@ -117,6 +118,34 @@ def test_whose_fault_an_error_was_is_recorded_and_the_session_goes_on(
     assert result.error.kind == kind
     assert result.status == status
     assert result.finished_s is not None
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+@pytest.mark.parametrize(
+    ("config", "vocab_size"),
+    [({"vocab_size": 50}, 50), ({"text_config": {"vocab_size": 70}}, 70), (None, 32_000)],
+)
+def test_token_ids_are_of_the_served_models_vocabulary(
+    tmp_path: Path,
+    trace_of: TraceOf,
+    engine: StartEngine,
+    capsys: pytest.CaptureFixture[str],
+    dialect: str,
+    config: dict[str, Any] | None,
+    vocab_size: int,
+) -> None:
+    fake = engine(dialect)
+    if config:
+        (tmp_path / "config.json").write_bytes(orjson.dumps(config))
+        fake.model_path = str(tmp_path)
+    options = _options(tmp_path, trace_of(4, requests=10), fake.url, vocab_size=None)
+    run(options, quiet=True)
+    record = orjson.loads((options.output / "replay.json").read_bytes())
+    assert record["arguments"]["vocab_size"] == vocab_size
+    prompts = [seen["body"]["input_ids" if dialect == "sglang" else "prompt"] for seen in fake.seen]
+    assert vocab_size * 0.5 < max(max(prompt) for prompt in prompts) < vocab_size
+    warned = [line for line in capsys.readouterr().err.splitlines() if "vocabulary" in line]
+    assert len(warned) == (config is None)
 
 
 def test_a_server_that_went_away_gives_connection_errors(
@@ -287,6 +316,46 @@ def test_a_prompt_that_does_not_continue_the_last_is_not_spliced(
     for request in trace:
         expected = PromptMaker(1000, 0).tokens(request.hash_ids, 4, request.input_length)
         assert prompts[request.request_id] == expected.tolist()
+
+
+def test_the_default_number_of_processes_grows_with_the_load_up_to_half_the_cores(
+    tmp_path: Path,
+) -> None:
+    def processes(rate_rps: int, cores: int, **values: Any) -> int:
+        trace = [
+            Request(f"r{n}", f"s{n}", 0, n / rate_rps, 4, 50, 4, [n]) for n in range(rate_rps * 12)
+        ]
+        options = _options(tmp_path, trace, "http://x", **{"time_scale": 1.0, **values})
+        return default_processes(make_plan(trace).requests, options, cores)
+
+    assert processes(10, 64) == 1
+    assert 1 < processes(1000, 64) < processes(4000, 64) <= 32
+    assert processes(1000, 64, time_scale=0.01) == 1
+    assert processes(1000, 4) == 2
+    assert processes(1000, 1) == 1
+    assert processes(1000, 64, splice_outputs=True) == 1
+    assert processes(10, 64, mode="closed", max_inflight_sessions=2000) == 4
+
+
+def test_of_two_results_for_a_request_the_summary_counts_the_later() -> None:
+    failed = Result(
+        request_id="a",
+        session_id="s",
+        turn=0,
+        input_length=10,
+        output_length=2,
+        error=ErrorInfo(kind="connect", message="no"),
+    )
+    good = failed.model_copy(
+        update={"error": None, "output_tokens": 2, "prompt_tokens": 10, "cached_tokens": 4}
+    )
+    later = failed.model_copy(update={"request_id": "b"})
+    summary = summarise([failed, later, good], 3)
+    assert (summary["finished"], summary["ok"]) == (2, 1)
+    assert summary["errors"] == {"connect": 1}
+    assert summary["cached_share"] == 0.4
+    assert summary["ttft_s"] is None
+    assert summarise([], 3)["finished"] == 0
 
 
 def test_summary_percentiles_are_numpys(tmp_path: Path) -> None:
