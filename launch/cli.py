@@ -75,7 +75,7 @@ def check_command(
     """Check a topology against this machine and the installed engine; start nothing."""
     topology = load_topology(name, overrides or ())
     made = planning.plan(topology, run_dir or control.default_run_dir(topology.name))
-    has_gpus = made.topology.device == "cpu" or bool(sample_gpus())
+    has_gpus = not made.gpu_plan or bool(sample_gpus())
     planning.check(made, gpus=has_gpus)
     if as_json:
         _print_json(_described(made))
@@ -89,7 +89,8 @@ def check_command(
     if print_commands:
         for process in made.processes:
             settings = " ".join(f"{k}={_quoted(v)}" for k, v in process.environment.items())
-            print(f"\n# {process.id}\n{settings} {' '.join(map(_quoted, process.argv))}")
+            where = f" (on {process.node}, by Ray)" if process.node else ""
+            print(f"\n# {process.id}{where}\n{settings} {' '.join(map(_quoted, process.argv))}")
     print("OK" if has_gpus else "OK, but for the GPUs: there is no NVIDIA driver here")
 
 

@@ -153,9 +153,11 @@ class Fleet:
 
     def _sample_every(self, interval_s: float) -> Sampler:
         guardians = {
-            m.plan.id: (m.running.pid, m.running.started_unix_s) for m in self._members if m.running
+            m.plan.id: (m.running.pid, m.running.started_unix_s)
+            for m in self._members
+            if m.running and m.plan.node is None
         }
-        on_gpus = self.plan.topology.device == "cuda"
+        on_gpus = bool(self.plan.gpu_plan)
         return Sampler(self.plan.run_dir, guardians, on_gpus, interval_s)
 
     def _start_all(self, waiting: list[_Member]) -> None:
@@ -186,9 +188,8 @@ class Fleet:
             member.state = "starting"
             return
         self.on_progress(f"{process.id}: starting ({process.url})")
-        member.running = Supervised(
-            process.argv, process.full_environment(), process.log, self.plan.run_dir
-        )
+        argv, environment = process.started()
+        member.running = Supervised(argv, environment, process.log, self.plan.run_dir)
         member.state = "starting"
         self._write()
 
@@ -209,6 +210,8 @@ class Fleet:
     def _check_whose(self, member: _Member) -> None:
         """Raises `FleetError` where the answer came from a process that is not of this fleet."""
         port = member.plan.ports.get("http")
+        if member.plan.node is not None:  # what runs here only stands for it
+            return
         if member.running and port and not member.running.listens_on(port):
             self._fail(member, f"{member.plan.id}: another process answers on its port {port}")
 
@@ -308,6 +311,7 @@ def _record(member: _Member) -> dict[str, Any]:
         "ready_after_s": member.ready_after_s,
         "exit_status": member.exit_status,
         "attached": process.attached,
+        "node": process.node,
         "url": process.url,
         "ports": process.ports,
         "gpus": process.gpus,

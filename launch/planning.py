@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from deltaserve import __version__
 from deltaserve.errors import InputError
 from launch import commands
 from launch.cache import write_atomically
+from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, options, require
 from launch.hardware import check_gpus
@@ -36,7 +38,10 @@ _DROPPED = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH")
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a fleet, as it will be started; an attached one runs already."""
+    """One process of a fleet, as it will be started; an attached one runs already.
+
+    `node` is the address of the cluster's node that it is placed on, and `launcher` what does that.
+    """
 
     id: str
     kind: str
@@ -50,6 +55,16 @@ class Process:
     health_url: str
     log: Path
     failures: tuple[str, ...]
+    node: str | None = None
+    launcher: tuple[str, ...] = ()
+
+    def started(self) -> tuple[tuple[str, ...], dict[str, str]]:
+        """What is started here for it: arguments and the whole environment."""
+        if not self.launcher:
+            return self.argv, self.full_environment()
+        return (*self.launcher, *self.argv), {
+            k: v for k, v in os.environ.items() if k not in _DROPPED
+        }
 
     def full_environment(self) -> dict[str, str]:
         """The caller's environment with this process's on top."""
@@ -113,11 +128,18 @@ def plan(topology: Topology, run_dir: Path) -> Plan:
     if topology.base_port == 0:
         base = free_base(topology.worker_count)
         topology = topology.model_copy(update={"base_port": base})
-    return layout(topology, run_dir.absolute(), engine, len(os.sched_getaffinity(0)))
+    nodes: list[Node] = []
+    if topology.placement.kind == "ray":
+        nodes = assign(topology, cluster_nodes(topology.placement, f"{topology.name}.toml"))
+    return layout(topology, run_dir.absolute(), engine, len(os.sched_getaffinity(0)), nodes)
 
 
-def layout(topology: Topology, run_dir: Path, engine: Engine, cores: int) -> Plan:
-    """The processes of `topology` with `engine` on `cores` cores. Pure."""
+def layout(
+    topology: Topology, run_dir: Path, engine: Engine, cores: int, nodes: Sequence[Node] = ()
+) -> Plan:
+    """The processes of `topology` with `engine` on `cores` cores; its workers on `nodes` (one each,
+    in order) where given. Pure.
+    """
     known = _ENGINES[engine.name]
     on_cpu = topology.device == "cpu"
     share = max(1, cores // topology.worker_count)
@@ -132,6 +154,7 @@ def layout(topology: Topology, run_dir: Path, engine: Engine, cores: int) -> Pla
     processes: list[Process] = []
     counted: dict[Role, int] = {}
     next_gpu = 0
+    placed = 0
     for group in topology.workers:
         for in_group in range(group.size):
             number = counted.get(group.role, 0)
@@ -140,7 +163,9 @@ def layout(topology: Topology, run_dir: Path, engine: Engine, cores: int) -> Pla
             if group.urls:
                 processes.append(_attached(topology, group, number, in_group, run_dir))
                 continue
-            if not on_cpu:
+            node = nodes[placed] if nodes else None
+            placed += 1
+            if not on_cpu and node is None:
                 first = in_group * group.tensor_parallel
                 gpus = group.gpus[first : first + group.tensor_parallel] or tuple(
                     range(next_gpu, next_gpu + group.tensor_parallel)
@@ -154,8 +179,13 @@ def layout(topology: Topology, run_dir: Path, engine: Engine, cores: int) -> Pla
                 gpus=gpus,
                 threads=threads,
             )
-            command = known.command(topology, place, paths)
-            url = f"http://{topology.host}:{place.ports['http']}"
+            host = node.address if node else topology.host
+            command = known.command(topology.model_copy(update={"host": host}), place, paths)
+            url = f"http://{host}:{place.ports['http']}"
+            before: tuple[str, ...] = ()
+            if node is not None:
+                wanted = 0 if on_cpu else group.tensor_parallel
+                before = launcher(topology.placement, node, wanted, run_dir, command.environment)
             processes.append(
                 Process(
                     id=place.id,
@@ -170,6 +200,8 @@ def layout(topology: Topology, run_dir: Path, engine: Engine, cores: int) -> Pla
                     health_url=url + known.HEALTH_PATH,
                     log=run_dir / "logs" / f"{place.id}.log",
                     failures=known.FAILURES,
+                    node=node.address if node else None,
+                    launcher=before,
                 )
             )
     if topology.router.kind != "none":
@@ -191,7 +223,7 @@ def check(made: Plan, *, gpus: bool = True) -> None:
     write_plugin(made.plugin_dir)
     _check_flags(made)
     check_free(made.ports)
-    if gpus and made.topology.device == "cuda":
+    if gpus and made.gpu_plan:
         check_gpus(made.gpu_plan, made.topology.hardware, f"{made.topology.name}.toml")
 
 

@@ -68,6 +68,18 @@ class WorkerGroup(_Strict):
         return len(self.urls) or self.count
 
 
+class Placement(_Strict):
+    """Which machines workers run on: this one, or the nodes of a Ray cluster.
+
+    `address` is the cluster's (``HOST:PORT`` of its head, or ``auto`` on one of its nodes);
+    `python` has the cluster's version of Ray where that is not the pinned one.
+    """
+
+    kind: Literal["local", "ray"] = "local"
+    address: _Text = "auto"
+    python: Path | None = None
+
+
 class RouterChoice(_Strict):
     """The router in front; `none` leaves the workers to be called directly.
 
@@ -113,6 +125,7 @@ class Topology(_Strict):
     ready_timeout_s: Annotated[float, Field(gt=0)] = 900.0
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = {}
+    placement: Placement = Placement()
     workers: Annotated[tuple[WorkerGroup, ...], Field(min_length=1)]
     router: RouterChoice = RouterChoice()
 
@@ -142,6 +155,8 @@ class Topology(_Strict):
             raise ValueError(f"router.kind: {self.router.kind} knows no elastic workers")
         if self.router.kind not in ("deltaserve", "none") and not sglang and "prefill" in roles:
             raise ValueError(f"router.kind: {self.router.kind} does not separate with vllm workers")
+        if self.placement.kind == "ray" and any(group.gpus for group in self.workers):
+            raise ValueError("workers: Ray chooses the GPUs of workers that it places; leave gpus")
         taken: set[int] = set()
         for index, group in enumerate(self.workers):
             if group.gpus and self.device == "cpu":
@@ -288,6 +303,7 @@ def _one_line(error: ValidationError, where: str, set_keys: dict[str, str]) -> s
 def _keys_at(location: list[str]) -> list[str]:
     nested: dict[str, type[BaseModel]] = {
         "engine": EngineChoice,
+        "placement": Placement,
         "workers": WorkerGroup,
         "router": RouterChoice,
     }

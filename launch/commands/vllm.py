@@ -52,6 +52,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         "VLLM_HOST_IP": topology.host,
         "VLLM_PORT": str(place.ports["dist"]),
         "MASTER_PORT": str(place.ports["master"]),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": topology.host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.ports["side_channel"]),
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(place.ports["bootstrap"]),
         "VLLM_NO_USAGE_STATS": "1",

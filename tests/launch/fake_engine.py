@@ -73,7 +73,8 @@ def _serve(arguments: list[str]) -> None:
         subprocess.Popen(sleeper)
         subprocess.Popen(sleeper, start_new_session=True)
     port = int(arguments[arguments.index("--port") + 1])
-    http.server.ThreadingHTTPServer(("127.0.0.1", port), _Health).serve_forever()
+    host = arguments[arguments.index("--host") + 1]
+    http.server.ThreadingHTTPServer((host, port), _Health).serve_forever()
 
 
 def main(arguments: list[str]) -> None:

@@ -1,20 +1,29 @@
-"""launch against the real engines: their flags, and an end by kill -9 that leaves nothing."""
+"""launch against the real engines: their flags, one fleet of each kind, workers on a Ray cluster,
+and an end by kill -9 that leaves nothing."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from launch import catalog, control, load_topology, plan, planning
-from launch.engines import environment_for
+from launch import Fleet, FleetError, catalog, control, fleet, load_topology, plan, planning
+from launch.engines import ENVIRONMENTS, environment_for, install
 from tests.live.conftest import check_ports_are_free, processes_of
+
+FAKE_ENGINE = Path(__file__).parent.parent / "launch" / "fake_engine.py"
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -50,3 +59,191 @@ def test_kill_9_of_the_supervisor_leaves_no_process_of_a_real_engine_and_no_port
         time.sleep(0.2)
     control.down(run_dir)
     check_ports_are_free(record)
+
+
+def complete(fleet: Fleet, prompt: list[int], session: str) -> dict[str, object]:
+    """A completion through the fleet's router, in the dialect that every engine speaks."""
+    body = {
+        "model": fleet.plan.topology.model, "prompt": prompt, "max_tokens": 4, "temperature": 0,
+        "ignore_eos": True,
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"{fleet.router_url}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "x-session-id": session},
+    )
+    with urllib.request.urlopen(request, timeout=60.0) as answer:
+        found: dict[str, object] = json.loads(answer.read())
+    return found
+
+
+def cached_tokens(answer: dict[str, object]) -> int:
+    usage = answer["usage"]
+    assert isinstance(usage, dict)
+    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def decisions(run_dir: Path) -> list[dict[str, object]]:
+    lines = (run_dir / "decisions.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == "decision"]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("laptop-sglang", ["workers.0.count=1", "kv_events=true"]),
+        ("laptop-sglang-pd", []),
+        ("laptop-sglang-elastic", ["kv_events=true"]),
+        ("laptop-vllm", ["workers.0.count=1", "kv_events=true"]),
+    ],
+)
+def test_a_fleet_of_each_kind_answers_and_the_router_knows_what_it_holds(
+    name: str, overrides: list[str], prompt: Callable[[int], list[int]], tmp_path: Path
+) -> None:
+    topology = load_topology(name, [*overrides, "base_port=0"])
+    asked = prompt(600)
+    with fleet(topology, tmp_path / "run") as running:
+        assert cached_tokens(complete(running, asked, "a")) == 0
+        second = 0
+        for _ in range(20):  # events arrive a moment after the answer that made them
+            second = cached_tokens(complete(running, asked, "b"))
+            last = decisions(tmp_path / "run")[-1]
+            held = last["cached_tokens"]
+            assert isinstance(held, dict)
+            if second and max(held.values()) >= 500:
+                break
+            time.sleep(0.2)
+        assert second >= 500
+        assert max(held.values()) >= 500
+        source = "events" if topology.kv_events else "estimate"
+        assert last["prefix_source"] == source
+        running.check()
+    record = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    assert processes_of(record) == []
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[str]:
+    """A Ray cluster of two nodes on this machine; its address."""
+    install("ray", print)
+    ray = ENVIRONMENTS["ray"].folder / "bin" / "ray"
+    # Short: Ray makes sockets in it, whose names have a limit.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    common = ["--num-cpus=2", "--disable-usage-stats", "--block"]
+    head = ["--head", f"--port={address.rsplit(':', 1)[1]}", "--include-dashboard=false"]
+    started = []
+    try:
+        for role in ([*head, f"--temp-dir={folder}"], [f"--address={address}"]):
+            command = [str(ray), "start", *role, *common]
+            log = Path(folder, f"node-{len(started)}.log")
+            with log.open("wb") as output:
+                started.append(
+                    subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+                )
+            deadline_s = time.monotonic() + 90
+            while "--block" not in log.read_text():
+                assert started[-1].poll() is None, log.read_text()
+                assert time.monotonic() < deadline_s, log.read_text()
+                time.sleep(0.2)
+        yield address
+    finally:
+        for node in reversed(started):
+            kin = psutil.Process(node.pid).children(recursive=True)
+            node.terminate()
+            node.wait(30)
+            for process in kin:
+                if process.is_running():
+                    process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def working_in(folder: Path) -> list[psutil.Process]:
+    """Live processes whose working folder is `folder`: all of a fleet, wherever it was placed."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(folder):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def check_for(seconds: float, running: Fleet) -> None:
+    """Looks after a fleet for so long."""
+    deadline_s = time.monotonic() + seconds
+    while time.monotonic() < deadline_s:
+        running.check()
+        time.sleep(0.1)
+
+
+def wait_until_none_works_in(folder: Path) -> None:
+    deadline_s = time.monotonic() + 30
+    while left := working_in(folder):
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.1)
+
+
+def test_real_workers_on_a_ray_cluster_serve_behind_the_router_and_leave_nothing(
+    ray_cluster: str, prompt: Callable[[int], list[int]], tmp_path: Path
+) -> None:
+    placed = ["placement.kind=ray", f"placement.address={ray_cluster}", "base_port=0"]
+    run_dir = tmp_path / "run"
+    with fleet(load_topology("laptop-sglang-pd", placed), run_dir) as running:
+        nodes = {worker.launcher[4] for worker in running.plan.workers}
+        assert len(nodes) == 2
+        asked = prompt(300)
+        assert cached_tokens(complete(running, asked, "a")) == 0
+        assert cached_tokens(complete(running, asked, "b")) >= 250
+        assert decisions(run_dir)[-1]["kind"] == "prefill_decode"
+        for worker in running.workers:
+            assert "Uvicorn running" in worker.log.read_text()
+        running.check()
+    assert working_in(run_dir) == []
+
+
+@pytest.fixture
+def fake_python(tmp_path: Path) -> Path:
+    python = tmp_path / "engine-python"
+    python.write_text(f"#!{sys.executable}\n{FAKE_ENGINE.read_text()}")
+    python.chmod(0o755)
+    return python
+
+
+def fake_overrides(ray_cluster: str, fake_python: Path) -> list[str]:
+    return [
+        "placement.kind=ray", f"placement.address={ray_cluster}", f"engine.python={fake_python}",
+        "router.kind=none", "base_port=0", "workers.0.count=1",
+        'workers.0.environment={ FAKE = "grandchildren" }', "ready_timeout_s=60",
+    ]  # fmt: skip
+
+
+def test_the_death_of_a_placed_worker_is_noticed_and_the_rest_of_it_is_ended(
+    ray_cluster: str, fake_python: Path, tmp_path: Path
+) -> None:
+    topology = load_topology("laptop-sglang", fake_overrides(ray_cluster, fake_python))
+    with fleet(topology, tmp_path / "run") as running:
+        (engine,) = [p for p in working_in(tmp_path / "run") if p.name() == fake_python.name]
+        engine.kill()
+        with pytest.raises(FleetError, match=r"colocated-0 died \(signal 9\)(.|\n)*fake engine"):
+            check_for(30.0, running)
+    wait_until_none_works_in(tmp_path / "run")
+
+
+def test_kill_9_of_the_supervisor_leaves_nothing_on_the_cluster(
+    ray_cluster: str, fake_python: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang"]
+    for override in fake_overrides(ray_cluster, fake_python):
+        argv += ["--set", override]
+    done = subprocess.run(
+        [*argv, "--run-dir", str(run_dir), "--detach"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(working_in(run_dir)) >= 4
+    os.kill(json.loads((run_dir / "fleet.json").read_text())["supervisor"]["pid"], signal.SIGKILL)
+    wait_until_none_works_in(run_dir)
