@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,6 +34,9 @@ from eval.traces import (
     write_facts,
 )
 from eval.validity import cold_checks, violations
+from launch.supervised import Supervised
+
+_LOOK_EVERY_S = 0.25
 
 
 class Fleet(Protocol):
@@ -352,36 +354,27 @@ def shared_vocab(site: Site, topologies: Iterable[Any]) -> int | None:
 
 
 def _replay(command: list[str], folder: Path, planned: int, progress: Progress) -> str | None:
-    """Runs the replay; None, or why it failed. Interrupting this process interrupts the replay."""
+    """Runs the replay; None, or why it failed. It ends with this process, whatever ends that."""
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     log_path = logs / "replay.log"
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-        )
-        try:
-            while process.poll() is None:
-                progress.count("replaying", _count_lines(folder / "requests.jsonl"), planned)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=1.0)
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(timeout=10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-    done = _count_lines(folder / "requests.jsonl")
+    results = _Lines(folder / "requests.jsonl")
+    process = Supervised(command, os.environ, log_path, Path.cwd())
+    try:
+        while (status := process.exit_status()) is None:
+            progress.count("replaying", results.count(), planned)
+            time.sleep(_LOOK_EVERY_S)
+    finally:
+        process.stop()
+    done = results.count()
     progress.count("replayed", done, planned)
-    if process.returncode == 0:
+    if status == 0:
         return None
-    if process.returncode < 0:
-        name = signal.Signals(-process.returncode).name
+    if status > 128:
+        name = signal.Signals(status - 128).name
         return f"the replay was ended by {name} after {done} of {planned} results"
     last = _last_line(log_path)
-    return f"the replay exited with {process.returncode}: {last or 'see logs/replay.log'}"
+    return f"the replay exited with {status}: {last or 'see logs/replay.log'}"
 
 
 def is_complete(folder: Path, run: PlannedRun) -> bool:
@@ -421,11 +414,21 @@ def _budget_left_s(experiment: Experiment, elapsed_s: float) -> float:
     return experiment.budget_minutes * 60 - elapsed_s
 
 
-def _count_lines(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except FileNotFoundError:
-        return 0
+class _Lines:
+    """Counts the lines of a file that grows, reading each byte once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = 0
+        self._lines = 0
+
+    def count(self) -> int:
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            grown = file.read()
+            self._read_bytes += len(grown)
+            self._lines += grown.count(b"\n")
+        return self._lines
 
 
 def _last_line(path: Path) -> str:

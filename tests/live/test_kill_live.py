@@ -1,4 +1,5 @@
-"""kill -9 of replayer, router or worker: results stay readable, and `down` leaves nothing."""
+"""kill -9 of replayer, router, worker or a whole campaign's runner: results stay readable, nothing
+is left running, and the campaign goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -115,3 +116,68 @@ def test_a_killed_router_or_worker_leaves_readable_results_and_nothing_after_dow
     check_readable(run_dir, tmp_path / "out")
     assert any(result.error is not None for result in read_results(tmp_path / "out"))
     check_nothing_is_left(run_dir)
+
+
+EXPERIMENT = """
+name = "killed"
+repeats = 2
+
+[trace.synth]
+profile = "glm-agentic"
+requests = 40
+options = { rate = 0.05 }
+
+[replay]
+mode = "closed"
+max_inflight_sessions = 2
+max_think_s = 0.1
+fit_input_tokens = 2000
+
+[validity]
+max_client_lag_p99_s = 30.0
+
+[[arms]]
+name = "one"
+topology = "laptop-sglang"
+policy = "unified"
+set = { "workers.0.count" = 1, base_port = 0 }
+"""
+
+
+def wait_for(what: Path, runner: subprocess.Popen[str], text: str = "") -> None:
+    deadline_s = time.monotonic() + 240
+    while not what.exists() or text not in what.read_text() or what.stat().st_size == 0:
+        assert runner.poll() is None, runner.communicate()
+        assert time.monotonic() < deadline_s, f"{what}: no {text!r}"
+        time.sleep(0.05)
+
+
+def test_a_killed_runner_leaves_no_engine_and_goes_on_without_repeating_finished_runs(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "killed.toml").write_text(EXPERIMENT)
+    first, second = (tmp_path / "out" / "one" / name for name in ("r1", "r2"))
+    command = [*DELTASERVE, "eval", "run", "killed.toml", "--output", "out"]
+    runner = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for(second / "requests.jsonl", runner)
+    finished = (first / "manifest.json").read_bytes()
+    assert json.loads(finished)["state"] == "complete"
+    runner.send_signal(signal.SIGKILL)
+    runner.communicate()
+    record = fleet(second)
+    deadline_s = time.monotonic() + 30
+    while left := processes_of(record):
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.2)
+    check_ports_are_free(record)
+    assert json.loads((second / "manifest.json").read_text())["state"] == "running"
+
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "1 of 2 runs are complete already" in again.stderr
+    assert (first / "manifest.json").read_bytes() == finished
+    assert json.loads((second / "manifest.json").read_text())["state"] == "complete"
+    deltaserve("eval", "report", tmp_path / "out", "--output", tmp_path / "report")
+    assert "| Valid runs | 2 |" in (tmp_path / "report.md").read_text()
