@@ -6,7 +6,9 @@
 //! have `sglang-router` and `smg` (`deltaserve launch install` makes them), those run beside it.
 //!
 //! ROUTER_BENCH_SECONDS (3) is the length of one measurement, ROUTER_BENCH_REPEATS (3) how often the
-//! arms take turns, ROUTER_BENCH_SOAK (0) how many requests the memory test sends. Every router runs
+//! arms take turns, ROUTER_BENCH_SOAK (0) how many requests the memory test sends, ROUTER_BENCH_ROUNDS
+//! (1000) how many requests of each arm the added latency is taken from, and ROUTER_BENCH_ONLY leaves
+//! out every measurement whose name does not contain it. Every router runs
 //! pinned to one core where `taskset` exists; load and mock workers run on the others. CPU time a
 //! request is the router process's own, from /proc, and is what to compare on a busy machine.
 
@@ -48,12 +50,23 @@ fn setting(name: &str, default: u64) -> u64 {
         .unwrap_or(default)
 }
 
+/// Whether ROUTER_BENCH_ONLY lets a measurement run.
+fn wanted(name: &str) -> bool {
+    std::env::var("ROUTER_BENCH_ONLY").map_or(true, |only| name.contains(&only))
+}
+
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
     if let Some(at) = arguments.iter().position(|argument| argument == SERVE) {
         return serve(&arguments[at + 1]);
     }
-    let mut results = vec![decisions(8, 1_000_000), decisions(256, 1_000_000), scans()];
+    let mut results = Vec::new();
+    if wanted("decision") {
+        results.extend([decisions(8, 1_000_000), decisions(256, 1_000_000)]);
+    }
+    if wanted("scan") {
+        results.push(scans());
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -499,11 +512,21 @@ async fn gateways() -> Vec<Value> {
     for separated in [false, true] {
         let mut arms = Vec::new();
         for router in [Router::Direct, Router::Ours, Router::Sglang, Router::Smg] {
-            if router != Router::Direct || !separated {
-                arms.extend(start(router, &workers, separated).await);
+            arms.extend(start(router, &workers, separated).await);
+        }
+        let added = if separated { ADDED_PD } else { ADDED };
+        if wanted(added) {
+            for arm in &arms[1..] {
+                for rate_rps in [0, ADDED_RATE_RPS] {
+                    let pair = [&arms[0], arm];
+                    results.push(added_latency(pair, &large_body(true), added, rate_rps).await);
+                }
             }
         }
         for (case, _, body, connections) in cases.iter().filter(|case| case.1 == separated) {
+            if !wanted(case) {
+                continue;
+            }
             let mut measured: Vec<Vec<Measured>> = arms.iter().map(|_| Vec::new()).collect();
             for _ in 0..repeats {
                 for (arm, runs) in arms.iter().zip(&mut measured) {
@@ -550,6 +573,83 @@ async fn gateways() -> Vec<Value> {
         }
     }
     results
+}
+
+const ADDED: &str = "added latency, 600 kB";
+const ADDED_PD: &str = "PD added latency, 600 kB";
+/// Requests a second.
+const ADDED_RATE_RPS: u64 = 20;
+
+/// What a router adds to the time to the first event: each request's own less that of the same request
+/// sent to the worker itself just before. One at a time, or (`rate_rps` > 0) begun on a fixed schedule,
+/// however long those before take.
+async fn added_latency(arms: [&Arm; 2], body: &Bytes, what: &str, rate_rps: u64) -> Value {
+    const POOL: usize = 8;
+    let rounds = setting("ROUTER_BENCH_ROUNDS", 1_000);
+    let mut pools = Vec::new();
+    for arm in arms {
+        let mut pool = Vec::new();
+        for _ in 0..POOL {
+            let open = Connection::open(&arm.url).await.expect("an open port");
+            pool.push(Arc::new(tokio::sync::Mutex::new(open)));
+        }
+        pools.push(pool);
+    }
+    let cpu_before_s = arms[1].cpu_s();
+    let period = Duration::from_secs_f64(0.5 / rate_rps.max(1) as f64);
+    let begun = Instant::now();
+    let mut running = Vec::new();
+    let mut first_s = [Vec::new(), Vec::new()];
+    let mut failed = 0;
+    for i in 0..rounds * 2 {
+        let (arm, round) = (i as usize % 2, i as usize / 2);
+        let connection = Arc::clone(&pools[arm][round % POOL]);
+        let body = body.clone();
+        let due = match rate_rps {
+            0 => Instant::now(),
+            _ => begun + period * i as u32,
+        };
+        tokio::time::sleep_until(due.into()).await;
+        let request = tokio::spawn(async move {
+            let mut connection = connection.lock().await;
+            let queued_s = due.elapsed().as_secs_f64();
+            let answer = connection.post(body).await?;
+            (answer.status == 200).then_some(queued_s + answer.first_s)
+        });
+        running.push((arm, request));
+        if rate_rps == 0 || i + 1 == rounds * 2 {
+            for (arm, request) in running.drain(..) {
+                // A failed one is infinitely late, so that the rounds stay aligned.
+                let seconds = request.await.ok().flatten();
+                failed += u64::from(seconds.is_none());
+                first_s[arm].push(seconds.unwrap_or(f64::INFINITY) * 1e3);
+            }
+        }
+    }
+    let cpu_us = (arms[1].cpu_s() - cpu_before_s) / rounds as f64 * 1e6;
+    let how = match rate_rps {
+        0 => "one at a time".to_owned(),
+        rate => format!("{rate} req/s"),
+    };
+    let [direct, own] = first_s;
+    let added = own.iter().zip(&direct).map(|(own, direct)| own - direct);
+    let added = Quantiles::new(added.collect());
+    let (direct, own) = (Quantiles::new(direct), Quantiles::new(own));
+    println!(
+        "{what:<26} {how:<14} {:<14} added p50 {:.2} p99 {:.2} ms  {cpu_us:.0} µs CPU  first p50 {:.2} p99 {:.2} ms, direct p50 {:.2} p99 {:.2} ms  {failed} failed",
+        arms[1].name,
+        added.at(0.5),
+        added.at(0.99),
+        own.at(0.5),
+        own.at(0.99),
+        direct.at(0.5),
+        direct.at(0.99),
+    );
+    let both = |of: &Quantiles| json!({"p50": of.at(0.5), "p99": of.at(0.99)});
+    json!({
+        "what": what, "how": how, "arm": arms[1].name, "rounds": rounds, "failed": failed,
+        "cpu_us": cpu_us, "added_ms": both(&added), "first_ms": both(&own), "direct_ms": both(&direct),
+    })
 }
 
 /// Resident memory after each tenth of `requests` requests.

@@ -243,8 +243,7 @@ impl<'a> Cursor<'a> {
         Ok(value as u32)
     }
 
-    fn tokens(&mut self, block: usize) -> Result<PromptHashes, Malformed> {
-        let mut hasher = TokenHasher::new(block);
+    fn tokens(&mut self, mut hasher: TokenHasher) -> Result<PromptHashes, Malformed> {
         self.take(b'[', "an array")?;
         if self.peek() == Some(b']') {
             self.at += 1;
@@ -264,29 +263,69 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Takes token ids of at most seven digits as long as each is followed by a comma, and at most
-    /// one space: eight bytes at a time, which is what makes prompts of 100,000 tokens cheap.
+    /// Takes token ids of at most eight digits as long as each is followed by a comma, and has at
+    /// most one space before it. This is what makes prompts of 100,000 tokens cheap.
     fn short_tokens(&mut self, hasher: &mut TokenHasher) {
-        while let Some(&chunk) = self.bytes[self.at..].first_chunk::<8>() {
-            let digits = u64::from_le_bytes(chunk) ^ 0x3030_3030_3030_3030;
-            // High bit set in every byte above 9, exact up to the lowest such byte.
-            let others =
-                (digits.wrapping_add(0x7676_7676_7676_7676) | digits) & 0x8080_8080_8080_8080;
-            let count = others.trailing_zeros() as usize / 8;
-            if count == 0 || count == 8 || chunk[count] != b',' {
+        let mut ids = [0; MOST_IDS];
+        let window = |at: usize| {
+            let from = at.checked_sub(LEAD_BYTES)?;
+            self.bytes.get(from..)?.first_chunk::<{ LEAD_BYTES + 64 }>()
+        };
+        while let Some(window) = window(self.at) {
+            let (count, taken) = ids_in(window, &mut ids);
+            hasher.extend(&ids[..count]);
+            self.at += taken;
+            // Less than half of it taken: something else than short ids comes.
+            if taken < 32 {
                 return;
-            }
-            // Leading zeros make it eight digits; then pairs, fours, all are joined.
-            let eight = digits << (64 - 8 * count);
-            let pairs = (eight.wrapping_mul(2_561) >> 8) & 0x00ff_00ff_00ff_00ff;
-            let fours = (pairs.wrapping_mul(6_553_601) >> 16) & 0x0000_ffff_0000_ffff;
-            hasher.push((fours.wrapping_mul(42_949_672_960_001) >> 32) as u32);
-            self.at += count + 1;
-            if self.bytes.get(self.at) == Some(&b' ') {
-                self.at += 1;
             }
         }
     }
+}
+
+/// Bytes before a window that are looked at with it: as many as an id may have.
+const LEAD_BYTES: usize = 8;
+/// Ids that 64 bytes can hold: a digit and a comma each.
+const MOST_IDS: usize = 32;
+
+/// Reads the ids that end with a comma within the window, until something else comes; returns their
+/// number and the bytes that they took. Commas are found first, and each id is read from the eight
+/// bytes before its comma, so that none waits for the one before it.
+fn ids_in(window: &[u8; LEAD_BYTES + 64], ids: &mut [u32; MOST_IDS]) -> (usize, usize) {
+    const ZEROS: u64 = 0x3030_3030_3030_3030;
+    let mut commas = 0;
+    for (i, bytes) in window[LEAD_BYTES..].chunks_exact(8).enumerate() {
+        let mut word = [0; 8];
+        word.copy_from_slice(bytes);
+        let other = u64::from_le_bytes(word) ^ 0x2c2c_2c2c_2c2c_2c2c;
+        // The high bit of every byte that is zero, exactly; then those bits side by side.
+        let low = 0x7f7f_7f7f_7f7f_7f7f;
+        let zeros = !(((other & low).wrapping_add(low)) | other | low);
+        commas |= ((zeros >> 7).wrapping_mul(0x0102_0408_1020_4080) >> 56) << (8 * i);
+    }
+    let (mut count, mut taken) = (0, 0);
+    while commas != 0 {
+        let comma = (commas.trailing_zeros() & 63) as usize;
+        commas &= commas - 1;
+        let digits = comma - taken - usize::from(window[LEAD_BYTES + taken] == b' ');
+        let mut word = [0; 8];
+        word.copy_from_slice(&window[comma..comma + 8]);
+        if !(1..=8).contains(&digits) || count == MOST_IDS {
+            break;
+        }
+        // Bytes before the id become zeros in front of it.
+        let eight = (u64::from_le_bytes(word) ^ ZEROS) & (u64::MAX << (64 - 8 * digits));
+        if (eight.wrapping_add(0x7676_7676_7676_7676) | eight) & 0x8080_8080_8080_8080 != 0 {
+            break;
+        }
+        // All digits: pairs, fours, then all are joined.
+        let pairs = (eight.wrapping_mul(2_561) >> 8) & 0x00ff_00ff_00ff_00ff;
+        let fours = (pairs.wrapping_mul(6_553_601) >> 16) & 0x0000_ffff_0000_ffff;
+        ids[count] = (fours.wrapping_mul(42_949_672_960_001) >> 32) as u32;
+        count += 1;
+        taken = comma + 1;
+    }
+    (count, taken)
 }
 
 struct Object {
@@ -330,13 +369,16 @@ impl Prompts {
                 let inner = cursor.peek();
                 cursor.at = start;
                 if !matches!(inner, Some(b'[' | b'"')) {
-                    return Ok(Self::one(cursor.tokens(block)?));
+                    // Few prompts have fewer than six bytes a token.
+                    let room = (cursor.bytes.len() - start) / 6;
+                    let hasher = TokenHasher::with_capacity(block, room);
+                    return Ok(Self::one(cursor.tokens(hasher)?));
                 }
                 let mut prompts = Self::default();
                 cursor.array(|cursor| {
                     prompts.add(match cursor.peek() {
                         Some(b'"') => PromptHashes::of_text(cursor.string()?, text_block),
-                        _ => cursor.tokens(block)?,
+                        _ => cursor.tokens(TokenHasher::new(block))?,
                     });
                     Ok(())
                 })?;

@@ -3,6 +3,7 @@
 
 use super::admission::{NotAdmitted, Permit};
 use super::body::{self, Api, Pieces, Scanned};
+use super::buffers::NotCollected;
 use super::stream::{AbortOnDrop, Answer, Held, usage_in};
 use super::{Gateway, Reply, describe, error};
 use crate::config::{Connector, Engine, WorkerSpec};
@@ -10,7 +11,7 @@ use crate::fleet::prefix::hash::PromptHashes;
 use crate::fleet::{ESTIMATE_BLOCK_TOKENS, Outcome, Request as Placement, Reservation};
 use crate::policy::{Decision, Reason, Refusal, Route};
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::header::{
     CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue,
@@ -38,18 +39,17 @@ pub(super) async fn handle(
 ) -> Response<Reply> {
     let deadline = Instant::now() + Duration::from_secs_f64(gateway.config.request_timeout_s);
     let (parts, incoming) = request.into_parts();
-    let limited = Limited::new(incoming, gateway.config.max_body_bytes);
-    let bytes = match limited.collect().await {
-        Ok(collected) => collected.to_bytes(),
-        Err(failure) if failure.is::<LengthLimitError>() => {
-            let limit = gateway.config.max_body_bytes;
+    let limit = gateway.config.max_body_bytes;
+    let bytes = match gateway.buffers.collect(incoming, limit).await {
+        Ok(bytes) => bytes,
+        Err(NotCollected::TooLarge) => {
             return refuse(
                 gateway,
                 StatusCode::PAYLOAD_TOO_LARGE,
                 &format!("body: expected at most {limit} bytes (max_body_bytes)"),
             );
         }
-        Err(failure) => {
+        Err(NotCollected::Broken(failure)) => {
             return refuse(
                 gateway,
                 StatusCode::BAD_REQUEST,
@@ -102,7 +102,9 @@ pub(super) async fn handle(
         placement,
         deadline,
     };
-    exchange.run(permit).await
+    let response = exchange.run(permit).await;
+    gateway.buffers.give_back(exchange.bytes);
+    response
 }
 
 fn refuse(gateway: &Gateway, status: StatusCode, message: &str) -> Response<Reply> {
@@ -166,7 +168,7 @@ enum Head {
 }
 
 impl Exchange<'_> {
-    async fn run(self, permit: Permit) -> Response<Reply> {
+    async fn run(&self, permit: Permit) -> Response<Reply> {
         let mut exclude: Vec<String> = Vec::new();
         let mut last: Option<(StatusCode, String)> = None;
         let mut local_on: Option<String> = None;

@@ -5,6 +5,7 @@
 mod admin;
 mod admission;
 pub mod body;
+mod buffers;
 mod dispatch;
 mod health;
 mod kv_events;
@@ -18,6 +19,7 @@ use crate::fleet::log::EventSink;
 use crate::policy::Policy;
 use admission::Admission;
 use body::{Api, Pieces};
+use buffers::Buffers;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
@@ -39,6 +41,9 @@ use tokio::net::TcpListener;
 /// Idle connections to workers are closed before uvicorn's keep-alive of 5 s closes them, so that
 /// no request is sent on a connection that the worker is closing.
 const IDLE_CONNECTION: Duration = Duration::from_secs(4);
+/// What a connection reads at once. Larger reads are no faster, and this stays in the processor's
+/// cache until the body is put together.
+const READ_BYTES: usize = 128 << 10;
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What every request handler shares.
@@ -48,6 +53,7 @@ pub(crate) struct Gateway {
     pub client: Client<HttpConnector, Pieces>,
     pub metrics: Arc<Metrics>,
     pub admission: Admission,
+    pub buffers: Buffers,
     pub is_loopback: bool,
 }
 
@@ -141,6 +147,7 @@ impl Gateway {
             config,
             client,
             metrics,
+            buffers: Buffers::default(),
             is_loopback,
         }))
     }
@@ -301,6 +308,7 @@ impl Server {
             let connection = hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(HEADER_TIMEOUT)
+                .max_buf_size(READ_BYTES)
                 .serve_connection(TokioIo::new(socket), service);
             let connection = connections.watch(connection);
             tokio::spawn(async move {

@@ -7,7 +7,7 @@
 //! one page size together.
 
 use super::estimate::StateMap;
-use super::hash::{PromptHashes, root_state, step};
+use super::hash::{PromptHashes, TokenChain, step};
 use rmpv::Value;
 use smallvec::SmallVec;
 
@@ -122,7 +122,7 @@ fn engine_hash(value: &Value) -> Option<u64> {
 
 #[derive(Clone, Copy)]
 struct Block {
-    state: u64,
+    chain: TokenChain,
     /// vLLM may hold one content in several blocks.
     copies: u32,
 }
@@ -148,23 +148,22 @@ impl ExactIndex {
                 block_size,
             } => {
                 let known = &self.workers[worker];
-                let mut state = match parent {
-                    None => root_state(),
+                let mut chain = match parent {
+                    None => TokenChain::default(),
                     Some(parent) => match known.get(parent) {
-                        Some(block) => block.state,
+                        Some(block) => block.chain,
                         None => return false,
                     },
                 };
                 for (hash, tokens) in blocks.iter().zip(tokens.chunks((*block_size).max(1))) {
-                    state = tokens
-                        .iter()
-                        .fold(state, |state, &token| step(state, u64::from(token)));
+                    tokens.iter().for_each(|&token| chain.push(token));
                     let block = self.workers[worker]
                         .entry(*hash)
-                        .or_insert(Block { state, copies: 0 });
+                        .or_insert(Block { chain, copies: 0 });
                     block.copies += 1;
                     if block.copies == 1 {
-                        self.holders.entry(state).or_default().push(worker as u32);
+                        let holders = self.holders.entry(chain.state());
+                        holders.or_default().push(worker as u32);
                     }
                 }
             }
@@ -175,7 +174,7 @@ impl ExactIndex {
                     };
                     block.copies -= 1;
                     if block.copies == 0 {
-                        let state = block.state;
+                        let state = block.chain.state();
                         self.workers[worker].remove(hash);
                         self.release(state, worker);
                     }
@@ -190,7 +189,7 @@ impl ExactIndex {
     pub fn clear(&mut self, worker: usize) {
         if let Some(blocks) = self.workers.get_mut(worker) {
             for block in std::mem::take(blocks).into_values() {
-                self.release(block.state, worker);
+                self.release(block.chain.state(), worker);
             }
         }
     }
