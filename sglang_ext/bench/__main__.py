@@ -118,7 +118,6 @@ def _phase(
         return stall.measure(client, arms, prompts, shape(stall.Shape), sink, say)
     if options.phase == "tax":
         reference = parse_arm(options.reference, workers)
-        sink.write("begun", reference=reference.name)
         return tax.measure(client, arms, reference, prompts, shape(tax.Shape), sink, say)
     try:
         lengths = tuple(int(text) for text in options.lengths.split(","))

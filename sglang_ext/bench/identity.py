@@ -52,9 +52,8 @@ async def measure(
     await client.flush_arm(reference)
     say(f"identity: {reference.name}")
     turns = await _truth(client, reference, prompts, shape)
-    for arm, name in ((reference, f"{reference.name} again"), *((a, a.name) for a in arms)):
-        if arm is reference and name == reference.name:
-            continue
+    for arm in (reference, *(arm for arm in arms if arm != reference)):
+        name = f"{arm.name} again" if arm == reference else arm.name
         say(f"identity: {name}")
         await client.flush_arm(arm)
         await _replay(client, arm, name, reference, turns, shape, sink)

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from sglang_ext.bench import identity, stall, tax, transfer
-from sglang_ext.bench.samples import Sample, read
+from sglang_ext.bench.samples import fullest, read
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -19,18 +19,14 @@ Column = tuple[str, Callable[[Row], str]]
 def write(folder: Path) -> Path:
     """Writes ``report.json`` (summaries, samples) and ``report.md``; returns the latter's path."""
     samples = read(folder)
-    by_phase: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_phase.setdefault(sample["phase"], []).append(sample)
     found: dict[str, Any] = {}
-    if turns := by_phase.get("identity"):
+    if turns := fullest(samples, "identity"):
         found["identity"] = identity.summary(turns)
-    if repeats := by_phase.get("stall"):
+    if repeats := fullest(samples, "stall"):
         found["stall"] = stall.summary(repeats)
-    if loads := by_phase.get("tax"):
-        (reference,) = {s["reference"] for s in loads if s["kind"] == "begun"} or {""}
-        found["tax"] = tax.summary([s for s in loads if s["kind"] != "begun"], reference)
-    if transfers := by_phase.get("transfer"):
+    if loads := fullest(samples, "tax"):
+        found["tax"] = tax.summary(loads)
+    if transfers := fullest(samples, "transfer"):
         found["transfer"] = transfer.summary(transfers)
     option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
     (folder / "report.json").write_bytes(orjson.dumps(found | {"samples": samples}, option=option))

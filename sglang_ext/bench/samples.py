@@ -1,7 +1,13 @@
-"""Raw samples on disk: one JSON line each, written as soon as it is measured."""
+"""Raw samples on disk: one JSON line each, written as soon as it is measured.
+
+Every line names its phase and the run of that phase, so that a phase can be run again in the same
+folder; `fullest` picks the run to report.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +24,10 @@ class Sink:
     def __init__(self, folder: Path, phase: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / "samples.jsonl").open("ab", buffering=0)
-        self._phase = phase
+        self._identity = {"phase": phase, "run": time.time_ns()}
 
     def write(self, kind: str, **fields: Any) -> None:
-        line = {"phase": self._phase, "kind": kind, **fields}
+        line = {**self._identity, "kind": kind, **fields}
         self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
@@ -41,3 +47,12 @@ def read(folder: Path) -> list[Sample]:
         except orjson.JSONDecodeError:
             continue
     return samples
+
+
+def fullest(samples: Sequence[Sample], phase: str) -> list[Sample]:
+    """The samples of the run of `phase` that has most of them, the later of equals."""
+    runs: dict[int, list[Sample]] = {}
+    for sample in samples:
+        if sample["phase"] == phase:
+            runs.setdefault(sample["run"], []).append(sample)
+    return max(runs.items(), key=lambda item: (len(item[1]), item[0]))[1] if runs else []

@@ -41,7 +41,7 @@ async def measure(
     say: Callable[[str], None],
 ) -> None:
     """Writes a ``request`` for each request and a ``round`` for each round of each arm."""
-    everyone = [reference, *(arm for arm in arms if arm.name != reference.name)]
+    everyone = [reference, *(arm for arm in arms if arm != reference)]
     sessions = [
         [prompts.make(shape.first_tokens)]
         + [prompts.make(shape.turn_tokens) for _ in range(shape.turns - 1)]
@@ -51,12 +51,13 @@ async def measure(
         # Every other round goes the other way round, so that a drift does not favour one.
         for arm in everyone if round_number % 2 else reversed(everyone):
             say(f"tax: {arm.name}, {f'round {round_number}' if round_number else 'warm-up'}")
-            await _round(client, arm, sessions, shape, round_number, sink)
+            await _round(client, arm, reference, sessions, shape, round_number, sink)
 
 
 async def _round(
     client: Client,
     arm: Arm,
+    reference: Arm,
     sessions: Sequence[Sequence[list[int]]],
     shape: Shape,
     round_number: int,
@@ -85,6 +86,7 @@ async def _round(
         sink.write(
             "request",
             arm=arm.name,
+            reference=reference.name,
             round=round_number,
             warm_up=warm_up,
             session=session,
@@ -97,6 +99,7 @@ async def _round(
     sink.write(
         "round",
         arm=arm.name,
+        reference=reference.name,
         round=round_number,
         warm_up=warm_up,
         output_tokens_s=tokens / took_s,
@@ -104,11 +107,9 @@ async def _round(
     )
 
 
-_MEASURES = ("ttft_p90", "tpot_p90", "throughput")
-
-
-def summary(samples: Sequence[Sample], reference: str) -> list[dict[str, Any]]:
+def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """A row for each arm: its ratios to the reference; the reference's is its noise floor."""
+    reference = samples[0]["reference"]
     kept = [s for s in samples if not s["warm_up"]]
     requests = [s for s in kept if s["kind"] == "request"]
     rounds = [s for s in kept if s["kind"] == "round"]

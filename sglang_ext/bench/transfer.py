@@ -48,9 +48,9 @@ async def measure(
         raise InputError("--arms: transfer needs a separated arm, WORKER+PREFILL")
     for repeat in range(shape.repeats + 1):
         for arm in separated:
+            await client.flush_arm(arm)
             for length in shape.lengths:
                 say(f"transfer: {arm.name}, {length} tokens, repeat {repeat}")
-                await client.flush_arm(arm)
                 first = prompts.make(length)
                 cold = await client.ask(arm, first, 2)
                 longer = first + cold.output_ids + prompts.make(shape.delta_tokens)

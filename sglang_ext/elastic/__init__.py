@@ -25,8 +25,8 @@ _SETTINGS = from_environment(os.environ)
 
 
 def _worker(scheduler: Any) -> ElasticWorker | None:
-    worker: ElasticWorker | None = getattr(scheduler, "deltaserve_elastic", None)
-    return worker
+    worker = getattr(scheduler, "deltaserve_elastic", None)
+    return worker if isinstance(worker, ElasticWorker) else None
 
 
 def _attach(_result: None, scheduler: Any) -> None:

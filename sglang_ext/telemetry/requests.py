@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sglang_ext.guards import Hook
-from sglang_ext.telemetry.sink import emit, unix_minus_perf_counter_s
+from sglang_ext.telemetry.sink import emit, harmless, unix_minus_perf_counter_s
 
 # field of SchedulerReqTimeStats → name in the telemetry
 _PHASES = {
@@ -58,6 +58,7 @@ def record_finished(scheduler: Any, candidates: Iterable[Any]) -> None:
         )
 
 
+@harmless
 def _record_prefilled(finished: list[Any], scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """On a prefill worker a request ends when its KV has been sent, not in a batch's result."""
     record_finished(scheduler, finished)

@@ -6,11 +6,16 @@ involved, so telemetry cannot fall behind the worker or keep it from ending.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import orjson
+
+logger = logging.getLogger(__name__)
 
 _descriptor: int | None = None
 _worker_id = os.environ.get("DELTASERVE_WORKER_ID", "")
@@ -20,6 +25,28 @@ unix_minus_perf_counter_s = time.time() - time.perf_counter()
 
 unix_minus_monotonic_s = time.time() - time.monotonic()
 """The same for ``time.monotonic()``."""
+
+
+_P = ParamSpec("_P")
+_failed: set[str] = set()
+
+
+def harmless(record: Callable[_P, None]) -> Callable[_P, None]:
+    """`record`, whose errors are logged once each place and do not reach the worker.
+
+    What observes a worker must not end it, nor break a transfer that it only counts.
+    """
+
+    @functools.wraps(record)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            record(*args, **kwargs)
+        except Exception:
+            if record.__qualname__ not in _failed:
+                _failed.add(record.__qualname__)
+                logger.exception("Telemetry: %s fails; its lines are missing", record.__qualname__)
+
+    return guarded
 
 
 def _open() -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_ext.guards import Hook
 from sglang_ext.telemetry import requests
-from sglang_ext.telemetry.sink import emit, unix_minus_monotonic_s
+from sglang_ext.telemetry.sink import emit, harmless, unix_minus_monotonic_s
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
@@ -34,6 +34,11 @@ def _record_step(original: Callable[..., None], scheduler: Any, batch: Any, resu
     """
     requests_of_step = list(batch.reqs)
     original(scheduler, batch, result)
+    _write_step(scheduler, batch, requests_of_step)
+
+
+@harmless
+def _write_step(scheduler: Any, batch: Any, requests_of_step: list[Any]) -> None:
     mode = batch.forward_mode
     if mode.is_idle():
         return

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext.guards import Hook
-from sglang_ext.telemetry.sink import emit
+from sglang_ext.telemetry.sink import emit, harmless
 
 _KV_MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 
@@ -26,6 +26,7 @@ class _Transfer:
 _open_transfers: dict[int, _Transfer] = {}
 
 
+@harmless
 def _note_chunk(
     manager: Any,
     peer_name: str,
@@ -43,6 +44,7 @@ def _note_chunk(
     transfer.chunks += 1
 
 
+@harmless
 def _note_end(manager: Any, bootstrap_room: int, status: Any) -> None:
     """Writes the room's line when the prefill side has sent all of it, or given up."""
     from sglang.srt.disaggregation.base import KVPoll

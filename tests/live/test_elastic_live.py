@@ -31,6 +31,7 @@ import aiohttp
 import pytest
 
 import sglang_ext
+from launch.engines import ENVIRONMENTS
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
@@ -75,11 +76,10 @@ def engine_python() -> str:
     given = os.environ.get("DELTASERVE_LIVE_ENGINE")
     if given:
         return given
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltaserve"
-    found = sorted(cache.glob("engines/sglang*/bin/python"))
-    if not found:
+    environment = ENVIRONMENTS["sglang"]
+    if not environment.installed:
         pytest.skip("no SGLang environment: deltaserve launch install sglang")
-    return str(found[-1])
+    return str(environment.python)
 
 
 @dataclass

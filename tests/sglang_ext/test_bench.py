@@ -27,7 +27,7 @@ from sglang_ext.bench.client import (
     parse_arm,
     parse_worker,
 )
-from sglang_ext.bench.samples import Sink, read
+from sglang_ext.bench.samples import Sink, fullest, read
 
 
 @dataclass
@@ -195,7 +195,7 @@ async def test_tax_is_the_ratio_to_the_reference_at_the_same_load(tmp_path: Path
         arms = [Arm(name, worker) for name, worker in workers.items()]
         sink = Sink(tmp_path, "tax")
         await tax.measure(client, arms, arms[0], Prompts(90, 1), shape, sink, silent)
-    rows = {row["arm"]: row for row in tax.summary(read(tmp_path), "fast")}
+    rows = {row["arm"]: row for row in tax.summary(read(tmp_path))}
     found = rows["slow"]["tpot_p90"]
     assert found["low"] > 1.5
     assert found["low"] <= found["value"] <= found["high"]
@@ -271,6 +271,15 @@ def test_a_report_holds_what_there_is_and_every_sample(
     assert len(found["samples"]) == 4
     assert found["stall"][0]["ttft_ms"]["value"] == 3000
     assert "identity" not in found
+
+
+def test_of_a_phase_that_ran_again_the_fullest_run_is_reported(tmp_path: Path) -> None:
+    for run, repeats in enumerate((1, 3, 2)):
+        sink = Sink(tmp_path, "stall")
+        for _ in range(repeats):
+            sink.write("repeat", number=run)
+    assert [sample["number"] for sample in fullest(read(tmp_path), "stall")] == [1, 1, 1]
+    assert fullest(read(tmp_path), "tax") == []
 
 
 def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

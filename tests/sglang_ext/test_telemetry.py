@@ -238,3 +238,27 @@ def test_telemetry_without_a_folder_refuses_to_start(
     monkeypatch.delenv("DELTASERVE_TELEMETRY_DIR")
     with pytest.raises(SystemExit, match="DELTASERVE_TELEMETRY_DIR"):
         run(telemetry, step("decode", [request()]))
+
+
+def test_a_fault_of_telemetry_is_logged_once_and_does_not_reach_the_worker(
+    telemetry: Telemetry, caplog: pytest.LogCaptureFixture
+) -> None:
+    processed: list[Any] = []
+
+    def process(scheduler: Any, batch: Any, result: Any) -> None:
+        processed.append(batch)
+
+    batch = SimpleNamespace(reqs=[request()])
+    for _ in range(3):
+        telemetry.steps._record_step(process, scheduler(), batch, None)
+    assert processed == [batch] * 3
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "_write_step" in caplog.text
+
+
+def test_a_fault_of_the_worker_itself_is_not_swallowed(telemetry: Telemetry) -> None:
+    def process(scheduler: Any, batch: Any, result: Any) -> None:
+        raise RuntimeError("the worker's own")
+
+    with pytest.raises(RuntimeError, match="the worker's own"):
+        telemetry.steps._record_step(process, scheduler(), SimpleNamespace(reqs=[]), None)
