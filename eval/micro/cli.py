@@ -3,42 +3,72 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
+import launch
 from deltaserve.errors import InputError
 from eval.experiment import parse_value
 from eval.progress import Progress
 
 if TYPE_CHECKING:
     from eval.document import Section
+    from eval.micro.driver import Bench
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-TopologyOption = Annotated[str, typer.Option("--topology", help="A topology's name or file.")]
 OutputOption = Annotated[
     Path | None, typer.Option("--output", help="A new folder. Default: out/micro-<name>.")
 ]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the topology; repeatable."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")]
+Measure = Callable[["Bench", Progress], tuple[list["Section"], Any]]
+"""Asks a topology that is up; says what was found: as a report's sections, and for programs."""
 
 
-@app.command(
-    "interference",
-    epilog="Example: deltaserve eval micro interference --topology laptop-sglang --repeats 2",
-)
+def _benchmark(
+    name: str, example: str, check: Callable[[launch.Topology], None] = lambda _: None
+) -> Callable[[Callable[..., Measure]], None]:
+    """Makes a command of a function that takes the options of its own and gives the measurement.
+
+    The options that all have come first; `check` refuses topologies that it cannot be made on.
+    """
+
+    def register(function: Callable[..., Measure]) -> None:
+        def command(
+            topology: Annotated[str, typer.Option(help="A topology's name or file.")],
+            output: OutputOption = None,
+            overrides: Annotated[
+                list[str] | None,
+                typer.Option(
+                    "--set", metavar="KEY=VALUE", help="Replace a key of the topology; repeatable."
+                ),
+            ] = None,
+            as_json: Annotated[
+                bool, typer.Option("--json", help="Print the figures as one JSON object.")
+            ] = False,
+            **own: Any,
+        ) -> None:
+            measure = function(**own)
+            _bench(name, topology, output, overrides or [], measure, as_json, check)
+
+        common = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+        added = inspect.signature(function, eval_str=True).parameters.values()
+        parameters = [*common, *(p.replace(kind=p.KEYWORD_ONLY) for p in added)]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__doc__ = function.__doc__
+        app.command(name, epilog=f"Example: deltaserve eval micro {name} {example}")(command)
+
+    return register
+
+
+@_benchmark("interference", "--topology laptop-sglang --repeats 2")
 def interference_command(
-    topology: TopologyOption,
-    output: OutputOption = None,
-    overrides: SetOption = None,
     decodes: Annotated[
         str | None, typer.Option(help="Running decodes, as in 1,2,4,8; default by hardware.")
     ] = None,
@@ -49,70 +79,66 @@ def interference_command(
         int | None, typer.Option(help="Context of each decoding stream.", min=1)
     ] = None,
     repeats: Annotated[int | None, typer.Option(help="Measurements of each pair.", min=1)] = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Measure:
     """What a long prefill does to the decodes beside it: decode batch × prefill length."""
     from eval.micro import interference
-    from eval.micro.driver import Bench
+
+    chosen_decodes = _numbers("--decodes", decodes)
+    chosen_prefills = _numbers("--prefills", prefills)
 
     def measure(target: Bench, progress: Progress) -> tuple[list[Section], Any]:
         base = interference.default_grid(target.on_cpu)
         grid = interference.Grid(
-            decodes=_numbers("--decodes", decodes) or base.decodes,
-            prefills=_numbers("--prefills", prefills) or base.prefills,
+            decodes=chosen_decodes or base.decodes,
+            prefills=chosen_prefills or base.prefills,
             context_tokens=context_tokens or base.context_tokens,
             repeats=repeats or base.repeats,
         )
         points = asyncio.run(interference.measure(target, grid, progress.detail))
         return interference.sections(points), interference.raw(points)
 
-    _bench("interference", topology, output, overrides, measure, as_json)
+    return measure
 
 
-@app.command(
-    "lifecycle", epilog="Example: deltaserve eval micro lifecycle --topology laptop-sglang-pd"
-)
+def _separates(topology: launch.Topology) -> None:
+    from eval.micro import lifecycle
+
+    lifecycle.check(topology)
+
+
+@_benchmark("lifecycle", "--topology laptop-sglang-pd", check=_separates)
 def lifecycle_command(
-    topology: TopologyOption,
-    output: OutputOption = None,
-    overrides: SetOption = None,
     lengths: Annotated[
         str | None, typer.Option(help="Prompt lengths in tokens, as in 2000,8000.")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Measurements of each length.", min=1)] = 5,
-    as_json: JsonOption = False,
-) -> None:
+) -> Measure:
     """Where the time of a separated request goes, from sending to first token."""
     from eval.micro import lifecycle
-    from eval.micro.driver import Bench
+
+    chosen = _numbers("--lengths", lengths)
 
     def measure(target: Bench, progress: Progress) -> tuple[list[Section], Any]:
         base, continued = lifecycle.default_lengths(target.on_cpu)
-        chosen = _numbers("--lengths", lengths) or base
-        asks = asyncio.run(lifecycle.measure(target, chosen, continued, repeats, progress.detail))
+        asks = asyncio.run(
+            lifecycle.measure(target, chosen or base, continued, repeats, progress.detail)
+        )
         return lifecycle.sections(asks), lifecycle.raw(asks)
 
-    _bench("lifecycle", topology, output, overrides, measure, as_json, lifecycle.check)
+    return measure
 
 
-@app.command(
-    "cache-sweep", epilog="Example: deltaserve eval micro cache-sweep --topology laptop-sglang"
-)
+@_benchmark("cache-sweep", "--topology laptop-sglang")
 def cache_sweep_command(
-    topology: TopologyOption,
-    output: OutputOption = None,
-    overrides: SetOption = None,
     input_tokens: Annotated[int | None, typer.Option(help="Of each prompt.", min=1)] = None,
     output_tokens: Annotated[int | None, typer.Option(help="Of each answer.", min=2)] = None,
     concurrency: Annotated[int | None, typer.Option(help="Prompts at a time.", min=1)] = None,
     total_tokens: Annotated[
         int | None, typer.Option(help="Tokens to send in all; default: the cache, once.", min=1)
     ] = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Measure:
     """What a decode step costs as the cache fills: the slope, with its interval."""
     from eval.micro import cache_sweep
-    from eval.micro.driver import Bench
 
     def measure(target: Bench, progress: Progress) -> tuple[list[Section], Any]:
         base = cache_sweep.default_shape(target.on_cpu, target.topology.get("max_total_tokens"))
@@ -125,7 +151,7 @@ def cache_sweep_command(
         sweep = asyncio.run(cache_sweep.measure(target, shape, progress.detail))
         return cache_sweep.sections(sweep), cache_sweep.raw(sweep)
 
-    _bench("cache-sweep", topology, output, overrides, measure, as_json)
+    return measure
 
 
 @app.command(
@@ -199,12 +225,11 @@ def _bench(
     name: str,
     topology: str,
     output: Path | None,
-    overrides: list[str] | None,
-    measure: Any,
+    overrides: list[str],
+    measure: Measure,
     as_json: bool,
-    check: Any = None,
+    check: Callable[[launch.Topology], None],
 ) -> None:
-    import launch
     from eval import report, runner
     from eval.document import Document, write_document
     from eval.micro.driver import bench
@@ -212,9 +237,8 @@ def _bench(
     folder = output or Path("out", f"micro-{name}")
     if (folder / "figures.json").exists():
         raise InputError(f"{folder}: holds a finished measurement; choose another --output")
-    loaded = launch.load_topology(topology, overrides or [])
-    if check is not None:
-        check(loaded)
+    loaded = launch.load_topology(topology, overrides)
+    check(loaded)
     try:
         with (
             runner.sigterm_as_interrupt(),
