@@ -193,8 +193,7 @@ class BodiesAhead:
         self._send([request.index, output_ids])
 
     def _order(self, index: int, due_s: float) -> None:
-        input_tokens, _ = self._requests.lengths(index)
-        self._asked[index] = _BYTES_A_TOKEN * input_tokens
+        self._asked[index] = _BYTES_A_TOKEN * self._requests.input_length[index]
         self._asked_bytes += self._asked[index]
         self._send([index, due_s])
 

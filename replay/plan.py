@@ -125,8 +125,8 @@ class PlannedRequests(Sequence[Planned]):
         self._session_ids: list[str] = []
         self._session = array("i")
         self._turn = array("q")
-        self._input_length = array("q")
-        self._output_length = array("q")
+        self.input_length = array("q")
+        self.output_length = array("q")
         self._block_size = array("q")
         self._ids = _IdLists()
         self._previous = array("i")
@@ -152,8 +152,8 @@ class PlannedRequests(Sequence[Planned]):
             self._session_ids[self._session[index]],
             self._turn[index],
             self.trace_s[index],
-            self._input_length[index],
-            self._output_length[index],
+            self.input_length[index],
+            self.output_length[index],
             self._block_size[index],
             self._ids[index],
             self.think_time_s[index],
@@ -164,10 +164,6 @@ class PlannedRequests(Sequence[Planned]):
     def request_ids(self) -> Iterator[str]:
         """The name of each request."""
         return (self._request_ids[index] for index in range(len(self)))
-
-    def lengths(self, index: int) -> tuple[int, int]:
-        """Input and output tokens of a request."""
-        return self._input_length[index], self._output_length[index]
 
     def waits_for(self, index: int) -> tuple[int, ...]:
         """The requests whose answers must have ended before this one is sent."""
@@ -202,7 +198,7 @@ class PlannedRequests(Sequence[Planned]):
         self.trace_s.append(request.timestamp_s)
         self.think_time_s.append(request.think_time_s or 0.0)
         for column, value in zip(
-            (self._input_length, self._output_length, self._block_size), lengths, strict=True
+            (self.input_length, self.output_length, self._block_size), lengths, strict=True
         ):
             column.append(value)
         self._ids.append(hash_ids)

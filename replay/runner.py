@@ -44,7 +44,7 @@ from replay.results import (
     drop_torn_line,
     iter_results,
 )
-from replay.schedule import Schedule, TreeQueue, Trees
+from replay.schedule import Schedule, TreeQueue, Trees, precise_loop
 from replay.trace import digest, read_trace
 
 _REPORT_S = 0.5
@@ -215,10 +215,7 @@ def default_processes(requests: PlannedRequests, options: RunOptions, cores: int
     if options.mode == "closed":
         needed = options.max_inflight_sessions / _STREAMS_A_PROCESS
     else:
-        busy_s = [
-            _REQUEST_CPU_S + output_tokens * _TOKEN_CPU_S
-            for _, output_tokens in map(requests.lengths, range(len(requests)))
-        ]
+        busy_s = _REQUEST_CPU_S + np.array(requests.output_length) * _TOKEN_CPU_S
         at_s = np.array(requests.trace_s) / options.time_scale
         spans = ((at_s - at_s[0]) / _BUSIEST_S).astype(np.int64)
         needed = np.bincount(spans, weights=busy_s).max() / _BUSIEST_S / _BUSY_SHARE
@@ -226,26 +223,18 @@ def default_processes(requests: PlannedRequests, options: RunOptions, cores: int
 
 
 def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], NDArray[np.bool_]]:
-    """The run's record, and which requests are left to send (when resumed: not all)."""
+    """The run's record, and which requests are left to send (when resumed: not all). The run's
+    clock starts soon after this returns."""
     left = np.ones(len(plan.requests), dtype=np.bool_)
     results = options.output / RESULTS_FILE
-    record_file = options.output / REPLAY_FILE
-    trace_digest = digest(options.trace)
-    arguments = {
-        key: str(value) if isinstance(value, Path) else value
-        for key, value in asdict(options).items()
-        if key != "resume"
-    }
-    unix_s, monotonic_s = time.time(), time.monotonic()
-    start_s = monotonic_s + _START_DELAY_S
     record: dict[str, Any] = {
-        "arguments": arguments,
-        "trace": {"path": str(options.trace.resolve()), "sha256": trace_digest},
-        "plan": plan.describe(),
-        "clock": {
-            "monotonic_origin_s": start_s,
-            "unix_origin_s": unix_s + (start_s - monotonic_s),
+        "arguments": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in asdict(options).items()
+            if key != "resume"
         },
+        "trace": {"path": str(options.trace.resolve()), "sha256": digest(options.trace)},
+        "plan": plan.describe(),
         "versions": {
             "deltaserve": deltaserve.__version__,
             "python": platform.python_version(),
@@ -258,38 +247,43 @@ def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], NDArr
             options.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"--output {options.output}: {error.strerror}") from None
+        record["clock"] = {
+            "monotonic_origin_s": time.monotonic() + _START_DELAY_S,
+            "unix_origin_s": time.time() + _START_DELAY_S,
+        }
         return record, left
     if not options.resume:
         raise InputError(f"{results}: holds results already; expected a new folder, or --resume")
+    unix_origin_s, resumed_at_s = _clock_to_resume(options.output / REPLAY_FILE, record)
     drop_torn_line(results)
+    answered = {result.request_id for result in iter_results(results) if result.error is None}
+    for index, request_id in enumerate(plan.requests.request_ids()):
+        left[index] = request_id not in answered
+    # The unix clock survives a reboot, the monotonic one does not.
+    offset_s = time.time() - unix_origin_s
+    record["clock"] = {
+        "monotonic_origin_s": time.monotonic() - offset_s,
+        "unix_origin_s": unix_origin_s,
+    }
+    record["resumed_at_s"] = [*resumed_at_s, offset_s]
+    return record, left
+
+
+def _clock_to_resume(record_file: Path, record: dict[str, Any]) -> tuple[float, list[float]]:
+    """When the run of a record began and was resumed; that run must be the one of `record`."""
     try:
         before = orjson.loads(record_file.read_bytes())
         for name in _SAME_ON_RESUME:
-            if before["arguments"][name] != arguments[name]:
+            if before["arguments"][name] != record["arguments"][name]:
                 raise InputError(
-                    f"--{name.replace('_', '-')} {arguments[name]}: expected "
+                    f"--{name.replace('_', '-')} {record['arguments'][name]}: expected "
                     f"{before['arguments'][name]}, as in {record_file}"
                 )
-        if before["trace"]["sha256"] != trace_digest:
-            raise InputError(f"{options.trace}: expected the trace of {record_file}")
-        # The unix clock survives a reboot, the monotonic one does not.
-        offset_s = unix_s - before["clock"]["unix_origin_s"]
-        resumed = [*before["resumed_at_s"], offset_s]
-        unix_origin_s = before["clock"]["unix_origin_s"]
+        if before["trace"]["sha256"] != record["trace"]["sha256"]:
+            raise InputError(f"{record['trace']['path']}: expected the trace of {record_file}")
+        return before["clock"]["unix_origin_s"], before["resumed_at_s"]
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
         raise InputError(f"{record_file}: expected the record of the run to resume") from None
-    record["clock"] = {
-        "monotonic_origin_s": monotonic_s - offset_s,
-        "unix_origin_s": unix_origin_s,
-    }
-    record["resumed_at_s"] = resumed
-    answered = set()
-    for result in iter_results(results):
-        if result.error is None:
-            answered.add(result.request_id)
-    for index, request_id in enumerate(plan.requests.request_ids()):
-        left[index] = request_id not in answered
-    return record, left
 
 
 def _shift_s(first_s: float, record: dict[str, Any], time_scale: float) -> float:
@@ -379,8 +373,11 @@ def _child(job: _Job, number: int, trees: Trees, pipe: Connection) -> None:
 def _run_share(job: _Job, number: int, trees: Trees, report: Callable[[Counters], None]) -> bool:
     """One process's share of a job; true when it was stopped from outside."""
     _allow_many_sockets()
-    with contextlib.closing(BodiesAhead(job.client, job.plan.requests)) as bodies:
-        return asyncio.run(_work(job, number, trees, report, bodies))
+    with (
+        contextlib.closing(BodiesAhead(job.client, job.plan.requests)) as bodies,
+        asyncio.Runner(loop_factory=precise_loop) as runner,
+    ):
+        return runner.run(_work(job, number, trees, report, bodies))
 
 
 async def _work(

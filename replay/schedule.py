@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import select
+import selectors
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Protocol
 
@@ -24,6 +26,21 @@ Prepare = Callable[[int, float], bool]
 """Is told that a request will be due at a time; false when it can take no more of them now."""
 
 _AHEAD_S = 1.0
+
+
+class _PreciseSelector(selectors.EpollSelector):
+    """Wakes to the microsecond: epoll rounds its timeout up to a whole millisecond."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout > 0:
+            select.select([self.fileno()], [], [], timeout)
+            timeout = 0
+        return super().select(timeout)
+
+
+def precise_loop() -> asyncio.AbstractEventLoop:
+    """An event loop whose timers are not late by rounding."""
+    return asyncio.SelectorEventLoop(_PreciseSelector())
 
 
 class Trees(Protocol):
@@ -82,7 +99,10 @@ class Schedule:
         self._next = 0
         self._next_ahead = 0
         self._shift_s = 0.0
-        self._wake = asyncio.Event()
+        self._ready: Callable[[int], None] = lambda index: None
+        self._ended: Callable[[int], None] = lambda index: None
+        self._done: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._left = 0
         self.in_flight = 0
@@ -101,7 +121,8 @@ class Schedule:
             if at_s - self._clock() < _AHEAD_S:
                 self._prepare(index, at_s)
 
-        await self._run(ready, lambda index: None)
+        self._ready = ready
+        await self._run()
 
     async def closed_loop(
         self,
@@ -137,7 +158,6 @@ class Schedule:
                         due(index, self._clock())
                 if members:
                     self._left += len(members)
-                    self._wake.set()
                     return
 
         def ended(index: int) -> None:
@@ -146,36 +166,67 @@ class Schedule:
             if not left_in_tree[tree]:
                 start_next()
 
+        self._ready, self._ended = ready, ended
         for _ in range(slots):
             start_next()
-        await self._run(ready, ended)
+        await self._run()
 
     def _trace_due_s(self, index: int) -> float:
         return (self._requests.trace_s[index] - self._shift_s) / self._time_scale
 
-    async def _run(self, ready: Callable[[int], None], ended: Callable[[int], None]) -> None:
+    async def _run(self) -> None:
+        self._done = asyncio.get_running_loop().create_future()
         try:
-            while self._left or self.in_flight:
-                now_s = self._clock()
-                while self._heap and self._heap[0][0] <= now_s:
-                    at_s, index = heapq.heappop(self._heap)
-                    self._start(index, at_s, ready, ended)
-                while self._next < len(self._in_order):
-                    index = int(self._in_order[self._next])
-                    if (at_s := self._trace_due_s(index)) > now_s:
-                        break
-                    self._next += 1
-                    if not self._missing[index]:  # else it is due when what it waits for has ended
-                        self._start(index, at_s, ready, ended)
-                await self._wait(self._ask_ahead(now_s))
+            self._tick()
+            await self._done
         finally:
+            if self._timer:
+                self._timer.cancel()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _ask_ahead(self, now_s: float) -> float:
+    def _tick(self) -> None:
+        """Starts what is due, asks for what comes next, and sets the timer for the next of both."""
+        assert self._done
+        if self._done.done():
+            return
+        try:
+            self._start_due()
+            until_s = self._ask_ahead()
+        except Exception as error:
+            self._done.set_exception(error)
+            return
+        if not self._left and not self.in_flight:
+            self._done.set_result(None)
+            return
+        if self._heap:
+            until_s = min(until_s, self._heap[0][0])
+        if self._next < len(self._in_order):
+            until_s = min(until_s, self._trace_due_s(int(self._in_order[self._next])))
+        if self._timer:
+            self._timer.cancel()
+        if until_s < float("inf"):
+            delay_s = max(0.0, until_s - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _start_due(self) -> None:
+        now_s = self._clock()
+        while self._heap and self._heap[0][0] <= now_s:
+            at_s, index = heapq.heappop(self._heap)
+            self._start(index, at_s)
+        while self._next < len(self._in_order):
+            index = int(self._in_order[self._next])
+            if (at_s := self._trace_due_s(index)) > now_s:
+                break
+            self._next += 1
+            if not self._missing[index]:  # else it is due when what it waits for has ended
+                self._start(index, at_s)
+
+    def _ask_ahead(self) -> float:
         """Asks for the bodies of the requests that come next in the trace's order; returns when to
         ask again."""
+        now_s = self._clock()
         self._next_ahead = max(self._next_ahead, self._next)
         while self._next_ahead < len(self._in_order):
             index = int(self._in_order[self._next_ahead])
@@ -187,45 +238,14 @@ class Schedule:
             self._next_ahead += 1
         return float("inf")
 
-    async def _wait(self, until_s: float) -> None:
-        """Sleeps until a time, the next request is due, or an answer has ended."""
-        self._wake.clear()
-        if self._heap:
-            until_s = min(until_s, self._heap[0][0])
-        if self._next < len(self._in_order):
-            until_s = min(until_s, self._trace_due_s(int(self._in_order[self._next])))
-        if until_s == float("inf"):
-            if self._left or self.in_flight:
-                await self._wake.wait()
-            return
-        delay_s = until_s - self._clock()
-        if delay_s <= 0:
-            await asyncio.sleep(0)
-            return
-        timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
-        await self._wake.wait()
-        timer.cancel()
-
-    def _start(
-        self,
-        index: int,
-        at_s: float,
-        ready: Callable[[int], None],
-        ended: Callable[[int], None],
-    ) -> None:
+    def _start(self, index: int, at_s: float) -> None:
         self._left -= 1
         self.in_flight += 1
-        task = asyncio.create_task(self._send_one(index, at_s, ready, ended))
+        task = asyncio.create_task(self._send_one(index, at_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send_one(
-        self,
-        index: int,
-        at_s: float,
-        ready: Callable[[int], None],
-        ended: Callable[[int], None],
-    ) -> None:
+    async def _send_one(self, index: int, at_s: float) -> None:
         try:
             await self._send(self._requests[index], at_s)
         finally:
@@ -233,9 +253,9 @@ class Schedule:
             for follower in self._followers.of(index):
                 self._missing[follower] -= 1
                 if not self._missing[follower]:
-                    ready(follower)
-            ended(index)
-            self._wake.set()
+                    self._ready(follower)
+            self._ended(index)
+            self._tick()
 
 
 class _Groups:

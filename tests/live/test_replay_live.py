@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from launch import Fleet, fleet, load_topology
@@ -44,12 +45,13 @@ def _replay(sglang: Fleet, folder: Path, trace: list[Request], **values: Any) ->
         mode="closed",
         max_inflight_sessions=1,
         think_scale=0.0,
-        vocab_size=VOCABULARY,
         record_output_ids=True,
         **values,
     )
     summary = run(options)
     assert summary["errors"] == {}
+    record = orjson.loads((folder / "out" / "replay.json").read_bytes())
+    assert record["arguments"]["vocab_size"] == VOCABULARY  # as the worker itself says
     return sorted(read_results(folder / "out"), key=lambda result: result.sent_s or 0.0)
 
 

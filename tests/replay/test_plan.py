@@ -72,7 +72,7 @@ def test_a_plan_holds_what_the_trace_says(trace_of: TraceOf, seed: int) -> None:
         assert planned.hash_ids.tolist() == request.hash_ids
         lengths = (request.input_length, request.output_length)
         assert (planned.input_length, planned.output_length) == lengths
-        assert plan.requests.lengths(index) == lengths
+        assert (plan.requests.input_length[index], plan.requests.output_length[index]) == lengths
     waiting, awaited = plan.requests.waits()
     pairs = [(p.index, other) for p in plan.requests for other in p.waits_for]
     assert sorted(zip(waiting.tolist(), awaited.tolist(), strict=True)) == sorted(pairs)
