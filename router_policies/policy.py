@@ -31,6 +31,9 @@ class Rates:
     """Learnt speeds of one worker."""
 
     prefill_tokens_per_s: float
+    attention_pairs_per_s: float
+    paced_slowdown: float
+    prefill_overhead_s: float
     transfer_tokens_per_s: float
     transfer_overhead_s: float
     decode_step_s: float
@@ -51,6 +54,7 @@ class WorkerFacts:
     prefilling: int
     decoding: int
     pending_prefill_tokens: int
+    prefill_wait_s: float
     decode_tokens: int
     ongoing_tokens: int
     kv_capacity_tokens: int | None

@@ -58,6 +58,12 @@ pub struct WorkerSpec {
     /// Where the worker replays missed KV events.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv_events_replay: Option<String>,
+    /// What to assume of the worker until it has been seen: new prompt tokens prefilled a second
+    /// alone (attention to a long context comes on top), and while others decode.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefill_tokens_per_s: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub paced_prefill_tokens_per_s: Option<f64>,
 }
 
 fn default_role() -> Role {
@@ -134,6 +140,17 @@ impl WorkerSpec {
                 return fail(field, "expected tcp://HOST:PORT");
             }
         }
+        for (field, value) in [
+            ("prefill_tokens_per_s", self.prefill_tokens_per_s),
+            (
+                "paced_prefill_tokens_per_s",
+                self.paced_prefill_tokens_per_s,
+            ),
+        ] {
+            if value.is_some_and(|v| !(v.is_finite() && v > 0.0)) {
+                return fail(field, "expected a positive number");
+            }
+        }
         if self.bootstrap_port.is_some() && self.bootstrap_host.is_none() {
             self.bootstrap_host = Some(host.trim_matches(['[', ']']).to_owned());
         }
@@ -146,7 +163,7 @@ impl WorkerSpec {
 }
 
 /// Fields of a worker that `POST /workers` reads; other routers' keys are ignored.
-pub const WORKER_FIELDS: [&str; 11] = [
+pub const WORKER_FIELDS: [&str; 13] = [
     "id",
     "role",
     "engine",
@@ -158,6 +175,8 @@ pub const WORKER_FIELDS: [&str; 11] = [
     "kv_connector",
     "kv_events",
     "kv_events_replay",
+    "prefill_tokens_per_s",
+    "paced_prefill_tokens_per_s",
 ];
 
 /// The whole configuration.

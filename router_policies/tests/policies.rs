@@ -18,6 +18,7 @@ fn worker(slot: usize) -> WorkerFacts {
         prefilling: 0,
         decoding: 0,
         pending_prefill_tokens: 0,
+        prefill_wait_s: 0.0,
         decode_tokens: 0,
         ongoing_tokens: 0,
         kv_capacity_tokens: Some(300_000),
@@ -25,6 +26,9 @@ fn worker(slot: usize) -> WorkerFacts {
         recent_migrations: 0,
         rates: Rates {
             prefill_tokens_per_s: 10_000.0,
+            attention_pairs_per_s: f64::INFINITY,
+            paced_slowdown: 1.0,
+            prefill_overhead_s: 0.0,
             transfer_tokens_per_s: 100_000.0,
             transfer_overhead_s: 0.1,
             decode_step_s: 0.015,
@@ -89,10 +93,19 @@ fn decide(
         turn: 1,
         affine: case.affine,
     };
+    // As the fleet predicts it, of prefills that wait.
+    let workers: Vec<_> = workers
+        .iter()
+        .cloned()
+        .map(|mut worker| {
+            worker.prefill_wait_s = worker.pending_prefill_tokens as f64 / 10_000.0;
+            worker
+        })
+        .collect();
     policy::build(name, params)
         .expect("a policy")
         .decide(&View {
-            workers,
+            workers: &workers,
             request: &request,
             sequence: case.sequence,
             random: case.random,

@@ -6,6 +6,7 @@
 
 mod circuit;
 pub mod log;
+mod prefills;
 pub mod prefix;
 mod rates;
 mod reservation;
@@ -15,7 +16,9 @@ pub use reservation::{Outcome, Reservation, Usage};
 pub use worker::{EngineLoad, WorkerSnapshot};
 
 use crate::config::{Engine, WorkerSpec};
-use crate::policy::{Decision, Policy, Refusal, RequestFacts, Role, Route, View, WorkerFacts};
+use crate::policy::{
+    Decision, Policy, Refusal, RequestFacts, Role, Route, View, WorkerFacts, attention_pairs,
+};
 use log::{DecisionRecord, Event, EventSink, PrefixSource, Reserved};
 use lru::LruCache;
 use parking_lot::Mutex;
@@ -67,19 +70,35 @@ pub(crate) struct State {
     held_blocks: Vec<u32>,
 }
 
+/// Seconds since some beginning.
+type Clock = Box<dyn Fn() -> f64 + Send + Sync>;
+
 /// The workers and all that is known of them.
 pub struct Fleet {
     state: Mutex<State>,
     policy: Box<dyn Policy>,
     policy_name: String,
     sink: EventSink,
-    started: Instant,
+    clock: Clock,
     token_block: AtomicUsize,
 }
 
 impl Fleet {
     /// A fleet without workers.
     pub fn new(policy: Box<dyn Policy>, policy_name: String, sink: EventSink, seed: u64) -> Self {
+        let started = Instant::now();
+        let clock = Box::new(move || started.elapsed().as_secs_f64());
+        Self::with_clock(policy, policy_name, sink, seed, clock)
+    }
+
+    /// A fleet without workers, for which time passes as `clock` says.
+    pub fn with_clock(
+        policy: Box<dyn Policy>,
+        policy_name: String,
+        sink: EventSink,
+        seed: u64,
+        clock: Clock,
+    ) -> Self {
         Self {
             state: Mutex::new(State {
                 workers: Vec::new(),
@@ -98,7 +117,7 @@ impl Fleet {
             policy,
             policy_name,
             sink,
-            started: Instant::now(),
+            clock,
             token_block: AtomicUsize::new(ESTIMATE_BLOCK_TOKENS),
         }
     }
@@ -359,13 +378,14 @@ impl Fleet {
             .map(|worker| (worker.slot, worker.cached_tokens))
             .collect();
         let share = reservation::Share {
+            id: state.sequence,
             route: decision.route,
             input_tokens: facts.input_tokens,
             new_tokens,
-            ahead_tokens: state.facts[prefilling].pending_prefill_tokens,
+            new_pairs: attention_pairs(state.facts[prefilling].cached_tokens, new_tokens),
             delta_tokens: view.new_tokens(&state.facts[answering]),
         };
-        state.reserve(&share);
+        state.reserve(&share, now_s);
         for slot in [prefilling, answering] {
             if let Some(worker) = state.worker_mut(slot) {
                 worker.circuit.placed(now_s);
@@ -452,13 +472,13 @@ impl Fleet {
             share,
             answering_spec,
             prefill_spec,
-            begun,
+            now_s,
         ))
     }
 
     /// Seconds since the fleet was made.
     fn now_s(&self) -> f64 {
-        self.started.elapsed().as_secs_f64()
+        (self.clock)()
     }
 
     /// Takes over an engine's load report.

@@ -6,7 +6,6 @@ use crate::config::WorkerSpec;
 use crate::policy::Route;
 use serde::Serialize;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -22,12 +21,13 @@ pub enum Outcome {
 /// What one decision reserves.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
+    /// The decision's number.
+    pub id: u64,
     pub route: Route,
     pub input_tokens: u64,
     /// On the worker that prefills.
     pub new_tokens: u64,
-    /// Pending there before this request came.
-    pub ahead_tokens: u64,
+    pub new_pairs: f64,
     /// On the worker that answers: where separated, the KV it must be sent.
     pub delta_tokens: u64,
 }
@@ -40,86 +40,92 @@ pub struct Usage {
 }
 
 impl State {
-    pub(super) fn reserve(&mut self, share: &Share) {
+    pub(super) fn reserve(&mut self, share: &Share, now_s: f64) {
         if let Route::PrefillDecode { prefill, .. } = share.route {
             self.separated_inflight += 1;
             if let Some(worker) = self.worker_mut(prefill) {
                 worker.decisions += 1;
                 worker.load.requests += 1;
-                worker.load.prefilling += 1;
-                worker.load.pending_prefill_tokens += share.new_tokens;
                 worker.load.ongoing_tokens += share.input_tokens;
             }
         }
-        let separated = matches!(share.route, Route::PrefillDecode { .. });
+        if let Some(worker) = self.worker_mut(share.route.prefilling()) {
+            worker.load.prefilling += 1;
+            worker.load.pending_prefill_tokens += share.new_tokens;
+            let (tokens, pairs) = (share.new_tokens, share.new_pairs);
+            worker.prefills.push(share.id, tokens, pairs, now_s);
+        }
         if let Some(worker) = self.worker_mut(share.route.answering()) {
             worker.decisions += 1;
             worker.load.requests += 1;
             worker.load.ongoing_tokens += share.input_tokens;
-            if separated {
-                worker.load.decoding += 1;
-                worker.load.decode_tokens += share.input_tokens;
-            } else {
-                worker.load.prefilling += 1;
-                worker.load.pending_prefill_tokens += share.new_tokens;
-            }
         }
     }
 
     /// The prefill is over: on another worker, that worker is free again; locally, it decodes now.
-    fn end_prefill(&mut self, share: &Share) {
-        match share.route {
-            Route::PrefillDecode { prefill, .. } => {
-                self.separated_inflight -= 1;
-                if let Some(worker) = self.worker_mut(prefill) {
-                    worker.load.requests -= 1;
-                    worker.load.prefilling -= 1;
-                    worker.load.pending_prefill_tokens -= share.new_tokens;
-                    worker.load.ongoing_tokens -= share.input_tokens;
-                }
-                self.free_if_idle(prefill);
+    /// If its first token came, the rates learn from the time that it took.
+    fn end_prefill(&mut self, share: &Share, now_s: f64, has_token: bool) {
+        let slot = share.route.prefilling();
+        let transfer_s = match share.route {
+            Route::Local { .. } => 0.0,
+            Route::PrefillDecode { decode, .. } => self.worker_mut(decode).map_or(0.0, |worker| {
+                worker.rates.transfer_overhead_s
+                    + share.delta_tokens as f64 / worker.rates.transfer_tokens_per_s
+            }),
+        };
+        let mut had_s = None;
+        if let Some(worker) = self.worker_mut(slot) {
+            // The next prefill began when this one's KV left, before its first token came.
+            had_s = worker.prefills.remove(share.id, now_s - transfer_s);
+            worker.load.prefilling -= 1;
+            worker.load.pending_prefill_tokens -= share.new_tokens;
+        }
+        if let (Some(seconds), true) = (had_s, has_token) {
+            self.learn_prefill(share, seconds + transfer_s);
+        }
+        if let Some(worker) = self.worker_mut(share.route.answering()) {
+            worker.load.decoding += 1;
+            worker.load.decode_tokens += share.input_tokens;
+        }
+        if let Route::PrefillDecode { prefill, .. } = share.route {
+            self.separated_inflight -= 1;
+            if let Some(worker) = self.worker_mut(prefill) {
+                worker.load.requests -= 1;
+                worker.load.ongoing_tokens -= share.input_tokens;
             }
-            Route::Local { worker } => {
-                if let Some(worker) = self.worker_mut(worker) {
-                    worker.load.prefilling -= 1;
-                    worker.load.pending_prefill_tokens -= share.new_tokens;
-                    worker.load.decoding += 1;
-                    worker.load.decode_tokens += share.input_tokens;
-                }
-            }
+            self.free_if_idle(prefill);
         }
     }
 
-    /// Learns from the time to the first token.
-    fn learn_first_token(&mut self, share: &Share, seconds: f64) {
-        let prefilled = share.ahead_tokens + share.new_tokens;
+    /// Learns from a prefill that had its worker for `seconds`.
+    fn learn_prefill(&mut self, share: &Share, seconds: f64) {
+        let (tokens, pairs) = (share.new_tokens, share.new_pairs);
         match share.route {
             Route::Local { worker } => {
                 if let Some(worker) = self.worker_mut(worker) {
-                    if !worker.has_engine_rate {
-                        rates::observe_prefill(&mut worker.rates, prefilled, seconds);
-                    }
+                    let paced = worker.load.decoding > 0;
+                    rates::observe_local(&mut worker.rates, tokens, pairs, paced, seconds);
                 }
             }
             Route::PrefillDecode { prefill, decode } => {
-                let Some((mut p, has_engine_rate)) = self
-                    .worker_mut(prefill)
-                    .map(|worker| (worker.rates, worker.has_engine_rate))
+                let Some(mut of_prefill) = self.worker_mut(prefill).map(|worker| worker.rates)
                 else {
                     return;
                 };
                 if let Some(decode) = self.worker_mut(decode) {
+                    let delta = share.delta_tokens;
+                    let of_decode = &mut decode.rates;
                     rates::observe_separated(
-                        &mut p,
-                        &mut decode.rates,
-                        prefilled,
-                        share.delta_tokens,
+                        &mut of_prefill,
+                        of_decode,
+                        tokens,
+                        pairs,
+                        delta,
                         seconds,
-                        has_engine_rate,
                     );
                 }
-                if let (Some(worker), false) = (self.worker_mut(prefill), has_engine_rate) {
-                    worker.rates = p;
+                if let Some(worker) = self.worker_mut(prefill) {
+                    worker.rates = of_prefill;
                 }
             }
         }
@@ -174,8 +180,8 @@ pub struct Reservation {
     share: Share,
     answering: Arc<WorkerSpec>,
     prefill: Option<Arc<WorkerSpec>>,
-    begun: Instant,
-    first_token: Option<Instant>,
+    begun_s: f64,
+    first_token_s: Option<f64>,
     output_chunks: u64,
     outcome: Outcome,
     status: Option<u16>,
@@ -192,7 +198,7 @@ impl Reservation {
         share: Share,
         answering: Arc<WorkerSpec>,
         prefill: Option<Arc<WorkerSpec>>,
-        begun: Instant,
+        begun_s: f64,
     ) -> Self {
         Self {
             fleet,
@@ -200,8 +206,8 @@ impl Reservation {
             share,
             answering,
             prefill,
-            begun,
-            first_token: None,
+            begun_s,
+            first_token_s: None,
             output_chunks: 0,
             outcome: Outcome::ClientDisconnect,
             status: None,
@@ -240,15 +246,11 @@ impl Reservation {
     /// Notes that `count` more pieces of the answer arrived; the first ends the prefill.
     pub fn output(&mut self, count: u64) {
         self.output_chunks += count;
-        if count > 0 && self.first_token.is_none() {
-            let now = Instant::now();
-            self.first_token = Some(now);
+        if count > 0 && self.first_token_s.is_none() {
+            let now_s = self.fleet.now_s();
+            self.first_token_s = Some(now_s);
             let mut state = self.fleet.state.lock();
-            state.end_prefill(&self.share);
-            if self.is_stream {
-                let seconds = now.duration_since(self.begun).as_secs_f64();
-                state.learn_first_token(&self.share, seconds);
-            }
+            state.end_prefill(&self.share, now_s, self.is_stream);
         }
     }
 
@@ -269,29 +271,29 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         {
+            let now_s = self.fleet.now_s();
             let mut state = self.fleet.state.lock();
-            if self.first_token.is_none() {
-                state.end_prefill(&self.share);
+            if self.first_token_s.is_none() {
+                state.end_prefill(&self.share, now_s, false);
             }
-            let duration_s = self.first_token.map(|then| then.elapsed().as_secs_f64());
+            let duration_s = self.first_token_s.map(|then_s| now_s - then_s);
             if let (Outcome::Ok, true, Some(seconds)) = (self.outcome, self.is_stream, duration_s) {
                 let slot = self.share.route.answering();
                 state.learn_decode(slot, self.output_chunks, seconds);
             }
-            let now_s = self.fleet.now_s();
             state.end_decode(&self.share);
             state.evict_excess(self.share.route.prefilling());
             state.evict_excess(self.share.route.answering());
             state.note_outcome(&self.share, self.outcome, self.failed_prefill, now_s);
         }
-        let since = |then: Instant| then.duration_since(self.begun).as_secs_f64();
+        let since = |then_s: f64| then_s - self.begun_s;
         self.fleet.sink.send(Event::Finish(FinishRecord {
             decision_id: std::mem::take(&mut self.decision_id),
             ts_unix_s: unix_now_s(),
             outcome: self.outcome,
             status: self.status,
-            first_token_s: self.first_token.map(since),
-            duration_s: since(Instant::now()),
+            first_token_s: self.first_token_s.map(since),
+            duration_s: since(self.fleet.now_s()),
             output_chunks: self.output_chunks,
             error: self.error.take(),
             prompt_tokens: self.usage.prompt_tokens,

@@ -2,7 +2,8 @@
 
 use super::circuit::Circuit;
 use super::log::PrefixSource;
-use super::rates::{PRIOR, observe_prefill};
+use super::prefills::PrefillQueue;
+use super::rates;
 use super::{DEFAULT_KV_CAPACITY_TOKENS, abilities};
 use crate::config::{Connector, Engine, WorkerSpec};
 use crate::policy::{Rates, Role, WorkerFacts};
@@ -36,8 +37,7 @@ pub(crate) struct Worker {
     pub load: Load,
     pub kv_capacity_tokens: Option<u64>,
     pub rates: Rates,
-    /// The engine itself reports how fast it prefills.
-    pub has_engine_rate: bool,
+    pub prefills: PrefillQueue,
     pub circuit: Circuit,
     pub prefix_source: PrefixSource,
     /// Pages of the KV events, in tokens.
@@ -58,9 +58,6 @@ pub struct EngineLoad {
     pub waiting_requests: u32,
     pub used_tokens: Option<u64>,
     pub capacity_tokens: Option<u64>,
-    /// Since the engine started: prompt tokens prefilled, and the time that took.
-    pub prefilled_tokens: Option<u64>,
-    pub prefill_busy_us: Option<u64>,
 }
 
 /// How far the router's counters and the engine's reports were apart.
@@ -73,17 +70,6 @@ pub struct Drift {
     pub requests_over: u64,
     /// Requests that the router had and the engine did not.
     pub requests_under: u64,
-}
-
-impl EngineLoad {
-    /// Tokens and busy time between this report and a later one, if the engine did not restart.
-    fn prefilled_until(&self, later: &Self) -> Option<(u64, u64)> {
-        let tokens = later
-            .prefilled_tokens?
-            .checked_sub(self.prefilled_tokens?)?;
-        let busy_us = later.prefill_busy_us?.checked_sub(self.prefill_busy_us?)?;
-        (tokens > 0 && busy_us > 0).then_some((tokens, busy_us))
-    }
 }
 
 /// A worker as `/workers` and the metrics show it.
@@ -112,6 +98,7 @@ impl Worker {
     pub fn new(spec: Arc<WorkerSpec>, serial: u64, estimate_block: usize) -> Self {
         Self {
             kv_capacity_tokens: spec.kv_capacity_tokens,
+            rates: rates::prior(&spec),
             spec,
             serial,
             estimate_block,
@@ -119,8 +106,7 @@ impl Worker {
             draining: false,
             removed: false,
             load: Load::default(),
-            rates: PRIOR,
-            has_engine_rate: false,
+            prefills: PrefillQueue::default(),
             circuit: Circuit::default(),
             prefix_source: PrefixSource::Estimate,
             page_size: 1,
@@ -148,11 +134,15 @@ impl Worker {
         self.drift.corrections += u64::from(reported != self.load.requests);
         self.drift.requests_over += u64::from(self.external_requests);
         self.drift.requests_under += u64::from(under);
-        if let Some((tokens, busy_us)) = self.engine.and_then(|last| last.prefilled_until(&load)) {
-            self.has_engine_rate = true;
-            observe_prefill(&mut self.rates, tokens, busy_us as f64 / 1e6);
-        }
         self.engine = Some(load);
+    }
+
+    /// How much longer the prefills reserved here take than they would alone.
+    pub fn slowdown(&self) -> f64 {
+        match self.load.decoding {
+            0 => 1.0,
+            _ => self.rates.paced_slowdown,
+        }
     }
 
     pub fn note_migration(&mut self, now_s: f64) {
@@ -193,6 +183,7 @@ impl Worker {
             prefilling: self.load.prefilling,
             decoding: self.load.decoding,
             pending_prefill_tokens: self.load.pending_prefill_tokens,
+            prefill_wait_s: self.prefills.wait_s(&self.rates, self.slowdown(), now_s),
             decode_tokens: self.load.decode_tokens,
             ongoing_tokens: self.load.ongoing_tokens,
             kv_capacity_tokens: self.kv_capacity_tokens,
@@ -216,6 +207,7 @@ impl Worker {
             prefilling: 0,
             decoding: 0,
             pending_prefill_tokens: 0,
+            prefill_wait_s: 0.0,
             decode_tokens: 0,
             ongoing_tokens: 0,
             kv_capacity_tokens: None,
@@ -223,6 +215,9 @@ impl Worker {
             recent_migrations: 0,
             rates: Rates {
                 prefill_tokens_per_s: 1.0,
+                attention_pairs_per_s: 1.0,
+                paced_slowdown: 1.0,
+                prefill_overhead_s: 0.0,
                 transfer_tokens_per_s: 1.0,
                 transfer_overhead_s: 0.0,
                 decode_step_s: 0.0,

@@ -64,8 +64,6 @@ fn sglang_load(body: &[u8]) -> Option<EngineLoad> {
         waiting_requests: count("num_waiting_reqs")?,
         used_tokens: sum("num_used_tokens"),
         capacity_tokens: sum("max_total_num_tokens").filter(|&tokens| tokens > 0),
-        prefilled_tokens: sum("total_prefill_uncached_tokens"),
-        prefill_busy_us: sum("total_prefill_busy_us"),
     })
 }
 
@@ -95,20 +93,14 @@ mod tests {
     fn sglangs_report_is_summed_over_ranks() {
         let body = br#"{"loads": [
             {"num_running_reqs": 2, "num_waiting_reqs": 1, "num_used_tokens": 10,
-             "max_total_num_tokens": 100, "total_prefill_uncached_tokens": 7,
-             "total_prefill_busy_us": 9},
+             "max_total_num_tokens": 100},
             {"num_running_reqs": 3, "num_waiting_reqs": 0, "num_used_tokens": 20,
-             "max_total_num_tokens": 100, "total_prefill_uncached_tokens": 1,
-             "total_prefill_busy_us": 1}]}"#;
+             "max_total_num_tokens": 100}]}"#;
         let load = sglang_load(body).expect("a report");
         assert_eq!((load.running_requests, load.waiting_requests), (5, 1));
         assert_eq!(
             (load.used_tokens, load.capacity_tokens),
             (Some(30), Some(200))
-        );
-        assert_eq!(
-            (load.prefilled_tokens, load.prefill_busy_us),
-            (Some(8), Some(10))
         );
         assert_eq!(sglang_load(b"{}"), None);
     }

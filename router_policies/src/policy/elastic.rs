@@ -87,8 +87,7 @@ struct Priced {
 
 impl Elastic {
     fn stall_s(&self, view: &View<'_>, worker: &WorkerFacts) -> f64 {
-        self.stall_weight * f64::from(worker.decoding) * view.new_tokens(worker) as f64
-            / worker.rates.prefill_tokens_per_s
+        self.stall_weight * f64::from(worker.decoding) * view.compute_s(worker)
     }
 
     fn crowd_s(&self, view: &View<'_>, worker: &WorkerFacts) -> f64 {
@@ -100,7 +99,7 @@ impl Elastic {
 
     /// The cheapest partner of every decode worker, priced.
     fn pairs<'a>(&'a self, view: &'a View<'a>) -> impl Iterator<Item = Priced> + 'a {
-        let cost_of_p = |p: &WorkerFacts| view.prefill_s(p) + self.stall_s(view, p);
+        let cost_of_p = |p: &WorkerFacts| view.remote_prefill_s(p) + self.stall_s(view, p);
         // (group, the two cheapest): the second is for when the first is the decode worker itself.
         let mut cheapest: Vec<(u32, [Option<&WorkerFacts>; 2])> = Vec::new();
         for p in view.prefill() {
@@ -126,7 +125,7 @@ impl Elastic {
                 .iter()
                 .find(|(group, _)| *group == decode.transfer_group)?;
             let prefill = entry.iter().flatten().find(|p| p.slot != decode.slot)?;
-            let predicted_s = view.prefill_s(prefill) + view.transfer_s(decode);
+            let predicted_s = view.remote_prefill_s(prefill) + view.transfer_s(decode);
             Some(Priced {
                 route: Route::PrefillDecode {
                     prefill: prefill.slot,
@@ -142,7 +141,7 @@ impl Elastic {
 impl Policy for Elastic {
     fn decide(&self, view: &View<'_>) -> Result<Decision, Refusal> {
         let local = view.local().map(|worker| {
-            let predicted_s = view.prefill_s(worker);
+            let predicted_s = view.local_prefill_s(worker);
             Priced {
                 route: Route::Local {
                     worker: worker.slot,

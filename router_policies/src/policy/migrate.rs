@@ -78,7 +78,7 @@ impl Policy for Migrate {
         let source = if target.serves_decode {
             view.partners(target)
                 .find(|p| p.slot == affine.slot)
-                .or_else(|| view.lowest(view.partners(target), |p| view.prefill_s(p)))
+                .or_else(|| view.lowest(view.partners(target), |p| view.remote_prefill_s(p)))
         } else {
             None
         };

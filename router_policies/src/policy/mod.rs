@@ -37,14 +37,32 @@ pub enum Role {
 /// Learnt or assumed speeds of one worker.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Rates {
-    /// New prompt tokens prefilled a second.
+    /// New prompt tokens prefilled a second, attention aside, while nothing decodes there.
     pub prefill_tokens_per_s: f64,
+    /// Pairs of a new token and a token of context before it that attention gets through a second.
+    pub attention_pairs_per_s: f64,
+    /// How many times longer a local prefill takes while others decode: what pacing costs it.
+    pub paced_slowdown: f64,
+    /// Fixed time of a local prefill: scheduling, and the step that runs when it comes.
+    pub prefill_overhead_s: f64,
     /// KV tokens a second that arrive on this worker from a prefill worker.
     pub transfer_tokens_per_s: f64,
     /// Fixed time of a separated request: handshake, allocation, scheduling on both sides.
     pub transfer_overhead_s: f64,
     /// Time between two tokens of one stream while nothing is prefilled here.
     pub decode_step_s: f64,
+}
+
+/// Pairs that attention works through when `new` tokens follow `cached` ones.
+pub fn attention_pairs(cached: u64, new: u64) -> f64 {
+    new as f64 * (cached as f64 + new as f64 / 2.0)
+}
+
+impl Rates {
+    /// Seconds of an otherwise idle worker for so many new tokens with so many pairs.
+    pub fn compute_s(&self, new_tokens: u64, pairs: f64) -> f64 {
+        new_tokens as f64 / self.prefill_tokens_per_s + pairs / self.attention_pairs_per_s
+    }
 }
 
 /// One worker, as a policy sees it. Token counts are the router's own, corrected by the engine's
@@ -72,6 +90,9 @@ pub struct WorkerFacts {
     pub decoding: u32,
     /// Reserved prompt tokens still to be prefilled here.
     pub pending_prefill_tokens: u64,
+    /// Predicted seconds until the prefills reserved here have run, less what the one that runs has
+    /// behind it.
+    pub prefill_wait_s: f64,
     /// Context tokens of the requests that decode here.
     pub decode_tokens: u64,
     /// Context tokens of all reserved requests: the KV they need.
@@ -142,10 +163,27 @@ impl<'a> View<'a> {
             .filter(|w| w.routable && w.serves_decode)
     }
 
-    /// Seconds until a prefill that starts queueing on `worker` now has run.
-    pub fn prefill_s(&self, worker: &WorkerFacts) -> f64 {
-        (worker.pending_prefill_tokens + self.new_tokens(worker)) as f64
-            / worker.rates.prefill_tokens_per_s
+    /// Seconds of `worker`'s time, free of other work, that the request's prefill takes there.
+    pub fn compute_s(&self, worker: &WorkerFacts) -> f64 {
+        let new = self.new_tokens(worker);
+        worker
+            .rates
+            .compute_s(new, attention_pairs(worker.cached_tokens, new))
+    }
+
+    /// Seconds until a prefill that starts queueing on `worker` now has run, for another worker.
+    pub fn remote_prefill_s(&self, worker: &WorkerFacts) -> f64 {
+        worker.prefill_wait_s + self.compute_s(worker)
+    }
+
+    /// Seconds until a prefill that starts queueing on `worker` now has run, to be decoded there. It
+    /// is paced if anything decodes when its turn comes, as those before it will.
+    pub fn local_prefill_s(&self, worker: &WorkerFacts) -> f64 {
+        let slowdown = match worker.decoding + worker.prefilling {
+            0 => 1.0,
+            _ => worker.rates.paced_slowdown,
+        };
+        worker.prefill_wait_s + worker.rates.prefill_overhead_s + slowdown * self.compute_s(worker)
     }
 
     /// Seconds that `decode` takes to get the KV it lacks, once that is computed.

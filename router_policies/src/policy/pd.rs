@@ -10,7 +10,7 @@ pub const INFO: Info = Info {
     summary: "every request separated: least prefill wait, then the decode worker that holds most",
     rule: "decode: among workers whose KV room takes the new tokens and the expected output (all, \
            if none has room), the longest prefix held, then most room; prefill: least predicted \
-           wait, (pending_prefill + new) / prefill rate",
+           time until the prefill has run (queue and new tokens)",
     params: &[],
     source: "static prefill/decode disaggregation, as SGLang's and vLLM's own routers do it",
     measured: "2 × H200, SGLang 0.5.17 with decode radix cache over NIXL: a cold 64k prompt leaves \
@@ -37,9 +37,12 @@ impl Policy for Pd {
                 )
             })
             .ok_or(Refusal::NoCandidates)?;
-        let predicted_s = |worker: &WorkerFacts| view.prefill_s(worker) + view.transfer_s(decode);
+        let predicted_s =
+            |worker: &WorkerFacts| view.remote_prefill_s(worker) + view.transfer_s(decode);
         let prefill = view
-            .lowest(view.partners(decode), |worker| view.prefill_s(worker))
+            .lowest(view.partners(decode), |worker| {
+                view.remote_prefill_s(worker)
+            })
             .ok_or(Refusal::NoCandidates)?;
         let route = |prefill: &WorkerFacts| Route::PrefillDecode {
             prefill: prefill.slot,

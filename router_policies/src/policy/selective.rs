@@ -84,7 +84,7 @@ impl Policy for Selective {
         let local_route = Route::Local {
             worker: worker.slot,
         };
-        let local_s = view.prefill_s(worker);
+        let local_s = view.local_prefill_s(worker);
         let local = |reason, alternatives| {
             Ok(Decision {
                 route: local_route,
@@ -107,14 +107,14 @@ impl Policy for Selective {
         let holders = view
             .partners(worker)
             .filter(|p| p.cached_tokens as f64 >= enough);
-        let Some(prefill) = view.lowest(holders, |p| view.prefill_s(p)) else {
+        let Some(prefill) = view.lowest(holders, |p| view.remote_prefill_s(p)) else {
             return local(Reason::SourceCacheBelowThreshold, Vec::new());
         };
         let separate_route = Route::PrefillDecode {
             prefill: prefill.slot,
             decode: worker.slot,
         };
-        let separate_s = view.prefill_s(prefill) + view.transfer_s(worker);
+        let separate_s = view.remote_prefill_s(prefill) + view.transfer_s(worker);
         let alternatives = vec![
             Alternative {
                 route: local_route,
@@ -126,9 +126,7 @@ impl Policy for Selective {
             },
         ];
         // Every stream that decodes on a worker waits while a prompt is prefilled there.
-        let stall_s = |w: &WorkerFacts| {
-            f64::from(w.decoding) * view.new_tokens(w) as f64 / w.rates.prefill_tokens_per_s
-        };
+        let stall_s = |w: &WorkerFacts| f64::from(w.decoding) * view.compute_s(w);
         let benefit_s = stall_s(worker);
         let cost_s = (separate_s - local_s).max(0.0) + stall_s(prefill);
         if benefit_s <= (1.0 + self.margin) * cost_s {
