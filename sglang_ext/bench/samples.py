@@ -50,9 +50,13 @@ def read(folder: Path) -> list[Sample]:
 
 
 def fullest(samples: Sequence[Sample], phase: str) -> list[Sample]:
-    """The samples of the run of `phase` that has most of them, the later of equals."""
+    """The samples of the run of `phase` that counts most of them, the later of equals."""
     runs: dict[int, list[Sample]] = {}
     for sample in samples:
         if sample["phase"] == phase:
             runs.setdefault(sample["run"], []).append(sample)
-    return max(runs.items(), key=lambda item: (len(item[1]), item[0]))[1] if runs else []
+
+    def worth(run: int) -> tuple[int, int]:
+        return sum(not sample.get("warm_up") for sample in runs[run]), run
+
+    return runs[max(runs, key=worth)] if runs else []

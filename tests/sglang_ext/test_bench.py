@@ -277,7 +277,9 @@ def test_of_a_phase_that_ran_again_the_fullest_run_is_reported(tmp_path: Path) -
     for run, repeats in enumerate((1, 3, 2)):
         sink = Sink(tmp_path, "stall")
         for _ in range(repeats):
-            sink.write("repeat", number=run)
+            sink.write("repeat", number=run, warm_up=False)
+    for _ in range(9):
+        sink.write("repeat", number=run, warm_up=True)
     assert [sample["number"] for sample in fullest(read(tmp_path), "stall")] == [1, 1, 1]
     assert fullest(read(tmp_path), "tax") == []
 
