@@ -172,15 +172,27 @@ def kv_timeline(cell: Cell, steps: pd.DataFrame) -> go.Figure:
 
 
 def queue_timeline(cell: Cell, steps: pd.DataFrame) -> go.Figure:
-    """Requests in each worker's queues, and decoding on it, over one run."""
+    """Requests in each worker's queues, and decoding on it, at every step of one run."""
+    lines = (("waiting", "dot", "queued"), ("decode_requests", "solid", "decoding"))
+    return _request_lines(cell, steps, "worker_id", lines)
+
+
+def load_timeline(cell: Cell, engines: pd.DataFrame) -> go.Figure | None:
+    """Requests that wait and run on each worker, as the engines say; None where none was asked."""
+    if engines.empty:
+        return None
+    lines = (("queued", "dot", "queued"), ("running", "solid", "running"))
+    return _request_lines(cell, engines, "id", lines)
+
+
+def _request_lines(
+    cell: Cell, table: pd.DataFrame, by: str, lines: Sequence[tuple[str, str, str]]
+) -> go.Figure:
     figure = go.Figure()
-    for i, (worker, rows) in enumerate(steps.groupby("worker_id")):
+    for i, (worker, rows) in enumerate(table.groupby(by)):
         part = _thinned(rows)
         colour = PALETTE[i % len(PALETTE)]
-        for column, dash, what in (
-            ("waiting", "dot", "queued"),
-            ("decode_requests", "solid", "decoding"),
-        ):
+        for column, dash, what in lines:
             if part[column].max() > 0:
                 figure.add_scatter(
                     name=f"{worker}, {what}",

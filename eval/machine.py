@@ -1,7 +1,7 @@
-"""What the machines did while a run was replayed: samples of GPUs and of workers' processes.
+"""What the machines did while a run was replayed: samples of GPUs, processes and engines.
 
-Owns `gpu.csv` and `processes.csv` as tables with rates in place of counters, and their means by
-run. Knows run folders; not what is compared or drawn.
+Owns `gpu.csv`, `processes.csv` and `engines.csv` as tables with rates in place of counters, and
+their means by run. Knows run folders; not what is compared or drawn.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ class Samples:
 
     `processes`: `id`, `cores` (CPU seconds a second since the sample before), `rss_bytes`. `gpus`:
     `index`, `worker`, `gpu` (a name for both), `sm_percent`, `memory_used_bytes`, `power_w`,
-    `nvlink_received_bytes` (a counter) and `nvlink_received_bps` (bytes a second).
+    `nvlink_received_bytes` (a counter) and `nvlink_received_bps` (bytes a second). `engines`: `id`,
+    `running` and `queued` requests, `kv_used_share` of the pool, as the engine says.
     """
 
     processes: pd.DataFrame
+    engines: pd.DataFrame
     gpus: pd.DataFrame
 
 
@@ -67,8 +69,11 @@ def read_samples(run: Run) -> Samples:
     owners = _owners(run)
     gpus["worker"] = [owners.get(int(i), "") for i in gpus["index"]]
     gpus["gpu"] = [f"GPU {int(i)} {owners.get(int(i), '')}".strip() for i in gpus["index"]]
+    engines = _table(
+        run.folder / "engines.csv", ("unix_s", "id", "running", "queued", "kv_used_share")
+    )
     tables = []
-    for table in (processes, gpus):
+    for table in (processes, engines, gpus):
         start_s = table["unix_s"].min() if origin_s is None else float(origin_s)
         table["at_s"] = table["unix_s"] - start_s
         inside = (table["at_s"] >= 0) & ~(table["at_s"] > end_s)

@@ -715,8 +715,9 @@ def _timeline_section(evidence: Evidence) -> Section | None:
         return None
     section = Section("timelines", "Timelines")
     section.text.append(
-        "Each arm's first valid run: requests in flight as the client saw them and, where workers "
-        "recorded their steps, the engines' queues and KV pools."
+        "Each arm's first valid run: requests in flight as the client saw them, and the engines' "
+        "queues and KV pools: of every step where workers recorded them, else as the engine said "
+        "every few seconds."
     )
     for i, cell in enumerate(evidence.cells):
         if not cell.runs[0].manifest.get("imported", {}).get("timed", True):
@@ -726,17 +727,20 @@ def _timeline_section(evidence: Evidence) -> Section | None:
         )
         steps = read_steps(cell.runs[0])
         if steps.empty:
-            continue
-        section.figures.append(
-            Figure(
-                f"queues-{i}",
-                f"Requests in the engines, {cell.name}",
-                figures.queue_timeline(cell, steps),
+            sampled = read_samples(cell.runs[0]).engines
+            queues = figures.load_timeline(cell, sampled)
+            kv = figures.sample_timeline(
+                cell, sampled, "id", "kv_used_share", "KV pool in use", "%", 100.0
             )
-        )
-        section.figures.append(
-            Figure(f"kv-{i}", f"KV pool in use, {cell.name}", figures.kv_timeline(cell, steps))
-        )
+        else:
+            queues = figures.queue_timeline(cell, steps)
+            kv = figures.kv_timeline(cell, steps)
+        for key, words, plot in (
+            ("queues", "Requests in the engines", queues),
+            ("kv", "KV pool in use", kv),
+        ):
+            if plot is not None:
+                section.figures.append(Figure(f"{key}-{i}", f"{words}, {cell.name}", plot))
     return section if section.figures else None
 
 

@@ -29,7 +29,7 @@ from launch import planning
 from launch.cache import write_atomically
 from launch.planning import Plan, Process
 from launch.ports import reserved
-from launch.sampling import Sampler
+from launch.sampling import Engines, Sampler
 from launch.supervised import Supervised
 from launch.topology import Role, Topology
 
@@ -157,8 +157,9 @@ class Fleet:
             for m in self._members
             if m.running and m.plan.node is None
         }
+        engines = Engines({w.id: w.url for w in self.plan.workers}, self.plan.load_gauges)
         on_gpus = bool(self.plan.gpu_plan)
-        return Sampler(self.plan.run_dir, guardians, on_gpus, interval_s)
+        return Sampler(self.plan.run_dir, guardians, engines, on_gpus, interval_s)
 
     def _start_all(self, waiting: list[_Member]) -> None:
         starting: list[_Member] = []

@@ -106,6 +106,12 @@ class Plan:
         return {gpu: worker.id for worker in self.workers for gpu in worker.gpus}
 
     @property
+    def load_gauges(self) -> tuple[str, str, str]:
+        """The engine's own gauges of requests that run and wait, and of KV held."""
+        gauges: tuple[str, str, str] = _ENGINES[self.engine.name].LOAD_GAUGES
+        return gauges
+
+    @property
     def plugin_dir(self) -> Path:
         return self.run_dir / "plugins"
 

@@ -1,18 +1,22 @@
-"""Samples of a fleet while it runs: its GPUs (``gpu.csv``) and its processes (``processes.csv``).
+"""Samples of a fleet while it runs: its GPUs (``gpu.csv``), its processes (``processes.csv``) and
+what its engines say of their load (``engines.csv``).
 
-Owns the two files and the thread that writes them; a row is flushed when it is written, so that a
-killed run keeps what it had. Knows processes only by their guardians' pids.
+Owns the files and the thread that writes them; a row is flushed when it is written, so that a
+killed run keeps what it had. Knows processes only by their guardians' pids, and engines by URL.
 """
 
 from __future__ import annotations
 
 import csv
+import http.client
+import re
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import astuple, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -23,18 +27,37 @@ if TYPE_CHECKING:
     from _csv import Writer
 
 PROCESS_COLUMNS = ("unix_s", "id", "cpu_s", "rss_bytes", "processes")
+ENGINE_COLUMNS = ("unix_s", "id", "running", "queued", "kv_used_share")
 GPU_COLUMNS = ("unix_s", *(field.name for field in fields(GpuSample)))
+
+
+_ANSWER_WITHIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines to ask: worker → URL, and the Prometheus gauges of requests that run, requests that
+    wait, and the share of the KV pool that requests hold."""
+
+    urls: dict[str, str]
+    gauges: tuple[str, str, str]
 
 
 class Sampler:
     """Writes a sample of everything every `interval_s` until it is stopped."""
 
     def __init__(
-        self, run_dir: Path, guardians: dict[str, tuple[int, float]], gpus: bool, interval_s: float
+        self,
+        run_dir: Path,
+        guardians: dict[str, tuple[int, float]],
+        engines: Engines,
+        gpus: bool,
+        interval_s: float,
     ) -> None:
         """`guardians`: process id → pid and start time of its guardian; `gpus`: also ask NVML."""
         self._run_dir = run_dir
         self._guardians = guardians
+        self._engines = engines
         self._gpus = gpus
         self._interval_s = interval_s
         self._ended = threading.Event()
@@ -49,11 +72,15 @@ class Sampler:
     def _run(self) -> None:
         with ExitStack() as files:
             processes = self._table(files, "processes.csv", PROCESS_COLUMNS)
+            engines = self._table(files, "engines.csv", ENGINE_COLUMNS)
             gpus = self._table(files, "gpu.csv", GPU_COLUMNS) if self._gpus else None
             while True:
                 unix_s = round(time.time(), 3)
                 for id_, (pid, started_unix_s) in self._guardians.items():
                     processes.writerow((unix_s, id_, *_usage(members(pid, started_unix_s))))
+                for id_, url in self._engines.urls.items():
+                    load = engine_load(url, self._engines.gauges)
+                    engines.writerow((round(time.time(), 3), id_, *load))
                 if gpus is not None:
                     gpus.writerows((unix_s, *astuple(gpu)) for gpu in sample_gpus())
                 if self._ended.wait(self._interval_s):
@@ -64,6 +91,27 @@ class Sampler:
         table = csv.writer(file)
         table.writerow(columns)
         return table
+
+
+def engine_load(url: str, gauges: tuple[str, ...]) -> list[float | None]:
+    """The gauges as the engine at `url` has them now, summed over their labels (a data-parallel
+    engine has one each); None where it does not answer or has no such gauge."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(
+        parts.hostname or "", parts.port, timeout=_ANSWER_WITHIN_S
+    )
+    try:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return [None] * len(gauges)
+    finally:
+        connection.close()
+    found: list[float | None] = []
+    for gauge in gauges:
+        values = re.findall(rf"^{gauge}(?:{{[^}}]*}})? ([-+.\deE]+)$", text, re.M)
+        found.append(sum(map(float, values)) if values else None)
+    return found
 
 
 def _usage(kin: list[psutil.Process]) -> tuple[float, int, int]:

@@ -12,6 +12,7 @@ from launch.topology import Role, Topology
 
 PAGE_TOKENS = 1
 HEALTH_PATH = "/health"
+LOAD_GAUGES = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
 
 # Printed by SGLang when a plugin did not load; it goes on without it, so readiness looks for these.
 FAILURES = (

@@ -11,6 +11,7 @@ from launch.topology import Role, Topology
 
 PAGE_TOKENS = 16
 HEALTH_PATH = "/health"
+LOAD_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 FAILURES: tuple[str, ...] = ()
 
 _GIB = 2**30

@@ -10,7 +10,7 @@ import pytest
 from eval.machine import machine_use, read_samples
 from eval.records import Run
 from eval.report import find_runs, gather, write_report
-from launch.sampling import GPU_COLUMNS, PROCESS_COLUMNS
+from launch.sampling import ENGINE_COLUMNS, GPU_COLUMNS, PROCESS_COLUMNS
 
 MakeRun = Callable[..., Run]
 
@@ -37,6 +37,10 @@ def sampled(run: Run) -> Run:
                 f"{at},{index},H200,{20 * index},{10**9},{10**11},{100 + index},,{received}"
             )
     (run.folder / "processes.csv").write_text("\n".join(processes) + "\n1057.0,w0,12")
+    engines = [",".join(ENGINE_COLUMNS)]
+    for second in range(0, 60, 2):
+        engines += [f"{ORIGIN_S + second},w0,{second},1,0.5", f"{ORIGIN_S + second},w1,,,"]
+    (run.folder / "engines.csv").write_text("\n".join(engines) + "\n")
     (run.folder / "gpu.csv").write_text("\n".join(gpus) + "\n")
     return run
 
@@ -79,7 +83,15 @@ def test_the_report_draws_and_sums_up_the_samples(make_run: MakeRun) -> None:
     run = sampled(make_run(manifest=MANIFEST))
     html, markdown = write_report(gather(find_runs([run.folder]), draws=50), run.folder / "report")
     text = html.read_text()
-    for key in ("cores", "sm_percent", "memory_used_bytes", "power_w", "nvlink_received_bps"):
+    for key in (
+        "queues",
+        "kv",
+        "cores",
+        "sm_percent",
+        "memory_used_bytes",
+        "power_w",
+        "nvlink_received_bps",
+    ):
         assert f'id="plot-{key}-0"' in text
     section = markdown.read_text().partition("## CPU and GPU")[2]
     assert "| a | w1 | 1.50 | 7.00 B | 40.0 % | 1.00 GB | 102 W | 174 GB |" in section

@@ -47,10 +47,21 @@ _SWITCHES = (
 )
 
 
+# Two data-parallel ranks; a gauge with a longer name and one that is missing.
+_METRICS = """# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{dp_rank="0"} 1.0
+sglang:num_running_reqs{dp_rank="1"} 2.0
+sglang:num_running_reqs_offline{dp_rank="1"} 9.0
+sglang:num_queue_reqs 2.0
+"""
+
+
 class _Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
+        if self.path == "/metrics":
+            self.wfile.write(_METRICS.encode())
 
     def log_message(self, *_: object) -> None:
         pass

@@ -108,4 +108,9 @@ def test_processes_are_sampled_while_they_run(fakes: Fakes, tmp_path: Path) -> N
         rows = list(csv.DictReader(file))
     assert {row["id"] for row in rows} == {"colocated-0", "colocated-1"}
     assert all(int(row["rss_bytes"]) > 2**20 and int(row["processes"]) == 1 for row in rows)
+    with (run_dir / "engines.csv").open() as file:
+        loads = list(csv.DictReader(file))
+    assert {row["id"] for row in loads} == {"colocated-0", "colocated-1"}
+    told = ("running", "queued", "kv_used_share")
+    assert {tuple(row[name] for name in told) for row in loads} >= {("3.0", "2.0", "")}
     assert not (run_dir / "gpu.csv").exists()
