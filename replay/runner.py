@@ -18,7 +18,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -315,27 +315,30 @@ def _run_job(job: _Job, display: Display) -> bool:
     pipes: list[Connection] = []
     for number in range(count):
         ours, theirs = context.Pipe(duplex=False)
-        child = context.Process(
-            target=_child, args=(job, number, _SharedTrees(counter, job.plan.trees), theirs)
-        )
+        pipes.append(ours)
+        trees = _SharedTrees(counter, job.plan.trees)
+        child = context.Process(target=_child, args=(job, number, trees, theirs, pipes))
         child.start()
         theirs.close()
         children.append(child)
-        pipes.append(ours)
     interrupted = False
-    open_pipes = list(pipes)
-    while open_pipes:
-        try:
-            for pipe in wait(open_pipes):
-                assert isinstance(pipe, Connection)
-                try:
-                    display.add(pipe.recv())
-                except EOFError:
-                    open_pipes.remove(pipe)
-        except KeyboardInterrupt:
-            interrupted = True  # the children got the signal too; their last results are on the way
-    for child in children:
-        child.join()
+    with _stopped_by_signal():
+        while pipes:
+            try:
+                for pipe in wait(pipes):
+                    assert isinstance(pipe, Connection)
+                    try:
+                        display.add(pipe.recv())
+                    except EOFError:
+                        pipes.remove(pipe)
+            except KeyboardInterrupt:
+                # A terminal signals the children too, others may not; their last results follow.
+                interrupted = True
+                for child in children:
+                    if child.is_alive():
+                        child.terminate()
+        for child in children:
+            child.join()
     failed = [child.exitcode for child in children if child.exitcode not in (0, 130)]
     if failed and not interrupted:
         raise RuntimeError(f"a replay process ended with status {failed[0]}")
@@ -363,7 +366,22 @@ class _SharedTrees:
             return self._counter.value - 1
 
 
-def _child(job: _Job, number: int, trees: Trees, pipe: Connection) -> None:
+@contextlib.contextmanager
+def _stopped_by_signal() -> Iterator[None]:
+    """Makes of SIGTERM what SIGINT is: a KeyboardInterrupt."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _child(
+    job: _Job, number: int, trees: Trees, pipe: Connection, inherited: list[Connection]
+) -> None:
+    # While any process holds the reading end of a pipe, its writer does not see the parent's end.
+    for other in inherited:
+        other.close()
     with contextlib.suppress(KeyboardInterrupt):
         if not _run_share(job, number, trees, pipe.send):
             return
@@ -440,11 +458,17 @@ async def _work(
             )
             await asyncio.sleep(max(0.0, -clock()))
         task = asyncio.create_task(loop)
+
+        def stop() -> None:
+            # Once: a second cancellation would cut short what the first one began.
+            if not task.cancelling():
+                task.cancel()
+
         reporter = asyncio.create_task(report_often())
         # A reporter that fails has lost its reader: the parent is gone, and this process follows.
-        reporter.add_done_callback(lambda _: task.cancel())
+        reporter.add_done_callback(lambda _: stop())
         for name in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(name, task.cancel)
+            asyncio.get_running_loop().add_signal_handler(name, stop)
         # A full collection stops everything for tens of milliseconds, and finds next to nothing:
         # only a connection that was broken off leaves cycles behind.
         gc.freeze()

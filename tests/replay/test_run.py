@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import psutil
 import pytest
 
 from deltaserve.errors import InputError
@@ -219,22 +220,27 @@ def test_a_resumed_run_sends_what_failed_or_was_never_sent(
     assert all(result.sent_s >= record["resumed_at_s"][0] for result in again)  # type: ignore[operator]
 
 
-def _start_cli(tmp_path: Path, trace: list[Request], url: str) -> subprocess.Popen[bytes]:
+def _start_cli(
+    tmp_path: Path, trace: list[Request], url: str, processes: int = 1
+) -> subprocess.Popen[bytes]:
     write_trace(tmp_path / "t.jsonl", trace)
     command = [sys.executable, "-m", "deltaserve", "replay", "run", str(tmp_path / "t.jsonl")]
     command += ["--url", url, "--output", str(tmp_path / "out"), "--vocab-size", "1000"]
     command += ["--mode", "closed", "--max-inflight-sessions", "2"]
+    command += ["--processes", str(processes)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _wait_for_results(tmp_path: Path, count: int) -> None:
     file = tmp_path / "out" / "requests.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if file.exists() and file.read_bytes().count(b"\n") >= count:
-            return
-        time.sleep(0.01)
-    raise AssertionError("no results came")
+    _wait_until(lambda: file.exists() and file.read_bytes().count(b"\n") >= count)
 
 
 def test_results_are_readable_after_kill_9_and_the_run_can_go_on(
@@ -261,13 +267,40 @@ def test_results_are_readable_after_kill_9_and_the_run_can_go_on(
     assert run(options, quiet=True)["ok"] == len(trace)
 
 
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE  # in a container nobody may collect it
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_process_outlives_a_killed_run(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine, processes: int
+) -> None:
+    fake = engine("sglang", delay_s=10.0)
+    process = _start_cli(tmp_path, trace_of(4, requests=40, sub_agents=False), fake.url, processes)
+    _wait_until(lambda: len(fake.seen) == 2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == (1 if processes == 1 else 2 * processes)
+    process.kill()
+    process.communicate()
+    _wait_until(lambda: all(map(_has_ended, children)))
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_an_interrupted_run_records_what_it_cancelled_and_sums_up(
-    tmp_path: Path, trace_of: TraceOf, engine: StartEngine
+    tmp_path: Path,
+    trace_of: TraceOf,
+    engine: StartEngine,
+    processes: int,
+    signal_number: signal.Signals,
 ) -> None:
     fake = engine("sglang", delay_s=0.05)
-    process = _start_cli(tmp_path, trace_of(4, requests=40), fake.url)
+    process = _start_cli(tmp_path, trace_of(4, requests=40), fake.url, processes)
     _wait_for_results(tmp_path, 3)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal_number)
     output, _ = process.communicate(timeout=30)
     assert b"results in" in output
     kinds = {result.error.kind for result in read_results(tmp_path / "out") if result.error}
