@@ -262,14 +262,15 @@ def prediction_scatter(cells: Sequence[Cell]) -> go.Figure | None:
     """Predicted against realised first-token time, where a policy predicts."""
     palette = colours(cells)
     figure = go.Figure()
-    top = 0.0
+    low, top = float("inf"), 0.0
     for cell in cells:
         known = cell.requests.dropna(subset=["predicted_s", "decided_to_first_token_s"])
         known = known[known["ok"] & (known["predicted_s"] > 0)]
         if known.empty:
             continue
         sample = known.iloc[:: max(1, len(known) // 1000)]
-        top = max(top, float(sample[["predicted_s", "decided_to_first_token_s"]].max().max()))
+        both = sample[["predicted_s", "decided_to_first_token_s"]]
+        low, top = min(low, float(both.min().min())), max(top, float(both.max().max()))
         figure.add_scatter(
             name=cell.name,
             x=sample["predicted_s"],
@@ -280,7 +281,7 @@ def prediction_scatter(cells: Sequence[Cell]) -> go.Figure | None:
         )
     if top == 0.0:
         return None
-    low = top / 1000
+    low = max(low, top / 10_000)
     figure.add_scatter(
         name="as predicted",
         x=[low, top],

@@ -1,14 +1,18 @@
-"""One experiment through its whole course on real engines: file, fleet, replay, report."""
+"""Experiments through their whole course on real engines: file, fleet, replay, report; and the
+quickstart as a newcomer copies it."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from launch.ports import free_base
 
 EXPERIMENT = """
 name = "short"
@@ -17,7 +21,7 @@ seed = 3
 [trace.synth]
 profile = "glm-agentic"
 requests = 16
-options = {{ rate = 0.05 }}
+options = { rate = 0.05 }
 
 [replay]
 mode = "closed"
@@ -29,17 +33,17 @@ fit_input_tokens = 3000
 name = "pd"
 topology = "laptop-sglang-pd"
 policy = "pd"
-set = {{ telemetry = true, base_port = {port} }}
+set = { telemetry = true, base_port = 0 }
 
 [[arms]]
 name = "colocated"
 topology = "laptop-sglang"
-set = {{ "workers.0.count" = 1, base_port = {port} }}
+set = { "workers.0.count" = 1, base_port = 0 }
 
 [[arms]]
 name = "vllm"
 topology = "laptop-vllm"
-set = {{ "workers.0.count" = 1, base_port = {port} }}
+set = { "workers.0.count" = 1, base_port = 0 }
 """
 
 
@@ -54,7 +58,7 @@ def deltaserve(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(900)
 def test_an_experiment_runs_on_real_engines_and_its_report_shows_kv_saved(tmp_path: Path) -> None:
     file = tmp_path / "short.toml"
-    file.write_text(EXPERIMENT.format(port=28900))
+    file.write_text(EXPERIMENT)
     output = tmp_path / "out"
     done = deltaserve("run", file, "--output", output)
     assert done.returncode == 0, done.stderr
@@ -75,3 +79,42 @@ def test_an_experiment_runs_on_real_engines_and_its_report_shows_kv_saved(tmp_pa
     assert float(saved[1]) > 10
     again = deltaserve("run", file, "--output", output)
     assert "3 of 3 runs are complete already" in again.stderr
+
+
+QUICKSTART = Path(__file__).parents[2] / "docs" / "quickstart.md"
+SMALL = " ".join(
+    f"--set {setting}"
+    for setting in (
+        "repeats=1",
+        "trace.excerpt.requests=8",
+        "arms.mine.set.base_port=0",
+        "arms.unified.set.base_port=0",
+    )
+)
+
+
+@pytest.mark.timeout(900)
+def test_the_quickstart_leads_to_a_report_of_ones_own_policy(tmp_path: Path) -> None:
+    port = free_base(2)
+    install, *blocks = re.findall(r"^```bash\n(.*?)^```", QUICKSTART.read_text(), re.S | re.M)
+    assert "make setup" in install
+    script = "".join(blocks)
+    # As written, but for the size of the experiment and ports that somebody else may have.
+    script = script.replace("localhost:30000", f"localhost:{port}")
+    script = script.replace("up laptop-sglang", f"up laptop-sglang --set base_port={port}")
+    script = script.replace("eval run policy", f"eval run policy {SMALL}")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    asked, decision = (json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{")
+    assert len(asked["output_ids"]) == 8
+    assert decision["decisions"][0]["policy"] == "mine:LeastWork"
+    markdown = (tmp_path / "out" / "mine" / "report.md").read_text()
+    assert re.search(r"^\| mine \| local \| custom \| \d+ \[100\.0 %\]", markdown, re.M)
+    assert re.search(r"^\| unified \| local \| ", markdown, re.M)
