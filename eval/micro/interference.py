@@ -17,7 +17,7 @@ import numpy as np
 
 from eval.document import Figure, Section
 from eval.figures import heatmap
-from eval.formatting import Entry, Table, seconds
+from eval.formatting import DASH, Entry, Table, seconds
 from eval.micro.driver import Bench, Driver, Prompt, answered, driver
 from replay.results import Result
 
@@ -27,6 +27,7 @@ SEEN_BEFORE = (
 )
 _BASELINE_S = 1.5
 _STREAM_TOKENS = 4096
+_MARKER_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ async def _pair(drive: Driver, contexts: Sequence[Prompt], prefill: int, repeat:
         steady_s = drive.clock()
         await asyncio.sleep(_BASELINE_S)
         arriving = answered(await drive.ask(drive.prompt(prefill), 1, "arriving"))
+        # Two tokens in a batch with the streams: by then each stream has had its next one.
+        answered(await drive.ask(drive.prompt(_MARKER_TOKENS), 2, "marker"))
         await asyncio.sleep(0.3)
     finally:
         for stream in streams:
@@ -163,7 +166,7 @@ def sections(points: Sequence[Point]) -> list[Section]:
                     Entry(str(p)),
                     Entry(seconds(_median([x.before_s for x in same]))),
                     Entry(seconds(_median([x.during_s for x in same]))),
-                    Entry(f"{_median(ratios):.3g}×", f"{min(ratios):.3g}–{max(ratios):.3g}"),
+                    _index(ratios),
                     Entry(seconds(_median([x.worst_gap_s for x in same]))),
                     Entry(seconds(_median([x.ttft_s for x in same]))),
                 ]
@@ -206,5 +209,13 @@ def raw(points: Sequence[Point]) -> list[dict[str, float]]:
     return [asdict(p) | {"index": p.index} for p in points]
 
 
+def _index(ratios: Sequence[float]) -> Entry:
+    known = [ratio for ratio in ratios if np.isfinite(ratio)]
+    if not known:
+        return Entry(DASH)
+    return Entry(f"{_median(known):.3g}×", f"{min(known):.3g}–{max(known):.3g}")
+
+
 def _median(values: Sequence[float]) -> float:
-    return float(np.nanmedian(values))
+    known = [value for value in values if np.isfinite(value)]
+    return float(np.median(known)) if known else float("nan")

@@ -44,6 +44,13 @@ def test_streams_that_go_on_undisturbed_have_an_index_of_one() -> None:
     assert found.worst_gap_s == pytest.approx(0.1)
 
 
+def test_a_pair_that_could_not_be_measured_is_a_dash_and_not_a_number() -> None:
+    cut = interference.point([stream((0.1, 1), (0.2, 2))], 0.0, 0.5, 0.9, prefill=64, repeat=1)
+    whole = interference.Point(2, 64, 1, 0.1, 0.4, 0.5, 0.6)
+    table = interference.sections([cut, whole])[0].tables[0][1]
+    assert [row[4].text for row in table.rows] == ["–", "4×"]
+
+
 def test_stages_of_a_separated_request_add_up_to_its_ttft() -> None:
     moments = {
         "p_bootstrap_queued_s": 100.1,
