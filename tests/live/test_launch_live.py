@@ -21,7 +21,12 @@ import pytest
 
 from launch import Fleet, FleetError, catalog, control, fleet, load_topology, plan, planning
 from launch.engines import ENVIRONMENTS, environment_for, install
-from tests.live.conftest import check_ports_are_free, generate, processes_of
+from tests.live.conftest import (
+    check_ports_are_free,
+    generate,
+    generate_separated,
+    processes_of,
+)
 
 FAKE_ENGINE = Path(__file__).parent.parent / "launch" / "fake_engine.py"
 
@@ -113,6 +118,47 @@ def test_a_fleet_of_each_kind_answers_and_the_router_knows_what_it_holds(
         running.check()
     record = json.loads((tmp_path / "run" / "fleet.json").read_text())
     assert processes_of(record) == []
+
+
+def test_attached_workers_serve_behind_a_router_that_another_fleet_started_and_outlive_it(
+    prompt: Callable[[int], list[int]], tmp_path: Path
+) -> None:
+    alone = load_topology("laptop-sglang-pd", ["router.kind=none", "base_port=0"])
+    asked = prompt(300)
+    with fleet(alone, tmp_path / "workers") as workers:
+        overrides = ["base_port=0"]
+        for number, worker in enumerate(workers.plan.workers):
+            overrides.append(f'workers.{number}.urls=["{worker.url}"]')
+        bootstrap = workers.plan.workers[0].ports["bootstrap"]
+        overrides.append(f"workers.0.bootstrap_ports=[{bootstrap}]")
+        with fleet(load_topology("laptop-sglang-pd", overrides), tmp_path / "front") as front:
+            assert [worker.pid for worker in front.workers] == [None, None]
+            assert cached_of(front, asked) == 0
+            assert cached_of(front, asked) >= 250
+            assert decisions(tmp_path / "front")[-1]["kind"] == "prefill_decode"
+        workers.check()
+        assert generate_separated(workers, asked, 4)[0].cached_tokens >= 250
+
+
+def test_stock_routers_serve_in_front_of_the_same_workers(
+    prompt: Callable[[int], list[int]], tmp_path: Path
+) -> None:
+    alone = load_topology("laptop-sglang", ["router.kind=none", "base_port=0", "workers.0.count=1"])
+    with fleet(alone, tmp_path / "workers") as workers:
+        for kind in ("sglang-router", "smg"):
+            install(kind, print)
+            front = load_topology(
+                "laptop-sglang",
+                [
+                    "base_port=0",
+                    f'workers.0={{ urls = ["{workers.workers[0].url}"] }}',
+                    f"router.kind={kind}",
+                    "router.policy=cache_aware",
+                ],
+            )
+            with fleet(front, tmp_path / kind) as running:
+                assert cached_of(running, asked := prompt(300)) == 0
+                assert cached_of(running, asked) >= 250
 
 
 @pytest.fixture(scope="module")
