@@ -456,7 +456,7 @@ fn elastic_serves_alone_while_nothing_decodes_and_separates_when_a_prompt_would_
     );
     (fleet[1].requests, fleet[1].decoding) = (1, 1);
     let decision = decide("elastic", Value::Null, &fleet, &case).expect("a decision");
-    // One stream would wait 2 s.
+    // One stream would wait 2 s, which counts half.
     assert_eq!(decision.route, pair(0, 1));
     assert!((decision.predicted_s.expect("predicted") - 2.3).abs() < 1e-9);
     assert_eq!(decision.alternatives[0].route, local(1));
@@ -477,11 +477,11 @@ fn elastic_keeps_a_session_while_a_move_saves_little() {
         affine: Some(0),
         ..Case::default()
     };
-    fleet[0].pending_prefill_tokens = 1_000;
+    fleet[0].pending_prefill_tokens = 400;
     assert_eq!(
         picks("elastic", &fleet, &case),
         (local(0), Reason::Hysteresis),
-        "1.1 s against 1.0 s"
+        "1.04 s against 1.0 s"
     );
     fleet[0].pending_prefill_tokens = 5_000;
     assert_eq!(
@@ -514,12 +514,14 @@ fn elastic_finds_the_cheapest_of_all_pairs() {
         let prefill_s = |w: &WorkerFacts| {
             (w.pending_prefill_tokens + input - w.cached_tokens) as f64 / 10_000.0
         };
-        let stall_s =
-            |w: &WorkerFacts| f64::from(w.decoding) * (input - w.cached_tokens) as f64 / 10_000.0;
+        let stall_s = |w: &WorkerFacts| {
+            0.5 * f64::from(w.decoding) * (input - w.cached_tokens) as f64 / 10_000.0
+        };
         let crowd_s = |w: &WorkerFacts| {
             let lacking =
                 (input - w.cached_tokens + 100).saturating_sub(300_000 - w.ongoing_tokens);
-            (0.01 * w.decode_tokens as f64 + lacking as f64) / 10_000.0
+            let stored = (input - w.cached_tokens) as f64;
+            (0.01 * w.decode_tokens as f64 + lacking as f64 + 0.3 * stored) / 10_000.0
         };
         let mut costs = Vec::new();
         for d in &fleet {

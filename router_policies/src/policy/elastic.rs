@@ -1,16 +1,18 @@
 //! `elastic`: the cheapest of serving locally and every (P, D) pair, to this request and to those
 //! that it would delay, with rates learnt from what just happened.
 //!
-//! cost(local W) = wait(W) + new(W)/prefill(W) + stall(W) + crowd(W)
-//! cost(P, D)    = wait(P) + new(P)/prefill(P) + overhead(D) + new(D)/transfer(D)
-//!               + stall(P) + crowd(D)
+//! cost(local W) = wait(W) + overhead(W) + slowdown(W) × compute(W) + stall(W) + crowd(W)
+//! cost(P, D)    = wait(P) + compute(P) + overhead(D) + new(D)/transfer(D) + stall(P) + crowd(D)
 //!
-//! stall = stall_weight × (requests decoding there) × new/prefill: every stream that decodes on a
-//! worker waits while a prompt is prefilled there (H200, stock SGLang: eight running decodes go from
-//! 12 to 402 ms a token during a 64k prompt). crowd = what joining the decode batch costs: reading
-//! the context already there (decode_weight, in prefill tokens a context token), and, where the KV
-//! does not fit, prefilling again what must be evicted. A pair's cost is a sum of a term of P and a
-//! term of D, so the cheapest pair of a transfer group is found without forming all pairs.
+//! compute = new tokens and their attention pairs at the worker's learnt speeds; slowdown counts only
+//! where others decode. stall = stall_weight × (requests decoding there) × compute / slowdown: every
+//! stream that decodes on a worker waits while a prompt is prefilled there (H200, stock SGLang: eight
+//! running decodes go from 12 to 402 ms a token during a 64k prompt), the less the more the worker
+//! paces its prefills. crowd = what joining the decode batch costs: reading the context already there
+//! (decode_weight, in prefill tokens a context token); where the KV does not fit, prefilling again what
+//! must be evicted; and storing the new tokens, which evicts what idle sessions will ask for again
+//! (displace_weight). A pair's cost is a sum of a term of P and a term of D, so the cheapest pair of a
+//! transfer group is found without forming all pairs.
 
 use super::{
     Alternative, Decision, Info, ParamInfo, Policy, Reason, Refusal, Route, View, WorkerFacts,
@@ -22,14 +24,21 @@ pub const INFO: Info = Info {
     name: "elastic",
     summary: "least predicted cost to this request and to those it delays, local or separated",
     rule: "minimise over local W and pairs (P, D): predicted first token (queue + prefill of new \
-           tokens; separated also transfer overhead + delta) + stall_weight × decoding × prefill \
-           seconds where it is prefilled + crowding where it decodes; the session's worker is left \
-           only for a cost lower by hysteresis_share and hysteresis_s",
+           tokens, slower where others decode; separated also transfer overhead + delta) + \
+           stall_weight × decoding × prefill seconds / slowdown where it is prefilled + crowding \
+           and displaced cache where it decodes; the session's worker is left only for a cost \
+           lower by hysteresis_share and hysteresis_s",
     params: &[
         ParamInfo {
             name: "stall_weight",
-            default: "1.0",
+            default: "0.5",
             meaning: "what a second of another stream's delay counts, in seconds of this request's",
+        },
+        ParamInfo {
+            name: "displace_weight",
+            default: "0.3",
+            meaning: "what a token stored where the request decodes costs, in tokens prefilled there: \
+                      it evicts another that may be asked for again",
         },
         ParamInfo {
             name: "decode_weight",
@@ -38,7 +47,7 @@ pub const INFO: Info = Info {
         },
         ParamInfo {
             name: "hysteresis_share",
-            default: "0.2",
+            default: "0.0",
             meaning: "share of the affine worker's cost that a move must save",
         },
         ParamInfo {
@@ -61,6 +70,7 @@ pub const INFO: Info = Info {
 #[serde(default, deny_unknown_fields)]
 struct Elastic {
     stall_weight: f64,
+    displace_weight: f64,
     decode_weight: f64,
     hysteresis_share: f64,
     hysteresis_s: f64,
@@ -70,9 +80,10 @@ struct Elastic {
 impl Default for Elastic {
     fn default() -> Self {
         Self {
-            stall_weight: 1.0,
+            stall_weight: 0.5,
+            displace_weight: 0.3,
             decode_weight: 0.01,
-            hysteresis_share: 0.2,
+            hysteresis_share: 0.0,
             hysteresis_s: 0.05,
             shown_alternatives: 4,
         }
@@ -88,6 +99,7 @@ struct Priced {
 impl Elastic {
     fn stall_s(&self, view: &View<'_>, worker: &WorkerFacts) -> f64 {
         self.stall_weight * f64::from(worker.decoding) * view.compute_s(worker)
+            / worker.rates.paced_slowdown
     }
 
     fn crowd_s(&self, view: &View<'_>, worker: &WorkerFacts) -> f64 {
@@ -95,6 +107,7 @@ impl Elastic {
         let evicted = needed.saturating_sub(worker.kv_room_tokens());
         (self.decode_weight * worker.decode_tokens as f64 + evicted as f64)
             / worker.rates.prefill_tokens_per_s
+            + self.displace_weight * worker.rates.paced_slowdown * view.compute_s(worker)
     }
 
     /// The cheapest partner of every decode worker, priced.
