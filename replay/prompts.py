@@ -29,6 +29,8 @@ _WORDS = """
     good me give our under house world school plant food
 """.split()  # noqa: SIM905
 _WORD_COUNT = 128
+# What a cached block takes besides its text: a bytes object, an int, an entry in a dict.
+_ENTRY_BYTES = 180
 
 
 class PromptMaker:
@@ -96,7 +98,7 @@ class PromptMaker:
             rows = orjson.dumps(
                 self.block_tokens(missing, block_size), option=orjson.OPT_SERIALIZE_NUMPY
             )
-            self._cached_bytes += len(rows)
+            self._cached_bytes += len(rows) + _ENTRY_BYTES * len(missing)
             cache.update(zip(missing, rows[2:-2].split(b"],["), strict=True))
         parts = [cache[hash_id] for hash_id in whole]
         if self._cached_bytes > self._cache_bytes:

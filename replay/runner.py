@@ -368,12 +368,14 @@ class _SharedTrees:
 
 @contextlib.contextmanager
 def _stopped_by_signal() -> Iterator[None]:
-    """Makes of SIGTERM what SIGINT is: a KeyboardInterrupt."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Makes a KeyboardInterrupt of SIGTERM, and of SIGINT also where a shell had it ignored."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.default_int_handler) for number in signals]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _child(

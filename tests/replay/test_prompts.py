@@ -51,7 +51,7 @@ def test_json_equals_the_encoded_tokens_also_from_a_small_cache(
     ids: list[int], block_size: int, data: st.DataObject
 ) -> None:
     length = data.draw(st.integers((len(ids) - 1) * block_size + 1, len(ids) * block_size))
-    maker = PromptMaker(1000, 3, cache_bytes=500)
+    maker = PromptMaker(1000, 3, cache_bytes=2000)
     expected = maker.tokens(ids, block_size, length).tolist()
     assert len(expected) == length
     for _ in range(3):
