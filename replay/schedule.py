@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import select
 import selectors
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -92,9 +93,10 @@ class Schedule:
         waiting, awaited = waiting[counts], awaited[counts]
         self._missing = np.bincount(waiting, minlength=len(requests)).astype(np.int32)
         self._followers = _Groups(awaited, waiting, len(requests))
-        # Requests that are due at a time of their own, and those that are due in the trace's order
-        # (from `_next` on; bodies were asked for up to `_next_ahead`).
+        # Requests that are due at a time of their own (and when to ask for their bodies), and those
+        # that are due in the trace's order (from `_next` on; asked for up to `_next_ahead`).
         self._heap: list[tuple[float, int]] = []
+        self._ask_at: list[tuple[float, int]] = []
         self._in_order = np.empty(0, dtype=np.int64)
         self._next = 0
         self._next_ahead = 0
@@ -114,12 +116,10 @@ class Schedule:
         self._left = len(self._in_order)
 
         def ready(index: int) -> None:
-            at_s = self._trace_due_s(index)
             if self._next == len(self._in_order) or index < self._in_order[self._next]:
-                at_s = max(at_s, self._clock())
-                heapq.heappush(self._heap, (at_s, index))
-            if at_s - self._clock() < _AHEAD_S:
-                self._prepare(index, at_s)
+                self._push(index, self._clock())
+            elif self._next_ahead and index <= self._in_order[self._next_ahead - 1]:
+                self._prepare(index, self._trace_due_s(index))
 
         self._ready = ready
         await self._run()
@@ -139,23 +139,18 @@ class Schedule:
         by_tree = _Groups(tree, mine, int(tree.max(initial=-1)) + 1)
         left_in_tree = np.bincount(tree)
 
-        def due(index: int, at_s: float) -> None:
-            heapq.heappush(self._heap, (at_s, index))
-            self._prepare(index, at_s)
-
         def ready(index: int) -> None:
             think_s = self._requests.think_time_s[index] * think_scale
-            due(
-                index,
-                self._clock() + (think_s if max_think_s is None else min(think_s, max_think_s)),
-            )
+            if max_think_s is not None:
+                think_s = min(think_s, max_think_s)
+            self._push(index, self._clock() + think_s)
 
         def start_next() -> None:
             while (tree := trees.take()) is not None:
                 members = by_tree.of(tree)
                 for index in members:
                     if not self._missing[index]:
-                        due(index, self._clock())
+                        self._push(index, self._clock())
                 if members:
                     self._left += len(members)
                     return
@@ -170,6 +165,14 @@ class Schedule:
         for _ in range(slots):
             start_next()
         await self._run()
+
+    def _push(self, index: int, at_s: float) -> None:
+        """Makes a request due at a time of its own."""
+        heapq.heappush(self._heap, (at_s, index))
+        if at_s - self._clock() < _AHEAD_S:
+            self._prepare(index, at_s)
+        else:
+            heapq.heappush(self._ask_at, (at_s - _AHEAD_S, index))
 
     def _trace_due_s(self, index: int) -> float:
         return (self._requests.trace_s[index] - self._shift_s) / self._time_scale
@@ -206,7 +209,7 @@ class Schedule:
             until_s = min(until_s, self._trace_due_s(int(self._in_order[self._next])))
         if self._timer:
             self._timer.cancel()
-        if until_s < float("inf"):
+        if until_s < math.inf:
             delay_s = max(0.0, until_s - self._clock())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
@@ -224,19 +227,22 @@ class Schedule:
                 self._start(index, at_s)
 
     def _ask_ahead(self) -> float:
-        """Asks for the bodies of the requests that come next in the trace's order; returns when to
-        ask again."""
+        """Asks for the bodies of the requests that come next; returns when to ask again."""
         now_s = self._clock()
+        while self._ask_at and self._ask_at[0][0] <= now_s:
+            at_s, index = heapq.heappop(self._ask_at)
+            self._prepare(index, at_s + _AHEAD_S)
+        until_s = self._ask_at[0][0] if self._ask_at else math.inf
         self._next_ahead = max(self._next_ahead, self._next)
         while self._next_ahead < len(self._in_order):
             index = int(self._in_order[self._next_ahead])
             at_s = self._trace_due_s(index)
             if at_s - now_s >= _AHEAD_S:
-                return at_s - _AHEAD_S
+                return min(until_s, at_s - _AHEAD_S)
             if not self._missing[index] and not self._prepare(index, at_s):
                 break  # until one was sent
             self._next_ahead += 1
-        return float("inf")
+        return until_s
 
     def _start(self, index: int, at_s: float) -> None:
         self._left -= 1

@@ -36,6 +36,7 @@ class _Log:
         if self._generator.random() < 0.2:
             return False
         assert index not in self.sent
+        assert at_s <= self.clock() + 1.0 + 1e-6  # bodies that wait take memory
         self.prepared[index] = at_s
         return True
 
@@ -155,12 +156,12 @@ def test_a_turn_after_parallel_agents_waits_for_all_of_them(
         assert number[f"b{turn}-0"] not in own
 
 
-@given(seed=_seeds, scale=st.sampled_from([1.0, 100.0]))
-def test_bodies_are_asked_for_before_they_are_needed(
-    trace_of: TraceOf, run_virtually: Virtually, seed: int, scale: float
+@given(seed=_seeds, scale=st.sampled_from([1.0, 100.0]), slots=st.none() | st.integers(1, 4))
+def test_bodies_are_asked_for_shortly_before_they_are_needed(
+    trace_of: TraceOf, run_virtually: Virtually, seed: int, scale: float, slots: int | None
 ) -> None:
     plan = make_plan(trace_of(seed))
-    log = _replay(run_virtually, plan, seed, time_scale=scale)
+    log = _replay(run_virtually, plan, seed, slots=slots, time_scale=scale)
     for index, at_s in log.prepared.items():
         assert at_s <= log.sent[index]
     assert len(log.prepared) >= len(plan.requests) / 2
