@@ -36,6 +36,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
+pub use stream::SseProgress;
 use tokio::net::TcpListener;
 
 /// Idle connections to workers are closed before uvicorn's keep-alive of 5 s closes them, so that

@@ -5,52 +5,64 @@ use crate::fleet::{Outcome, Reservation, Usage};
 use bytes::Bytes;
 use http_body::Frame;
 use hyper::body::Incoming;
+use smallvec::SmallVec;
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use tokio::task::AbortHandle;
 use tokio::time::Sleep;
 
-/// Follows a server-sent event stream without parsing it: counts events, and remembers whether the
-/// last one was `[DONE]`.
+/// Follows a server-sent event stream without parsing what is in it: counts events that carry data,
+/// and remembers whether the last one was `[DONE]`. However the stream is cut, the count is the same.
 #[derive(Debug, Default)]
 pub struct SseProgress {
-    tail: Vec<u8>,
-    ended_line: bool,
+    /// The beginning of the line that has not ended yet, and its length.
+    line: SmallVec<[u8; LINE_BYTES]>,
+    line_bytes: usize,
+    /// The event that has not ended yet has a line of data.
+    has_data: bool,
+    last_is_done: bool,
 }
 
-const DONE: &[u8] = b"[DONE]";
-const TAIL_BYTES: usize = 16;
+/// As much of a line as is looked at.
+const LINE_BYTES: usize = 16;
 
 impl SseProgress {
     /// Takes the next bytes; returns the number of events, other than `[DONE]`, that they end.
     pub fn feed(&mut self, data: &[u8]) -> u64 {
         let mut events = 0;
-        let mut ends_event = false;
-        for line_end in memchr::memchr_iter(b'\n', data) {
-            let before = match line_end {
-                0 => self.ended_line,
-                _ => data[line_end - 1] == b'\n' || data[..line_end].ends_with(b"\n\r"),
-            };
-            events += u64::from(before);
-            ends_event = before && line_end + 1 == data.len();
+        let mut begin = 0;
+        for end in memchr::memchr_iter(b'\n', data) {
+            self.extend_line(&data[begin..end]);
+            events += u64::from(self.end_line());
+            begin = end + 1;
         }
-        if let Some(&last) = data.last() {
-            self.ended_line = last == b'\n' || (last == b'\r' && self.ended_line);
-        }
-        let kept = data.len().min(TAIL_BYTES);
-        self.tail.extend_from_slice(&data[data.len() - kept..]);
-        let excess = self.tail.len().saturating_sub(TAIL_BYTES);
-        self.tail.drain(..excess);
-        if ends_event && self.is_done() {
-            events -= 1;
-        }
+        self.extend_line(&data[begin..]);
         events
+    }
+
+    fn extend_line(&mut self, bytes: &[u8]) {
+        let room = LINE_BYTES - self.line.len();
+        self.line.extend_from_slice(&bytes[..bytes.len().min(room)]);
+        self.line_bytes += bytes.len();
+    }
+
+    /// Whether the line ends an event other than `[DONE]`.
+    fn end_line(&mut self) -> bool {
+        let is_whole = self.line_bytes <= LINE_BYTES;
+        let is_empty = is_whole && matches!(self.line.as_slice(), b"" | b"\r");
+        if !is_empty && self.line.starts_with(b"data:") {
+            self.has_data = true;
+            self.last_is_done = is_whole && self.line[5..].trim_ascii() == b"[DONE]";
+        }
+        self.line.clear();
+        self.line_bytes = 0;
+        is_empty && std::mem::take(&mut self.has_data) && !self.last_is_done
     }
 
     /// Whether the stream's last event was `data: [DONE]`.
     pub fn is_done(&self) -> bool {
-        self.tail.trim_ascii_end().ends_with(DONE)
+        self.last_is_done && !self.line.starts_with(b"data:")
     }
 }
 
