@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-TESTED_VERSIONS = ("0.5.17",)
+TESTED_VERSIONS = ("0.5.17", "0.5.18")
 """SGLang releases against which every hook was run."""
 
 
@@ -26,13 +26,13 @@ class Hook:
     """One hook into SGLang.
 
     `target` is the dotted path of a function or method; `kind` one of SGLang's hook types;
-    `signature` the target's parameters as in `parameters_of`.
+    `signature` the target's parameters as in `parameters_of`, several where tested releases differ.
     """
 
     target: str
     kind: Literal["before", "after", "around", "replace"]
     function: Callable[..., Any]
-    signature: str
+    signature: str | tuple[str, ...]
 
 
 def parameters_of(function: Callable[..., Any]) -> str:
@@ -64,8 +64,9 @@ def check_hooks(hooks: Iterable[Hook]) -> None:
                 f"deltaserve's SGLang plugin hooks {hook.target}, which this SGLang lacks: {error}"
             ) from error
         found = parameters_of(target)
-        if found != hook.signature:
+        accepted = (hook.signature,) if isinstance(hook.signature, str) else hook.signature
+        if found not in accepted:
             raise PluginMismatch(
-                f"deltaserve's SGLang plugin hooks {hook.target}{hook.signature}, "
+                f"deltaserve's SGLang plugin hooks {hook.target}{' or '.join(accepted)}, "
                 f"but this SGLang has {found}"
             )

@@ -205,6 +205,15 @@ _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _PREALLOCATION = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 _TRANSFER = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 
+_ADDER_PARAMETERS = (
+    "self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch, "
+    "new_token_ratio, rem_input_tokens, rem_chunk_tokens, num_mixed_decode_tokens=0, "
+    "priority_scheduling_preemption_threshold=0, max_prefill_bs=0, max_running_requests=None, "
+    "prefill_max_requests=None, prefill_delayer_single_pass=None, dllm_config=None, "
+    "waiting_queue_len=0"
+)
+"""Of 0.5.17; 0.5.18 has one more."""
+
 HOOKS = (
     Hook(f"{_SCHEDULER}.init_output_streamer", "after", _attach, "(self)"),
     Hook(
@@ -238,11 +247,7 @@ HOOKS = (
         f"{_ADDER}.__init__",
         "after",
         _adder_init,
-        "(self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch, "
-        "new_token_ratio, rem_input_tokens, rem_chunk_tokens, num_mixed_decode_tokens=0, "
-        "priority_scheduling_preemption_threshold=0, max_prefill_bs=0, max_running_requests=None, "
-        "prefill_max_requests=None, prefill_delayer_single_pass=None, dllm_config=None, "
-        "waiting_queue_len=0)",
+        (f"({_ADDER_PARAMETERS})", f"({_ADDER_PARAMETERS}, prefill_tile_block_m=64)"),
     ),
     Hook(f"{_ADDER}.add_chunked_req", "around", _add_chunked, "(self, req)"),
     Hook(

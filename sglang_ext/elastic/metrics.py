@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_ext.elastic.worker import ElasticWorker
+from sglang_ext.prometheus import labels_of
 
 
 class Exporter:
@@ -17,7 +18,6 @@ class Exporter:
     """
 
     def __init__(self, worker: ElasticWorker, labels: dict[str, str]) -> None:
-        # After SGLang has named the folder that its processes share, or nothing would be collected.
         from prometheus_client import (  # type: ignore[import-not-found,unused-ignore]
             Counter,
             Gauge,
@@ -50,7 +50,5 @@ class Exporter:
 
 def exporter_of(worker: ElasticWorker) -> Exporter | None:
     """An exporter, where the server was started with ``--enable-metrics``."""
-    reporter = worker.scheduler.metrics_reporter
-    if not reporter.current_scheduler_metrics_enabled:
-        return None
-    return Exporter(worker, dict(worker.scheduler.metrics_collector.labels))
+    labels = labels_of(worker.scheduler)
+    return None if labels is None else Exporter(worker, labels)

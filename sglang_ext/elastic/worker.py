@@ -587,6 +587,7 @@ class ElasticWorker:
             "idle": bool(s.is_fully_idle()),
             "queues": {
                 "local": len(self.local),
+                "prefilling": int(s.chunked_req is not None),
                 "transferred": len(self.transferred),
                 "preallocation": len(s.disagg_decode_prealloc_queue.queue),
                 "transfer": len(s.disagg_decode_transfer_queue.queue),

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sglang_ext.guards import Hook
+from sglang_ext.telemetry import metrics
 from sglang_ext.telemetry.sink import emit, harmless, unix_minus_perf_counter_s
 
 # field of SchedulerReqTimeStats → name in the telemetry
@@ -56,6 +57,8 @@ def record_finished(scheduler: Any, candidates: Iterable[Any]) -> None:
                 "phases": phases,
             },
         )
+        if (totals := metrics.totals()) is not None:
+            totals.request(phases)
 
 
 @harmless

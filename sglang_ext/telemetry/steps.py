@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.guards import Hook
-from sglang_ext.telemetry import requests
+from sglang_ext.telemetry import metrics, requests
 from sglang_ext.telemetry.sink import emit, harmless, unix_minus_monotonic_s
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -52,13 +52,15 @@ def _write_step(scheduler: Any, batch: Any, requests_of_step: list[Any]) -> None
         prefill_requests = len(requests_of_step) - decoding
         prefill_tokens = (batch.extend_num_tokens or 0) - decoding
         decode_requests = decoding
+    forward_mode = mode.name.lower()
+    duration_s = done_s - batch.launch_ts
     pool = scheduler.pool_stats_observer.get_pool_stats()
     emit(
         "step",
         {
-            "forward_mode": mode.name.lower(),
+            "forward_mode": forward_mode,
             "start_unix_s": batch.launch_ts + unix_minus_monotonic_s,
-            "duration_s": done_s - batch.launch_ts,
+            "duration_s": duration_s,
             "prefill_requests": prefill_requests,
             "prefill_tokens": prefill_tokens,
             "prefix_tokens": sum(batch.prefix_lens or ()) if prefill_requests else 0,
@@ -69,6 +71,9 @@ def _write_step(scheduler: Any, batch: Any, requests_of_step: list[Any]) -> None
             "kv_total_tokens": scheduler.max_total_num_tokens,
         },
     )
+    metrics.attach(scheduler)
+    if (totals := metrics.totals()) is not None:
+        totals.step(forward_mode, duration_s, prefill_tokens)
     requests.record_finished(scheduler, requests_of_step)
 
 

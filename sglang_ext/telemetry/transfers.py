@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext.guards import Hook
+from sglang_ext.telemetry import metrics
 from sglang_ext.telemetry.sink import emit, harmless
 
 _KV_MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
@@ -63,21 +64,26 @@ def _note_end(manager: Any, bootstrap_room: int, status: Any) -> None:
     page_size = manager.kv_args.page_size
     bytes_a_page = sum(manager.kv_args.kv_item_lens)
     pages = transfer.pages if transfer else 0
+    ok = status == KVPoll.Success
+    moved_bytes = pages * bytes_a_page
+    saved_bytes = saved_tokens * bytes_a_page // page_size
     emit(
         "kv_transfer",
         {
             "backend": "nixl",
             "room": bootstrap_room,
-            "ok": status == KVPoll.Success,
+            "ok": ok,
             "tokens": pages * page_size,
-            "bytes": pages * bytes_a_page,
+            "bytes": moved_bytes,
             "chunks": transfer.chunks if transfer else 0,
             "saved_tokens": saved_tokens,
-            "saved_bytes": saved_tokens * bytes_a_page // page_size,
+            "saved_bytes": saved_bytes,
             "start_unix_s": transfer.start_unix_s if transfer else now_s,
             "end_unix_s": now_s,
         },
     )
+    if (totals := metrics.totals()) is not None:
+        totals.transfer(ok, moved_bytes, saved_bytes)
 
 
 HOOKS = (

@@ -55,6 +55,22 @@ def generate(url: str, input_ids: list[int], output_tokens: int, **fields: Any) 
         return Generation(orjson.loads(answer.read()))
 
 
+def scraped(url: str, metric: str) -> float:
+    """The sum of a metric on a ``/metrics`` page; `metric` as in ``name{label="value"}``."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30.0) as answer:
+        return total_of(answer.read().decode(), metric)
+
+
+def total_of(page: str, metric: str) -> float:
+    """The same of a page that has been read."""
+    name, _, label = metric.rstrip("}").partition("{")
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in page.splitlines()
+        if line.startswith((f"{name}{{", f"{name} ")) and label in line
+    )
+
+
 def worker_of(fleet: Fleet, role: str) -> Worker:
     """The fleet's only worker of `role`."""
     (worker,) = [worker for worker in fleet.workers if worker.role == role]

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ import pytest
 
 import sglang_ext
 from launch.engines import ENVIRONMENTS
+from tests.live.conftest import total_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
@@ -136,6 +137,7 @@ class Server:
             *("--grammar-backend", "none", "--skip-tokenizer-init", "--sleep-on-idle"),
             *("--mem-fraction-static", "0.4", "--host", "127.0.0.1", "--port", str(self.port)),
             *("--max-running-requests", "16", "--chunked-prefill-size", "256"),
+            "--enable-metrics",
             *self.flags,
         ]
         if "--max-total-tokens" not in self.flags:
@@ -252,6 +254,15 @@ class Fleet:
             elastic: dict[str, Any] = state["deltaserve_elastic"]
             return elastic
 
+    async def reach(self, stage: str, asked: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Starts a request and waits until one is at `stage`, a queue of `state`."""
+        task = asyncio.create_task(asked)
+        until = time.monotonic() + 20
+        while not (await self.state())["queues"][stage]:
+            assert not task.done(), f"the request was never seen at {stage}: {task.result()}"
+            assert time.monotonic() < until, f"nothing at {stage}\n{self.elastic.tail()}"
+        return task
+
     async def settled(self, within_s: float = 40.0) -> dict[str, Any]:
         """The elastic worker's accounts, once it says that it is idle."""
         until = time.monotonic() + within_s
@@ -275,6 +286,10 @@ class Fleet:
         assert not re.search(r"leak|Traceback|double free|Eviction insufficient", log), (
             self.elastic.tail()
         )
+        async with self.client.get(f"{self.elastic.url}/metrics") as answer:
+            page = await answer.text()
+        for event, count in state["counts"].items():
+            assert total_of(page, f'deltaserve_elastic_events_total{{event="{event}"}}') == count
         async with self.client.post(f"{self.elastic.url}/flush_cache") as answer:
             assert answer.status == 200, await answer.text()
         kv = (await self.state())["kv_tokens"]
@@ -379,6 +394,7 @@ class Sessions:
     rng: random.Random
     longest_tokens: int
     mute_share: float = 0.01
+    priorities: tuple[int, ...] = ()
     seen: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
@@ -413,6 +429,8 @@ class Sessions:
         """One attempt at a turn: its tokens, or None where the client gave up."""
         rid = f"{name}-{self.rng.getrandbits(32):x}"
         body = request(ids, tokens, rid=rid)
+        if self.priorities:
+            body["priority"] = self.rng.choice(self.priorities)
         path = self.rng.choice(("local", "separated"))
         if path == "local":
             asked = asyncio.create_task(self.fleet.local(body))
@@ -434,6 +452,7 @@ class Sessions:
         result = await asked
         assert result["meta_info"]["finish_reason"]["type"] == "length", result["meta_info"]
         self.seen[path] += 1
+        self.seen["retractions"] += result["meta_info"].get("num_retractions") or 0
         output: list[int] = result["output_ids"]
         return output
 
@@ -480,6 +499,56 @@ async def test_any_path_gives_the_tokens_of_a_colocated_worker(workers: Workers)
     assert state["counts"]["local"] > 0
 
 
+async def test_an_abort_at_any_stage_leaves_nothing_behind(workers: Workers) -> None:
+    async with workers.fleet(
+        "page 1", (), ("--disable-overlap-schedule",), DELTASERVE_ELASTIC_TARGET_ITL_MS="40"
+    ) as fleet:
+        tokens = Sessions(fleet, random.Random(SEED + 5), 2500).tokens
+        nobody = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": fleet.bootstrap_port + 1,
+            "bootstrap_room": 7,
+        }
+        before = (await fleet.state())["counts"]
+
+        async def end(rid: str, task: asyncio.Task[Any]) -> None:
+            await fleet.abort(rid)
+            # An answer that says "abort" or an error, but one of them, and soon.
+            done, _ = await asyncio.wait([task], timeout=8)
+            assert done, f"{rid} hangs\n{fleet.elastic.tail()}"
+            if task.exception() is None:
+                assert task.result()["meta_info"]["finish_reason"]["type"] == "abort"
+
+        long_prompt = tokens(9000)
+        body = request(long_prompt, 2, rid="abort-prefilling")
+        await end("abort-prefilling", await fleet.reach("prefilling", fleet.local(body)))
+
+        ahead = await fleet.reach("prefilling", fleet.local(request(tokens(9000), 2)))
+        body = request(tokens(600), 2, rid="abort-local")
+        await end("abort-local", await fleet.reach("local", fleet.local(body)))
+        await ahead
+
+        body = request(tokens(50), 4000, rid="abort-running")
+        await end("abort-running", await fleet.reach("running", fleet.local(body)))
+
+        body = request(tokens(50), 2, rid="abort-preallocation") | nobody
+        asked = await fleet.reach("preallocation", fleet.ask(fleet.elastic, body))
+        await end("abort-preallocation", asked)
+
+        body = request(tokens(300), 2, rid="abort-transfer")
+        asked = await fleet.reach("transfer", fleet.separated(body, tell_prefill=False))
+        await end("abort-transfer", asked)
+
+        # What was begun and thrown away is not in the way of, nor mixed up with, the same again.
+        answer = await fleet.local(request(long_prompt, 6))
+        assert answer["output_ids"] == await fleet.truth(long_prompt, 6)
+        counts = (await fleet.check_accounts())["counts"]
+        assert counts.get("aborted_transfer", 0) - before.get("aborted_transfer", 0) == 1
+        assert {n: c for n, c in counts.items() if n.startswith("fallback")} == {
+            n: c for n, c in before.items() if n.startswith("fallback")
+        }
+
+
 async def test_pages_of_64_overlap_retraction_and_a_pool_that_is_nearly_exhausted(
     workers: Workers,
 ) -> None:
@@ -501,6 +570,50 @@ async def test_pages_of_64_overlap_retraction_and_a_pool_that_is_nearly_exhauste
         assert "Testing retraction" in fleet.elastic.log.read_text(errors="replace")
     assert not sessions.wrong, sessions.wrong[:5]
     print(dict(sessions.seen), state["counts"], file=sys.stderr)
+
+
+async def test_a_more_important_request_pushes_others_out_and_they_come_back(
+    workers: Workers,
+) -> None:
+    async with workers.fleet(
+        "priorities",
+        (),
+        (
+            *("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "5"),
+            *("--max-running-requests", "3", "--disable-overlap-schedule"),
+        ),
+    ) as fleet:
+        # They fill the batch; one has to go for a request that is much more important.
+        running = [
+            asyncio.create_task(fleet.local(request([9 + i] * 40, 300, priority=0)))
+            for i in range(3)
+        ]
+        until = time.monotonic() + 30
+        while (await fleet.state())["queues"]["running"] < 3:
+            assert time.monotonic() < until, fleet.elastic.tail()
+            await asyncio.sleep(0.02)
+        waiting = asyncio.create_task(fleet.local(request([20] * 40, 40, priority=1)))
+        urgent = asyncio.create_task(fleet.local(request([21] * 40, 2, priority=50)))
+        done, _ = await asyncio.wait(
+            [*running, waiting, urgent], return_when=asyncio.FIRST_COMPLETED
+        )
+        assert urgent in done, "the urgent request had to wait for less important ones"
+        answers = [await task for task in running]
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+        for i, answer in enumerate(answers):
+            assert answer["output_ids"] == await fleet.truth([9 + i] * 40, 300)
+        await waiting
+
+        sessions = Sessions(
+            fleet, random.Random(SEED + 4), longest_tokens=1200, priorities=(0, 3, 50)
+        )
+        await sessions.run(max(8, SESSIONS // 5))
+        await fleet.check_accounts()
+    assert not sessions.wrong, sessions.wrong[:5]
+    print(dict(sessions.seen), file=sys.stderr)
+    assert sessions.seen["retractions"] > 0
+    assert sessions.seen["local"] > 0
+    assert sessions.seen["separated"] > 0
 
 
 async def test_mooncake_over_tcp(workers: Workers) -> None:

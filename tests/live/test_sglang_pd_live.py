@@ -12,7 +12,7 @@ import pytest
 
 from launch import Fleet, fleet, load_topology
 from sglang_ext.plugin import FEATURES
-from tests.live.conftest import Generation, generate, generate_separated, worker_of
+from tests.live.conftest import Generation, generate, generate_separated, scraped, worker_of
 
 Prompt = Callable[[int], list[int]]
 
@@ -98,6 +98,30 @@ def test_telemetry_tells_what_each_worker_did(sglang: Fleet, prompt: Prompt) -> 
     assert prefilled["prefill_finished_s"] <= prefilled["transfer_finished_s"]
     assert decoded["preallocation_queued_s"] <= decoded["transfer_started_s"]
     assert decoded["decode_ready_s"] < decoded["finished_s"]
+
+
+@pytest.mark.timeout(600)
+def test_metrics_pages_add_up_what_telemetry_wrote(sglang: Fleet, prompt: Prompt) -> None:
+    conversation = prompt(700)
+    answer, _ = generate_separated(sglang, conversation, 5)
+    generate_separated(sglang, conversation + answer.output_ids + prompt(60), 5)
+
+    prefill = worker_of(sglang, "prefill")
+    moved = transfers(sglang).values()
+    assert scraped(prefill.url, "deltaserve_kv_moved_bytes_total") == sum(
+        transfer["bytes"] for transfer in moved
+    )
+    saved_bytes = sum(transfer["saved_bytes"] for transfer in moved)
+    assert saved_bytes > 0
+    assert scraped(prefill.url, "deltaserve_kv_saved_bytes_total") == saved_bytes
+    assert scraped(prefill.url, 'deltaserve_kv_transfers_total{ok="true"}') == len(moved)
+    assert scraped(prefill.url, 'deltaserve_request_phase_seconds_count{phase="prefill"}') >= 2
+
+    decode = worker_of(sglang, "decode")
+    assert scraped(decode.url, 'deltaserve_request_phase_seconds_sum{phase="kv_arrival"}') > 0
+    steps = scraped(decode.url, 'deltaserve_step_seconds_count{forward_mode="decode"}')
+    assert steps >= 2 * 4
+    assert scraped(decode.url, "deltaserve_kv_moved_bytes_total") == 0
 
 
 def test_every_hook_matches_the_installed_sglang(sglang: Fleet) -> None:

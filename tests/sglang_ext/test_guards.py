@@ -10,7 +10,7 @@ from sglang_ext.guards import Hook, PluginMismatch, check_hooks, check_version, 
 from sglang_ext.plugin import FEATURES, install, requested_features
 
 
-def _hook(target: str, signature: str) -> Hook:
+def _hook(target: str, signature: str | tuple[str, ...]) -> Hook:
     return Hook(target=target, kind="before", function=lambda: None, signature=signature)
 
 
@@ -30,6 +30,13 @@ def test_a_hook_whose_target_has_other_parameters_ends_the_process() -> None:
         PluginMismatch, match=r"raw_decode\(self, room\), but this SGLang has \(self"
     ):
         check_hooks([_hook("json.JSONDecoder.raw_decode", "(self, room)")])
+
+
+def test_a_hook_that_knows_two_releases_accepts_either_and_no_third() -> None:
+    known = parameters_of(json.JSONDecoder.raw_decode)
+    check_hooks([_hook("json.JSONDecoder.raw_decode", ("(self, room)", known))])
+    with pytest.raises(PluginMismatch, match=r"\(self, room\) or \(self, lane\), but this SGLang"):
+        check_hooks([_hook("json.JSONDecoder.raw_decode", ("(self, room)", "(self, lane)"))])
 
 
 @pytest.mark.parametrize("target", ["json.JSONDecoder.gone", "json.gone.Class.method"])
