@@ -151,6 +151,7 @@ def _punctuality(
         "first_token_seen_late_ms": _percentiles_ms(seen_late),
         "client_cores": samples.client_cpu_s(begin_s, end_s) / (end_s - begin_s),
         "server_cores": samples.server_cpu_s(begin_s, end_s) / (end_s - begin_s),
+        "other_cores": samples.other_cpu_s(begin_s, end_s) / (end_s - begin_s),
     }
 
 
@@ -160,10 +161,11 @@ def _percentiles_ms(values: list[float]) -> dict[str, float]:
 
 
 class _CpuSamples:
-    """CPU seconds so far of a client and of the server, with their children, many times."""
+    """CPU seconds so far of a client and of the server, with their children, and of the whole
+    machine, many times."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[float, float, float]] = []
+        self._rows: list[tuple[float, float, float, float]] = []
 
     def take(self, client: psutil.Popen, server: psutil.Popen) -> None:
         with contextlib.suppress(psutil.Error):
@@ -171,13 +173,22 @@ class _CpuSamples:
             for process in (client, server):
                 times = [m.cpu_times() for m in [process, *process.children(recursive=True)]]
                 spent.append(sum(t.user + t.system for t in times))
-            self._rows.append((time.monotonic(), spent[0], spent[1]))
+            all_cpus = psutil.cpu_times()
+            # Guests' time is in `user` too.
+            idle = ("idle", "iowait", "guest", "guest_nice")
+            busy = sum(v for name, v in all_cpus._asdict().items() if name not in idle)
+            self._rows.append((time.monotonic(), spent[0], spent[1], busy))
 
     def client_cpu_s(self, begin_s: float, end_s: float) -> float:
         return self._between(1, begin_s, end_s)
 
     def server_cpu_s(self, begin_s: float, end_s: float) -> float:
         return self._between(2, begin_s, end_s)
+
+    def other_cpu_s(self, begin_s: float, end_s: float) -> float:
+        """What neither of the two spent: how far the machine was from idle."""
+        both_s = self.client_cpu_s(begin_s, end_s) + self.server_cpu_s(begin_s, end_s)
+        return self._between(3, begin_s, end_s) - both_s
 
     def _between(self, column: int, begin_s: float, end_s: float) -> float:
         rows = np.array(self._rows)
