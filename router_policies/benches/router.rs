@@ -141,6 +141,7 @@ fn decisions(workers: usize, blocks: usize) -> Value {
                 session_id: Some(format!("s{session}")),
                 prompt: hasher.finish(),
                 max_output_tokens: Some(100),
+                stream: true,
             };
             let (begun, begun_cpu) = (Instant::now(), ThreadTime::now());
             let placed = fleet.decide(&request, &[]).expect("a decision");

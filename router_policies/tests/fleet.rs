@@ -46,6 +46,7 @@ fn request(fleet: &Fleet, tokens: impl IntoIterator<Item = u32>) -> Request {
         session_id: None,
         prompt: prompt(fleet, tokens),
         max_output_tokens: Some(10),
+        stream: true,
     }
 }
 
@@ -348,4 +349,42 @@ proptest! {
         drop(placed);
         prop_assert!(fleet.is_idle());
     }
+}
+
+#[test]
+fn an_unstreamed_prefill_counts_until_its_predicted_end_and_is_given_back_once() {
+    let now_ms = Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let shown = Arc::clone(&now_ms);
+    let fleet = Arc::new(Fleet::with_clock(
+        policy::build("elastic", Value::Null).expect("a policy"),
+        "elastic".to_owned(),
+        EventSink::in_memory(),
+        1,
+        Box::new(move || shown.load(std::sync::atomic::Ordering::Relaxed) as f64 / 1e3),
+    ));
+    fleet.add_worker(spec("w0", "colocated")).expect("a new id");
+    fleet.report_health("w0", true);
+    let unstreamed = |tokens| Request {
+        stream: false,
+        ..request(&fleet, tokens)
+    };
+    let long = fleet.decide(&unstreamed(0..50_000), &[]).expect("placed");
+    let counts = || {
+        let worker = &fleet.snapshot()[0];
+        (
+            worker.prefilling,
+            worker.decoding,
+            worker.pending_prefill_tokens,
+        )
+    };
+    assert_eq!(counts(), (1, 0, 50_000));
+    now_ms.store(60_000, std::sync::atomic::Ordering::Relaxed);
+    let short = fleet
+        .decide(&unstreamed(60_000..60_100), &[])
+        .expect("placed");
+    assert_eq!(counts(), (1, 1, 100));
+    long.finish(Outcome::Ok, Some(200), None);
+    assert_eq!(counts(), (1, 0, 100));
+    drop(short);
+    assert!(fleet.is_idle());
 }

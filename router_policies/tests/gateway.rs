@@ -287,10 +287,13 @@ async fn when_prefill_fails_an_elastic_worker_serves_alone_and_a_decode_worker_g
         let (p, d) = (MockWorker::start().await, MockWorker::start().await);
         p.set_fault(Fault::Status(500));
         d.behaviour.first_token_us.store(300_000, Ordering::SeqCst);
-        let router = Router::start(
-            "pd",
-            vec![worker(&p, "p", "prefill"), worker(&d, "d", role)],
-        )
+        let router = Router::with(Config {
+            policy: "pd".to_owned(),
+            workers: vec![worker(&p, "p", "prefill"), worker(&d, "d", role)],
+            // Serving alone is no retry.
+            retries: 0,
+            ..Config::default()
+        })
         .await;
         let (status, body) = router.post("/generate", generate(true)).await;
         assert_eq!(status, expected, "{body}");

@@ -288,6 +288,7 @@ fn place(fleet: &Arc<Fleet>, client: &Client, output: u64) -> Reservation {
         session_id: Some(client.session.to_string()),
         prompt: hasher.finish(),
         max_output_tokens: Some(output),
+        stream: true,
     };
     fleet.decide(&request, &[]).expect("a decision")
 }

@@ -25,7 +25,9 @@ use parking_lot::Mutex;
 use prefix::estimate::{EstimateTree, strided};
 use prefix::events::{ExactIndex, KvEvent};
 use prefix::hash::{PromptHashes, Unit};
+use reservation::Share;
 use smallvec::SmallVec;
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -46,6 +48,8 @@ pub struct Request {
     pub prompt: PromptHashes,
     /// The request's own limit on output tokens.
     pub max_output_tokens: Option<u64>,
+    /// The answer comes in pieces, the first of which tells when the prefill ended.
+    pub stream: bool,
 }
 
 struct Session {
@@ -64,6 +68,8 @@ pub(crate) struct State {
     sequence: u64,
     next_serial: u64,
     separated_inflight: u32,
+    /// Prefills whose end nothing will tell, by when they are predicted to end (µs) and id.
+    untold: BTreeMap<(u64, u64), Share>,
     mean_output_tokens: f64,
     random: fastrand::Rng,
     facts: Vec<WorkerFacts>,
@@ -109,6 +115,7 @@ impl Fleet {
                 sequence: 0,
                 next_serial: 0,
                 separated_inflight: 0,
+                untold: BTreeMap::new(),
                 mean_output_tokens: 256.0,
                 random: fastrand::Rng::with_seed(seed),
                 facts: Vec::new(),
@@ -377,13 +384,20 @@ impl Fleet {
             .filter(|worker| worker.routable && worker.cached_tokens > 0)
             .map(|worker| (worker.slot, worker.cached_tokens))
             .collect();
-        let share = reservation::Share {
+        let until_token_s = match decision.route {
+            Route::Local { worker } => view.local_prefill_s(&state.facts[worker]),
+            Route::PrefillDecode { prefill, decode } => {
+                view.remote_prefill_s(&state.facts[prefill]) + view.transfer_s(&state.facts[decode])
+            }
+        };
+        let share = Share {
             id: state.sequence,
             route: decision.route,
             input_tokens: facts.input_tokens,
             new_tokens,
             new_pairs: attention_pairs(state.facts[prefilling].cached_tokens, new_tokens),
             delta_tokens: view.new_tokens(&state.facts[answering]),
+            untold_until_us: (!request.stream).then(|| ((now_s + until_token_s) * 1e6) as u64),
         };
         state.reserve(&share, now_s);
         for slot in [prefilling, answering] {
@@ -515,6 +529,7 @@ impl State {
     }
 
     fn fill_facts(&mut self, exclude: &[String], now_s: f64) {
+        self.end_untold(now_s);
         self.facts.clear();
         for (slot, worker) in self.workers.iter().enumerate() {
             self.facts.push(match worker {

@@ -30,6 +30,8 @@ pub(super) struct Share {
     pub new_pairs: f64,
     /// On the worker that answers: where separated, the KV it must be sent.
     pub delta_tokens: u64,
+    /// Where the answer does not come in pieces: when its prefill is taken to have ended.
+    pub untold_until_us: Option<u64>,
 }
 
 /// What an engine reported about a request.
@@ -49,6 +51,9 @@ impl State {
                 worker.load.ongoing_tokens += share.input_tokens;
             }
         }
+        if let Some(until_us) = share.untold_until_us {
+            self.untold.insert((until_us, share.id), *share);
+        }
         if let Some(worker) = self.worker_mut(share.route.prefilling()) {
             worker.load.prefilling += 1;
             worker.load.pending_prefill_tokens += share.new_tokens;
@@ -62,9 +67,31 @@ impl State {
         }
     }
 
-    /// The prefill is over: on another worker, that worker is free again; locally, it decodes now.
-    /// If its first token came, the rates learn from the time that it took.
+    /// Ends the prefills that should be over by now, though nothing said so.
+    pub(super) fn end_untold(&mut self, now_s: f64) {
+        while let Some(entry) = self.untold.first_entry() {
+            let until_s = entry.key().0 as f64 / 1e6;
+            if until_s > now_s {
+                return;
+            }
+            let share = entry.remove();
+            self.leave_prefill(&share, until_s, false);
+        }
+    }
+
+    /// The prefill is over, unless it was taken to be so before.
     fn end_prefill(&mut self, share: &Share, now_s: f64, has_token: bool) {
+        let is_over = share
+            .untold_until_us
+            .is_some_and(|until_us| self.untold.remove(&(until_us, share.id)).is_none());
+        if !is_over {
+            self.leave_prefill(share, now_s, has_token);
+        }
+    }
+
+    /// On another worker, that worker is free again; locally, it decodes now. If its first token
+    /// came, the rates learn from the time that it took.
+    fn leave_prefill(&mut self, share: &Share, now_s: f64, has_token: bool) {
         let slot = share.route.prefilling();
         let transfer_s = match share.route {
             Route::Local { .. } => 0.0,

@@ -77,6 +77,7 @@ pub(super) async fn handle(
             .or_else(|| scanned.user.clone()),
         prompt: PromptHashes::clone(&scanned.prompt),
         max_output_tokens: scanned.max_output_tokens,
+        stream: scanned.stream,
     };
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
     let permit = match gateway.admission.enter(patience).await {
@@ -172,10 +173,16 @@ impl Exchange<'_> {
         let mut exclude: Vec<String> = Vec::new();
         let mut last: Option<(StatusCode, String)> = None;
         let mut local_on: Option<String> = None;
-        for _ in 0..=self.gateway.config.retries {
+        let mut attempts = 0;
+        loop {
             let placed = match local_on.take() {
+                // No retry: the decode worker has not failed.
                 Some(worker) => self.place_locally(&worker, &exclude),
-                None => self.gateway.fleet.decide(&self.placement, &exclude),
+                None if attempts > self.gateway.config.retries => break,
+                None => {
+                    attempts += 1;
+                    self.gateway.fleet.decide(&self.placement, &exclude)
+                }
             };
             let reservation = match placed {
                 Ok(reservation) => reservation,
