@@ -1,7 +1,8 @@
-"""One line a KV transfer: the bytes that NIXL was asked to move, and those the decode cache saved.
+"""One line a KV transfer: the bytes that were to be moved, and those that the decode cache saved.
 
-Written by the prefill worker, which knows both: the pages it hands to NIXL, and the prefix that the
-decode worker said it already holds (``decode_prefix_len``, SGLang pull request 19746).
+Written by the prefill worker, which knows both: the pages it hands to NIXL or Mooncake, and the
+prefix that the decode worker said it already holds (``decode_prefix_len``, SGLang pull request
+19746).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from sglang_ext.guards import Hook
 from sglang_ext.telemetry import metrics
 from sglang_ext.telemetry.sink import emit, harmless
 
-_KV_MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
+_NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
+_MOONCAKE = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager"
 
 
 @dataclass
@@ -39,9 +41,19 @@ def _note_chunk(
     dst_mem_kind: str = "VRAM",
 ) -> None:
     """Counts a chunk; `prefill_kv_indices` are its page indices, `notif` starts with the room."""
-    room = int(notif.split("_", 1)[0])
+    _count(int(notif.split("_", 1)[0]), len(prefill_kv_indices))
+
+
+@harmless
+def _note_request(manager: Any, bootstrap_room: int, kv_indices: Any, *_: Any, **__: Any) -> None:
+    """Counts a chunk on its way to Mooncake's threads, whose own calls do not name the room."""
+    if len(kv_indices) > 0:
+        _count(bootstrap_room, len(kv_indices))
+
+
+def _count(room: int, pages: int) -> None:
     transfer = _open_transfers.setdefault(room, _Transfer(start_unix_s=time.time()))
-    transfer.pages += len(prefill_kv_indices)
+    transfer.pages += pages
     transfer.chunks += 1
 
 
@@ -70,7 +82,7 @@ def _note_end(manager: Any, bootstrap_room: int, status: Any) -> None:
     emit(
         "kv_transfer",
         {
-            "backend": "nixl",
+            "backend": "mooncake" if "mooncake" in type(manager).__module__ else "nixl",
             "room": bootstrap_room,
             "ok": ok,
             "tokens": pages * page_size,
@@ -88,16 +100,26 @@ def _note_end(manager: Any, bootstrap_room: int, status: Any) -> None:
 
 HOOKS = (
     Hook(
-        target=f"{_KV_MANAGER}.send_kvcache",
+        target=f"{_NIXL}.send_kvcache",
         kind="before",
         function=_note_chunk,
         signature="(self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, "
         "notif, dst_mem_kind='VRAM')",
     ),
     Hook(
-        target=f"{_KV_MANAGER}.update_status",
+        target=f"{_MOONCAKE}.add_transfer_request",
         kind="before",
-        function=_note_end,
-        signature="(self, bootstrap_room, status)",
+        function=_note_request,
+        signature="(self, bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index=None, "
+        "state_indices=None, num_kv_tokens=None, trace_ctx=None)",
+    ),
+    *(
+        Hook(
+            target=f"{manager}.update_status",
+            kind="before",
+            function=_note_end,
+            signature="(self, bootstrap_room, status)",
+        )
+        for manager in (_NIXL, _MOONCAKE)
     ),
 )

@@ -358,6 +358,8 @@ class Workers:
                     *("--disaggregation-bootstrap-port", str(bootstrap_port)),
                     *separated,
                 ),
+                DELTASERVE_SGLANG="cpu,telemetry",
+                DELTASERVE_TELEMETRY_DIR=str(self.folder / key / "steps"),
                 **{name: value for name, value in variables.items() if name == "TRITON_INTERPRET"},
             ),
             self.bring_up(
@@ -633,4 +635,13 @@ async def test_mooncake_over_tcp(workers: Workers) -> None:
         state = await fleet.check_accounts()
     assert not sessions.wrong, sessions.wrong[:5]
     assert state["counts"]["fallback_prefill_unreachable"] > 0
+    transfers = [
+        event
+        for path in (workers.folder / "mooncake" / "steps").glob("*.jsonl")
+        for event in map(json.loads, path.read_text().splitlines())
+        if event["event"] == "kv_transfer" and event["ok"]
+    ]
+    assert {event["backend"] for event in transfers} == {"mooncake"}
+    assert sum(event["bytes"] for event in transfers) > 0
+    assert sum(event["saved_bytes"] for event in transfers) > 0
     print(dict(sessions.seen), state["counts"], file=sys.stderr)
