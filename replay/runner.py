@@ -50,10 +50,11 @@ from replay.trace import digest, read_trace
 _REPORT_S = 0.5
 _START_DELAY_S = 0.5
 _GUESSED_VOCAB_SIZE = 32_000
-# What sending a request and receiving a token take of a core, rounded up from `replay.bench`; from
-# a third of a core on, requests begin to wait for each other.
-_REQUEST_CPU_S = 0.5e-3
-_TOKEN_CPU_S = 15e-6
+# About what sending a request, each token of its prompt, and receiving a token take of a core
+# (`replay.bench`); from a third of a core on, requests begin to wait for each other.
+_REQUEST_CPU_S = 0.4e-3
+_INPUT_TOKEN_CPU_S = 6e-9
+_OUTPUT_TOKEN_CPU_S = 15e-6
 _BUSY_SHARE = 0.33
 _BUSIEST_S = 10.0
 _STREAMS_A_PROCESS = 500
@@ -215,7 +216,11 @@ def default_processes(requests: PlannedRequests, options: RunOptions, cores: int
     if options.mode == "closed":
         needed = options.max_inflight_sessions / _STREAMS_A_PROCESS
     else:
-        busy_s = _REQUEST_CPU_S + np.array(requests.output_length) * _TOKEN_CPU_S
+        busy_s = (
+            _REQUEST_CPU_S
+            + _INPUT_TOKEN_CPU_S * np.array(requests.input_length)
+            + _OUTPUT_TOKEN_CPU_S * np.array(requests.output_length)
+        )
         at_s = np.array(requests.trace_s) / options.time_scale
         spans = ((at_s - at_s[0]) / _BUSIEST_S).astype(np.int64)
         needed = np.bincount(spans, weights=busy_s).max() / _BUSIEST_S / _BUSY_SHARE
