@@ -29,7 +29,7 @@ class _RouteGroup(TyperGroup):
 route_app = typer.Typer(cls=_RouteGroup, add_completion=False, rich_markup_mode=None)
 policy_app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
-_WORKER_FIELDS: dict[str, type[str] | type[int]] = {
+_WORKER_FIELDS: dict[str, type[str] | type[int] | type[float]] = {
     "role": str,
     "engine": str,
     "id": str,
@@ -40,6 +40,8 @@ _WORKER_FIELDS: dict[str, type[str] | type[int]] = {
     "kv_connector": str,
     "kv_events": str,
     "kv_events_replay": str,
+    "prefill_tokens_per_s": float,
+    "paced_prefill_tokens_per_s": float,
 }
 
 

@@ -62,7 +62,9 @@ pub const INFO: Info = Info {
         },
     ],
     source: "this project",
-    measured: "see the project's reports",
+    measured: "4 × H200, 1 prefill and 3 elastic workers, 24 sessions in a closed loop, before queues, \
+               pacing and attention were predicted apart: realised/predicted first token p90 1.79 \
+               local, 3.62 separated; since then simulated only",
     build: |params| Ok(Box::new(parse_params::<Elastic>(params)?)),
 };
 
