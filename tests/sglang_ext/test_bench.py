@@ -197,9 +197,9 @@ async def test_tax_is_the_ratio_to_the_reference_at_the_same_load(tmp_path: Path
         await tax.measure(client, arms, arms[0], Prompts(90, 1), shape, sink, silent)
     rows = {row["arm"]: row for row in tax.summary(read(tmp_path))}
     found = rows["slow"]["tpot_p90"]
-    assert found["low"] > 1.5
+    assert found["low"] > 1.2
     assert found["low"] <= found["value"] <= found["high"]
-    assert rows["slow"]["throughput"]["value"] < 0.8
+    assert rows["slow"]["throughput"]["value"] < 0.9
     assert rows["slow"]["requests"] == 4 * 2 * 2
     assert rows["fast"]["rounds"] == 1
     # Both arms got the same prompts.

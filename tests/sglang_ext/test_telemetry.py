@@ -227,6 +227,20 @@ def test_a_full_hit_moves_nothing_and_is_still_recorded(
     assert (line["bytes"], line["saved_bytes"]) == (0, 10 * 2048)
 
 
+def test_mooncakes_transfers_are_counted_by_their_requests(
+    telemetry: Telemetry, kv_poll: SimpleNamespace
+) -> None:
+    class MooncakeKVManager(SimpleNamespace):
+        __module__ = "sglang.srt.disaggregation.mooncake.conn"
+
+    sender = MooncakeKVManager(**vars(manager()))
+    telemetry.transfers._note_request(sender, 9, [1, 2, 3], slice(0, 3), False)
+    telemetry.transfers._note_request(sender, 9, [], slice(3, 3), True, aux_index=1)
+    telemetry.transfers._note_end(sender, 9, kv_poll.Success)
+    (line,) = telemetry.lines("kv_transfer")
+    assert (line["backend"], line["bytes"], line["chunks"]) == ("mooncake", 3 * 2048, 1)
+
+
 def test_a_failed_transfer_is_recorded_once(telemetry: Telemetry, kv_poll: SimpleNamespace) -> None:
     sender = manager()
     telemetry.transfers._note_chunk(sender, "peer", [1], [], [], 0, "9_kv_0_0_0")
