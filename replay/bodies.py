@@ -131,9 +131,9 @@ class BodiesOnDemand:
 class BodiesAhead:
     """Bodies made by a process beside this one, the one that is due first before others.
 
-    A large body comes as a file in memory, whose pages the kernel copies to the server's socket:
-    this process never touches its bytes. To be made before the event loop runs, for it forks;
-    `open` and all that follows belong inside the loop.
+    A large body comes as a file in memory, from whose pages the kernel copies to the server's
+    socket. To be made before the event loop runs, for it forks; `open` and all that follows belong
+    inside the loop.
     """
 
     def __init__(self, options: BodyOptions, requests: PlannedRequests) -> None:

@@ -114,8 +114,8 @@ class _IdLists:
 
 
 class PlannedRequests(Sequence[Planned]):
-    """The requests of a plan in the trace's order, made one by one from columns: some 200 bytes a
-    request, which processes forked from this one share."""
+    """The requests of a plan in the trace's order, made one by one from columns: a few hundred
+    bytes a request, which processes forked from this one share."""
 
     def __init__(self) -> None:
         self.trace_s = array("d")
