@@ -606,11 +606,11 @@ async fn added_latency(arms: [&Arm; 2], body: &Bytes, what: &str, rate_rps: u64)
         let (arm, round) = (i as usize % 2, i as usize / 2);
         let connection = Arc::clone(&pools[arm][round % POOL]);
         let body = body.clone();
-        let due = match rate_rps {
-            0 => Instant::now(),
-            _ => begun + period * i as u32,
-        };
-        tokio::time::sleep_until(due.into()).await;
+        if rate_rps > 0 {
+            tokio::time::sleep_until((begun + period * i as u32).into()).await;
+        }
+        // The timer's own millisecond is nobody's latency.
+        let due = Instant::now();
         let request = tokio::spawn(async move {
             let mut connection = connection.lock().await;
             let queued_s = due.elapsed().as_secs_f64();

@@ -397,7 +397,7 @@ impl Fleet {
             new_tokens,
             new_pairs: attention_pairs(state.facts[prefilling].cached_tokens, new_tokens),
             delta_tokens: view.new_tokens(&state.facts[answering]),
-            untold_until_us: (!request.stream).then(|| ((now_s + until_token_s) * 1e6) as u64),
+            untold_until_us: (!request.stream).then_some(((now_s + until_token_s) * 1e6) as u64),
         };
         state.reserve(&share, now_s);
         for slot in [prefilling, answering] {
