@@ -483,6 +483,8 @@ async def test_any_path_gives_the_tokens_of_a_colocated_worker(workers: Workers)
 
         dying = asyncio.create_task(deaths())
         await sessions.run(SESSIONS)
+        while not dying.done():  # the second death, too, is to hit transfers
+            await sessions.run(8)
         await dying
         await sessions.check_that_a_deadline_ends_what_cannot_be_in_time()
         prompt = sessions.tokens(2000)
@@ -628,8 +630,9 @@ async def test_mooncake_over_tcp(workers: Workers) -> None:
         "mooncake", (), ("--disable-overlap-schedule",), backend="mooncake_tcp"
     ) as fleet:
         sessions = Sessions(fleet, random.Random(SEED + 3), longest_tokens=1800)
-        running = asyncio.create_task(sessions.run(max(8, SESSIONS // 5)))
-        await asyncio.sleep(8)
+        running = asyncio.create_task(sessions.run(max(16, SESSIONS // 5)))
+        while sessions.seen["separated"] < 12 and not running.done():
+            await asyncio.sleep(0.05)
         fleet.prefill.kill()
         await running
         state = await fleet.check_accounts()

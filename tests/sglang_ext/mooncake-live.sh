@@ -26,4 +26,4 @@ if ! "$environment/bin/python" -c "import mooncake.engine" 2>/dev/null; then
   .venv/bin/uv pip install --quiet --python "$environment/bin/python" --no-deps "$mooncake"
 fi
 DELTASERVE_LIVE_ENGINE=$environment/bin/python \
-  exec .venv/bin/python -m pytest -q -m live -k mooncake tests/live/test_elastic_live.py
+  exec .venv/bin/python -m pytest -q -s -m live -k mooncake tests/live/test_elastic_live.py
