@@ -11,13 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from replay.bodies import Bodies, BodiesOnDemand, BodyOptions
-from replay.discovery import find_engine
 from replay.engines import PATHS, Answer, Parser, StreamError, parser_for
 from replay.http import Head, ProtocolError, Server
 from replay.plan import Planned
 from replay.results import ErrorInfo, ErrorKind, Result
-
-__all__ = ["Client", "ClientOptions", "find_engine"]
 
 _ERROR_TEXT_BYTES = 2000
 

@@ -21,7 +21,8 @@ import launch
 from deltaserve.errors import InputError
 from eval import provenance
 from launch.models import is_shape, shape_config
-from replay.client import Client, ClientOptions, find_engine
+from replay.client import Client, ClientOptions
+from replay.discovery import find_engine
 from replay.plan import Planned
 from replay.results import Result
 

@@ -18,6 +18,7 @@ LOAD_GAUGES = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token
 FAILURES = (
     "Failed to load plugin deltaserve",
     "Failed to execute general plugin: deltaserve",
+    "Failed to apply hooks to",
 )
 
 

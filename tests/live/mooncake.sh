@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the live test of the elastic worker over Mooncake's TCP transport, without a GPU or RDMA device:
-#   tests/sglang_ext/mooncake-live.sh [folder of the environment]
+#   tests/live/mooncake.sh [folder of the environment]
 # Makes an environment of the pinned SGLang with Mooncake in it (beside the one that `deltaserve launch
 # install sglang` makes, which has none), once. Mooncake's library links RDMA's even when it uses TCP:
 # those are the system's, and installing them needs root.
