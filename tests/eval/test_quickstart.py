@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-QUICKSTART = Path(__file__).parents[2] / "docs" / "quickstart.md"
+from tests.quickstart import blocks, copied, run
+
 # What sets up the environment, or needs an engine; tests/live runs those.
 NOT_HERE = re.compile(
     r"make |source |curl |  -d |deltaserve launch |deltaserve eval report"
     r"|deltaserve eval run (?!.*--plan)"
 )
-
-
-def blocks() -> list[str]:
-    return re.findall(r"^```bash\n(.*?)^```", QUICKSTART.read_text(), re.S | re.M)
-
-
-def run(script: str, folder: Path) -> str:
-    """What `script` prints, with this Python's commands first on the path."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=folder,
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def commands(block: str) -> str:
@@ -54,12 +34,6 @@ def test_a_mistake_in_the_policy_is_said_before_anything_starts(tmp_path: Path) 
     policy = next(block for block in blocks() if "class LeastWork" in block)
     plan = next(block for block in blocks() if "--plan" in block)
     wrong = commands(policy).replace("class LeastWork", "class LeastWrok") + "\n" + commands(plan)
-    done = subprocess.run(
-        ["bash", "-c", wrong],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
+    done = copied(wrong, tmp_path)
     assert done.returncode == 2
     assert "router.policy: mine:LeastWork: AttributeError" in done.stderr.splitlines()[-1]

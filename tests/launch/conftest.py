@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from launch.topology import Topology, load_topology
@@ -50,15 +49,3 @@ def fakes(fake_python: Path) -> Fakes:
         )
 
     return make
-
-
-def sleeping_in(folder: Path) -> list[psutil.Process]:
-    """Live processes whose working folder is `folder`, as a fleet's is its run folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(folder):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found

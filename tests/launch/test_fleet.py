@@ -20,8 +20,9 @@ import pytest
 from deltaserve.errors import InputError
 from launch import FleetError, control, fleet, guard, planning, supervised
 from launch.ports import free_base, reserved, worker_ports
+from tests.processes import working_in
 
-from .conftest import Fakes, sleeping_in
+from .conftest import Fakes
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -52,7 +53,7 @@ def test_workers_come_up_and_all_is_gone_afterwards(fakes: Fakes, tmp_path: Path
         assert running.timings["ready_s.colocated-1"] > 0
         assert json.loads((run_dir / "fleet.json").read_text())["state"] == "ready"
         running.check()
-    assert sleeping_in(run_dir) == []
+    assert working_in(run_dir) == []
     assert not any(is_open(url) for url in urls)
     assert json.loads((run_dir / "fleet.json").read_text())["state"] == "stopped"
     assert any("colocated-1: ready" in line for line in told)
@@ -81,7 +82,7 @@ def test_a_worker_that_dies_at_start_is_noticed_at_once_with_its_last_words(
         pass
     assert str(error.value).endswith("the reason it died")
     assert time.monotonic() - began_s < 20
-    assert sleeping_in(tmp_path / "run") == []
+    assert working_in(tmp_path / "run") == []
     assert json.loads((tmp_path / "run" / "fleet.json").read_text())["state"] == "failed"
 
 
@@ -92,7 +93,7 @@ def test_a_worker_that_never_answers_is_given_up(fakes: Fakes, tmp_path: Path) -
         fleet(topology, tmp_path / "run"),
     ):
         pass
-    assert sleeping_in(tmp_path / "run") == []
+    assert working_in(tmp_path / "run") == []
 
 
 def test_an_engine_that_goes_on_without_our_plugin_is_refused(fakes: Fakes, tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_worker_that_ignores_sigterm_is_killed(
     monkeypatch.setattr(supervised, "GRACE_S", 0.5)
     with fleet(fakes("ignore-sigterm"), tmp_path / "run"):
         pass
-    assert sleeping_in(tmp_path / "run") == []
+    assert working_in(tmp_path / "run") == []
 
 
 def test_a_worker_that_dies_later_is_reported_by_check(fakes: Fakes, tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_worker_that_dies_later_is_reported_by_check(fakes: Fakes, tmp_path: P
         below = psutil.Process(running.workers[0].pid).children()
         (engine,) = [process for process in below if "--port" in process.cmdline()]
         engine.kill()
-        wait_until(lambda: sleeping_in(tmp_path / "run") == [])
+        wait_until(lambda: working_in(tmp_path / "run") == [])
         with pytest.raises(FleetError, match=r"colocated-0 died \(signal 9\)"):
             running.check()
 
@@ -125,7 +126,7 @@ def test_a_worker_that_dies_later_is_reported_by_check(fakes: Fakes, tmp_path: P
 def test_a_killed_guardian_leaves_nothing_after_stop(fakes: Fakes, tmp_path: Path) -> None:
     with fleet(fakes("grandchildren"), tmp_path / "run") as running:
         os.kill(running.workers[0].pid, signal.SIGKILL)
-    assert sleeping_in(tmp_path / "run") == []
+    assert working_in(tmp_path / "run") == []
 
 
 def test_a_port_in_use_is_named_with_its_owner_before_anything_starts(
@@ -138,7 +139,7 @@ def test_a_port_in_use_is_named_with_its_owner_before_anything_starts(
             pass
     said = str(error.value)
     assert re.search(rf"port {port} \(colocated-0 http\) is in use by pid {os.getpid()} \(", said)
-    assert sleeping_in(tmp_path / "run") == []
+    assert working_in(tmp_path / "run") == []
 
 
 def test_a_stranger_that_answers_on_a_workers_port_is_not_taken_for_it(
@@ -237,10 +238,10 @@ def supervisor(fakes: Fakes, tmp_path: Path, *behaviours: str) -> subprocess.Pop
 
 def test_kill_9_of_the_supervisor_leaves_no_process(fakes: Fakes, tmp_path: Path) -> None:
     process = supervisor(fakes, tmp_path, "serve", "grandchildren")
-    assert len(sleeping_in(tmp_path / "run")) >= 6
+    assert len(working_in(tmp_path / "run")) >= 6
     process.kill()
     process.communicate()
-    wait_until(lambda: sleeping_in(tmp_path / "run") == [])
+    wait_until(lambda: working_in(tmp_path / "run") == [])
     now = control.status(tmp_path / "run")
     assert (now.state, now.alive) == ("dead", False)
     assert [p.state for p in now.processes] == ["dead", "dead"]
@@ -254,7 +255,7 @@ def test_down_ends_a_fleet_that_another_process_holds(fakes: Fakes, tmp_path: Pa
     assert all(p.rss_bytes > 0 for p in before.processes)
     assert control.down(tmp_path / "run") == 2
     process.communicate(timeout=20)
-    assert sleeping_in(tmp_path / "run") == []
+    assert working_in(tmp_path / "run") == []
     assert not any(is_open(p.url) for p in before.processes)
 
 
@@ -268,7 +269,7 @@ def test_down_ends_what_is_left_when_supervisor_and_guardians_were_killed(
     process.kill()
     process.communicate()
     control.down(tmp_path / "run")
-    wait_until(lambda: sleeping_in(tmp_path / "run") == [])
+    wait_until(lambda: working_in(tmp_path / "run") == [])
 
 
 def test_down_spares_a_process_that_has_come_by_a_recorded_pid(

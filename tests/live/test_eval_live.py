@@ -4,7 +4,6 @@ quickstart as a newcomer copies it."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.ports import free_base
+from tests.quickstart import blocks, run
 
 EXPERIMENT = """
 name = "short"
@@ -81,7 +81,6 @@ def test_an_experiment_runs_on_real_engines_and_its_report_shows_kv_saved(tmp_pa
     assert "3 of 3 runs are complete already" in again.stderr
 
 
-QUICKSTART = Path(__file__).parents[2] / "docs" / "quickstart.md"
 SMALL = " ".join(
     f"--set {setting}"
     for setting in (
@@ -96,23 +95,16 @@ SMALL = " ".join(
 @pytest.mark.timeout(900)
 def test_the_quickstart_leads_to_a_report_of_ones_own_policy(tmp_path: Path) -> None:
     port = free_base(2)
-    install, *blocks = re.findall(r"^```bash\n(.*?)^```", QUICKSTART.read_text(), re.S | re.M)
+    install, *rest = blocks()
     assert "make setup" in install
-    script = "".join(blocks)
+    script = "".join(rest)
     # As written, but for the size of the experiment and ports that somebody else may have.
     script = script.replace("localhost:30000", f"localhost:{port}")
     script = script.replace("up laptop-sglang", f"up laptop-sglang --set base_port={port}")
     script = script.replace("eval run policy", f"eval run policy {SMALL}")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
+    asked, decision = (
+        json.loads(line) for line in run(script, tmp_path).splitlines() if line[:1] == "{"
     )
-    assert done.returncode == 0, done.stderr
-    asked, decision = (json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{")
     assert len(asked["output_ids"]) == 8
     assert decision["decisions"][0]["policy"] == "mine:LeastWork"
     markdown = (tmp_path / "out" / "mine" / "report.md").read_text()

@@ -27,6 +27,7 @@ from tests.live.conftest import (
     generate_separated,
     processes_of,
 )
+from tests.processes import working_in
 
 FAKE_ENGINE = Path(__file__).parent.parent / "launch" / "fake_engine.py"
 
@@ -197,18 +198,6 @@ def ray_cluster() -> Iterator[str]:
                 if process.is_running():
                     process.kill()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def working_in(folder: Path) -> list[psutil.Process]:
-    """Live processes whose working folder is `folder`: all of a fleet, wherever it was placed."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(folder):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
 
 
 def check_for(seconds: float, running: Fleet) -> None:
