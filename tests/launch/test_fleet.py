@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,16 +19,9 @@ import pytest
 from deltaserve.errors import InputError
 from launch import FleetError, control, fleet, guard, planning, supervised
 from launch.ports import free_base, reserved, worker_ports
-from tests.processes import working_in
+from tests.processes import wait_until, working_in
 
 from .conftest import Fakes
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def port_of(url: str) -> int:

@@ -16,6 +16,7 @@ from launch import control, fleet
 from launch.engines import Engine
 from launch.planning import Plan, layout, plan, router_config
 from launch.topology import Topology, load_topology
+from tests.processes import wait_until
 
 from .conftest import Fakes
 
@@ -101,15 +102,18 @@ def test_a_stock_router_that_is_missing_is_answered_with_the_command_that_instal
 
 def test_processes_are_sampled_while_they_run(fakes: Fakes, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
+
+    def rows(name: str) -> list[dict[str, str]]:
+        if not (run_dir / name).exists():
+            return []
+        with (run_dir / name).open() as file:
+            return list(csv.DictReader(file))
+
     with fleet(fakes("serve", "serve", overrides=("sample_interval_s=0.05",)), run_dir):
-        while len((run_dir / "processes.csv").read_text().splitlines()) < 7:
-            pass
-    with (run_dir / "processes.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {row["id"] for row in rows} == {"colocated-0", "colocated-1"}
-    assert all(int(row["rss_bytes"]) > 2**20 and int(row["processes"]) == 1 for row in rows)
-    with (run_dir / "engines.csv").open() as file:
-        loads = list(csv.DictReader(file))
+        wait_until(lambda: min(len(rows("processes.csv")), len(rows("engines.csv"))) >= 6)
+    processes, loads = rows("processes.csv"), rows("engines.csv")
+    assert {row["id"] for row in processes} == {"colocated-0", "colocated-1"}
+    assert all(int(row["rss_bytes"]) > 2**20 and int(row["processes"]) == 1 for row in processes)
     assert {row["id"] for row in loads} == {"colocated-0", "colocated-1"}
     told = ("running", "queued", "kv_used_share")
     assert {tuple(row[name] for name in told) for row in loads} >= {("3.0", "2.0", "")}
