@@ -37,6 +37,7 @@ fn random_fault(random: &mut fastrand::Rng) -> Fault {
         6 => Fault::StallAfter(random.usize(0..4)),
         7 => Fault::Stall,
         8 => Fault::Abort,
+        9 => Fault::Refuse(400),
         _ => Fault::None,
     }
 }
@@ -117,7 +118,9 @@ async fn one_request(url: String, seed: u64, ends: Arc<Ends>) {
         }
         Ok((_, text)) => {
             let error: Value = serde_json::from_slice(&text).expect("errors are JSON");
-            assert!(error["error"]["message"].is_string());
+            // SGLang's OpenAI routes have no object around it.
+            let message = error["error"].get("message").or(error.get("message"));
+            assert!(message.is_some_and(Value::is_string), "{error}");
             &ends.refused
         }
     };

@@ -279,13 +279,19 @@ async fn after_the_first_token_a_broken_stream_ends_with_an_error_event() {
 }
 
 #[tokio::test]
-async fn when_prefill_fails_an_elastic_worker_serves_alone_and_a_decode_worker_gives_502() {
-    for (role, expected) in [
-        ("elastic", StatusCode::OK),
-        ("decode", StatusCode::BAD_GATEWAY),
+async fn when_prefill_fails_an_elastic_worker_serves_alone_and_a_decode_worker_cannot() {
+    for (fault, role, expected) in [
+        (Fault::Status(500), "elastic", StatusCode::OK),
+        (Fault::CloseAtOnce, "elastic", StatusCode::OK),
+        (
+            Fault::Status(500),
+            "decode",
+            StatusCode::INTERNAL_SERVER_ERROR,
+        ),
+        (Fault::CloseAtOnce, "decode", StatusCode::BAD_GATEWAY),
     ] {
         let (p, d) = (MockWorker::start().await, MockWorker::start().await);
-        p.set_fault(Fault::Status(500));
+        p.set_fault(fault);
         d.behaviour.first_token_us.store(300_000, Ordering::SeqCst);
         let router = Router::with(Config {
             policy: "pd".to_owned(),
@@ -303,10 +309,124 @@ async fn when_prefill_fails_an_elastic_worker_serves_alone_and_a_decode_worker_g
             let decisions: Value =
                 serde_json::from_str(&router.get("/decisions").await.1).expect("JSON");
             assert_eq!(decisions["decisions"][0]["reason"], "prefill_failed");
-        } else {
+        } else if expected == StatusCode::BAD_GATEWAY {
             assert!(body.contains("prefill worker p"), "{body}");
+        } else {
+            assert!(body.contains("told to fail"), "{body}");
         }
         router.idle().await;
+    }
+}
+
+/// Status, `x-deltaserve-worker` and body.
+async fn refused(router: &Router, body: Value) -> (u16, String, String) {
+    let response = router
+        .send("/v1/completions", &[], body.to_string().into_bytes())
+        .await;
+    let status = response.status().as_u16();
+    let worker = response.headers()["x-deltaserve-worker"].to_str();
+    let worker = worker.expect("an id").to_owned();
+    (status, worker, text(response).await)
+}
+
+#[tokio::test]
+async fn what_a_worker_says_against_a_request_reaches_the_client_and_is_not_tried_again() {
+    for stream in [false, true] {
+        let mocks = [MockWorker::start().await, MockWorker::start().await];
+        for mock in &mocks {
+            mock.set_fault(Fault::Refuse(400));
+        }
+        let workers = mocks
+            .iter()
+            .enumerate()
+            .map(|(i, m)| worker(m, &format!("w{i}"), "colocated"));
+        let router = Router::start("round_robin", workers.collect()).await;
+        let sent = 20;
+        for _ in 0..sent {
+            let body = json!({"prompt": "hello", "stream": stream});
+            let (status, _, body) = refused(&router, body).await;
+            let expected = if stream {
+                (200, mock::refusal_stream(400))
+            } else {
+                (400, mock::refusal(400))
+            };
+            assert_eq!((status, body), expected);
+        }
+        router.idle().await;
+        let asked = mocks
+            .iter()
+            .map(|m| m.behaviour.refused.load(Ordering::SeqCst));
+        assert_eq!(asked.sum::<usize>(), sent);
+        assert!(router.fleet.snapshot().iter().all(|w| !w.circuit_open));
+        let (_, metrics) = router.get("/metrics").await;
+        let line = format!("deltaserve_requests_total{{outcome=\"rejected\"}} {sent}");
+        assert!(metrics.contains(&line), "{metrics}");
+    }
+}
+
+#[tokio::test]
+async fn what_the_last_worker_answered_reaches_the_client_when_all_have_failed() {
+    for stream in [false, true] {
+        let mocks = [MockWorker::start().await, MockWorker::start().await];
+        for mock in &mocks {
+            mock.set_fault(Fault::Refuse(500));
+        }
+        let workers = vec![
+            worker(&mocks[0], "w0", "colocated"),
+            worker(&mocks[1], "w1", "colocated"),
+        ];
+        let router = Router::start("round_robin", workers).await;
+        let body = json!({"prompt": [1, 2], "stream": stream});
+        let (status, _, body) = refused(&router, body).await;
+        let expected = if stream {
+            (200, mock::refusal_stream(500))
+        } else {
+            (500, mock::refusal(500))
+        };
+        assert_eq!((status, body), expected);
+        for mock in &mocks {
+            assert_eq!(mock.behaviour.refused.load(Ordering::SeqCst), 1);
+        }
+        router.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn what_a_prefill_worker_says_against_a_request_reaches_the_client() {
+    for (engine, role) in [
+        ("sglang", "elastic"),
+        ("sglang", "decode"),
+        ("vllm", "decode"),
+    ] {
+        for stream in [false, true] {
+            let (p, d) = (MockWorker::start().await, MockWorker::start().await);
+            p.set_fault(Fault::Refuse(400));
+            d.set_fault(Fault::Stall);
+            let workers = match engine {
+                "vllm" => vec![
+                    vllm(&p, "p", "prefill", "nixl"),
+                    vllm(&d, "d", role, "nixl"),
+                ],
+                _ => vec![worker(&p, "p", "prefill"), worker(&d, "d", role)],
+            };
+            let router = Router::start("pd", workers).await;
+            let sent = 8;
+            for _ in 0..sent {
+                let body = json!({"prompt": "hello", "stream": stream});
+                let (status, worker, body) = refused(&router, body).await;
+                // vLLM's prefill is never asked for a stream.
+                let expected = if stream && engine == "sglang" {
+                    (200, mock::refusal_stream(400))
+                } else {
+                    (400, mock::refusal(400))
+                };
+                assert_eq!((status, body), expected, "{engine} {role}");
+                assert_eq!(worker, "p");
+            }
+            router.idle().await;
+            assert_eq!(p.behaviour.refused.load(Ordering::SeqCst), sent);
+            assert!(router.fleet.snapshot().iter().all(|w| !w.circuit_open));
+        }
     }
 }
 
@@ -452,6 +572,10 @@ async fn workers_come_and_go_while_it_runs() {
         metrics.contains("deltaserve_requests_total{outcome=\"ok\"} 1"),
         "{metrics}"
     );
+    assert!(
+        metrics.contains("deltaserve_cached_tokens_total{"),
+        "{metrics}"
+    );
 }
 
 #[tokio::test]
@@ -514,6 +638,10 @@ async fn the_decision_log_has_one_decision_and_one_finish_a_request() {
         (&json!("finish"), &json!("ok"), &json!(200))
     );
     assert_eq!(finish["output_chunks"], 4);
+    assert_eq!(
+        (&finish["prompt_tokens"], &finish["cached_tokens"]),
+        (&json!(100), &json!(10))
+    );
     assert_eq!(finish["decision_id"], decision["decision_id"]);
     std::fs::remove_dir_all(&folder).expect("removed");
 }
@@ -565,6 +693,12 @@ async fn vllm_with_nixl_prefills_first_and_passes_the_blocks_on() {
         json!({"do_remote_prefill": true, "remote_block_ids": [4]})
     );
     router.idle().await;
+    // What it was sent would count as cached.
+    let (_, metrics) = router.get("/metrics").await;
+    assert!(
+        !metrics.contains("deltaserve_cached_tokens_total{"),
+        "{metrics}"
+    );
 }
 
 #[tokio::test]
@@ -596,8 +730,8 @@ async fn when_vllms_prefill_fails_the_client_is_told() {
     ];
     let router = Router::start("pd", workers).await;
     let (status, text) = router.post("/v1/completions", json!({"prompt": [1]})).await;
-    assert_eq!(status, StatusCode::BAD_GATEWAY);
-    assert!(text.contains("prefill worker p"), "{text}");
+    assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
+    assert!(text.contains("told to fail"), "{text}");
     router.idle().await;
 }
 

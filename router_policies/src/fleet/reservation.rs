@@ -2,7 +2,7 @@
 
 use super::log::{Event, FinishRecord, unix_now_s};
 use super::{Fleet, State, rates};
-use crate::config::WorkerSpec;
+use crate::config::{Engine, WorkerSpec};
 use crate::policy::Route;
 use serde::Serialize;
 use std::sync::Arc;
@@ -246,7 +246,11 @@ impl Reservation {
     }
 
     /// Notes what the engine reported.
-    pub fn report(&mut self, usage: Usage) {
+    pub fn report(&mut self, mut usage: Usage) {
+        if self.prefill.is_some() && self.answering.engine == Engine::Vllm {
+            // vLLM (0.26.0) counts what the prefill worker sent with what it held itself.
+            usage.cached_tokens = None;
+        }
         self.usage.prompt_tokens = usage.prompt_tokens.or(self.usage.prompt_tokens);
         self.usage.cached_tokens = usage.cached_tokens.or(self.usage.cached_tokens);
     }

@@ -15,7 +15,7 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::header::{
     CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue,
-    TRANSFER_ENCODING,
+    RETRY_AFTER, TRANSFER_ENCODING,
 };
 use hyper::{Request, Response, StatusCode};
 use std::time::Duration;
@@ -30,6 +30,9 @@ const WORKER: HeaderName = HeaderName::from_static("x-deltaserve-worker");
 
 /// Answers larger than this are not held in memory.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
+
+/// As much as is kept of a prefill half's answer, which nobody gets unless it is an error.
+const DRAINED_BYTES: usize = 4096;
 
 /// Serves one generation request.
 pub(super) async fn handle(
@@ -152,14 +155,36 @@ struct Success {
 /// How one attempt failed before any of the answer was passed on.
 enum Failure {
     /// The worker that answers failed.
-    Answering {
-        status: Option<StatusCode>,
-        message: String,
-    },
-    Prefill {
-        message: String,
-    },
+    Answering(Fault),
+    Prefill(Fault),
     Timeout,
+}
+
+/// What a worker did instead of serving.
+struct Fault {
+    message: String,
+    /// What it said, if it answered at all.
+    answer: Option<Response<Bytes>>,
+}
+
+impl Fault {
+    fn silent(message: impl Into<String>) -> Self {
+        Self {
+            message: message.into(),
+            answer: None,
+        }
+    }
+
+    fn answered(answer: Response<Bytes>) -> Self {
+        Self {
+            message: format!("HTTP {}: {}", status_of(&answer), excerpt(answer.body())),
+            answer: Some(answer),
+        }
+    }
+
+    fn status(&self) -> Option<StatusCode> {
+        self.answer.as_ref().map(status_of)
+    }
 }
 
 /// What a worker answered, as far as it has to be looked at before the client gets it.
@@ -171,7 +196,7 @@ enum Head {
 impl Exchange<'_> {
     async fn run(&self, permit: Permit) -> Response<Reply> {
         let mut exclude: Vec<String> = Vec::new();
-        let mut last: Option<(StatusCode, String)> = None;
+        let mut last: Option<(String, Fault)> = None;
         let mut local_on: Option<String> = None;
         let mut attempts = 0;
         loop {
@@ -200,30 +225,33 @@ impl Exchange<'_> {
                         reservation.finish(Outcome::Timeout, Some(504), Some(message.to_owned()));
                         return error(StatusCode::GATEWAY_TIMEOUT, "timeout", message);
                     }
-                    Failure::Answering { status, message } => {
-                        let message = format!("worker {}: {message}", answering.id);
-                        // A worker that is full is not broken.
-                        let is_full = matches!(
-                            status,
-                            Some(StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)
-                        );
+                    Failure::Answering(mut fault) => {
+                        let status = fault.status();
+                        fault.message = format!("worker {}: {}", answering.id, fault.message);
                         reservation.finish(
-                            if is_full {
+                            if status.is_some_and(is_full) {
                                 Outcome::Rejected
                             } else {
                                 Outcome::WorkerError
                             },
                             status.map(|status| status.as_u16()),
-                            Some(message.clone()),
+                            Some(fault.message.clone()),
                         );
-                        last = Some((status.unwrap_or(StatusCode::BAD_GATEWAY), message));
+                        last = Some((answering.id.clone(), fault));
                         exclude.push(answering.id.clone());
                     }
-                    Failure::Prefill { message } => {
+                    Failure::Prefill(mut fault) => {
                         let prefill = prefill.map_or_else(String::new, |spec| spec.id.clone());
-                        let message = format!("prefill worker {prefill}: {message}");
-                        reservation.fail_prefill(message.clone());
-                        last = Some((StatusCode::BAD_GATEWAY, message));
+                        fault.message = format!("prefill worker {prefill}: {}", fault.message);
+                        let message = fault.message.clone();
+                        if let Some(status) = fault.status().filter(|status| is_refusal(*status)) {
+                            // The request is at fault, and no other worker would take it.
+                            let outcome = Outcome::Rejected;
+                            reservation.finish(outcome, Some(status.as_u16()), Some(message));
+                            return relay(&prefill, fault);
+                        }
+                        reservation.fail_prefill(message);
+                        last = Some((prefill.clone(), fault));
                         exclude.push(prefill);
                         local_on = crate::fleet::abilities(&answering)
                             .0
@@ -245,9 +273,9 @@ impl Exchange<'_> {
             })
     }
 
-    fn unplaced(&self, refusal: Refusal, last: Option<(StatusCode, String)>) -> Response<Reply> {
+    fn unplaced(&self, refusal: Refusal, last: Option<(String, Fault)>) -> Response<Reply> {
         match last {
-            Some((status, message)) => error(status, "worker_error", &message),
+            Some((worker, fault)) => relay(&worker, fault),
             None => {
                 self.gateway
                     .metrics
@@ -327,7 +355,7 @@ impl Exchange<'_> {
         let head = self.within_deadline(async {
             tokio::select! {
                 head = self.head(answering, for_decode) => head,
-                message = failure_of(failed) => Err(Failure::Prefill { message }),
+                fault = failure_of(failed) => Err(Failure::Prefill(fault)),
             }
         });
         Ok((head.await?, Some(guard)))
@@ -350,28 +378,22 @@ impl Exchange<'_> {
         let payload = body::splice(&self.bytes, &self.scanned, fields);
         let prefilled = async {
             match self.head(prefill, payload).await {
-                Ok(Head::Whole(response)) if response.status().is_success() => {
-                    Ok(response.into_body())
+                Ok(Head::Whole(answer)) if status_of(&answer).is_success() => {
+                    Ok(answer.into_body())
                 }
-                Ok(Head::Whole(response)) => Err(format!(
-                    "HTTP {}: {}",
-                    response.status(),
-                    excerpt(response.body())
-                )),
-                Ok(Head::Stream(..)) => Err("answered with a stream".to_owned()),
-                Err(Failure::Answering { message, .. } | Failure::Prefill { message }) => {
-                    Err(message)
-                }
+                Ok(Head::Whole(answer)) => Err(Fault::answered(answer)),
+                Ok(Head::Stream(..)) => Err(Fault::silent("answered with a stream")),
+                Err(Failure::Answering(fault) | Failure::Prefill(fault)) => Err(fault),
                 Err(Failure::Timeout) => return Err(Failure::Timeout),
             }
-            .map_err(|message| Failure::Prefill { message })
+            .map_err(Failure::Prefill)
         };
         let body = self.within_deadline(prefilled).await?;
         let params = serde_json::from_slice::<Prefilled<'_>>(&body)
             .ok()
             .and_then(|prefilled| prefilled.kv_transfer_params)
-            .ok_or_else(|| Failure::Prefill {
-                message: "no kv_transfer_params in the answer".to_owned(),
+            .ok_or_else(|| {
+                Failure::Prefill(Fault::silent("no kv_transfer_params in the answer"))
             })?;
         let fields = format!("\"kv_transfer_params\":{}", params.get());
         let payload = body::splice(&self.bytes, &self.scanned, fields);
@@ -393,7 +415,7 @@ impl Exchange<'_> {
     /// vLLM with Mooncake: the decode worker must be told the prefill engine's id, which its
     /// bootstrap server knows, and changes when it restarts.
     async fn mooncake_payloads(&self, prefill: &WorkerSpec) -> Result<(Pieces, Pieces), Failure> {
-        let failed = |message: String| Failure::Prefill { message };
+        let failed = |message: String| Failure::Prefill(Fault::silent(message));
         let host = prefill.bootstrap_host.as_deref().unwrap_or_default();
         let bootstrap = format!(
             "http://{host}:{}",
@@ -441,12 +463,12 @@ impl Exchange<'_> {
     }
 
     /// Starts the prefill worker's half in a task that ends with the returned guard. The receiver
-    /// gets a message if that half fails, and nothing if it succeeds.
+    /// gets word if that half fails, and nothing if it succeeds.
     fn send_prefill(
         &self,
         spec: &WorkerSpec,
         payload: Pieces,
-    ) -> (AbortOnDrop, oneshot::Receiver<String>) {
+    ) -> (AbortOnDrop, oneshot::Receiver<Fault>) {
         let (sender, receiver) = oneshot::channel();
         let client = self.gateway.client.clone();
         let fleet = std::sync::Arc::clone(&self.gateway.fleet);
@@ -454,22 +476,29 @@ impl Exchange<'_> {
         let request = self.request(spec, payload);
         let task = tokio::spawn(async move {
             let result = async {
-                let response = client.request(request?).await.map_err(|error| {
+                let request = request.map_err(Fault::silent)?;
+                let response = client.request(request).await.map_err(|error| {
                     if error.is_connect() {
                         fleet.report_health(&id, false);
                     }
-                    describe(error)
+                    Fault::silent(describe(error))
                 })?;
-                let status = response.status();
-                let body = drain(response.into_body()).await?;
-                if status.is_success() && !is_failed_answer(&body) {
-                    Ok(())
-                } else {
-                    Err(format!("HTTP {status}: {}", excerpt(&body)))
+                let (parts, incoming) = response.into_parts();
+                if !parts.status.is_success() {
+                    let whole = collect(incoming).await?;
+                    return Err(Fault::answered(Response::from_parts(parts, whole)));
                 }
+                let begin = drain(incoming).await.map_err(Fault::silent)?;
+                if is_error_event(&begin) && begin.len() < DRAINED_BYTES {
+                    return Err(Fault::answered(Response::from_parts(parts, begin)));
+                }
+                if is_error_event(&begin) || is_abort(&begin) {
+                    return Err(Fault::silent(excerpt(&begin)));
+                }
+                Ok(())
             };
-            if let Err(message) = result.await {
-                let _ = sender.send(message);
+            if let Err(fault) = result.await {
+                let _ = sender.send(fault);
             }
         });
         (AbortOnDrop(task.abort_handle()), receiver)
@@ -477,10 +506,7 @@ impl Exchange<'_> {
 
     /// The answer's head, with the first event of a stream or all of anything else.
     async fn head(&self, spec: &WorkerSpec, payload: Pieces) -> Result<Head, Failure> {
-        let broke = |message: String| Failure::Answering {
-            status: None,
-            message,
-        };
+        let broke = |message: String| Failure::Answering(Fault::silent(message));
         let request = self.request(spec, payload).map_err(broke)?;
         let response = self
             .gateway
@@ -498,9 +524,10 @@ impl Exchange<'_> {
             .headers()
             .get(CONTENT_TYPE)
             .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+        let (parts, mut incoming) = response.into_parts();
+        let mut begin = Bytes::new();
         if status.is_success() && is_stream {
-            let (parts, mut incoming) = response.into_parts();
-            let first = loop {
+            begin = loop {
                 match incoming.frame().await {
                     Some(Ok(frame)) => {
                         if let Ok(data) = frame.into_data() {
@@ -515,23 +542,23 @@ impl Exchange<'_> {
                     }
                 }
             };
-            if is_failed_answer(&first) {
-                return Err(broke(excerpt(&first)));
+            if is_abort(&begin) {
+                return Err(broke(excerpt(&begin)));
             }
-            return Ok(Head::Stream(Response::from_parts(parts, incoming), first));
+            if !is_error_event(&begin) {
+                return Ok(Head::Stream(Response::from_parts(parts, incoming), begin));
+            }
         }
-        let (parts, incoming) = response.into_parts();
-        let collected = Limited::new(incoming, MAX_ANSWER_BYTES).collect().await;
-        let whole = collected
-            .map_err(|error| broke(error.to_string()))?
-            .to_bytes();
+        let mut whole = collect(incoming).await.map_err(Failure::Answering)?;
+        if !begin.is_empty() {
+            whole = [begin, whole].concat().into();
+        }
+        let answer = Response::from_parts(parts, whole);
+        let status = status_of(&answer);
         if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
-            return Err(Failure::Answering {
-                status: Some(status),
-                message: format!("HTTP {status}: {}", excerpt(&whole)),
-            });
+            return Err(Failure::Answering(Fault::answered(answer)));
         }
-        Ok(Head::Whole(Response::from_parts(parts, whole)))
+        Ok(Head::Whole(answer))
     }
 
     fn pass_on(&self, success: Success, answering: &WorkerSpec, permit: Permit) -> Response<Reply> {
@@ -543,12 +570,10 @@ impl Exchange<'_> {
         let decision_id = HeaderValue::from_str(reservation.decision_id());
         let mut response = match head {
             Head::Whole(response) => {
-                let status = response.status();
+                let status = status_of(&response);
                 let (outcome, error) = if status.is_success() {
                     reservation.output(1);
-                    if let Some(usage) = usage_in(response.body()) {
-                        reservation.report(usage);
-                    }
+                    reservation.report(usage_in(response.body()));
                     (Outcome::Ok, None)
                 } else {
                     (Outcome::Rejected, Some(excerpt(response.body())))
@@ -571,48 +596,108 @@ impl Exchange<'_> {
                 })
             }
         };
-        let headers = response.headers_mut();
-        for name in [CONNECTION, TRANSFER_ENCODING, CONTENT_LENGTH] {
-            headers.remove(name);
-        }
-        headers.remove("keep-alive");
         if let Ok(value) = decision_id {
-            headers.insert(DECISION_ID, value);
+            response.headers_mut().insert(DECISION_ID, value);
         }
-        if let Ok(value) = HeaderValue::from_str(&answering.id) {
-            headers.insert(WORKER, value);
-        }
-        response
+        from_worker(response, &answering.id)
     }
 }
 
-/// Waits for the message that the prefill half failed; for ever, if it does not.
-async fn failure_of(failed: oneshot::Receiver<String>) -> String {
+/// Passes on what a worker said instead of serving; 502 if it said nothing.
+fn relay(worker: &str, fault: Fault) -> Response<Reply> {
+    let is_full = fault.status().is_some_and(is_full);
+    let Some(answer) = fault.answer else {
+        return error(StatusCode::BAD_GATEWAY, "worker_error", &fault.message);
+    };
+    let mut response = from_worker(answer.map(|body| Reply::Whole(Full::from(body))), worker);
+    if is_full {
+        let retry_after = response.headers_mut().entry(RETRY_AFTER);
+        retry_after.or_insert(HeaderValue::from_static("1"));
+    }
+    response
+}
+
+/// The answer without the headers that belong to the worker's connection, and with the worker's id.
+fn from_worker(mut response: Response<Reply>, worker: &str) -> Response<Reply> {
+    let headers = response.headers_mut();
+    for name in [CONNECTION, TRANSFER_ENCODING, CONTENT_LENGTH] {
+        headers.remove(name);
+    }
+    headers.remove("keep-alive");
+    if let Ok(value) = HeaderValue::from_str(worker) {
+        headers.insert(WORKER, value);
+    }
+    response
+}
+
+/// Waits for word that the prefill half failed; for ever, if it does not.
+async fn failure_of(failed: oneshot::Receiver<Fault>) -> Fault {
     match failed.await {
-        Ok(message) => message,
+        Ok(fault) => fault,
         Err(_) => std::future::pending().await,
     }
 }
 
-/// Reads a body to its end and keeps its beginning.
-async fn drain(mut body: Incoming) -> Result<Vec<u8>, String> {
-    const KEPT_BYTES: usize = 4096;
+async fn collect(body: Incoming) -> Result<Bytes, Fault> {
+    let collected = Limited::new(body, MAX_ANSWER_BYTES).collect().await;
+    match collected {
+        Ok(collected) => Ok(collected.to_bytes()),
+        Err(error) => Err(Fault::silent(error.to_string())),
+    }
+}
+
+/// Reads a body to its end and keeps its first `DRAINED_BYTES`.
+async fn drain(mut body: Incoming) -> Result<Bytes, String> {
     let mut kept = Vec::new();
     while let Some(frame) = body.frame().await {
         if let Some(data) = frame.map_err(describe)?.data_ref() {
-            let room = KEPT_BYTES - kept.len();
+            let room = DRAINED_BYTES - kept.len();
             kept.extend_from_slice(&data[..data.len().min(room)]);
         }
     }
-    Ok(kept)
+    Ok(kept.into())
 }
 
-/// Whether the first bytes of a 200 answer say that the engine gave up: an error event, or SGLang's
-/// finish reason "abort" (engines escape quotes in text, so the marker cannot come from the model).
-fn is_failed_answer(first: &[u8]) -> bool {
-    first.starts_with(b"data: {\"error\"")
-        || first.starts_with(b"data: {\"object\":\"error\"")
-        || memchr::memmem::find(first, b"\"type\":\"abort\"").is_some()
+/// Whether a 200 answer begins with an event that says why there is none.
+fn is_error_event(begin: &[u8]) -> bool {
+    begin.starts_with(b"data: {\"error\"") || begin.starts_with(b"data: {\"object\":\"error\"")
+}
+
+/// Whether the first bytes of a 200 answer have SGLang's finish reason "abort" (engines escape quotes
+/// in text, so the marker cannot come from the model).
+fn is_abort(begin: &[u8]) -> bool {
+    memchr::memmem::find(begin, b"\"type\":\"abort\"").is_some()
+}
+
+/// The status of an answer. Where a stream is asked for, SGLang answers 200 whatever comes, and says in
+/// the event's `code` what it would have answered otherwise.
+fn status_of(answer: &Response<Bytes>) -> StatusCode {
+    let body = answer.body();
+    if !answer.status().is_success() || !is_error_event(body) {
+        return answer.status();
+    }
+    let end = memchr::memchr(b'\n', body).unwrap_or(body.len());
+    let event: Option<serde_json::Value> = serde_json::from_slice(&body[5..end]).ok();
+    let code = event.as_ref().and_then(|event| {
+        let inner = event.get("error").and_then(|error| error.get("code"));
+        inner.or_else(|| event.get("code"))?.as_u64()
+    });
+    code.and_then(|code| StatusCode::from_u16(u16::try_from(code).ok()?).ok())
+        .filter(|status| status.is_client_error() || status.is_server_error())
+        .unwrap_or(StatusCode::BAD_GATEWAY)
+}
+
+/// Whether the worker is full, which is not broken.
+fn is_full(status: StatusCode) -> bool {
+    matches!(
+        status,
+        StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS
+    )
+}
+
+/// Whether the worker finds fault with the request; one that says 429 is only full.
+fn is_refusal(status: StatusCode) -> bool {
+    status.is_client_error() && status != StatusCode::TOO_MANY_REQUESTS
 }
 
 /// The beginning of a worker's message, on one line.

@@ -84,7 +84,7 @@ pub struct Answer {
     reservation: Option<Reservation>,
     status: u16,
     deadline: Pin<Box<Sleep>>,
-    usage_known: bool,
+    usage: UsageReader,
     _held: Held,
 }
 
@@ -96,20 +96,64 @@ pub(crate) struct Held {
 }
 
 /// What an engine says of prompt and cached tokens, found without parsing: engines escape quotes in
-/// text, so the keys cannot come from the model.
-pub(super) fn usage_in(data: &[u8]) -> Option<Usage> {
-    let number = |key: &[u8]| -> Option<u64> {
-        let at = memchr::memmem::find(data, key)? + key.len();
-        let rest = data[at..].trim_ascii_start();
-        let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
-        std::str::from_utf8(&rest[..digits]).ok()?.parse().ok()
+/// text, so the keys cannot come from the model. The last of equal keys counts.
+pub(super) fn usage_in(data: &[u8]) -> Usage {
+    let number = |key: &[u8]| {
+        memchr::memmem::find_iter(data, key)
+            .filter_map(|at| leading_number(&data[at + key.len()..]))
+            .last()
     };
-    let prompt_tokens = number(b"\"prompt_tokens\":");
-    prompt_tokens?;
-    Some(Usage {
-        prompt_tokens,
+    Usage {
+        prompt_tokens: number(b"\"prompt_tokens\":"),
         cached_tokens: number(b"\"cached_tokens\":"),
-    })
+    }
+}
+
+/// The number that `text` begins with. It has to end there: its last digits may be yet to come.
+fn leading_number(text: &[u8]) -> Option<u64> {
+    let text = text.trim_ascii_start();
+    let digits = text.iter().position(|byte| !byte.is_ascii_digit())?;
+    std::str::from_utf8(&text[..digits]).ok()?.parse().ok()
+}
+
+/// Finds the usage in a stream, however that is cut. It may come in pieces: asked for usage in every
+/// event, vLLM (0.26.0) names the cached tokens in the last one alone.
+#[derive(Debug, Default)]
+struct UsageReader {
+    /// The end of what came before.
+    tail: SmallVec<[u8; 2 * SEAM_BYTES]>,
+    is_complete: bool,
+}
+
+/// More than a key and its number take.
+const SEAM_BYTES: usize = 48;
+
+impl UsageReader {
+    /// Takes the next bytes; returns what they, or they and those before, say.
+    fn feed(&mut self, data: &[u8]) -> Usage {
+        if self.is_complete {
+            return Usage::default();
+        }
+        self.tail
+            .extend_from_slice(&data[..data.len().min(SEAM_BYTES)]);
+        let across = usage_in(&self.tail);
+        let within = usage_in(data);
+        if data.len() > SEAM_BYTES {
+            self.tail.clear();
+            self.tail
+                .extend_from_slice(&data[data.len() - SEAM_BYTES..]);
+        } else {
+            let kept = self.tail.len().saturating_sub(SEAM_BYTES);
+            self.tail.drain(..kept);
+        }
+        let usage = Usage {
+            prompt_tokens: within.prompt_tokens.or(across.prompt_tokens),
+            cached_tokens: within.cached_tokens.or(across.cached_tokens),
+        };
+        // Engines name the prompt's tokens no later than the cached ones.
+        self.is_complete = usage.cached_tokens.is_some();
+        usage
+    }
 }
 
 impl Answer {
@@ -129,7 +173,7 @@ impl Answer {
             reservation: Some(reservation),
             status,
             deadline: Box::pin(deadline),
-            usage_known: false,
+            usage: UsageReader::default(),
             _held: held,
         }
     }
@@ -138,12 +182,7 @@ impl Answer {
         let events = self.progress.feed(data);
         if let Some(reservation) = &mut self.reservation {
             reservation.output(events);
-            if !self.usage_known {
-                if let Some(usage) = usage_in(data) {
-                    reservation.report(usage);
-                    self.usage_known = true;
-                }
-            }
+            reservation.report(self.usage.feed(data));
         }
     }
 
@@ -220,19 +259,76 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn usage(prompt_tokens: u64, cached_tokens: Option<u64>) -> Usage {
+        Usage {
+            prompt_tokens: Some(prompt_tokens),
+            cached_tokens,
+        }
+    }
+
     #[test]
-    fn usage_is_found_in_both_dialects() {
-        let usage = |prompt, cached| {
-            Some(Usage {
-                prompt_tokens: Some(prompt),
-                cached_tokens: cached,
-            })
-        };
+    fn usage_is_found_in_every_dialect() {
         let sglang = br#"data: {"text":"a","meta_info":{"prompt_tokens":12,"cached_tokens":8}}"#;
         assert_eq!(usage_in(sglang), usage(12, Some(8)));
         let openai = br#"{"usage": {"prompt_tokens": 12, "prompt_tokens_details": null}}"#;
         assert_eq!(usage_in(openai), usage(12, None));
-        assert_eq!(usage_in(br#"{"text":"\"prompt_tokens\":5"}"#), None);
+        let escaped = br#"{"text":"\"prompt_tokens\":5, \"cached_tokens\":5,"}"#;
+        assert_eq!(usage_in(escaped), Usage::default());
+        // vLLM 0.26.0, not streamed.
+        let vllm = br#"{"id":"cmpl-84ed71fb465fca8b","object":"text_completion","created":1795273654,"model":"m","choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"length","stop_reason":null,"token_ids":null,"prompt_logprobs":null,"prompt_token_ids":null,"routed_experts":null}],"service_tier":null,"system_fingerprint":"vllm-0.26.0-1242819d","usage":{"prompt_tokens":40,"total_tokens":43,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":32,"created_cache_tokens":null,"multimodal_tokens":null}},"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}"#;
+        assert_eq!(usage_in(vllm), usage(40, Some(32)));
+    }
+
+    /// A stream of vLLM 0.26.0, asked for `include_usage` and, if `continuous`, for
+    /// `continuous_usage_stats`.
+    fn vllm_stream(continuous: bool) -> Vec<u8> {
+        let head = r#"{"id":"cmpl-a38c3203e9d45fb3","object":"text_completion","created":1795273654,"model":"m","choices":["#;
+        let mut text = String::new();
+        for tokens in 1..=3 {
+            let reason = if tokens == 3 { r#""length""# } else { "null" };
+            text += &format!(
+                r#"data: {head}{{"index":0,"text":"","logprobs":null,"finish_reason":{reason},"stop_reason":null,"prompt_token_ids":null,"token_ids":null}}]"#
+            );
+            if continuous {
+                let total = 40 + tokens;
+                text += &format!(
+                    r#","usage":{{"prompt_tokens":40,"total_tokens":{total},"completion_tokens":{tokens}}}"#
+                );
+            }
+            text += "}\n\n";
+        }
+        text += &format!(
+            r#"data: {head}],"usage":{{"prompt_tokens":40,"total_tokens":43,"completion_tokens":3,"prompt_tokens_details":{{"cached_tokens":32}}}},"system_fingerprint":"vllm-0.26.0-1242819d"}}"#
+        );
+        text += "\n\ndata: [DONE]\n\n";
+        text.into_bytes()
+    }
+
+    fn read_usage<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Usage {
+        let mut reader = UsageReader::default();
+        let mut known = Usage::default();
+        for piece in pieces {
+            let usage = reader.feed(piece);
+            known.prompt_tokens = usage.prompt_tokens.or(known.prompt_tokens);
+            known.cached_tokens = usage.cached_tokens.or(known.cached_tokens);
+        }
+        known
+    }
+
+    #[test]
+    fn vllms_cached_tokens_are_found_wherever_the_stream_is_cut() {
+        for continuous in [false, true] {
+            let text = vllm_stream(continuous);
+            for at in 0..=text.len() {
+                let (head, tail) = text.split_at(at);
+                let found = read_usage([head, tail].into_iter());
+                assert_eq!(found, usage(40, Some(32)), "cut at {at}");
+            }
+            for size in 1..=2 * SEAM_BYTES {
+                let found = read_usage(text.chunks(size));
+                assert_eq!(found, usage(40, Some(32)), "pieces of {size} bytes");
+            }
+        }
     }
 
     proptest! {

@@ -34,6 +34,8 @@ pub enum Fault {
     StallAfter(usize),
     /// The first event is SGLang's abort.
     Abort,
+    /// Answers as SGLang does that has no tokenizer: this status, or inside a stream as its code.
+    Refuse(u16),
 }
 
 /// How the worker behaves; can be changed while it runs.
@@ -48,6 +50,8 @@ pub struct Behaviour {
     /// Requests being answered now.
     pub running: AtomicUsize,
     pub served: AtomicUsize,
+    /// Requests answered with [`Fault::Refuse`].
+    pub refused: AtomicUsize,
     /// Requests whose connection went away before the answer's end.
     pub aborted: AtomicUsize,
 }
@@ -91,6 +95,7 @@ impl MockWorker {
             keep_bodies: AtomicBool::new(true),
             running: AtomicUsize::new(0),
             served: AtomicUsize::new(0),
+            refused: AtomicUsize::new(0),
             aborted: AtomicUsize::new(0),
         });
         let shared = Arc::clone(&behaviour);
@@ -183,6 +188,18 @@ fn whole(status: u16, kind: &'static str, body: impl Into<Bytes>) -> Response<Bo
         .expect("a response")
 }
 
+pub fn refusal(status: u16) -> String {
+    format!(
+        r#"{{"object":"error","message":"The engine initialized with skip_tokenizer_init=True cannot accept text prompts.","type":"BadRequestError","param":null,"code":{status}}}"#
+    )
+}
+
+pub fn refusal_stream(status: u16) -> String {
+    format!(
+        "data: {{\"error\":{{\"message\":\"The engine initialized with skip_tokenizer_init=True cannot accept text prompts.\",\"type\":\"invalid_request_error\",\"code\":{status},\"retryable\":false}}}}\n\ndata: [DONE]\n\n"
+    )
+}
+
 async fn pause(us: u64) {
     if us > 0 {
         tokio::time::sleep(Duration::from_micros(us)).await;
@@ -260,6 +277,19 @@ async fn answer(
                 "application/json",
                 r#"{"error":{"message":"told to fail"}}"#,
             ));
+        }
+        Fault::Refuse(status) => {
+            running.complete = true;
+            behaviour.refused.fetch_add(1, Ordering::SeqCst);
+            return Ok(if stream {
+                whole(
+                    200,
+                    "text/event-stream; charset=utf-8",
+                    refusal_stream(status),
+                )
+            } else {
+                whole(status, "application/json", refusal(status))
+            });
         }
         Fault::CloseAtOnce => return Err(Broken),
         Fault::Stall => std::future::pending().await,
