@@ -110,6 +110,12 @@ def route(
     decision_log: Annotated[
         Path | None, typer.Option(help="Append decision and finish events to this file.")
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="The model's tokenizer.json, or its folder: text prompts are routed by tokens."
+        ),
+    ] = None,
 ) -> None:
     """Run the router until Ctrl-C or SIGTERM.
 
@@ -133,8 +139,9 @@ def route(
         settings.pop("policy_params", None)
     if policy_param:
         settings["policy_params"] = dict(_parse_param(text) for text in policy_param)
-    if decision_log is not None:
-        settings["decision_log"] = str(decision_log)
+    for key, path in (("decision_log", decision_log), ("tokenizer", tokenizer)):
+        if path is not None:
+            settings[key] = str(path)
     if any(worker.get("role") == "prefill" for worker in workers):
         settings.setdefault("policy", "pd")
     decide = None

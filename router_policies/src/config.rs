@@ -194,6 +194,9 @@ pub struct Config {
     pub policy_params: serde_json::Value,
     #[serde(default)]
     pub decision_log: Option<PathBuf>,
+    /// A `tokenizer.json`, or a folder with one: text prompts are then compared by their tokens.
+    #[serde(default)]
+    pub tokenizer: Option<PathBuf>,
     #[serde(default)]
     pub workers: Vec<WorkerSpec>,
     /// Threads that serve requests.
@@ -297,6 +300,7 @@ impl Default for Config {
             policy: default_policy(),
             policy_params: serde_json::Value::Null,
             decision_log: None,
+            tokenizer: None,
             workers: Vec::new(),
             threads: default_threads(),
             max_body_bytes: default_max_body_bytes(),
@@ -329,8 +333,10 @@ impl Config {
             let message = error.message().replace('\n', " ");
             format!("{shown}:{line}: {message}")
         })?;
-        if let (Some(log), Some(folder)) = (&config.decision_log, path.parent()) {
-            config.decision_log = Some(folder.join(log));
+        if let Some(folder) = path.parent() {
+            for named in [&mut config.decision_log, &mut config.tokenizer] {
+                *named = named.take().map(|path| folder.join(path));
+            }
         }
         Ok(config)
     }
@@ -399,6 +405,15 @@ mod tests {
             config.workers[0].bootstrap_host.as_deref(),
             Some("127.0.0.1")
         );
+    }
+
+    #[test]
+    fn paths_are_relative_to_the_file() {
+        let config = parse("decision_log = \"log.jsonl\"\ntokenizer = \"model\"\n").expect("valid");
+        let (log, tokenizer) = (config.decision_log, config.tokenizer);
+        let folder = log.as_deref().and_then(Path::parent).expect("a folder");
+        assert!(folder.is_absolute());
+        assert_eq!(tokenizer, Some(folder.join("model")));
     }
 
     #[test]

@@ -17,6 +17,10 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+use tokenizers::Tokenizer;
+use tokenizers::models::wordlevel::WordLevel;
+use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
+use tokenizers::processors::template::TemplateProcessing;
 
 struct Router {
     url: String,
@@ -644,6 +648,99 @@ async fn the_decision_log_has_one_decision_and_one_finish_a_request() {
     );
     assert_eq!(finish["decision_id"], decision["decision_id"]);
     std::fs::remove_dir_all(&folder).expect("removed");
+}
+
+/// A tokenizer of three words and what puts a token in front of a prompt, and the folder it is in.
+fn tokenizer() -> (Tokenizer, std::path::PathBuf) {
+    let words = ["<s>", "<unk>", "tell", "me", "caf\u{e9}"];
+    let ids = (0..).zip(words).map(|(id, word)| (word.to_owned(), id));
+    let model = WordLevel::builder()
+        .vocab(ids.collect())
+        .unk_token("<unk>".to_owned())
+        .build()
+        .expect("a model");
+    let first = TemplateProcessing::builder()
+        .try_single("<s> $A")
+        .expect("a template")
+        .special_tokens(vec![("<s>", 0)])
+        .build()
+        .expect("a template");
+    let mut tokenizer = Tokenizer::new(model);
+    tokenizer.with_pre_tokenizer(Some(WhitespaceSplit));
+    tokenizer.with_post_processor(Some(first));
+    let folder = std::env::temp_dir().join(format!("router-tokenizer-{:x}", fastrand::u64(..)));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let file = folder.join("tokenizer.json");
+    tokenizer.save(file, false).expect("saved");
+    (tokenizer, folder)
+}
+
+/// Sends a text prompt, then the same as token ids; returns both decisions.
+async fn text_then_ids(
+    tokenizer: Option<std::path::PathBuf>,
+    text: &str,
+    ids: &[u32],
+) -> [Value; 2] {
+    let (a, b) = (MockWorker::start().await, MockWorker::start().await);
+    let router = Router::with(Config {
+        tokenizer,
+        workers: vec![worker(&a, "a", "colocated"), worker(&b, "b", "colocated")],
+        ..Config::default()
+    })
+    .await;
+    for body in [json!({"text": text}), json!({"input_ids": ids})] {
+        let (status, _) = router.post("/generate", body).await;
+        assert_eq!(status, StatusCode::OK);
+        router.idle().await;
+    }
+    let (_, decisions) = router.get("/decisions?limit=2").await;
+    let decisions: Value = serde_json::from_str(&decisions).expect("JSON");
+    let found = &decisions["decisions"];
+    [found[1].clone(), found[0].clone()]
+}
+
+#[tokio::test]
+async fn with_a_tokenizer_text_and_its_token_ids_are_one_prompt() {
+    let (tokenizer, folder) = tokenizer();
+    // Escaped in the body: the quotes and line ends.
+    let text = "tell me \"caf\u{e9}\"\n caf\u{e9} ".repeat(50);
+    let encoding = tokenizer.encode(text.as_str(), true).expect("encoded");
+    let ids = encoding.get_ids();
+    assert_eq!((ids.len(), &ids[..5]), (201, &[0, 2, 3, 1, 4][..]));
+    let [first, second] = text_then_ids(Some(folder.clone()), &text, ids).await;
+    assert_eq!(
+        (&first["input_tokens"], &first["new_tokens"]),
+        (&json!(201), &json!(201))
+    );
+    assert_eq!(second["input_tokens"], 201);
+    assert_eq!(second["worker"], first["worker"]);
+    // Twelve whole blocks of 16.
+    let worker = first["worker"].as_str().expect("a worker");
+    assert_eq!(second["cached_tokens"], json!({worker: 192}));
+    assert_eq!(second["new_tokens"], 9);
+
+    let [first, second] = text_then_ids(None, &text, ids).await;
+    let bytes = json!(text).to_string().len() - 2;
+    assert_eq!(first["input_tokens"], bytes.div_ceil(4));
+    assert_eq!(second["cached_tokens"], json!({}));
+    std::fs::remove_dir_all(&folder).expect("removed");
+}
+
+#[tokio::test]
+async fn a_tokenizer_that_is_none_is_named_before_anything_listens() {
+    let taken = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .expect("a port");
+    let config = Config {
+        port: taken.local_addr().expect("bound").port(),
+        tokenizer: Some("/nowhere".into()),
+        ..Config::default()
+    };
+    let error = Server::bind(config).await.err().expect("no tokenizer");
+    assert!(
+        error.starts_with("tokenizer: /nowhere: No such file"),
+        "{error}"
+    );
 }
 
 fn vllm(mock: &MockWorker, id: &str, role: &str, connector: &str) -> WorkerSpec {

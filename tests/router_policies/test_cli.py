@@ -102,6 +102,7 @@ async def test_a_configuration_file_is_enough(tmp_path: Path, mock_worker: Any) 
         (["--policy", "best"], 'unknown policy "best"; known: round_robin'),
         (["--policy-param", "overload_factor=high"], "policy_params: invalid type"),
         (["--config", "/nowhere/router.toml"], "/nowhere/router.toml: No such file"),
+        (["--tokenizer", "/nowhere"], "tokenizer: /nowhere: No such file"),
         (["--host", "203.0.113.1", "--port", "1"], "cannot listen on 203.0.113.1:1"),
     ],
 )

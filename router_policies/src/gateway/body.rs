@@ -7,6 +7,8 @@
 use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use bytes::Bytes;
 use memchr::memchr2;
+use smallvec::SmallVec;
+use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
@@ -34,6 +36,10 @@ pub struct Scanned {
     /// Of several prompts: the first one's prefix, with the length of all.
     pub prompt: PromptHashes,
     pub prompts: usize,
+    /// Where the prompts that are text stand, each with its quotes; not those of a chat.
+    pub texts: SmallVec<[Range<usize>; 1]>,
+    /// Whether the engine puts special tokens around text; vLLM's clients may say no.
+    pub add_special_tokens: bool,
     pub stream: bool,
     pub max_output_tokens: Option<u64>,
     pub user: Option<String>,
@@ -338,6 +344,7 @@ struct Prompts {
     first: Option<PromptHashes>,
     count: usize,
     more: usize,
+    texts: SmallVec<[Range<usize>; 1]>,
 }
 
 impl Prompts {
@@ -356,13 +363,21 @@ impl Prompts {
         prompts
     }
 
+    fn add_text(&mut self, cursor: &mut Cursor<'_>, text_block: usize) -> Result<(), Malformed> {
+        let text = cursor.string()?;
+        self.texts.push(cursor.at - text.len() - 2..cursor.at);
+        self.add(PromptHashes::of_text(text, text_block));
+        Ok(())
+    }
+
     /// A prompt, or a list of prompts, each a string or a list of token ids.
     fn read(cursor: &mut Cursor<'_>, block: usize, text_block: usize) -> Result<Self, Malformed> {
         match cursor.peek() {
-            Some(b'"') => Ok(Self::one(PromptHashes::of_text(
-                cursor.string()?,
-                text_block,
-            ))),
+            Some(b'"') => {
+                let mut prompts = Self::default();
+                prompts.add_text(cursor, text_block)?;
+                Ok(prompts)
+            }
             Some(b'[') => {
                 let start = cursor.at;
                 cursor.at += 1;
@@ -376,10 +391,10 @@ impl Prompts {
                 }
                 let mut prompts = Self::default();
                 cursor.array(|cursor| {
-                    prompts.add(match cursor.peek() {
-                        Some(b'"') => PromptHashes::of_text(cursor.string()?, text_block),
-                        _ => cursor.tokens(TokenHasher::new(block))?,
-                    });
+                    if cursor.peek() == Some(b'"') {
+                        return prompts.add_text(cursor, text_block);
+                    }
+                    prompts.add(cursor.tokens(TokenHasher::new(block))?);
                     Ok(())
                 })?;
                 Ok(prompts)
@@ -406,6 +421,7 @@ pub fn scan(api: Api, body: &[u8], block: usize, text_block: usize) -> Result<Sc
     let mut cursor = Cursor { bytes: body, at: 0 };
     let mut prompts: Option<Prompts> = None;
     let mut prompt_text: Option<Prompts> = None;
+    let mut add_special_tokens = true;
     let mut stream = false;
     let mut max_output_tokens = None;
     let mut user = None;
@@ -440,6 +456,9 @@ pub fn scan(api: Api, body: &[u8], block: usize, text_block: usize) -> Result<Sc
                     Ok(())
                 })?;
             }
+            (Api::Completions, b"add_special_tokens") => {
+                add_special_tokens = cursor.value()? != b"false";
+            }
             (_, b"stream") => stream = cursor.value()? == b"true",
             (Api::Completions | Api::Chat, b"max_tokens" | b"max_completion_tokens") => {
                 max_output_tokens = unsigned(cursor.value()?).or(max_output_tokens);
@@ -471,6 +490,8 @@ pub fn scan(api: Api, body: &[u8], block: usize, text_block: usize) -> Result<Sc
     Ok(Scanned {
         prompt,
         prompts: found.count,
+        texts: found.texts,
+        add_special_tokens,
         stream,
         max_output_tokens,
         user,

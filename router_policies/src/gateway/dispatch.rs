@@ -71,7 +71,7 @@ pub(super) async fn handle(
             return refuse(gateway, StatusCode::BAD_REQUEST, &malformed.to_string());
         }
     };
-    let placement = Placement {
+    let mut placement = Placement {
         request_id: header(&parts.headers, &REQUEST_ID)
             .or_else(|| scanned.rid.clone())
             .unwrap_or_else(|| format!("{:016x}", fastrand::u64(..))),
@@ -97,6 +97,13 @@ pub(super) async fn handle(
             return error(status, "overloaded", message);
         }
     };
+    if let Some(encoder) = &gateway.encoder {
+        let encoding = encoder.encode(&bytes, &scanned, gateway.fleet.token_block());
+        // Past the deadline the first attempt ends the request.
+        if let Ok(Some(prompt)) = tokio::time::timeout_at(deadline, encoding).await {
+            placement.prompt = prompt;
+        }
+    }
     let exchange = Exchange {
         gateway,
         api,

@@ -7,6 +7,7 @@ mod admission;
 pub mod body;
 mod buffers;
 mod dispatch;
+mod encoder;
 mod health;
 mod kv_events;
 mod load;
@@ -21,6 +22,7 @@ use admission::Admission;
 use body::{Api, Pieces};
 use buffers::Buffers;
 use bytes::Bytes;
+use encoder::PromptEncoder;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
@@ -55,6 +57,7 @@ pub(crate) struct Gateway {
     pub metrics: Arc<Metrics>,
     pub admission: Admission,
     pub buffers: Buffers,
+    pub encoder: Option<Arc<PromptEncoder>>,
     pub is_loopback: bool,
 }
 
@@ -125,6 +128,7 @@ impl Gateway {
     fn new(
         config: Config,
         policy: Box<dyn Policy>,
+        encoder: Option<Arc<PromptEncoder>>,
         is_loopback: bool,
     ) -> Result<Arc<Self>, String> {
         let metrics = Arc::new(Metrics::new());
@@ -149,6 +153,7 @@ impl Gateway {
             client,
             metrics,
             buffers: Buffers::default(),
+            encoder,
             is_loopback,
         }))
     }
@@ -254,6 +259,10 @@ impl Server {
     /// As [`Server::bind`].
     pub async fn bind_with(config: Config, policy: Box<dyn Policy>) -> Result<Self, String> {
         let config = config.normalise()?;
+        let encoder = match &config.tokenizer {
+            Some(path) => Some(PromptEncoder::load(path, config.threads.div_ceil(2))?),
+            None => None,
+        };
         let address = format!("{}:{}", config.host, config.port);
         let listener = TcpListener::bind(&address)
             .await
@@ -261,7 +270,7 @@ impl Server {
         let is_loopback = listener
             .local_addr()
             .is_ok_and(|address| address.ip().is_loopback());
-        let gateway = Gateway::new(config, policy, is_loopback)?;
+        let gateway = Gateway::new(config, policy, encoder, is_loopback)?;
         for spec in gateway.config.workers.clone() {
             gateway.add_worker(spec)?;
         }

@@ -1,0 +1,247 @@
+//! Text prompts as token ids, where the user gave the tokenizer of the model that is served.
+//!
+//! Owns the tokenizer, what of a text prompt it is asked for, and how many encodings run at once.
+
+use super::body::Scanned;
+use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
+use bytes::Bytes;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use tokenizers::Tokenizer;
+use tokio::sync::Semaphore;
+
+/// Requests with more text than this, as it stands in the body, are compared by their bytes: it is
+/// about a quarter of a million tokens, and encoding it takes a sizeable part of a second.
+const MAX_TEXT_BYTES: usize = 1 << 20;
+
+/// The tokenizer that the workers' engines use too.
+pub(crate) struct PromptEncoder {
+    tokenizer: Tokenizer,
+    /// Encoding keeps a core busy: without a bound, a burst of long prompts would take them all from
+    /// the threads that serve.
+    turns: Arc<Semaphore>,
+}
+
+impl PromptEncoder {
+    /// Reads a `tokenizer.json`, or the one in a folder, for `at_once` encodings at a time.
+    ///
+    /// # Errors
+    /// One line that names the file.
+    pub fn load(path: &Path, at_once: usize) -> Result<Arc<Self>, String> {
+        let file = if path.is_dir() {
+            path.join("tokenizer.json")
+        } else {
+            path.to_owned()
+        };
+        let failed = |error: &dyn std::fmt::Display| {
+            let message = error.to_string().replace('\n', " ");
+            format!("tokenizer: {}: {message}", file.display())
+        };
+        let bytes = std::fs::read(&file).map_err(|error| failed(&error))?;
+        let mut tokenizer = Tokenizer::from_bytes(bytes)
+            .map_err(|error| failed(&format_args!("expected a tokenizer.json: {error}")))?;
+        // Engines encode the whole prompt and nothing else, whatever the file was saved with.
+        tokenizer
+            .with_truncation(None)
+            .map_err(|error| failed(&error))?;
+        tokenizer.with_padding(None);
+        Ok(Arc::new(Self {
+            tokenizer,
+            turns: Arc::new(Semaphore::new(at_once)),
+        }))
+    }
+
+    /// The prompt in blocks of `block` tokens, as the engine will count it; `None` where it is no text,
+    /// too long, or not what the tokenizer takes, so that the scan's own hashes remain.
+    pub async fn encode(
+        self: &Arc<Self>,
+        body: &Bytes,
+        scanned: &Scanned,
+        block: usize,
+    ) -> Option<PromptHashes> {
+        let texts = scanned.texts.clone();
+        let bytes: usize = texts.iter().map(Range::len).sum();
+        // A list that mixes text and token ids is for the engine to refuse.
+        if texts.is_empty() || texts.len() != scanned.prompts || bytes > MAX_TEXT_BYTES {
+            return None;
+        }
+        let add_special_tokens = scanned.add_special_tokens;
+        let turn = Arc::clone(&self.turns).acquire_owned().await.ok()?;
+        let (encoder, body) = (Arc::clone(self), body.clone());
+        let encoding = tokio::task::spawn_blocking(move || {
+            // Held to the end of the work, which goes on where the client leaves.
+            let _turn = turn;
+            encoder.hashes(&body, &texts, block, add_special_tokens)
+        });
+        match encoding.await {
+            Ok(Ok(prompt)) => Some(prompt),
+            Ok(Err(message)) => {
+                log::debug!("tokenizer: {message}");
+                None
+            }
+            Err(failure) => {
+                log::warn!("tokenizer: {failure}");
+                None
+            }
+        }
+    }
+
+    /// The first text's hashes, with the length of all.
+    fn hashes(
+        &self,
+        body: &[u8],
+        texts: &[Range<usize>],
+        block: usize,
+        add_special_tokens: bool,
+    ) -> Result<PromptHashes, String> {
+        let mut first: Option<PromptHashes> = None;
+        for text in texts {
+            let text: String =
+                serde_json::from_slice(&body[text.clone()]).map_err(|error| error.to_string())?;
+            let encoding = self
+                .tokenizer
+                .encode_fast(text, add_special_tokens)
+                .map_err(|error| error.to_string())?;
+            let ids = encoding.get_ids();
+            match &mut first {
+                Some(first) => first.length += ids.len(),
+                None => {
+                    let mut hasher = TokenHasher::with_capacity(block, ids.len());
+                    hasher.extend(ids);
+                    first = Some(hasher.finish());
+                }
+            }
+        }
+        first.ok_or_else(|| "no text".to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::body::{Api, scan};
+    use super::*;
+    use serde_json::{Value, json};
+    use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+    /// Bytes, two merges, a first special token, and truncation that must not count.
+    fn tokenizer_json() -> Value {
+        let mut letters: Vec<_> = ByteLevel::alphabet().into_iter().collect();
+        letters.sort_unstable();
+        let mut tokens: Vec<String> = letters.iter().map(ToString::to_string).collect();
+        tokens.extend(["th", "the", "<s>"].map(str::to_owned));
+        let vocab: serde_json::Map<_, _> = (0..)
+            .zip(&tokens)
+            .map(|(i, token)| (token.clone(), json!(i)))
+            .collect();
+        let first = vocab["<s>"].clone();
+        json!({
+            "version": "1.0",
+            "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
+            "padding": null,
+            "added_tokens": [{"id": first, "content": "<s>", "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false, "special": true}],
+            "normalizer": null,
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+                "use_regex": true},
+            "post_processor": {"type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [first], "tokens": ["<s>"]}}},
+            "decoder": null,
+            "model": {"type": "BPE", "vocab": vocab, "merges": ["t h", "th e"]},
+        })
+    }
+
+    fn load(json: &str) -> Result<Arc<PromptEncoder>, String> {
+        let folder = std::env::temp_dir().join(format!("router-encoder-{:x}", fastrand::u64(..)));
+        std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;
+        std::fs::write(folder.join("tokenizer.json"), json).map_err(|e| e.to_string())?;
+        let loaded = PromptEncoder::load(&folder, 1);
+        std::fs::remove_dir_all(&folder).map_err(|e| e.to_string())?;
+        loaded
+    }
+
+    async fn encode(encoder: &Arc<PromptEncoder>, api: Api, body: &str) -> Option<PromptHashes> {
+        let body = Bytes::from(body.to_owned());
+        let scanned = scan(api, &body, 2, 16).expect("valid");
+        encoder.encode(&body, &scanned, 2).await
+    }
+
+    #[tokio::test]
+    async fn text_is_hashed_as_its_token_ids_are() {
+        let encoder = load(&tokenizer_json().to_string()).expect("valid");
+        let id = |token: &str| encoder.tokenizer.token_to_id(token).expect("known");
+        let the = [id("<s>"), id("the"), id("\u{120}"), id("the")];
+        let expected = PromptHashes::of_tokens(&the, 2);
+        for body in [
+            r#"{"text":"the the"}"#,
+            r#"{"text":["the the"], "add_special_tokens": false}"#,
+            r#"{"text":"\u0074he\u0020the","stream":true}"#,
+        ] {
+            let found = encode(&encoder, Api::Generate, body).await;
+            assert_eq!(found.as_ref(), Some(&expected), "{body}");
+        }
+        let body = r#"{"prompt": "the the", "add_special_tokens": false}"#;
+        assert_eq!(
+            encode(&encoder, Api::Completions, body).await,
+            Some(PromptHashes::of_tokens(&the[1..], 2))
+        );
+        // Escapes are what they stand for: é is two bytes, the pair one character of four.
+        let escaped = encode(
+            &encoder,
+            Api::Generate,
+            r#"{"text":"\"\\\n\u00e9\ud83d\ude00"}"#,
+        );
+        assert_eq!(
+            escaped.await.map(|prompt| prompt.length),
+            Some(1 + 3 + 2 + 4)
+        );
+    }
+
+    #[tokio::test]
+    async fn of_several_texts_the_first_is_compared_and_all_are_counted() {
+        let encoder = load(&tokenizer_json().to_string()).expect("valid");
+        let body = r#"{"prompt": ["the the", "the"]}"#;
+        let found = encode(&encoder, Api::Completions, body)
+            .await
+            .expect("text");
+        let first = encode(&encoder, Api::Completions, r#"{"prompt": "the the"}"#).await;
+        assert_eq!(Some(found.states), first.map(|prompt| prompt.states));
+        assert_eq!(found.length, 4 + 2);
+    }
+
+    #[tokio::test]
+    async fn what_is_no_text_or_too_much_of_it_stays_as_the_scan_has_it() {
+        let encoder = load(&tokenizer_json().to_string()).expect("valid");
+        let long = "the ".repeat(MAX_TEXT_BYTES / 4);
+        for (api, body) in [
+            (Api::Generate, r#"{"input_ids": [1, 2]}"#.to_owned()),
+            (
+                Api::Generate,
+                r#"{"text": "the", "input_ids": [1]}"#.to_owned(),
+            ),
+            (Api::Generate, r#"{"text": "\ud83d"}"#.to_owned()),
+            (Api::Generate, r#"{"text": "\x"}"#.to_owned()),
+            (Api::Completions, r#"{"prompt": [[1], "the"]}"#.to_owned()),
+            (Api::Chat, r#"{"messages": ["the"]}"#.to_owned()),
+            (Api::Generate, json!({"text": long}).to_string()),
+        ] {
+            assert_eq!(encode(&encoder, api, &body).await, None, "{api:?}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_none_is_named() {
+        let missing = Path::new("/nowhere/tokenizer.json");
+        let missing = PromptEncoder::load(missing, 1).err().expect("missing");
+        let broken = load("{\"model\":\n7}").err().expect("broken");
+        for (error, expected) in [
+            (missing, "tokenizer: /nowhere/tokenizer.json: No such file"),
+            (broken, "tokenizer.json: expected a tokenizer.json: "),
+        ] {
+            assert!(error.contains(expected), "{error}");
+            assert!(!error.contains('\n'), "{error}");
+        }
+    }
+}
