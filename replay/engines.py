@@ -5,6 +5,7 @@ Pure functions of bytes. Must not know sockets, schedules or results.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -100,16 +101,23 @@ def parser_for(api: Api, record_output_ids: bool) -> Parser:
 
 @dataclass(slots=True)
 class _Events:
-    """Cuts a stream into the payloads of its server-sent events."""
+    """Cuts a stream into the payloads of its server-sent events, and notes the one that ends it."""
 
     _rest: bytes = b""
 
-    def split(self, data: bytes) -> list[bytes]:
+    def payloads(self, data: bytes, answer: Answer) -> Iterator[bytes]:
         if self._rest:
             data = self._rest + data
         # Servers end an event with an empty line; a payload of JSON holds no raw line end.
         *lines, self._rest = data.split(b"\n")
-        return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
+        for line in lines:
+            if not line.startswith(_DATA):
+                continue
+            payload = line[len(_DATA) :].strip()
+            if payload == _DONE:
+                answer.done = True
+            else:
+                yield payload
 
 
 @dataclass(slots=True)
@@ -131,10 +139,7 @@ class SGLangParser:
     _ids: list[int] = field(default_factory=list)
 
     def feed(self, data: bytes) -> int:
-        for event in self._events.split(data):
-            if event == _DONE:
-                self.answer.done = True
-                continue
+        for event in self._events.payloads(data, self.answer):
             at = event.rfind(_COMPLETION_TOKENS)
             if at < 0:
                 raise StreamError(_error_message(event))
@@ -191,10 +196,7 @@ class OpenAIParser:
     _ids: list[int] = field(default_factory=list)
 
     def feed(self, data: bytes) -> int:
-        for event in self._events.split(data):
-            if event == _DONE:
-                self.answer.done = True
-                continue
+        for event in self._events.payloads(data, self.answer):
             at = event.rfind(_COMPLETION_TOKENS)
             if at < 0:
                 if b'"error"' in event:

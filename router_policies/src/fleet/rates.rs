@@ -59,6 +59,28 @@ struct Part<'a> {
     prior: f64,
 }
 
+impl<'a> Part<'a> {
+    /// `amount` at the speed that is believed.
+    fn speed(amount: f64, belief: &'a mut f64, prior: f64) -> Self {
+        Self {
+            seconds: amount / *belief,
+            belief,
+            is_speed: true,
+            prior,
+        }
+    }
+
+    /// `count` times as long as the belief says.
+    fn duration(count: f64, belief: &'a mut f64, prior: f64) -> Self {
+        Self {
+            seconds: count * *belief,
+            belief,
+            is_speed: false,
+            prior,
+        }
+    }
+}
+
 /// The parts together took `seconds`. The error of their prediction is blamed on each by its share in
 /// it (normalised gradient on the logs), so that requests of different shapes tell them apart.
 fn blame(parts: &mut [Part<'_>], seconds: f64) {
@@ -84,39 +106,28 @@ fn blame(parts: &mut [Part<'_>], seconds: f64) {
 /// A prefill of `tokens` with `pairs` had the worker for `seconds`, to be decoded there; `paced` if
 /// others decoded meanwhile.
 pub fn observe_local(rates: &mut Rates, tokens: u64, pairs: f64, paced: bool, seconds: f64) {
-    let slowdown = if paced { rates.paced_slowdown } else { 1.0 };
-    let linear_s = slowdown * tokens as f64 / rates.prefill_tokens_per_s;
-    let attention_s = slowdown * pairs / rates.attention_pairs_per_s;
-    let overhead = Part {
-        seconds: rates.prefill_overhead_s,
-        belief: &mut rates.prefill_overhead_s,
-        is_speed: false,
-        prior: PRIOR.prefill_overhead_s,
-    };
+    let tokens = tokens as f64;
+    let alone_s = tokens / rates.prefill_tokens_per_s + pairs / rates.attention_pairs_per_s;
+    let overhead = Part::duration(1.0, &mut rates.prefill_overhead_s, PRIOR.prefill_overhead_s);
     // A paced prefill says how it is paced; how fast the worker is alone, only one alone says.
     if paced {
-        let pacing = Part {
-            seconds: linear_s + attention_s,
-            belief: &mut rates.paced_slowdown,
-            is_speed: false,
-            prior: 1.0,
-        };
+        let pacing = Part::duration(alone_s, &mut rates.paced_slowdown, 1.0);
         blame(&mut [overhead, pacing], seconds);
         let (least, most) = SLOWDOWN.into_inner();
         rates.paced_slowdown = rates.paced_slowdown.clamp(least, most);
     } else {
-        let linear = Part {
-            seconds: linear_s,
-            belief: &mut rates.prefill_tokens_per_s,
-            is_speed: true,
-            prior: PRIOR.prefill_tokens_per_s,
-        };
-        let attention = Part {
-            seconds: attention_s,
-            belief: &mut rates.attention_pairs_per_s,
-            is_speed: true,
-            prior: PRIOR.attention_pairs_per_s,
-        };
+        let (linear, attention) = (
+            Part::speed(
+                tokens,
+                &mut rates.prefill_tokens_per_s,
+                PRIOR.prefill_tokens_per_s,
+            ),
+            Part::speed(
+                pairs,
+                &mut rates.attention_pairs_per_s,
+                PRIOR.attention_pairs_per_s,
+            ),
+        );
         blame(&mut [overhead, linear, attention], seconds);
     }
 }
@@ -132,30 +143,26 @@ pub fn observe_separated(
     seconds: f64,
 ) {
     let parts = &mut [
-        Part {
-            seconds: tokens as f64 / prefill.prefill_tokens_per_s,
-            belief: &mut prefill.prefill_tokens_per_s,
-            is_speed: true,
-            prior: PRIOR.prefill_tokens_per_s,
-        },
-        Part {
-            seconds: pairs / prefill.attention_pairs_per_s,
-            belief: &mut prefill.attention_pairs_per_s,
-            is_speed: true,
-            prior: PRIOR.attention_pairs_per_s,
-        },
-        Part {
-            seconds: delta as f64 / decode.transfer_tokens_per_s,
-            belief: &mut decode.transfer_tokens_per_s,
-            is_speed: true,
-            prior: PRIOR.transfer_tokens_per_s,
-        },
-        Part {
-            seconds: decode.transfer_overhead_s,
-            belief: &mut decode.transfer_overhead_s,
-            is_speed: false,
-            prior: PRIOR.transfer_overhead_s,
-        },
+        Part::speed(
+            tokens as f64,
+            &mut prefill.prefill_tokens_per_s,
+            PRIOR.prefill_tokens_per_s,
+        ),
+        Part::speed(
+            pairs,
+            &mut prefill.attention_pairs_per_s,
+            PRIOR.attention_pairs_per_s,
+        ),
+        Part::speed(
+            delta as f64,
+            &mut decode.transfer_tokens_per_s,
+            PRIOR.transfer_tokens_per_s,
+        ),
+        Part::duration(
+            1.0,
+            &mut decode.transfer_overhead_s,
+            PRIOR.transfer_overhead_s,
+        ),
     ];
     blame(parts, seconds);
 }
@@ -163,12 +170,11 @@ pub fn observe_separated(
 /// `tokens` were decoded in `seconds` after the first.
 pub fn observe_decode(rates: &mut Rates, tokens: u64, seconds: f64) {
     if tokens > 0 {
-        let parts = &mut [Part {
-            seconds: tokens as f64 * rates.decode_step_s,
-            belief: &mut rates.decode_step_s,
-            is_speed: false,
-            prior: PRIOR.decode_step_s,
-        }];
+        let parts = &mut [Part::duration(
+            tokens as f64,
+            &mut rates.decode_step_s,
+            PRIOR.decode_step_s,
+        )];
         blame(parts, seconds);
     }
 }

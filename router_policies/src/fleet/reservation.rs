@@ -47,8 +47,7 @@ impl State {
             self.separated_inflight += 1;
             if let Some(worker) = self.worker_mut(prefill) {
                 worker.decisions += 1;
-                worker.load.requests += 1;
-                worker.load.ongoing_tokens += share.input_tokens;
+                worker.load.enter(share.input_tokens);
             }
         }
         if let Some(until_us) = share.untold_until_us {
@@ -62,8 +61,7 @@ impl State {
         }
         if let Some(worker) = self.worker_mut(share.route.answering()) {
             worker.decisions += 1;
-            worker.load.requests += 1;
-            worker.load.ongoing_tokens += share.input_tokens;
+            worker.load.enter(share.input_tokens);
         }
     }
 
@@ -117,8 +115,7 @@ impl State {
         if let Route::PrefillDecode { prefill, .. } = share.route {
             self.separated_inflight -= 1;
             if let Some(worker) = self.worker_mut(prefill) {
-                worker.load.requests -= 1;
-                worker.load.ongoing_tokens -= share.input_tokens;
+                worker.load.leave(share.input_tokens);
             }
             self.free_if_idle(prefill);
         }
@@ -190,10 +187,9 @@ impl State {
     fn end_decode(&mut self, share: &Share) {
         let slot = share.route.answering();
         if let Some(worker) = self.worker_mut(slot) {
-            worker.load.requests -= 1;
+            worker.load.leave(share.input_tokens);
             worker.load.decoding -= 1;
             worker.load.decode_tokens -= share.input_tokens;
-            worker.load.ongoing_tokens -= share.input_tokens;
         }
         self.free_if_idle(slot);
     }

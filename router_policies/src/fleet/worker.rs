@@ -25,6 +25,20 @@ pub(crate) struct Load {
     pub ongoing_tokens: u64,
 }
 
+impl Load {
+    /// A request with `input_tokens` comes to the worker.
+    pub fn enter(&mut self, input_tokens: u64) {
+        self.requests += 1;
+        self.ongoing_tokens += input_tokens;
+    }
+
+    /// It has left.
+    pub fn leave(&mut self, input_tokens: u64) {
+        self.requests -= 1;
+        self.ongoing_tokens -= input_tokens;
+    }
+}
+
 pub(crate) struct Worker {
     pub spec: Arc<WorkerSpec>,
     /// Never reused, unlike the slot.

@@ -7,7 +7,6 @@ use super::buffers::NotCollected;
 use super::stream::{AbortOnDrop, Answer, Held, usage_in};
 use super::{Gateway, Reply, describe, error};
 use crate::config::{Connector, Engine, WorkerSpec};
-use crate::fleet::prefix::hash::PromptHashes;
 use crate::fleet::{ESTIMATE_BLOCK_TOKENS, Outcome, Request as Placement, Reservation};
 use crate::policy::{Decision, Reason, Refusal, Route};
 use bytes::Bytes;
@@ -60,7 +59,7 @@ pub(super) async fn handle(
             );
         }
     };
-    let scanned = match body::scan(
+    let mut scanned = match body::scan(
         api,
         &bytes,
         gateway.fleet.token_block(),
@@ -78,7 +77,8 @@ pub(super) async fn handle(
         session_id: header(&parts.headers, &SESSION_ID)
             .or_else(|| header(&parts.headers, &ROUTING_KEY))
             .or_else(|| scanned.user.clone()),
-        prompt: PromptHashes::clone(&scanned.prompt),
+        // Taken, not copied: a state a token is more than the body itself.
+        prompt: std::mem::take(&mut scanned.prompt),
         max_output_tokens: scanned.max_output_tokens,
         stream: scanned.stream,
     };

@@ -9,8 +9,9 @@
 //! once a token, which the scan of a 100,000-token prompt would otherwise spend half its time on.
 
 /// What a prompt is counted in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Unit {
+    #[default]
     Tokens,
     /// Raw bytes of the prompt as they stand in the request's JSON.
     Bytes,
@@ -82,7 +83,7 @@ impl TokenChain {
 }
 
 /// A prompt as the prefix index sees it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PromptHashes {
     pub unit: Unit,
     /// Units a block.
