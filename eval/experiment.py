@@ -198,6 +198,7 @@ class Experiment(_Table):
         default=None, description="what a run is expected to take, until one has been measured"
     )
     trace: Trace
+    set: dict[str, Any] = Field(default_factory=dict)
     replay: Replay = Field(default_factory=Replay)
     slo: Slo = Field(default_factory=Slo)
     validity: ValidityRules = Field(default_factory=ValidityRules)
@@ -257,7 +258,7 @@ class PlannedRun:
     repeat: int
     replay: Replay
     set: dict[str, Any] = field(default_factory=dict)
-    """Keys of the topology: the arm's, then the load's."""
+    """Keys of the topology: the experiment's, then the arm's, then the load's."""
 
     @property
     def cell(self) -> str:
@@ -298,7 +299,9 @@ def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[Pla
         for load_name in experiment.loads_of(arm):
             load = experiment.load_named(load_name)
             level = max(arm.priority, load.priority) if load is not None else arm.priority
-            keys = arm.set | (load.set if load is not None else {})
+            keys = _merged(experiment.set, arm.set)
+            if load is not None:
+                keys = _merged(keys, load.set)
             levels.setdefault(level, []).append((arm, load_name, keys))
     runs: list[PlannedRun] = []
     for _, cells in sorted(levels.items()):
@@ -310,6 +313,15 @@ def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[Pla
                 if not only or arm.name in only
             ]
     return runs
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `over`, tables key by key."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
 def packaged_experiments() -> dict[str, Path]:

@@ -27,11 +27,13 @@ from deltaserve import __version__
 from deltaserve.errors import InputError
 from launch import planning
 from launch.cache import write_atomically
+from launch.hardware import GpuSample, sample_gpus, sample_until_free
 from launch.planning import Plan, Process
-from launch.ports import reserved
+from launch.reservations import reserved
 from launch.sampling import Engines, Sampler
 from launch.supervised import Supervised
 from launch.topology import Role, Topology
+from launch.transcript import Transcript, memory_of
 
 _POLL_S = 0.25
 _TELL_EVERY_S = 15.0
@@ -85,6 +87,9 @@ class Fleet:
         self._state: State = "planned"
         self._made_unix_s = time.time()
         self._sampler: Sampler | None = None
+        self._transcript = Transcript(
+            self.plan.run_dir / "transcript.txt", self.plan.topology.name, self.plan.engine
+        )
 
     @property
     def router_url(self) -> str | None:
@@ -119,6 +124,8 @@ class Fleet:
         planning.check(self.plan)
         planning.write_files(self.plan)
         self.timings["check_s"] = time.monotonic() - began_s
+        self._transcript.tell("checked: engine, flags, ports")
+        self._tell_gpus(sample_gpus)
         self._state = "starting"
         self._write()
         self._start_all([m for m in self._members if m.plan.kind == "worker"])
@@ -128,11 +135,13 @@ class Fleet:
             self._sampler = self._sample_every(interval_s)
         self._state = "ready"
         self._write()
-        self.on_progress(f"{self.plan.topology.name} ready in {self.timings['start_s']:.0f} s")
+        self._tell(f"{self.plan.topology.name} ready in {self.timings['start_s']:.0f} s")
+        self._transcript.table(self._table())
 
     def stop(self) -> None:
         """Ends every process."""
         began_s = time.monotonic()
+        self._transcript.tell("stopping")
         if self._sampler:
             self._sampler.stop()
             self._sampler = None
@@ -150,6 +159,38 @@ class Fleet:
         if self._state != "failed":
             self._state = "stopped"
         self._write()
+        self._transcript.tell(f"{self._state} after {self.timings['stop_s']:.1f} s")
+        if members:
+            self._tell_gpus(lambda: sample_until_free(self.plan.gpu_plan))
+        self._transcript.close()
+
+    def _tell(self, text: str) -> None:
+        self._transcript.tell(text)
+        self.on_progress(text)
+
+    def _gpus(self, sample: Callable[[], list[GpuSample]]) -> list[GpuSample]:
+        wanted = self.plan.gpu_plan
+        return [gpu for gpu in sample() if gpu.index in wanted] if wanted else []
+
+    def _tell_gpus(self, sample: Callable[[], list[GpuSample]]) -> None:
+        if gpus := self._gpus(sample):
+            numbers = ", ".join(str(gpu.index) for gpu in gpus)
+            kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
+            self._transcript.tell(f"GPUs {numbers} ({kinds}): {memory_of(gpus)} in use")
+
+    def _table(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [
+            ("process", "role", "url", "ready after", "GPUs", "memory in use")
+        ]
+        used = {gpu.index: gpu for gpu in self._gpus(sample_gpus)}
+        for member in self._members:
+            p = member.plan
+            own = [used[index] for index in p.gpus if index in used]
+            rows.append((
+                p.id, p.role or "-", p.url, f"{member.ready_after_s or 0.0:.1f} s",
+                ", ".join(map(str, p.gpus)) or "-", memory_of(own) if own else "-",
+            ))  # fmt: skip
+        return rows
 
     def _sample_every(self, interval_s: float) -> Sampler:
         guardians = {
@@ -158,8 +199,7 @@ class Fleet:
             if m.running and m.plan.node is None
         }
         engines = Engines({w.id: w.url for w in self.plan.workers}, self.plan.load_gauges)
-        on_gpus = bool(self.plan.gpu_plan)
-        return Sampler(self.plan.run_dir, guardians, engines, on_gpus, interval_s)
+        return Sampler(self.plan.run_dir, guardians, engines, self.plan.gpu_plan, interval_s)
 
     def _start_all(self, waiting: list[_Member]) -> None:
         starting: list[_Member] = []
@@ -178,17 +218,17 @@ class Fleet:
                 told_s = time.monotonic()
                 for member in starting:
                     waited_s = told_s - member.started_s
-                    self.on_progress(f"{member.plan.id}: starting, {waited_s:.0f} s")
+                    self._tell(f"{member.plan.id}: starting, {waited_s:.0f} s")
             time.sleep(_POLL_S)
 
     def _start(self, member: _Member) -> None:
         process = member.plan
         member.started_s = time.monotonic()
         if process.attached:
-            self.on_progress(f"{process.id}: attaching to {process.url}")
+            self._tell(f"{process.id}: attaching to {process.url}")
             member.state = "starting"
             return
-        self.on_progress(f"{process.id}: starting ({process.url})")
+        self._tell(f"{process.id}: starting ({process.url})")
         argv, environment = process.started()
         member.running = Supervised(argv, environment, process.log, self.plan.run_dir)
         member.state = "starting"
@@ -203,7 +243,7 @@ class Fleet:
             self._check_whose(member)
             member.state = "ready"
             member.ready_after_s = self.timings[f"ready_s.{member.plan.id}"] = waited_s
-            self.on_progress(f"{member.plan.id}: ready after {waited_s:.0f} s")
+            self._tell(f"{member.plan.id}: ready after {waited_s:.0f} s")
             self._write()
         elif waited_s > self.plan.topology.ready_timeout_s:
             self._fail(member, f"{member.plan.id} was not ready after {waited_s:.0f} s")
@@ -221,6 +261,7 @@ class Fleet:
         member.exit_status = status
         self._write()
         tail = log_tail(member.plan.log, _LOG_LINES)
+        self._transcript.tell(what)
         raise FleetError(f"{what}; the end of {member.plan.log}:\n{tail}")
 
     def _write(self) -> None:
@@ -265,7 +306,7 @@ def fleet(
     run_dir = run_dir.absolute()
     with claim(run_dir):
         made = planning.plan(topology, run_dir)
-        with reserved(made.ports):
+        with reserved(made.ports, made.gpu_plan):
             running = Fleet(made, on_progress or (lambda _: None))
             try:
                 running.start()

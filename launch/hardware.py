@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +77,11 @@ class GpuSample:
     nvlink_sent_bytes: int | None
     nvlink_received_bytes: int | None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody works with it; a driver keeps some memory for itself."""
+        return self.memory_used_bytes <= _FREE_BELOW_BYTES
+
 
 def sample_gpus() -> list[GpuSample]:
     """Every GPU now; empty where there is no NVIDIA driver."""
@@ -91,27 +96,32 @@ def check_gpus(wanted: dict[int, str], hardware: str | None, where: str) -> None
     kind, and free. Waits up to 30 s for memory that a fleet just ended is still giving back.
     """
     model = PROFILES[hardware].gpu_name if hardware else None
+    found = {gpu.index: gpu for gpu in sample_until_free(wanted)}
+    if not found:
+        raise InputError(f'{where}: device is "cuda", but there is no NVIDIA driver here')
+    for index, worker in wanted.items():
+        if index not in found:
+            raise InputError(f"{where}: {worker} needs GPU {index}; there are {len(found)}")
+        gpu = found[index]
+        if model and not re.search(rf"\b{model}\b", gpu.name):
+            raise InputError(f"{where}: hardware is {hardware!r}, but GPU {index} is a {gpu.name}")
+        if not gpu.is_free:
+            used_gib = gpu.memory_used_bytes / 2**30
+            raise InputError(
+                f"{where}: GPU {index} is not free: {used_gib:.1f} GiB in use{_users(index)}"
+            )
+
+
+def sample_until_free(wanted: Collection[int]) -> list[GpuSample]:
+    """Every GPU, once those `wanted` are free, or 30 s later as they are then: what a fleet had is
+    given back within seconds of its end."""
     deadline_s = time.monotonic() + _FREE_WITHIN_S
     while True:
-        found = {gpu.index: gpu for gpu in sample_gpus()}
-        if not found:
-            raise InputError(f'{where}: device is "cuda", but there is no NVIDIA driver here')
-        for index, worker in wanted.items():
-            if index not in found:
-                raise InputError(f"{where}: {worker} needs GPU {index}; there are {len(found)}")
-            name = found[index].name
-            if model and not re.search(rf"\b{model}\b", name):
-                raise InputError(f"{where}: hardware is {hardware!r}, but GPU {index} is a {name}")
-        busy = [found[i] for i in wanted if found[i].memory_used_bytes > _FREE_BELOW_BYTES]
-        if not busy:
-            return
-        if time.monotonic() > deadline_s:
-            used_gib = busy[0].memory_used_bytes / 2**30
-            raise InputError(
-                f"{where}: GPU {busy[0].index} is not free: {used_gib:.1f} GiB in use"
-                f"{_users(busy[0].index)}"
-            )
-        time.sleep(1.0)
+        found = sample_gpus()
+        busy = any(gpu.index in wanted and not gpu.is_free for gpu in found)
+        if not busy or time.monotonic() > deadline_s:
+            return found
+        time.sleep(0.5)
 
 
 def _users(index: int) -> str:

@@ -8,6 +8,7 @@ started here.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -62,14 +63,11 @@ class Process:
         """What is started here for it: arguments and the whole environment."""
         if not self.launcher:
             return self.argv, self.full_environment()
-        return (*self.launcher, *self.argv), {
-            k: v for k, v in os.environ.items() if k not in _DROPPED
-        }
+        return (*self.launcher, *self.argv), _inherited()
 
     def full_environment(self) -> dict[str, str]:
         """The caller's environment with this process's on top."""
-        kept = {k: v for k, v in os.environ.items() if k not in _DROPPED}
-        return kept | self.environment
+        return _inherited() | self.environment
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ def layout(
     )
     processes: list[Process] = []
     counted: dict[Role, int] = {}
-    next_gpu = 0
+    next_gpu = iter(topology.gpus or itertools.count())
     placed = 0
     for group in topology.workers:
         for in_group in range(group.size):
@@ -174,9 +172,8 @@ def layout(
             if not on_cpu and node is None:
                 first = in_group * group.tensor_parallel
                 gpus = group.gpus[first : first + group.tensor_parallel] or tuple(
-                    range(next_gpu, next_gpu + group.tensor_parallel)
+                    itertools.islice(next_gpu, group.tensor_parallel)
                 )
-                next_gpu += group.tensor_parallel
             place = commands.Place(
                 id=f"{group.role}-{number}",
                 role=group.role,
@@ -306,10 +303,9 @@ def router_config(made: Plan) -> str:
 def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Process:
     url = f"http://{topology.host}:{topology.base_port}"
     environment = commands.local_only(topology.host)
-    if topology.router.python_path:
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, topology.router.python_path))
     if topology.router.kind == "deltaserve":
         argv = routers.ours(run_dir / "router.toml")
+        environment["PYTHONPATH"] = routers.python_path(topology.router)
         ports = {"http": topology.base_port}
         health_url = f"{url}/health"
     else:
@@ -381,6 +377,10 @@ def _check_flags(made: Plan) -> None:
                     f"{where}: {worker.id}: {about}: {spelled} cannot be {value!r}; "
                     f"expected one of: {', '.join(option.choices)}"
                 )
+
+
+def _inherited() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in _DROPPED}
 
 
 def _line(key: str, value: Any) -> str:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from deltaserve.errors import InputError
+from launch.commands.routers import python_path
 from launch.topology import RouterChoice, Topology
 
 _IMPORT = """
@@ -78,7 +79,7 @@ def _known() -> dict[str, tuple[str, ...]]:
 def _check_class(router: RouterChoice, where: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT, router.policy, json.dumps(router.params)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, router.python_path))},
+        env=os.environ | {"PYTHONPATH": python_path(router)},
         capture_output=True,
         text=True,
         check=False,

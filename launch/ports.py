@@ -1,23 +1,18 @@
-"""Ports of a topology: who gets which, whether they are free, and keeping them.
+"""Ports of a topology: who gets which, and whether they are free.
 
-The layout is pure: the router has the base port, and each worker a block of its own above it. An
-engine opens its ports a minute after they were found free, so a fleet reserves them among fleets
-for as long as it lives.
+The layout is pure: the router has the base port, and each worker a block of its own above it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import random
 import socket
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import TextIO
+from collections.abc import Mapping
 
 import psutil
 
 from deltaserve.errors import InputError
-from launch.cache import cache_dir
+from launch.reservations import is_reserved
 
 BLOCK = 20
 """Ports from one worker's first to the next worker's first."""
@@ -51,7 +46,7 @@ def free_base(worker_count: int) -> int:
         needed = [base]
         for index in range(worker_count):
             needed += worker_ports(base, index).values()
-        if all(_is_free(port) and not _is_reserved(port) for port in needed):
+        if all(_is_free(port) and not is_reserved(port) for port in needed):
             return base
     raise InputError("base_port = 0: no free block of ports between 20000 and 32000")
 
@@ -61,39 +56,9 @@ def check_free(wanted: Mapping[int, str]) -> None:
     for port, purpose in sorted(wanted.items()):
         if not _is_free(port):
             raise InputError(
-                f"port {port} ({purpose}) is in use{_owner(port)}; stop it or change base_port"
+                f"port {port} ({purpose}) is in use{_owner(port)}; stop it, or change base_port "
+                "(0 takes free ports)"
             )
-
-
-@contextmanager
-def reserved(wanted: Iterable[int]) -> Iterator[None]:
-    """Keeps the ports from every other fleet of this user; `InputError` where one has them."""
-    with ExitStack() as held:
-        for port in sorted(wanted):
-            lock = held.enter_context(_lock_file(port))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(
-                    f"port {port} belongs to another fleet (deltaserve launch status); end it or "
-                    "change base_port"
-                ) from None
-        yield
-
-
-def _is_reserved(port: int) -> bool:
-    with _lock_file(port) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def _lock_file(port: int) -> TextIO:
-    folder = cache_dir() / "ports"
-    folder.mkdir(parents=True, exist_ok=True)
-    return (folder / f"{port}.lock").open("w")
 
 
 def _is_free(port: int) -> bool:

@@ -12,6 +12,7 @@ import http.client
 import re
 import threading
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -51,10 +52,10 @@ class Sampler:
         run_dir: Path,
         guardians: dict[str, tuple[int, float]],
         engines: Engines,
-        gpus: bool,
+        gpus: Collection[int],
         interval_s: float,
     ) -> None:
-        """`guardians`: process id → pid and start time of its guardian; `gpus`: also ask NVML."""
+        """`guardians`: process id → pid and start time of its guardian."""
         self._run_dir = run_dir
         self._guardians = guardians
         self._engines = engines
@@ -82,7 +83,8 @@ class Sampler:
                     load = engine_load(url, self._engines.gauges)
                     engines.writerow((round(time.time(), 3), id_, *load))
                 if gpus is not None:
-                    gpus.writerows((unix_s, *astuple(gpu)) for gpu in sample_gpus())
+                    found = [gpu for gpu in sample_gpus() if gpu.index in self._gpus]
+                    gpus.writerows((unix_s, *astuple(gpu)) for gpu in found)
                 if self._ended.wait(self._interval_s):
                     return
 

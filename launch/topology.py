@@ -30,6 +30,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 _Positive = Annotated[int, Field(gt=0)]
 _Port = Annotated[int, Field(gt=0, lt=65536)]
+_Gpu = Annotated[int, Field(ge=0)]
 _Text = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -56,7 +57,7 @@ class WorkerGroup(_Strict):
     count: _Positive = 1
     urls: tuple[_Text, ...] = ()
     bootstrap_ports: tuple[_Port, ...] = ()
-    gpus: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    gpus: tuple[_Gpu, ...] = ()
     tensor_parallel: _Positive = 1
     max_total_tokens: _Positive | None = None
     chunk_tokens: _Positive | None = None
@@ -66,6 +67,11 @@ class WorkerGroup(_Strict):
     @property
     def size(self) -> int:
         return len(self.urls) or self.count
+
+    @property
+    def gpu_count(self) -> int:
+        """How many GPUs its workers take together, where they run on GPUs."""
+        return self.count * self.tensor_parallel
 
 
 class Placement(_Strict):
@@ -95,7 +101,10 @@ class RouterChoice(_Strict):
 
 
 class Topology(_Strict):
-    """A whole topology. Keys that are None leave the engine its own default."""
+    """A whole topology. Keys that are None leave the engine its own default.
+
+    `gpus` are those that its workers take, in order: how several topologies share one machine.
+    """
 
     name: _Text
     description: str = ""
@@ -119,6 +128,7 @@ class Topology(_Strict):
     telemetry: bool = False
     host: _Text = "127.0.0.1"
     base_port: Annotated[int, Field(ge=0, le=60000)] = 30000
+    gpus: tuple[_Gpu, ...] = ()
     cpu_threads: _Positive | None = None
     parallel_starts: _Positive | None = None
     sample_interval_s: Annotated[float, Field(ge=0)] = 2.0
@@ -155,12 +165,8 @@ class Topology(_Strict):
             raise ValueError(f"router.kind: {self.router.kind} knows no elastic workers")
         if self.router.kind not in ("deltaserve", "none") and not sglang and "prefill" in roles:
             raise ValueError(f"router.kind: {self.router.kind} does not separate with vllm workers")
-        if self.placement.kind == "ray" and any(group.gpus for group in self.workers):
-            raise ValueError("workers: Ray chooses the GPUs of workers that it places; leave gpus")
-        taken: set[int] = set()
+        self._check_gpus()
         for index, group in enumerate(self.workers):
-            if group.gpus and self.device == "cpu":
-                raise ValueError(f'workers.{index}.gpus: device is "cpu"')
             if group.urls and (group.gpus or group.count not in (1, len(group.urls))):
                 raise ValueError(f"workers.{index}.urls: attached workers have no gpus and count")
             if group.urls and group.role == "prefill" and sglang:
@@ -168,18 +174,30 @@ class Topology(_Strict):
                     raise ValueError(f"workers.{index}.bootstrap_ports: one a url is needed")
             elif group.bootstrap_ports:
                 raise ValueError(f"workers.{index}.bootstrap_ports: for attached prefill workers")
-            needed = group.count * group.tensor_parallel
-            if group.gpus and len(group.gpus) != needed:
-                raise ValueError(
-                    f"workers.{index}.gpus: {len(group.gpus)} given, but count x tensor_parallel "
-                    f"is {needed}"
-                )
-            if len(set(group.gpus)) != len(group.gpus) or taken & set(group.gpus):
-                raise ValueError(f"workers.{index}.gpus: a GPU is given twice")
-            taken |= set(group.gpus)
-        if taken and not all(group.gpus or group.urls for group in self.workers):
-            raise ValueError("workers: give gpus to every group or to none")
         return self
+
+    def _check_gpus(self) -> None:
+        started = {f"workers.{i}.gpus": g for i, g in enumerate(self.workers) if not g.urls}
+        given = {key: (g.gpus, g.gpu_count) for key, g in started.items() if g.gpus}
+        if self.gpus:
+            if given:
+                raise ValueError("gpus: give them to the topology or to its workers, not to both")
+            given["gpus"] = (self.gpus, sum(group.gpu_count for group in started.values()))
+        taken: set[int] = set()
+        for key, (gpus, needed) in given.items():
+            if self.device == "cpu":
+                raise ValueError(f'{key}: device is "cpu"')
+            if self.placement.kind == "ray":
+                raise ValueError(f"{key}: Ray chooses the GPUs of workers that it places")
+            if len(gpus) != needed:
+                raise ValueError(
+                    f"{key}: {len(gpus)} given, but count x tensor_parallel is {needed}"
+                )
+            if len(set(gpus)) != len(gpus) or taken & set(gpus):
+                raise ValueError(f"{key}: a GPU is given twice")
+            taken |= set(gpus)
+        if not self.gpus and 0 < len(given) < len(started):
+            raise ValueError("workers: give gpus to every group or to none")
 
     @property
     def worker_count(self) -> int:

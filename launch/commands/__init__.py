@@ -67,3 +67,11 @@ def local_only(host: str) -> dict[str, str]:
     """Keeps an engine's calls to itself off any proxy, and its address the one it serves on."""
     hosts = ",".join(dict.fromkeys((host, "127.0.0.1", "localhost")))
     return {"NO_PROXY": hosts, "no_proxy": hosts, "PYTHONUNBUFFERED": "1"}
+
+
+def visible_gpus(gpus: tuple[int, ...]) -> dict[str, str]:
+    """Shows an engine only `gpus`, counted as NVML counts them, not fastest first."""
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }

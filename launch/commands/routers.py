@@ -6,12 +6,14 @@ The stock routers are arms to compare with: `sglang-router` (0.3.2) and its succ
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import deltaserve
 from launch.engines import ENVIRONMENTS
-from launch.topology import Role, Topology
+from launch.topology import Role, RouterChoice, Topology
 
 STOCK_PORTS = {"http": 0, "metrics": 1}
 """Ports of a stock router, from the topology's base port."""
@@ -20,6 +22,15 @@ STOCK_PORTS = {"http": 0, "metrics": 1}
 def ours(config: Path) -> tuple[str, ...]:
     """The command of our router; it reads everything from `config`."""
     return (sys.executable, "-m", "deltaserve", "route", "--config", str(config))
+
+
+def python_path(router: RouterChoice) -> str:
+    """Where our router's Python looks: for its policy, then for us and what we need, however the
+    Python that runs here was told of that."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    ours = [Path(deltaserve.__file__).parents[1], *(Path(folder) for folder in given if folder)]
+    found = [str(folder.absolute()) for folder in (*router.python_path, *ours)]
+    return os.pathsep.join(dict.fromkeys(found))
 
 
 def stock(topology: Topology, workers: Sequence[tuple[Role, str, int | None]]) -> tuple[str, ...]:

@@ -6,7 +6,15 @@ a generated token would be in the cache before the first request.
 
 from __future__ import annotations
 
-from launch.commands import Command, Paths, Place, bounded_threads, kv_events, local_only
+from launch.commands import (
+    Command,
+    Paths,
+    Place,
+    bounded_threads,
+    kv_events,
+    local_only,
+    visible_gpus,
+)
 from launch.models import is_shape
 from launch.topology import Role, Topology
 
@@ -80,7 +88,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         python_path.insert(0, str(paths.plugin_dir / "sglang_ext" / "cpu" / "stubs"))
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     else:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
+        environment |= visible_gpus(place.gpus)
     environment["PYTHONPATH"] = ":".join(python_path)
     if shape:
         environment["HF_HUB_OFFLINE"] = "1"

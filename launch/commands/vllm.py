@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 import math
 
-from launch.commands import Command, Paths, Place, bounded_threads, kv_events, local_only
+from launch.commands import (
+    Command,
+    Paths,
+    Place,
+    bounded_threads,
+    kv_events,
+    local_only,
+    visible_gpus,
+)
 from launch.models import is_shape, shape_config
 from launch.topology import Role, Topology
 
@@ -64,7 +72,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_gib(topology, tokens))
     else:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.gpus))
+        environment |= visible_gpus(place.gpus)
         if topology.rdma_devices:
             environment["UCX_NET_DEVICES"] = ",".join(f"{d}:1" for d in topology.rdma_devices)
     if shape:

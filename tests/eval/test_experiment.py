@@ -181,6 +181,19 @@ def test_a_loads_keys_of_the_topology_come_on_top_of_the_arms(tmp_path: Path) ->
     assert sets == {"one": {"b": 2}, "two": {"a": 1, "b": 2}, "three": {"b": 2}}
 
 
+def test_the_experiments_own_keys_of_the_topology_reach_every_arm_and_yield_to_it(
+    tmp_path: Path,
+) -> None:
+    given = ["set.base_port=0", 'set.engine.python="/p"', "arms.one.set.engine.version='1'"]
+    runs = plan_runs(load(tmp_path, GOOD, *given, "arms.two.set.base_port=31000", "repeats=1"))
+    sets = {run.arm.name: run.set for run in runs}
+    assert sets == {
+        "one": {"base_port": 0, "engine": {"python": "/p", "version": "1"}},
+        "two": {"base_port": 31000, "engine": {"python": "/p"}},
+        "three": {"base_port": 0, "engine": {"python": "/p"}},
+    }
+
+
 def test_only_keeps_the_named_arms_in_the_order_of_the_whole_plan(tmp_path: Path) -> None:
     experiment = load(tmp_path, GOOD)
     kept = [run.folder for run in plan_runs(experiment, ["two"])]

@@ -18,7 +18,8 @@ import pytest
 
 from deltaserve.errors import InputError
 from launch import FleetError, control, fleet, guard, planning, supervised
-from launch.ports import free_base, reserved, worker_ports
+from launch.ports import free_base, worker_ports
+from launch.reservations import reserved
 from tests.processes import wait_until, working_in
 
 from .conftest import Fakes
@@ -49,6 +50,34 @@ def test_workers_come_up_and_all_is_gone_afterwards(fakes: Fakes, tmp_path: Path
     assert not any(is_open(url) for url in urls)
     assert json.loads((run_dir / "fleet.json").read_text())["state"] == "stopped"
     assert any("colocated-1: ready" in line for line in told)
+
+
+def test_the_transcript_tells_each_phase_with_its_time_and_the_workers(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    with fleet(fakes("serve", "serve"), tmp_path / "run") as running:
+        urls = [worker.url for worker in running.workers]
+    text = (tmp_path / "run" / "transcript.txt").read_text()
+    assert "sglang 0.5.17" in text
+    told = re.findall(r"^ +(\d+\.\d) s  (.+)$", text, re.M)
+    assert [float(at_s) for at_s, _ in told] == sorted(float(at_s) for at_s, _ in told)
+    phases = [what for _, what in told]
+    assert phases[0].startswith("checked")
+    assert phases.index(f"colocated-0: starting ({urls[0]})") < next(
+        i for i, what in enumerate(phases) if what.startswith("colocated-0: ready after")
+    )
+    assert phases[-2] == "stopping"
+    assert phases[-1].startswith("stopped after")
+    for number, url in enumerate(urls):
+        assert re.search(rf"^colocated-{number} +colocated +{url} +\d+\.\d s +- +-$", text, re.M)
+
+
+def test_the_transcript_tells_why_a_fleet_failed(fakes: Fakes, tmp_path: Path) -> None:
+    with pytest.raises(FleetError), fleet(fakes("die"), tmp_path / "run"):
+        pass
+    text = (tmp_path / "run" / "transcript.txt").read_text()
+    assert "colocated-0 died (exit status 3)" in text
+    assert re.search(r"failed after \d+\.\d s$", text, re.M)
 
 
 def test_the_record_of_a_fleet_keeps_what_changes_an_engine_and_no_secret(

@@ -11,6 +11,7 @@ from launch import hardware
 from launch.engines import Engine
 from launch.hardware import GpuSample, check_gpus
 from launch.planning import Plan, layout
+from launch.reservations import reserved
 from launch.topology import catalog, load_topology
 
 GIB = 2**30
@@ -43,6 +44,26 @@ def test_tensor_parallel_workers_take_neighbouring_gpus_or_those_given() -> None
     given = planned("colocated-4", *pair, "workers.0.gpus=[7, 5, 3, 1]").workers
     assert [w.gpus for w in given] == [(7, 5), (3, 1)]
     assert given[0].environment["CUDA_VISIBLE_DEVICES"] == "7,5"
+
+
+def test_topologies_share_a_machine_each_on_gpus_of_its_own() -> None:
+    sglang, vllm = planned("pd-1p1d", "gpus=[1, 0]"), planned("vllm-pd-1p1d", "gpus=[2, 3]")
+    assert [w.gpus for w in sglang.workers] == [(1,), (0,)]
+    assert [w.environment["CUDA_VISIBLE_DEVICES"] for w in vllm.workers] == ["2", "3"]
+    # Otherwise CUDA may count in another order than NVML, which is asked whether they are free.
+    assert vllm.workers[0].environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    doubled = planned("pd-1p1d", "workers.1.tensor_parallel=2", "gpus=[5, 6, 7]")
+    assert [w.gpus for w in doubled.workers] == [(5,), (6, 7)]
+    part = ['workers.0={ role = "prefill", urls = ["http://a:1"], bootstrap_ports = [7] }']
+    assert planned("pd-1p1d", *part, "gpus=[3]").gpu_plan == {3: "decode-0"}
+
+
+def test_a_gpu_belongs_to_one_fleet_at_a_time() -> None:
+    taken = pytest.raises(InputError, match=r"GPU 1 belongs to another fleet .* or change gpus$")
+    with reserved([], gpus=[0, 1]), reserved([], gpus=[2]), taken, reserved([], gpus=[1, 3]):
+        pass
+    with reserved([], gpus=[1]):
+        pass
 
 
 def test_connectors_graphs_and_mixing_become_the_engines_flags() -> None:

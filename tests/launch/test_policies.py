@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import deltaserve
 from deltaserve.errors import InputError
 from launch.engines import Engine
 from launch.planning import layout
@@ -65,7 +66,7 @@ def test_the_router_finds_a_python_class_where_the_fleet_was_asked_for(
     monkeypatch.chdir(module)
     monkeypatch.setenv("PYTHONPATH", "beside")
     topology = with_policy(load_topology("laptop-sglang", ["router.policy=ours:Mine"]))
-    path = [str(module), str(module / "beside")]
+    path = [str(module), str(module / "beside"), str(Path(deltaserve.__file__).parents[1])]
     engine = Engine("sglang", Path("/opt/python"), {"sglang": "0.5.17"})
     made = layout(topology, module / "run", engine, 4)
     assert made.router is not None

@@ -89,6 +89,7 @@ def test_overrides_are_toml_where_they_are_toml_and_text_otherwise() -> None:
         ("workers.0.role=decode", 'a "decode" worker needs a "prefill" one'),
         ("workers.0.role=pre", "--set workers.0.role=pre: workers.0.role: Input should be"),
         ("workers.0.gpus=[0]", 'device is "cpu"'),
+        ("gpus=[0, 1]", 'gpus: device is "cpu"'),
         ("device.x=1", "'device' has no keys"),
     ],
 )
@@ -98,7 +99,22 @@ def test_a_wrong_override_is_answered_in_one_line(override: str, said: str) -> N
     assert said in one_line(error)
 
 
-def test_a_gpu_is_given_once() -> None:
-    gpus = ["device=cuda", "workers.0.gpus=[0]", "workers.1.gpus=[0]"]
-    with pytest.raises(InputError, match="a GPU is given twice"):
-        load_topology("laptop-sglang-pd", gpus)
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["workers.0.gpus=[0]", "workers.1.gpus=[0]"], "workers.1.gpus: a GPU is given twice"),
+        (["workers.0.gpus=[0]"], "workers: give gpus to every group or to none"),
+        (["workers.0.gpus=[0, 1]"], "workers.0.gpus: 2 given, but count x tensor_parallel is 1"),
+        (["gpus=[2, 2]"], "gpus: a GPU is given twice"),
+        (["gpus=[2]"], "gpus: 1 given, but count x tensor_parallel is 2"),
+        (["gpus=[-1, 0]"], "--set gpus=[-1, 0]: gpus.0: Input should be greater than or equal"),
+        (["gpus=[2, 3]", "workers.0.gpus=[2]"], "gpus: give them to the topology or to its"),
+        (["gpus=[2, 3]", "placement.kind=ray"], "gpus: Ray chooses the GPUs of workers that it"),
+    ],
+)
+def test_gpus_that_do_not_suffice_or_are_given_twice_are_named(
+    overrides: list[str], said: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        load_topology("pd-1p1d", overrides)
+    assert said in one_line(error)

@@ -1,0 +1,50 @@
+"""What a fleet keeps from every other fleet of the same user while it lives: its ports and GPUs.
+
+Owns the lock files in the cache folder. An engine opens its ports and takes its GPU's memory a
+minute after both were found free; the system drops a lock with the process that holds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TextIO
+
+from deltaserve.errors import InputError
+from launch.cache import cache_dir
+
+
+@contextmanager
+def reserved(ports: Iterable[int], gpus: Iterable[int] = ()) -> Iterator[None]:
+    """Keeps them for as long as the block runs; `InputError` where another fleet has one."""
+    wanted = [("port", port, "base_port") for port in sorted(ports)]
+    wanted += [("GPU", gpu, "gpus") for gpu in sorted(gpus)]
+    with ExitStack() as held:
+        for kind, number, key in wanted:
+            if not _lock(held.enter_context(_lock_file(kind, number))):
+                raise InputError(
+                    f"{kind} {number} belongs to another fleet (deltaserve launch status); end it "
+                    f"or change {key}"
+                )
+        yield
+
+
+def is_reserved(port: int) -> bool:
+    """Whether a fleet has the port."""
+    with _lock_file("port", port) as lock:
+        return not _lock(lock)
+
+
+def _lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock_file(kind: str, number: int) -> TextIO:
+    folder = cache_dir() / "reserved"
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / f"{kind}-{number}.lock").open("w")
