@@ -218,7 +218,7 @@ class Fleet:
                 told_s = time.monotonic()
                 for member in starting:
                     waited_s = told_s - member.started_s
-                    self._tell(f"{member.plan.id}: starting, {waited_s:.0f} s")
+                    self.on_progress(f"{member.plan.id}: starting, {waited_s:.0f} s")
             time.sleep(_POLL_S)
 
     def _start(self, member: _Member) -> None:

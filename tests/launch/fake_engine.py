@@ -31,6 +31,7 @@ _FLAGS = (
     "--sampling-backend",
     "--grammar-backend",
     "--mem-fraction-static",
+    "--cuda-graph-backend-prefill",
     "--disaggregation-mode",
     "--disaggregation-transfer-backend",
     "--disaggregation-bootstrap-port",

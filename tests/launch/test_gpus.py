@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from deltaserve.errors import InputError
-from launch import hardware
+from launch import fleets, hardware, sampling
 from launch.engines import Engine
 from launch.hardware import GpuSample, check_gpus
 from launch.planning import Plan, layout
 from launch.reservations import reserved
 from launch.topology import catalog, load_topology
+from tests.processes import wait_until
 
 GIB = 2**30
 
@@ -56,6 +58,23 @@ def test_topologies_share_a_machine_each_on_gpus_of_its_own() -> None:
     assert [w.gpus for w in doubled.workers] == [(5,), (6, 7)]
     part = ['workers.0={ role = "prefill", urls = ["http://a:1"], bootstrap_ports = [7] }']
     assert planned("pd-1p1d", *part, "gpus=[3]").gpu_plan == {3: "decode-0"}
+
+
+def test_a_fleet_samples_its_own_gpus_and_tells_what_they_hold(
+    fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = [gpu(0, used_gib=60), gpu(1), gpu(2, used_gib=60), gpu(3)]
+    for module in (hardware, fleets, sampling):
+        monkeypatch.setattr(module, "sample_gpus", lambda: there)
+    overrides = [f"engine.python={fake_python}", "router.kind=none", "base_port=0", "gpus=[3, 1]"]
+    sampled = tmp_path / "run" / "gpu.csv"
+    with fleets.fleet(load_topology("colocated-2", overrides), tmp_path / "run"):
+        wait_until(lambda: sampled.exists() and sampled.read_text().count("\n") >= 3)
+    transcript = (tmp_path / "run" / "transcript.txt").read_text()
+    assert transcript.count("GPUs 1, 3 (NVIDIA H200): 0.5, 0.5 GiB in use\n") == 2
+    assert re.search(r"^colocated-0 .* s +3 +0\.5 GiB$", transcript, re.M)
+    rows = sampled.read_text().splitlines()[1:]
+    assert {row.split(",")[1] for row in rows} == {"1", "3"}
 
 
 def test_a_gpu_belongs_to_one_fleet_at_a_time() -> None:
