@@ -35,9 +35,11 @@ def test_each_worker_of_a_gpu_topology_has_gpus_of_its_own(name: str) -> None:
         assert made.gpu_plan[worker.gpus[0]] == worker.id
 
 
-def test_the_topologys_name_says_how_many_gpus_it_takes() -> None:
-    counts = {"colocated-8": 8, "pd-3p1d": 4, "elastic-2p6d": 8, "vllm-pd-4p4d": 8, "vllm-1": 1}
-    assert {name: len(planned(name).gpu_plan) for name in counts} == counts
+@pytest.mark.parametrize("name", [name for name in catalog() if not name.startswith("laptop")])
+def test_the_topologys_name_and_description_say_how_many_gpus_it_takes(name: str) -> None:
+    count = sum(map(int, re.findall(r"\d+", name)))
+    assert len(planned(name).gpu_plan) == count
+    assert f" on {count} GPU{'s' if count > 1 else ''}: " in catalog()[name]
 
 
 def test_tensor_parallel_workers_take_neighbouring_gpus_or_those_given() -> None:
