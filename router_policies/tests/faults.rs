@@ -36,8 +36,8 @@ fn random_fault(random: &mut fastrand::Rng) -> Fault {
         5 => Fault::TruncateAfter(random.usize(0..4)),
         6 => Fault::StallAfter(random.usize(0..4)),
         7 => Fault::Stall,
-        8 => Fault::Abort,
-        9 => Fault::Refuse(400),
+        8 => Fault::Abort([400, 500, 503][random.usize(0..3)]),
+        9 => Fault::Refuse([400, 500][random.usize(0..2)]),
         _ => Fault::None,
     }
 }

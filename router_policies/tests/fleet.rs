@@ -70,7 +70,7 @@ fn simultaneous_arrivals_spread_with_atomic_reservation_and_collide_without_it()
         .into_iter()
         .map(|t| t.join().expect("no panic"))
         .collect();
-    let busiest = fleet.snapshot().iter().map(|w| w.requests).max();
+    let busiest = fleet.snapshot().iter().map(|w| w.load.requests).max();
     assert_eq!(busiest, Some(8), "64 over 8 workers");
     drop(held);
     assert!(fleet.is_idle());
@@ -233,6 +233,22 @@ fn a_worker_that_keeps_failing_is_left_alone_for_a_while() {
     assert!(fleet.snapshot()[0].circuit_open);
 }
 
+#[test]
+fn an_answer_with_5xx_counts_against_a_worker_only_where_it_is_blamed() {
+    let fleet = fleet("round_robin", &["colocated"]);
+    for _ in 0..20 {
+        let reservation = fleet
+            .decide(&request(&fleet, 0..10), &[])
+            .expect("a decision");
+        reservation.finish(Outcome::WorkerError, Some(500), Some("x".to_owned()));
+    }
+    for _ in 0..5 {
+        assert!(!fleet.snapshot()[0].circuit_open);
+        fleet.blame("w0");
+    }
+    assert!(fleet.snapshot()[0].circuit_open);
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Arrive { session: u8, length: u16, tail: u8 },
@@ -370,12 +386,8 @@ fn an_unstreamed_prefill_counts_until_its_predicted_end_and_is_given_back_once()
     };
     let long = fleet.decide(&unstreamed(0..50_000), &[]).expect("placed");
     let counts = || {
-        let worker = &fleet.snapshot()[0];
-        (
-            worker.prefilling,
-            worker.decoding,
-            worker.pending_prefill_tokens,
-        )
+        let load = fleet.snapshot()[0].load;
+        (load.prefilling, load.decoding, load.pending_prefill_tokens)
     };
     assert_eq!(counts(), (1, 0, 50_000));
     now_ms.store(60_000, std::sync::atomic::Ordering::Relaxed);

@@ -239,10 +239,11 @@ async fn a_worker_that_fails_before_the_first_token_is_replaced_by_another() {
         Fault::Status(503),
         Fault::CloseAfter(0),
         Fault::TruncateAfter(0),
-        Fault::Abort,
+        Fault::Abort(500),
+        Fault::Abort(503),
     ] {
         for stream in [false, true] {
-            if !stream && matches!(fault, Fault::Abort) {
+            if !stream && matches!(fault, Fault::Abort(_)) {
                 continue;
             }
             let (bad, good) = (MockWorker::start().await, MockWorker::start().await);
@@ -366,6 +367,107 @@ async fn what_a_worker_says_against_a_request_reaches_the_client_and_is_not_trie
         let line = format!("deltaserve_requests_total{{outcome=\"rejected\"}} {sent}");
         assert!(metrics.contains(&line), "{metrics}");
     }
+}
+
+#[tokio::test]
+async fn an_abort_for_the_requests_own_sake_reaches_the_client_and_is_not_tried_again() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Abort(400));
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    for _ in 0..8 {
+        let (status, body) = router.post("/generate", generate(true)).await;
+        assert_eq!(status, StatusCode::OK);
+        assert_eq!(body, mock::abort(400) + "data: [DONE]\n\n");
+    }
+    router.idle().await;
+    assert!(!router.fleet.snapshot()[0].circuit_open);
+    let (_, metrics) = router.get("/metrics").await;
+    assert!(
+        metrics.contains("deltaserve_requests_total{outcome=\"rejected\"} 8"),
+        "{metrics}"
+    );
+}
+
+fn poison(stream: bool) -> Value {
+    let mut body = generate(stream);
+    body["user"] = "poison".into();
+    body
+}
+
+#[tokio::test]
+async fn whatever_poison_is_sent_workers_that_serve_others_stay_and_a_broken_one_is_rested() {
+    for seed in 0..24 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let separated = random.bool();
+        let count = if separated { 4 } else { random.usize(1..=4) };
+        // One that answers everything with 500, where others can take over.
+        let broken = (!separated && count > 1 && random.bool()).then(|| random.usize(0..count));
+        let mut mocks = Vec::new();
+        let mut workers = Vec::new();
+        for i in 0..count {
+            let mock = MockWorker::start().await;
+            mock.set_fault(match broken == Some(i) {
+                true => Fault::Refuse(500),
+                false => Fault::Poison,
+            });
+            let role = match (separated, i) {
+                (false, _) => "colocated",
+                (true, 0 | 1) => "prefill",
+                (true, 2) => "decode",
+                (true, _) => "elastic",
+            };
+            workers.push(worker(&mock, &format!("w{i}"), role));
+            mocks.push(mock);
+        }
+        let policy = if separated { "pd" } else { "round_robin" };
+        let retries = random.usize(1..=3);
+        let router = Router::with(Config {
+            policy: policy.to_owned(),
+            workers,
+            retries,
+            ..Config::default()
+        })
+        .await;
+        let is_rested = |i: usize| router.fleet.snapshot()[i].circuit_open;
+        for _ in 0..60 {
+            let poisonous = random.u32(0..3) > 0;
+            let stream = random.bool();
+            let (body, expected) = match poisonous {
+                true => (poison(stream), "skip_tokenizer_init"),
+                false => (generate(stream), "completion_tokens"),
+            };
+            let (_, text) = router.post("/generate", body).await;
+            assert!(text.contains(expected), "seed {seed}: {text}");
+            for i in (0..count).filter(|i| broken != Some(*i)) {
+                assert!(!is_rested(i), "seed {seed}, {broken:?} of {count}");
+            }
+        }
+        if let Some(broken) = broken {
+            for _ in 0..5 * count {
+                router.post("/generate", generate(false)).await;
+            }
+            assert!(is_rested(broken), "seed {seed}: {broken} of {count}");
+        }
+        router.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn where_nothing_is_tried_twice_every_answer_with_5xx_counts() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Status(500));
+    let router = Router::with(Config {
+        policy: "round_robin".to_owned(),
+        retries: 0,
+        workers: vec![worker(&mock, "w", "colocated")],
+        ..Config::default()
+    })
+    .await;
+    for _ in 0..5 {
+        assert!(!router.fleet.snapshot()[0].circuit_open);
+        router.post("/generate", generate(false)).await;
+    }
+    assert!(router.fleet.snapshot()[0].circuit_open);
 }
 
 #[tokio::test]

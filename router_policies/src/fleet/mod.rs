@@ -13,7 +13,7 @@ mod reservation;
 mod worker;
 
 pub use reservation::{Outcome, Reservation, Usage};
-pub use worker::{EngineLoad, WorkerSnapshot};
+pub use worker::{EngineLoad, Load, WorkerSnapshot};
 
 use crate::config::{Engine, WorkerSpec};
 use crate::policy::{
@@ -278,6 +278,12 @@ impl Fleet {
             let (block, capacity) = (worker.estimate_block, worker.estimate_capacity_tokens());
             state.set_estimate_capacity(slot, block, capacity);
         }
+    }
+
+    /// Counts an answer with 5xx against the worker that gave it.
+    pub fn blame(&self, id: &str) {
+        let now_s = self.now_s();
+        self.with_worker(id, |worker| worker.circuit.failed(now_s));
     }
 
     /// Whether the worker is up; none where there is no such worker.

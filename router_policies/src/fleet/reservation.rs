@@ -162,8 +162,16 @@ impl State {
         self.mean_output_tokens += 0.02 * (output_chunks as f64 - self.mean_output_tokens);
     }
 
-    /// Opens or closes the circuits of the workers involved.
-    fn note_outcome(&mut self, share: &Share, outcome: Outcome, prefill_failed: bool, now_s: f64) {
+    /// Opens or closes the circuits of the workers involved. Answers with 5xx are left to
+    /// [`Fleet::blame`].
+    fn note_outcome(
+        &mut self,
+        share: &Share,
+        outcome: Outcome,
+        status: Option<u16>,
+        prefill_failed: bool,
+        now_s: f64,
+    ) {
         let slot = if prefill_failed {
             share.route.prefilling()
         } else {
@@ -179,8 +187,13 @@ impl State {
                     worker.circuit.succeeded();
                 }
             }
-            Outcome::WorkerError => worker.circuit.failed(now_s),
-            Outcome::ClientDisconnect | Outcome::Rejected | Outcome::Timeout => {}
+            Outcome::WorkerError if status.is_none_or(|status| status < 500) => {
+                worker.circuit.failed(now_s);
+            }
+            Outcome::WorkerError
+            | Outcome::ClientDisconnect
+            | Outcome::Rejected
+            | Outcome::Timeout => {}
         }
     }
 
@@ -282,12 +295,13 @@ impl Reservation {
     }
 
     /// Ends the request as failed by its prefill worker.
-    pub fn fail_prefill(mut self, error: String) {
+    pub fn fail_prefill(mut self, outcome: Outcome, status: Option<u16>, error: String) {
         self.failed_prefill = true;
-        self.finish(Outcome::WorkerError, None, Some(error));
+        self.finish(outcome, status, Some(error));
     }
 
-    /// Ends the request as `outcome`.
+    /// Ends the request as `outcome`. A worker that failed without an answer is to blame; whether one
+    /// that answered 5xx is, the request's other attempts tell: see [`Fleet::blame`].
     pub fn finish(mut self, outcome: Outcome, status: Option<u16>, error: Option<String>) {
         self.outcome = outcome;
         self.status = status;
@@ -311,7 +325,13 @@ impl Drop for Reservation {
             state.end_decode(&self.share);
             state.evict_excess(self.share.route.prefilling());
             state.evict_excess(self.share.route.answering());
-            state.note_outcome(&self.share, self.outcome, self.failed_prefill, now_s);
+            state.note_outcome(
+                &self.share,
+                self.outcome,
+                self.status,
+                self.failed_prefill,
+                now_s,
+            );
         }
         let since = |then_s: f64| then_s - self.begun_s;
         self.fleet.sink.send(Event::Finish(FinishRecord {

@@ -16,7 +16,7 @@ const MIGRATION_WINDOW_S: f64 = 60.0;
 
 /// What is reserved on a worker. All zero when it is idle.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub(crate) struct Load {
+pub struct Load {
     pub requests: u32,
     pub prefilling: u32,
     pub decoding: u32,
@@ -27,13 +27,13 @@ pub(crate) struct Load {
 
 impl Load {
     /// A request with `input_tokens` comes to the worker.
-    pub fn enter(&mut self, input_tokens: u64) {
+    pub(super) fn enter(&mut self, input_tokens: u64) {
         self.requests += 1;
         self.ongoing_tokens += input_tokens;
     }
 
     /// It has left.
-    pub fn leave(&mut self, input_tokens: u64) {
+    pub(super) fn leave(&mut self, input_tokens: u64) {
         self.requests -= 1;
         self.ongoing_tokens -= input_tokens;
     }
@@ -93,12 +93,8 @@ pub struct WorkerSnapshot {
     pub spec: Arc<WorkerSpec>,
     pub healthy: bool,
     pub draining: bool,
-    pub requests: u32,
-    pub prefilling: u32,
-    pub decoding: u32,
-    pub pending_prefill_tokens: u64,
-    pub decode_tokens: u64,
-    pub ongoing_tokens: u64,
+    #[serde(flatten)]
+    pub load: Load,
     pub kv_capacity_tokens: Option<u64>,
     pub rates: Rates,
     pub circuit_open: bool,
@@ -244,12 +240,7 @@ impl Worker {
             spec: Arc::clone(&self.spec),
             healthy: self.healthy,
             draining: self.draining,
-            requests: self.load.requests,
-            prefilling: self.load.prefilling,
-            decoding: self.load.decoding,
-            pending_prefill_tokens: self.load.pending_prefill_tokens,
-            decode_tokens: self.load.decode_tokens,
-            ongoing_tokens: self.load.ongoing_tokens,
+            load: self.load,
             kv_capacity_tokens: self.kv_capacity_tokens,
             rates: self.rates,
             circuit_open: self.circuit.is_open(),

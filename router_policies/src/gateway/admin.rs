@@ -117,7 +117,7 @@ fn shown(worker: &WorkerSnapshot) -> Value {
         "connection_mode": "http",
         "bootstrap_port": spec.bootstrap_port,
         "is_healthy": worker.healthy,
-        "load": worker.requests,
+        "load": worker.load.requests,
         "state": worker,
     })
 }

@@ -7,7 +7,7 @@ use super::buffers::NotCollected;
 use super::stream::{AbortOnDrop, Answer, Held, usage_in};
 use super::{Gateway, Reply, describe, error};
 use crate::config::{Connector, Engine, WorkerSpec};
-use crate::fleet::{ESTIMATE_BLOCK_TOKENS, Outcome, Request as Placement, Reservation};
+use crate::fleet::{ESTIMATE_BLOCK_TOKENS, Fleet, Outcome, Request as Placement, Reservation};
 use crate::policy::{Decision, Reason, Refusal, Route};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
@@ -17,6 +17,7 @@ use hyper::header::{
     RETRY_AFTER, TRANSFER_ENCODING,
 };
 use hyper::{Request, Response, StatusCode};
+use smallvec::SmallVec;
 use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -167,6 +168,27 @@ enum Failure {
     Timeout,
 }
 
+/// The workers that answered a request with 5xx. One such answer may be the worker's fault or the
+/// request's: it is the worker's where another then serves the request, and the request's where
+/// another says so too.
+#[derive(Default)]
+struct Suspects(SmallVec<[String; 2]>);
+
+impl Suspects {
+    fn note(&mut self, worker: &str, status: Option<StatusCode>) {
+        if status.is_some_and(|status| status.is_server_error() && !is_full(status)) {
+            self.0.push(worker.to_owned());
+        }
+    }
+
+    /// The request had its chance elsewhere.
+    fn judge(&self, fleet: &Fleet) {
+        if let [only] = self.0.as_slice() {
+            fleet.blame(only);
+        }
+    }
+}
+
 /// What a worker did instead of serving.
 struct Fault {
     message: String,
@@ -192,6 +214,17 @@ impl Fault {
     fn status(&self) -> Option<StatusCode> {
         self.answer.as_ref().map(status_of)
     }
+
+    fn code(&self) -> Option<u16> {
+        self.status().map(|status| status.as_u16())
+    }
+
+    fn outcome(&self) -> Outcome {
+        match self.status() {
+            Some(status) if is_full(status) => Outcome::Rejected,
+            _ => Outcome::WorkerError,
+        }
+    }
 }
 
 /// What a worker answered, as far as it has to be looked at before the client gets it.
@@ -200,17 +233,31 @@ enum Head {
     Stream(Response<Incoming>, Bytes),
 }
 
+impl Head {
+    fn status(&self) -> StatusCode {
+        match self {
+            Self::Whole(answer) => status_of(answer),
+            Self::Stream(answer, _) => answer.status(),
+        }
+    }
+}
+
 impl Exchange<'_> {
     async fn run(&self, permit: Permit) -> Response<Reply> {
         let mut exclude: Vec<String> = Vec::new();
         let mut last: Option<(String, Fault)> = None;
         let mut local_on: Option<String> = None;
+        let mut suspects = Suspects::default();
         let mut attempts = 0;
         loop {
             let placed = match local_on.take() {
                 // No retry: the decode worker has not failed.
                 Some(worker) => self.place_locally(&worker, &exclude),
-                None if attempts > self.gateway.config.retries => break,
+                None if attempts > self.gateway.config.retries => {
+                    // Unlike where no other worker can be asked, there may be one that serves it.
+                    suspects.judge(&self.gateway.fleet);
+                    break;
+                }
                 None => {
                     attempts += 1;
                     self.gateway.fleet.decide(&self.placement, &exclude)
@@ -225,7 +272,12 @@ impl Exchange<'_> {
             let answering = reservation.answering().clone();
             let prefill = reservation.prefill().cloned();
             match self.attempt(reservation).await {
-                Ok(success) => return self.pass_on(success, &answering, permit),
+                Ok(success) => {
+                    if success.head.status().is_success() {
+                        suspects.judge(&self.gateway.fleet);
+                    }
+                    return self.pass_on(success, &answering, permit);
+                }
                 Err((reservation, failure)) => match failure {
                     Failure::Timeout => {
                         let message = "the request's time is over";
@@ -233,17 +285,10 @@ impl Exchange<'_> {
                         return error(StatusCode::GATEWAY_TIMEOUT, "timeout", message);
                     }
                     Failure::Answering(mut fault) => {
-                        let status = fault.status();
                         fault.message = format!("worker {}: {}", answering.id, fault.message);
-                        reservation.finish(
-                            if status.is_some_and(is_full) {
-                                Outcome::Rejected
-                            } else {
-                                Outcome::WorkerError
-                            },
-                            status.map(|status| status.as_u16()),
-                            Some(fault.message.clone()),
-                        );
+                        let message = Some(fault.message.clone());
+                        reservation.finish(fault.outcome(), fault.code(), message);
+                        suspects.note(&answering.id, fault.status());
                         last = Some((answering.id.clone(), fault));
                         exclude.push(answering.id.clone());
                     }
@@ -251,13 +296,13 @@ impl Exchange<'_> {
                         let prefill = prefill.map_or_else(String::new, |spec| spec.id.clone());
                         fault.message = format!("prefill worker {prefill}: {}", fault.message);
                         let message = fault.message.clone();
-                        if let Some(status) = fault.status().filter(|status| is_refusal(*status)) {
+                        if fault.status().is_some_and(is_refusal) {
                             // The request is at fault, and no other worker would take it.
-                            let outcome = Outcome::Rejected;
-                            reservation.finish(outcome, Some(status.as_u16()), Some(message));
+                            reservation.finish(Outcome::Rejected, fault.code(), Some(message));
                             return relay(&prefill, fault);
                         }
-                        reservation.fail_prefill(message);
+                        reservation.fail_prefill(fault.outcome(), fault.code(), message);
+                        suspects.note(&prefill, fault.status());
                         last = Some((prefill.clone(), fault));
                         exclude.push(prefill);
                         local_on = crate::fleet::abilities(&answering)
@@ -549,9 +594,6 @@ impl Exchange<'_> {
                     }
                 }
             };
-            if is_abort(&begin) {
-                return Err(broke(excerpt(&begin)));
-            }
             if !is_error_event(&begin) {
                 return Ok(Head::Stream(Response::from_parts(parts, incoming), begin));
             }
@@ -665,19 +707,23 @@ async fn drain(mut body: Incoming) -> Result<Bytes, String> {
     Ok(kept.into())
 }
 
-/// Whether a 200 answer begins with an event that says why there is none.
+/// Whether a stream begins with an event that says why there is none.
 fn is_error_event(begin: &[u8]) -> bool {
-    begin.starts_with(b"data: {\"error\"") || begin.starts_with(b"data: {\"object\":\"error\"")
+    begin.strip_prefix(b"data: ").is_some_and(|event| {
+        event.starts_with(b"{\"error\"")
+            || event.starts_with(b"{\"object\":\"error\"")
+            || is_abort(event)
+    })
 }
 
-/// Whether the first bytes of a 200 answer have SGLang's finish reason "abort" (engines escape quotes
-/// in text, so the marker cannot come from the model).
+/// Whether these bytes have SGLang's finish reason "abort" (engines escape quotes in text, so the
+/// marker cannot come from the model).
 fn is_abort(begin: &[u8]) -> bool {
     memchr::memmem::find(begin, b"\"type\":\"abort\"").is_some()
 }
 
 /// The status of an answer. Where a stream is asked for, SGLang answers 200 whatever comes, and says in
-/// the event's `code` what it would have answered otherwise.
+/// the event what it would have answered otherwise: as `code`, or as its finish reason's `status_code`.
 fn status_of(answer: &Response<Bytes>) -> StatusCode {
     let body = answer.body();
     if !answer.status().is_success() || !is_error_event(body) {
@@ -686,8 +732,13 @@ fn status_of(answer: &Response<Bytes>) -> StatusCode {
     let end = memchr::memchr(b'\n', body).unwrap_or(body.len());
     let event: Option<serde_json::Value> = serde_json::from_slice(&body[5..end]).ok();
     let code = event.as_ref().and_then(|event| {
-        let inner = event.get("error").and_then(|error| error.get("code"));
-        inner.or_else(|| event.get("code"))?.as_u64()
+        [
+            "/error/code",
+            "/code",
+            "/meta_info/finish_reason/status_code",
+        ]
+        .iter()
+        .find_map(|place| event.pointer(place)?.as_u64())
     });
     code.and_then(|code| StatusCode::from_u16(u16::try_from(code).ok()?).ok())
         .filter(|status| status.is_client_error() || status.is_server_error())

@@ -32,8 +32,10 @@ pub enum Fault {
     Stall,
     /// Stops for good after this many events.
     StallAfter(usize),
-    /// The first event is SGLang's abort.
-    Abort,
+    /// The first event is SGLang's abort, with this status.
+    Abort(u16),
+    /// As `Refuse(500)` where the request's `user` is "poison".
+    Poison,
     /// Answers as SGLang does that has no tokenizer: this status, or inside a stream as its code.
     Refuse(u16),
 }
@@ -200,6 +202,13 @@ pub fn refusal_stream(status: u16) -> String {
     )
 }
 
+/// As SGLang 0.5.17 ends a streamed request that its scheduler will not run.
+pub fn abort(status: u16) -> String {
+    format!(
+        "data: {{\"text\":\"\",\"meta_info\":{{\"finish_reason\":{{\"type\":\"abort\",\"message\":\"told to abort\",\"status_code\":{status},\"err_type\":null}}}}}}\n\n"
+    )
+}
+
 async fn pause(us: u64) {
     if us > 0 {
         tokio::time::sleep(Duration::from_micros(us)).await;
@@ -267,7 +276,15 @@ async fn answer(
     if behaviour.keep_bodies.load(Ordering::Relaxed) {
         behaviour.bodies.lock().push(body.to_vec());
     }
-    let fault = *behaviour.fault.lock();
+    let mut fault = *behaviour.fault.lock();
+    if fault == Fault::Poison {
+        let is_poison = memchr::memmem::find(end, b"\"poison\"").is_some();
+        fault = if is_poison {
+            Fault::Refuse(500)
+        } else {
+            Fault::None
+        };
+    }
     let tokens = behaviour.tokens.load(Ordering::Relaxed);
     match fault {
         Fault::Status(status) => {
@@ -320,9 +337,12 @@ async fn answer(
     let (sender, receiver) = mpsc::channel(64);
     tokio::spawn(async move {
         let mut running = running;
-        if fault == Fault::Abort {
-            let abort = "data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"abort\",\"message\":\"no KV\"}}}\n\n";
-            let _ = sender.send(Ok(Bytes::from(abort))).await;
+        if let Fault::Abort(status) = fault {
+            for event in [abort(status), "data: [DONE]\n\n".to_owned()] {
+                let _ = sender.send(Ok(Bytes::from(event))).await;
+            }
+            running.complete = true;
+            return;
         }
         for i in 1..=tokens {
             match fault {
