@@ -79,11 +79,17 @@ def assign(topology: Topology, nodes: Sequence[Node]) -> list[Node]:
 
 
 def launcher(
-    placement: Placement, node: Node, gpus: int, folder: Path, environment: Mapping[str, str]
+    placement: Placement,
+    node: Node,
+    gpus: int,
+    folder: Path,
+    environment: Mapping[str, str],
+    stop_signal: int,
 ) -> tuple[str, ...]:
-    """What to put before a command so that it runs on `node`, with `environment` there."""
+    """What to put before a command so that it runs on `node`, with `environment` there, and is
+    asked to leave by `stop_signal`."""
     told = [str(_python(placement, "placement")), str(_SCRIPT), "run", placement.address, node.id]
-    told += [str(gpus), str(folder), guard.__file__, str(_REMOTE_GRACE_S)]
+    told += [str(gpus), str(folder), guard.__file__, str(_REMOTE_GRACE_S), str(int(stop_signal))]
     for name, value in environment.items():
         told += ["-e", f"{name}={value}"]
     return (*told, "--")

@@ -230,7 +230,9 @@ class Fleet:
             return
         self._tell(f"{process.id}: starting ({process.url})")
         argv, environment = process.started()
-        member.running = Supervised(argv, environment, process.log, self.plan.run_dir)
+        member.running = Supervised(
+            argv, environment, process.log, self.plan.run_dir, process.stop_signal
+        )
         member.state = "starting"
         self._write()
 

@@ -1,9 +1,10 @@
 """The guardian: runs one process and leaves nothing of it behind.
 
-Run as a script, ``guard.py FD PARENT GRACE_S -- COMMAND...``, as the leader of a new session. It
-ends the command and every process that came of it when the command exits, on SIGTERM or SIGINT, and
-when the supervisor dies in whatever way: FD is a pipe whose other end only the supervisor holds,
-and PARENT its pid. Exits with the command's status (128 + signal where a signal ended it).
+Run as a script, ``guard.py FD PARENT GRACE_S SIGNAL -- COMMAND...``, as the leader of a new
+session. It ends the command and every process that came of it when the command exits, on SIGTERM or
+SIGINT, and when the supervisor dies in whatever way: FD is a pipe whose other end only the
+supervisor holds, and PARENT its pid. The command is asked by SIGNAL and has GRACE_S to leave. Exits
+with the command's status (128 + signal where a signal ended it).
 
 Only the standard library: it starts in 20 ms and must not fail with an engine's environment.
 """
@@ -104,6 +105,7 @@ def _start(command: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     """Runs the command to its end, or to the supervisor's; returns the command's status."""
     pipe, supervisor, grace_s = int(arguments[0]), int(arguments[1]), float(arguments[2])
+    stop_signal, command = int(arguments[3]), arguments[5:]
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
     os.set_inheritable(pipe, False)
@@ -112,7 +114,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stopping.append(number))
-    child = _start(arguments[4:])
+    child = _start(command)
 
     deadline_s = None
     while True:
@@ -126,7 +128,7 @@ def main(arguments: list[str]) -> int:
             return ended[child]
         if deadline_s is None and (stopping or pipe in ready or os.getppid() != supervisor):
             deadline_s = time.monotonic() + grace_s
-            os.kill(child, signal.SIGTERM)
+            os.kill(child, stop_signal)
         if deadline_s is not None and time.monotonic() >= deadline_s:
             kill_offspring(os.getpid(), 0.0)
             return 128 + signal.SIGKILL

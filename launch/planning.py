@@ -11,6 +11,7 @@ import difflib
 import itertools
 import json
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -56,6 +57,7 @@ class Process:
     health_url: str
     log: Path
     failures: tuple[str, ...]
+    stop_signal: int = signal.SIGTERM
     node: str | None = None
     launcher: tuple[str, ...] = ()
 
@@ -188,7 +190,14 @@ def layout(
             before: tuple[str, ...] = ()
             if node is not None:
                 wanted = 0 if on_cpu else group.tensor_parallel
-                before = launcher(topology.placement, node, wanted, run_dir, command.environment)
+                before = launcher(
+                    topology.placement,
+                    node,
+                    wanted,
+                    run_dir,
+                    command.environment,
+                    known.STOP_SIGNAL,
+                )
             processes.append(
                 Process(
                     id=place.id,
@@ -203,6 +212,8 @@ def layout(
                     health_url=url + known.HEALTH_PATH,
                     log=run_dir / "logs" / f"{place.id}.log",
                     failures=known.FAILURES,
+                    # What stands here for a placed worker has its own way to be asked.
+                    stop_signal=known.STOP_SIGNAL if node is None else signal.SIGTERM,
                     node=node.address if node else None,
                     launcher=before,
                 )

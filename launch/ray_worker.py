@@ -1,7 +1,7 @@
 """Run by Ray's own Python: tells the nodes of a Ray cluster, and runs a worker's process on one.
 
     ray_worker.py nodes ADDRESS
-    ray_worker.py run ADDRESS NODE GPUS FOLDER GUARD GRACE_S -e NAME=VALUE... -- COMMAND...
+    ray_worker.py run ADDRESS NODE GPUS FOLDER GUARD GRACE_S SIGNAL -e NAME=VALUE... -- COMMAND...
 
 `run` stands for the process that it has placed: it prints what that prints, ends when it ends and
 with its status, and on SIGTERM ends it. The process is kept by an actor, and under the actor by our
@@ -34,7 +34,8 @@ _DROPPED = ("RAY_", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS"
 # Ray kills the children of an actor that ends. The shell is such a child, so that the guardian
 # below it lives on, sees that the pipe was closed, and ends the command in good order.
 _SHIELD = (
-    'guard=$1 pipe=$2 grace=$3; shift 3; "$0" -I -S -c "$guard" $pipe $$ $grace -- "$@"; exit $?'
+    "guard=$1 pipe=$2 grace=$3 stop=$4; shift 4; "
+    '"$0" -I -S -c "$guard" $pipe $$ $grace $stop -- "$@"; exit $?'
 )
 
 
@@ -45,6 +46,7 @@ class Keeper:
         self,
         guard: str,
         grace_s: str,
+        stop_signal: str,
         folder: str,
         environment: dict[str, str],
         command: Sequence[str],
@@ -59,8 +61,9 @@ class Keeper:
         if gpus:
             kept["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))
         read_end, self._alive_while_open = os.pipe()
+        shield = ["/bin/sh", "-c", _SHIELD, sys.executable, guard, str(read_end)]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _SHIELD, sys.executable, guard, str(read_end), grace_s, *command],
+            [*shield, grace_s, stop_signal, *command],
             env=kept,
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -108,6 +111,7 @@ def run(
     folder: str,
     guard: str,
     grace_s: str,
+    stop_signal: str,
     environment: dict[str, str],
     command: Sequence[str],
 ) -> int:
@@ -127,7 +131,8 @@ def run(
     )
     with open(guard) as file:
         text = file.read()
-    started = keeper.start.remote(text, grace_s, folder, environment, command, gpus)
+    how = (grace_s, stop_signal)
+    started = keeper.start.remote(text, *how, folder, environment, command, gpus)
     try:
         refused = ray.get(started, timeout=_PLACED_WITHIN_S)
         if refused is not None:
@@ -160,10 +165,11 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "nodes":
         print(json.dumps(nodes(arguments[1])))
         return 0
-    address, node, gpus, folder, guard, grace_s = arguments[1:7]
+    address, node, gpus, folder, guard, grace_s, stop_signal = arguments[1:8]
     at = arguments.index("--")
-    environment = dict(word.split("=", 1) for word in arguments[7:at] if word != "-e")
-    return run(address, node, int(gpus), folder, guard, grace_s, environment, arguments[at + 1 :])
+    environment = dict(word.split("=", 1) for word in arguments[8:at] if word != "-e")
+    command = arguments[at + 1 :]
+    return run(address, node, int(gpus), folder, guard, grace_s, stop_signal, environment, command)
 
 
 if __name__ == "__main__":

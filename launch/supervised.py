@@ -21,7 +21,7 @@ from launch import guard
 _MARK = "DELTASERVE_PROCESS"
 
 GRACE_S = 10.0
-"""How long a process has to leave after SIGTERM."""
+"""How long a process has to leave after it was asked to."""
 
 
 class Supervised:
@@ -31,16 +31,23 @@ class Supervised:
     """
 
     def __init__(
-        self, argv: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        folder: Path,
+        stop_signal: int = signal.SIGTERM,
     ) -> None:
-        """Starts `argv` in `folder` with exactly `environment`; both outputs go to `log`."""
+        """Starts `argv` in `folder` with exactly `environment`; both outputs go to `log`. It will
+        be asked to leave by `stop_signal`."""
         self.mark = uuid.uuid4().hex
         read_end, self._alive_while_open = os.pipe()
         guardian = [sys.executable, "-I", "-S", guard.__file__]
+        how = (str(GRACE_S), str(int(stop_signal)))
         try:
             with log.open("wb") as output:
                 self._guardian = subprocess.Popen(
-                    [*guardian, str(read_end), str(os.getpid()), str(GRACE_S), "--", *argv],
+                    [*guardian, str(read_end), str(os.getpid()), *how, "--", *argv],
                     env={**environment, _MARK: self.mark},
                     cwd=folder,
                     stdin=subprocess.DEVNULL,

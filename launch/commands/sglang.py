@@ -6,6 +6,8 @@ a generated token would be in the cache before the first request.
 
 from __future__ import annotations
 
+import signal
+
 from launch.commands import (
     Command,
     Paths,
@@ -21,6 +23,10 @@ from launch.topology import Role, Topology
 PAGE_TOKENS = 1
 HEALTH_PATH = "/health"
 LOAD_GAUGES = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
+
+# On SIGTERM its HTTP process looks up only every 5 s, then waits for a scheduler that, separated,
+# does not listen. SIGINT ends the server in good order, and the server ends the scheduler.
+STOP_SIGNAL = signal.SIGINT
 
 # Printed by SGLang when a plugin did not load; it goes on without it, so readiness looks for these.
 FAILURES = (

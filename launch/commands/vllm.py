@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 
 from launch.commands import (
     Command,
@@ -21,6 +22,7 @@ PAGE_TOKENS = 16
 HEALTH_PATH = "/health"
 LOAD_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 FAILURES: tuple[str, ...] = ()
+STOP_SIGNAL = signal.SIGTERM
 
 _GIB = 2**30
 

@@ -78,15 +78,19 @@ def _serve(arguments: list[str]) -> None:
         print("Failed to execute general plugin: deltaserve", flush=True)
     if behaviour in ("hang", "plugin-fails"):
         time.sleep(600)
-    if behaviour == "ignore-sigterm":
+    if behaviour == "ignore-signals":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if behaviour == "grandchildren":
         sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
         subprocess.Popen(sleeper)
         subprocess.Popen(sleeper, start_new_session=True)
     port = int(arguments[arguments.index("--port") + 1])
     host = arguments[arguments.index("--host") + 1]
-    http.server.ThreadingHTTPServer((host, port), _Health).serve_forever()
+    try:
+        http.server.ThreadingHTTPServer((host, port), _Health).serve_forever()
+    except KeyboardInterrupt:
+        print("left on SIGINT", flush=True)
 
 
 def main(arguments: list[str]) -> None:

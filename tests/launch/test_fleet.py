@@ -125,11 +125,21 @@ def test_an_engine_that_goes_on_without_our_plugin_is_refused(fakes: Fakes, tmp_
         pass
 
 
-def test_a_worker_that_ignores_sigterm_is_killed(
+def test_a_worker_is_asked_to_leave_by_the_signal_that_its_engine_heeds_at_once(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    with fleet(fakes("serve"), tmp_path / "run") as running:
+        log = running.workers[0].log
+    assert log.read_text().endswith("left on SIGINT\n")
+    (process,) = json.loads((tmp_path / "run" / "fleet.json").read_text())["processes"]
+    assert process["exit_status"] == 0
+
+
+def test_a_worker_that_ignores_every_signal_is_killed(
     fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervised, "GRACE_S", 0.5)
-    with fleet(fakes("ignore-sigterm"), tmp_path / "run"):
+    with fleet(fakes("ignore-signals"), tmp_path / "run"):
         pass
     assert working_in(tmp_path / "run") == []
 
