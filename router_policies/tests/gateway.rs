@@ -182,6 +182,34 @@ async fn a_separated_request_goes_to_both_with_the_same_room_and_streams_from_de
 }
 
 #[tokio::test]
+async fn a_prefill_worker_that_is_later_with_its_answer_may_still_end_it() {
+    let (p, d) = (MockWorker::start().await, MockWorker::start().await);
+    p.behaviour.first_token_us.store(200_000, Ordering::SeqCst);
+    let router = Router::start(
+        "pd",
+        vec![worker(&p, "p", "prefill"), worker(&d, "d", "decode")],
+    )
+    .await;
+    for (stream, served) in [(false, 1), (true, 2)] {
+        let (status, _) = router.post("/generate", generate(stream)).await;
+        assert_eq!(status, StatusCode::OK);
+        router.idle().await;
+        until("the prefill half has ended", || {
+            p.behaviour.served.load(Ordering::SeqCst) == served
+        })
+        .await;
+    }
+    assert_eq!(p.behaviour.aborted.load(Ordering::SeqCst), 0);
+    // One that does not end is not waited for.
+    p.set_fault(Fault::Stall);
+    router.post("/generate", generate(false)).await;
+    until("the prefill half is aborted", || {
+        p.behaviour.aborted.load(Ordering::SeqCst) == 1
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn round_robin_takes_each_worker_in_turn() {
     let mocks = [
         MockWorker::start().await,

@@ -628,6 +628,9 @@ impl Exchange<'_> {
                     (Outcome::Rejected, Some(excerpt(response.body())))
                 };
                 reservation.finish(outcome, Some(status.as_u16()), error);
+                if let Some(prefill) = prefill {
+                    prefill.linger();
+                }
                 response.map(|body| Reply::Whole(Full::from(body)))
             }
             Head::Stream(response, first) => {

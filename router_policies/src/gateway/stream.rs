@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 use tokio::task::AbortHandle;
 use tokio::time::Sleep;
 
@@ -75,6 +76,22 @@ impl Drop for AbortOnDrop {
     }
 }
 
+/// How long a prefill half may go on after the answer's end.
+const LINGER: Duration = Duration::from_secs(1);
+
+impl AbortOnDrop {
+    /// Gives the task a moment to end by itself. A prefill half that is aborted closes its connection,
+    /// and opening another costs more than the rest of a small request.
+    pub fn linger(self) {
+        if !self.0.is_finished() {
+            tokio::spawn(async move {
+                tokio::time::sleep(LINGER).await;
+                drop(self);
+            });
+        }
+    }
+}
+
 /// An event stream from a worker to the client. It holds the reservation: when the client leaves,
 /// hyper drops this, and with it the connections to the workers and the reservation.
 pub struct Answer {
@@ -85,13 +102,13 @@ pub struct Answer {
     status: u16,
     deadline: Pin<Box<Sleep>>,
     usage: UsageReader,
-    _held: Held,
+    held: Held,
 }
 
 /// What lives as long as the answer.
-#[expect(dead_code, reason = "held for what dropping it does")]
 pub(crate) struct Held {
     pub prefill: Option<AbortOnDrop>,
+    #[expect(dead_code, reason = "held for what dropping it does")]
     pub permit: Permit,
 }
 
@@ -174,7 +191,7 @@ impl Answer {
             status,
             deadline: Box::pin(deadline),
             usage: UsageReader::default(),
-            _held: held,
+            held,
         }
     }
 
@@ -232,6 +249,9 @@ impl http_body::Body for Answer {
             Poll::Ready(None) if this.progress.is_done() => {
                 if let Some(reservation) = this.reservation.take() {
                     reservation.finish(Outcome::Ok, Some(this.status), None);
+                }
+                if let Some(prefill) = this.held.prefill.take() {
+                    prefill.linger();
                 }
                 return Poll::Ready(None);
             }
