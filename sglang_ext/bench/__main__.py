@@ -47,7 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     asking.add_argument(
         "--worker", action="append", required=True, metavar="NAME=URL[,BOOTSTRAP_HOST:PORT]"
     )
-    asking.add_argument("--arms", required=True, help="comma-separated: WORKER or WORKER+PREFILL")
+    asking.add_argument(
+        "--arms",
+        required=True,
+        help="comma-separated: WORKER, WORKER+PREFILL, or (identity, death) WORKER~PREFILL",
+    )
     asking.add_argument("--limit-s", type=float, default=600, help="end the phase after this long")
     asking.add_argument("--vocabulary", type=int, default=30_000, help="token ids are below this")
     asking.add_argument("--seed", type=int, default=1)
@@ -58,16 +62,20 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument(f"--{option.replace('_', '-')}", type=int, default=default)
         return sub
 
-    same = phase(
-        "identity",
-        "Are greedy tokens the same on every path?",
-        sessions=24,
-        turns=3,
-        first_tokens=4000,
-        turn_tokens=1000,
-        output_tokens=16,
-        at_once=1,
+    conversations = {
+        "sessions": 24,
+        "turns": 3,
+        "first_tokens": 4000,
+        "turn_tokens": 1000,
+        "output_tokens": 16,
+        "at_once": 1,
+        "abort_percent": 0,
+    }
+    same = phase("identity", "Are greedy tokens the same on every path?", **conversations)
+    dying = phase(
+        "death", "Are they, where the prefill worker is killed?", **conversations, after_turns=12
     )
+    dying.add_argument("--kill", type=int, required=True, metavar="PID", help="gets SIGKILL")
     beside = phase(
         "stall",
         "What a long prompt does to running decodes.",
@@ -89,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         output_tokens=64,
         rounds=4,
     )
-    for sub in (same, cost):
+    for sub in (same, dying, cost):
         sub.add_argument("--reference", required=True, help="the worker to compare with")
     moved = phase("transfer", "Time of KV transfers against bytes.", delta_tokens=2000, repeats=5)
     moved.add_argument("--lengths", default="4000,8000,16000,32000,64000")
@@ -103,6 +111,10 @@ def _phase(
 ) -> Awaitable[None]:
     workers = {worker.name: worker for worker in map(parse_worker, options.worker)}
     arms = [parse_arm(text, workers) for text in options.arms.split(",")]
+    if options.phase not in ("identity", "death") and (
+        mixed := [arm.name for arm in arms if arm.mixed]
+    ):
+        raise InputError(f"--arms {mixed[0]}: only identity and death mix two ways")
     prompts = Prompts(options.vocabulary, options.seed)
     sink = Sink(options.output, options.phase)
 
@@ -110,10 +122,12 @@ def _phase(
         names = kind.__dataclass_fields__
         return kind(**{name: getattr(options, name) for name in names if name not in more}, **more)
 
-    if options.phase == "identity":
+    if options.phase in ("identity", "death"):
         reference = parse_arm(options.reference, workers)
         made = shape(identity.Shape)
-        return identity.measure(client, arms, reference, prompts, made, sink, say)
+        dies = options.phase == "death"
+        death = identity.Death(options.kill, options.after_turns) if dies else None
+        return identity.measure(client, arms, reference, prompts, made, sink, say, death)
     if options.phase == "stall":
         return stall.measure(client, arms, prompts, shape(stall.Shape), sink, say)
     if options.phase == "tax":

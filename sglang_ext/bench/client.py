@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,11 +42,21 @@ class Worker:
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to be served: by `worker` alone, or by `worker` with the KV from `prefill`."""
+    """A way to be served: by `worker` alone, or by `worker` with the KV from `prefill`.
+
+    A mixed arm is both: each request goes one of the two ways, which the phase chooses.
+    """
 
     name: str
     worker: Worker
     prefill: Worker | None = None
+    mixed: bool = False
+
+    def way(self, separated: bool) -> Arm:
+        """A mixed arm's one or the other; every other arm itself."""
+        if not self.mixed:
+            return self
+        return replace(self, prefill=self.prefill if separated else None, mixed=False)
 
 
 @dataclass
@@ -58,6 +68,7 @@ class Answer:
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     room: int | None = None
+    prefill_lost: bool = False
 
     @property
     def first_token_s(self) -> float:
@@ -89,17 +100,18 @@ def parse_worker(text: str) -> Worker:
 
 
 def parse_arm(text: str, workers: dict[str, Worker]) -> Arm:
-    """``WORKER``, or ``WORKER+PREFILL`` for separated requests."""
-    names = text.split("+")
+    """``WORKER``, ``WORKER+PREFILL`` for separated requests, ``WORKER~PREFILL`` for both."""
+    mixed = "~" in text
+    names = text.split("~" if mixed else "+")
     for name in names:
         if name not in workers:
             raise InputError(f"--arms {text}: no worker {name!r}; given: {', '.join(workers)}")
     if len(names) > 2:
-        raise InputError(f"--arms {text}: expected WORKER or WORKER+PREFILL")
+        raise InputError(f"--arms {text}: expected WORKER, WORKER+PREFILL or WORKER~PREFILL")
     prefill = workers[names[1]] if len(names) == 2 else None
     if prefill is not None and prefill.bootstrap is None:
         raise InputError(f"--arms {text}: worker {names[1]!r} was given no bootstrap address")
-    return Arm(text, workers[names[0]], prefill)
+    return Arm(text, workers[names[0]], prefill, mixed)
 
 
 class Prompts:
@@ -157,8 +169,12 @@ class Client:
         output_tokens: int,
         into: Answer | None = None,
         rid: str | None = None,
+        prefill_may_die: bool = False,
     ) -> Answer:
-        """Exactly `output_tokens` greedy tokens, unless aborted; the answer is also in `into`."""
+        """Exactly `output_tokens` greedy tokens, unless aborted; the answer is also in `into`.
+
+        Where `prefill_may_die`, what becomes of the prefill worker's request is only noted.
+        """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
             "rid": rid or self.name(),
@@ -186,7 +202,12 @@ class Client:
         leg = asyncio.create_task(self._stream(arm.prefill, payload, Answer(0.0)))
         try:
             await self._stream(arm.worker, payload, answer)
-            await leg
+            try:
+                await leg
+            except (WorkerError, aiohttp.ClientError):
+                if not prefill_may_die:
+                    raise
+                answer.prefill_lost = True
         finally:
             leg.cancel()
             with suppress(asyncio.CancelledError, WorkerError, aiohttp.ClientError):

@@ -4,19 +4,33 @@ Random conversations of several turns go to the reference worker one after anoth
 word for word, to every arm. The reference itself is asked a second time: where floating-point sums
 depend on what else is in a batch, even it may differ from itself, and an arm is judged beside that.
 At the first token that differs the reference is asked by how much the likeliest token led the
-second: a lead of about nothing is rounding, a clear one is a fault.
+second: a lead of about nothing is rounding, a clear one is a fault. (With SGLang's
+`--enable-deterministic-inference` sums do not depend on the batch, and nothing may differ.)
+
+On a mixed arm each turn is local or separated at random. Before a stated share of turns the same
+prompt is asked for more and aborted somewhere on its way. In the phase `death` a process, the
+prefill worker, is killed in the middle: the answers to its requests are judged like all others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.bench.client import Arm, Client, Prompts
+import aiohttp
+
+from sglang_ext.bench.client import Arm, Client, Prompts, WorkerError
 from sglang_ext.bench.samples import Sample, Sink
 from sglang_ext.bench.statistics import quantile
+
+_ABORT_WITHIN_MS = 400
+_ABORTED_TOKENS = 200
 
 
 @dataclass(frozen=True)
@@ -29,6 +43,15 @@ class Shape:
     turn_tokens: int
     output_tokens: int
     at_once: int
+    abort_percent: int
+
+
+@dataclass(frozen=True)
+class Death:
+    """Process `pid` gets SIGKILL when an arm has answered `after_turns` turns."""
+
+    pid: int
+    after_turns: int
 
 
 @dataclass
@@ -37,6 +60,8 @@ class _Turn:
     number: int
     input_ids: list[int]
     expected: list[int]
+    separated: bool
+    abort_after_s: float | None
 
 
 async def measure(
@@ -47,16 +72,17 @@ async def measure(
     shape: Shape,
     sink: Sink,
     say: Callable[[str], None],
+    death: Death | None = None,
 ) -> None:
-    """Writes a ``turn`` for each turn of each arm, the reference's second time included."""
+    """Writes a ``turn`` for each turn of each arm, and of the reference again without `death`."""
     await client.flush_arm(reference)
     say(f"identity: {reference.name}")
     turns = await _truth(client, reference, prompts, shape)
-    for arm in (reference, *(arm for arm in arms if arm != reference)):
+    for arm in arms if death else (reference, *(arm for arm in arms if arm != reference)):
         name = f"{arm.name} again" if arm == reference else arm.name
         say(f"identity: {name}")
         await client.flush_arm(arm)
-        await _replay(client, arm, name, reference, turns, shape, sink)
+        await _replay(client, arm, name, reference, turns, shape, sink, death)
 
 
 async def _truth(
@@ -67,17 +93,46 @@ async def _truth(
         [prompts.make(prompts.number(1, shape.turn_tokens)) for _ in range(shape.turns - 1)]
         for _ in range(shape.sessions)
     ]
+    paths = [[prompts.number(0, 1) == 1 for _ in range(shape.turns)] for _ in added]
+    aborts = [[_abort_after_s(prompts, shape) for _ in range(shape.turns)] for _ in added]
 
     async def play(session: int) -> list[_Turn]:
         ids, turns = opening[session], []
         for number in range(shape.turns):
             answer = await client.ask(reference, ids, shape.output_tokens)
-            turns.append(_Turn(session, number, ids, answer.output_ids))
+            turns.append(
+                _Turn(
+                    session,
+                    number,
+                    ids,
+                    answer.output_ids,
+                    paths[session][number],
+                    aborts[session][number],
+                )
+            )
             if number < shape.turns - 1:
                 ids = ids + answer.output_ids + added[session][number]
         return turns
 
     return await _in_lanes(play, shape)
+
+
+def _abort_after_s(prompts: Prompts, shape: Shape) -> float | None:
+    after_s = prompts.number(0, _ABORT_WITHIN_MS) / 1e3
+    return after_s if prompts.number(1, 100) <= shape.abort_percent else None
+
+
+async def _ask_and_abort(client: Client, arm: Arm, turn: _Turn, after_s: float) -> None:
+    rid = client.name()
+    ask = client.ask(arm, turn.input_ids, _ABORTED_TOKENS, rid=rid, prefill_may_die=True)
+    asking = asyncio.create_task(ask)
+    await asyncio.wait([asking], timeout=after_s)
+    for worker in (arm.worker, arm.prefill):
+        if worker is not None:
+            with suppress(aiohttp.ClientError):
+                await client.abort(worker, rid)
+    with suppress(WorkerError, aiohttp.ClientError):
+        await asking
 
 
 async def _replay(
@@ -88,10 +143,20 @@ async def _replay(
     sessions: Sequence[Sequence[_Turn]],
     shape: Shape,
     sink: Sink,
+    death: Death | None,
 ) -> None:
+    turns_done = itertools.count(1)
+
     async def play(session: int) -> None:
         for turn in sessions[session]:
-            answer = await client.ask(arm, turn.input_ids, shape.output_tokens)
+            way = arm.way(turn.separated)
+            if turn.abort_after_s is not None:
+                await _ask_and_abort(client, way, turn, turn.abort_after_s)
+            answer = await client.ask(
+                way, turn.input_ids, shape.output_tokens, prefill_may_die=death is not None
+            )
+            if death and next(turns_done) == death.after_turns:
+                os.kill(death.pid, signal.SIGKILL)
             position = first_difference(turn.expected, answer.output_ids)
             lead = None
             if position is not None:
@@ -102,6 +167,9 @@ async def _replay(
                 arm=name,
                 session=turn.session,
                 turn=turn.number,
+                separated=way.prefill is not None,
+                aborted_before=turn.abort_after_s is not None,
+                prefill_lost=answer.prefill_lost,
                 input_tokens=len(turn.input_ids),
                 cached_tokens=answer.cached_tokens,
                 output_tokens=len(turn.expected),
@@ -149,6 +217,9 @@ def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
                     "arm": arm,
                     "turns": "later" if cached else "first",
                     "outputs": len(turns),
+                    "separated": sum(s["separated"] for s in turns),
+                    "prefill_lost": sum(s["prefill_lost"] for s in turns),
+                    "aborted_before": sum(s["aborted_before"] for s in turns),
                     "identical": len(turns) - len(different),
                     "different": len(different),
                     "first_difference": min(

@@ -20,8 +20,9 @@ def write(folder: Path) -> Path:
     """Writes ``report.json`` (summaries, samples) and ``report.md``; returns the latter's path."""
     samples = read(folder)
     found: dict[str, Any] = {}
-    if turns := fullest(samples, "identity"):
-        found["identity"] = identity.summary(turns)
+    for phase in ("identity", "death"):
+        if turns := fullest(samples, phase):
+            found[phase] = identity.summary(turns)
     if repeats := fullest(samples, "stall"):
         found["stall"] = stall.summary(repeats)
     if loads := fullest(samples, "tax"):
@@ -40,6 +41,8 @@ def markdown(found: dict[str, Any]) -> str:
     parts = []
     if rows := found.get("identity"):
         parts.append(_section("Token identity", rows, _IDENTITY))
+    if rows := found.get("death"):
+        parts.append(_section("Token identity, prefill worker killed", rows, _IDENTITY))
     if rows := found.get("stall"):
         words = f"{rows[0]['decodes']} decodes, a prompt of {rows[0]['prompt_tokens']} tokens"
         parts.append(_section(f"Stall: {words}", rows, _STALL))
@@ -100,6 +103,9 @@ _IDENTITY: tuple[Column, ...] = (
     ("arm", _plain("arm")),
     ("turns", _plain("turns")),
     ("outputs", _plain("outputs")),
+    ("separated", _plain("separated")),
+    ("prefill worker lost", _plain("prefill_lost")),
+    ("after an abort", _plain("aborted_before")),
     ("identical", _plain("identical")),
     ("different", _plain("different")),
     ("earliest difference (token)", _plain("first_difference")),

@@ -138,7 +138,7 @@ def samples_of(folder: Path, kind: str) -> list[dict[str, Any]]:
 async def test_identity_finds_the_arm_whose_tokens_differ_and_where(tmp_path: Path) -> None:
     honest = MadeUp()
     wrong = MadeUp(token=lambda prompt, n: honest.token(prompt, n) + (n == 3))
-    shape = identity.Shape(3, 2, 20, 10, 6, 2)
+    shape = identity.Shape(3, 2, 20, 10, 6, 2, 0)
     async with serving(a=honest, b=MadeUp(), c=wrong) as workers, Client() as client:
         a, b, c = (Arm(name, workers[name]) for name in "abc")
         sink = Sink(tmp_path, "identity")
@@ -230,7 +230,7 @@ async def test_transfer_reads_the_prefill_workers_telemetry_and_fits_a_line(tmp_
 
 async def test_a_worker_that_refuses_ends_the_phase_and_keeps_the_samples(tmp_path: Path) -> None:
     broken = MadeUp(fails=True)
-    shape = identity.Shape(2, 1, 20, 10, 4, 1)
+    shape = identity.Shape(2, 1, 20, 10, 4, 1, 0)
     async with serving(a=MadeUp(), b=broken) as workers, Client() as client:
         a, b = (Arm(name, workers[name]) for name in "ab")
         with pytest.raises(ExceptionGroup) as raised:

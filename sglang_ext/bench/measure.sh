@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Starts a prefill, two elastic (pacing itl and stock) and a colocated SGLang worker on one GPU (or on
-# the CPU, DEVICE=cpu) and runs the phases of `python -m sglang_ext.bench` on them:
-#   OUT=out/one-gpu SGLANG_PYTHON=/opt/sglang/bin/python sglang_ext/bench/one_gpu.sh
+# Starts SGLang workers on GPUs (or on the CPU, DEVICE=cpu) and runs the phases of
+# `python -m sglang_ext.bench` on them:
+#   OUT=out/elastic GPUS="0 1 2 3" SGLANG_PYTHON=/opt/sglang/bin/python sglang_ext/bench/measure.sh
+# WORKERS names them: plain (SGLang without the plugin), colocated (with telemetry), itl, stock, mixed
+# (elastic, by pacing), prefill; the n-th gets the n-th of GPUS, which may repeat one. The phase "death"
+# is identity once more, with the prefill worker killed in the middle.
 # Everything goes to $OUT as it is measured; a worker or phase that fails is left out, the rest goes on.
-# Weights are random and layers few, so that four workers fit. Run from the repository's root.
+# Weights are random; with fewer LAYERS several workers fit on a GPU. Run from the repository's root.
 set -uo pipefail
 : "${OUT:?set OUT to the folder of results}"
 ROOT=${ROOT:-$PWD}
@@ -13,10 +16,14 @@ DEVICE=${DEVICE:-cuda}
 PORT=${PORT:-31000}
 LIMIT_START_S=${LIMIT_START_S:-230}   # for all workers to come up
 LIMIT_TOTAL_S=${LIMIT_TOTAL_S:-540}   # for everything; phases are cut to what is left of it
-MODEL=${MODEL:-qwen3-coder-30b-a3b}
-PHASES=${PHASES:-"identity stall tax transfer"}
-WORKERS=${WORKERS:-"colocated itl stock prefill"}
-WORK=${WORK:-$(mktemp -d /tmp/one-gpu.XXXXXX)}
+MODEL=${MODEL:-$([ "$DEVICE" = cpu ] && echo tiny-qwen3-moe || echo qwen3-coder-30b-a3b)}
+PHASES=${PHASES:-"identity stall tax transfer death"}
+WORKERS=${WORKERS:-"plain itl stock prefill"}
+GPUS=(${GPUS:-0})
+BACKEND=${BACKEND:-nixl}              # or mooncake
+IDENTITY_ARMS=${IDENTITY_ARMS:-all}   # or mixed: only the arm that takes both ways
+FLAGS=(${FLAGS:-})                    # more flags for every worker
+WORK=${WORK:-$(mktemp -d /tmp/sglang-ext-bench.XXXXXX)}
 mkdir -p "$OUT" "$WORK/steps" "$WORK/model" "$WORK/cwd"
 T0=$SECONDS
 exec > >(tee -a "$OUT/run.log") 2>&1
@@ -24,11 +31,13 @@ say() { printf '[%4d s] %s\n' $((SECONDS - T0)) "$*"; }
 
 if [ "$DEVICE" = cuda ]; then
   memory_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -1)
-  LAYERS=${LAYERS:-$([ "$memory_mib" -gt 120000 ] && echo 16 || echo 8)}
+  # 61 GB of weights at 48 layers; as many workers share a GPU as WORKERS has more names than GPUS.
+  sharing=$(( ($(wc -w <<< "$WORKERS") + ${#GPUS[@]} - 1) / ${#GPUS[@]} ))
+  LAYERS=${LAYERS:-$((memory_mib / sharing > 100000 ? 48 : memory_mib / sharing / 2200))}
   KV_TOKENS=${KV_TOKENS:-150000}
   CHUNK=${CHUNK:-8192}
   ITL_MS=${ITL_MS:-$((80 * LAYERS / 48))}   # the target of 48 layers, scaled
-  IDENTITY=${IDENTITY:-"--sessions 12 --turns 3 --first-tokens 4000 --turn-tokens 1000 --output-tokens 16 --at-once 1"}
+  IDENTITY=${IDENTITY:-"--sessions 12 --turns 3 --first-tokens 4000 --turn-tokens 1000 --output-tokens 16 --at-once 1 --abort-percent 10"}
   STALL=${STALL:-"--decodes 8 --context-tokens 2000 --prompt-tokens 32000 --repeats 5"}
   TAX=${TAX:-"--lanes 8 --sessions 16 --turns 2 --first-tokens 6000 --turn-tokens 1000 --output-tokens 64 --rounds 4"}
   TRANSFER=${TRANSFER:-"--lengths 4000,8000,16000,32000,64000 --delta-tokens 2000 --repeats 5"}
@@ -37,15 +46,16 @@ if [ "$DEVICE" = cuda ]; then
     > "$OUT/gpu.csv" 2>/dev/null & GPU_PID=$!
 else
   LAYERS=${LAYERS:-2}; KV_TOKENS=${KV_TOKENS:-40000}; CHUNK=${CHUNK:-512}; ITL_MS=${ITL_MS:-60}
-  IDENTITY=${IDENTITY:-"--sessions 4 --turns 3 --first-tokens 600 --turn-tokens 200 --output-tokens 8 --at-once 1"}
+  IDENTITY=${IDENTITY:-"--sessions 4 --turns 3 --first-tokens 600 --turn-tokens 200 --output-tokens 8 --at-once 2 --abort-percent 25"}
   STALL=${STALL:-"--decodes 4 --context-tokens 200 --prompt-tokens 3000 --repeats 2"}
   TAX=${TAX:-"--lanes 4 --sessions 4 --turns 2 --first-tokens 500 --turn-tokens 100 --output-tokens 16 --rounds 2"}
   TRANSFER=${TRANSFER:-"--lengths 500,1000,2000 --delta-tokens 100 --repeats 2"}
   VOCABULARY=${VOCABULARY:-1000}
   GPU_PID=
 fi
+DEATH=${DEATH:-"--after-turns 6"}
 LIMIT_IDENTITY_S=${LIMIT_IDENTITY_S:-45}; LIMIT_STALL_S=${LIMIT_STALL_S:-80}
-LIMIT_TAX_S=${LIMIT_TAX_S:-70}; LIMIT_TRANSFER_S=${LIMIT_TRANSFER_S:-45}
+LIMIT_TAX_S=${LIMIT_TAX_S:-70}; LIMIT_TRANSFER_S=${LIMIT_TRANSFER_S:-45}; LIMIT_DEATH_S=${LIMIT_DEATH_S:-60}
 
 # The plugin's entry point beside a link to the package: SGLang's environment need not hold it.
 mkdir -p "$WORK/path/deltaserve-0.dist-info"
@@ -68,25 +78,26 @@ start() {  # name, features, extra environment (one word each), --, flags
     --host 127.0.0.1 --port "$port" --nccl-port $((port + 1)) --device "$DEVICE"
     --json-model-override-args "{\"num_hidden_layers\": $LAYERS}" --enable-cache-report --enable-metrics
     --max-total-tokens "$KV_TOKENS" --chunked-prefill-size "$CHUNK" --max-running-requests 32
-    --sampling-backend pytorch --grammar-backend none)
+    --sampling-backend pytorch --grammar-backend none ${FLAGS[@]+"${FLAGS[@]}"})
   if [ "$DEVICE" = cuda ]; then
     flags+=(--attention-backend fa3 --cuda-graph-backend-prefill disabled --cuda-graph-max-bs-decode 32
       --mem-fraction-static 0.9)
-    vars+=("CUDA_VISIBLE_DEVICES=$([ "$name" = prefill ] && echo "${GPU_PREFILL:-0}" || echo "${GPU:-0}")")
+    vars+=("CUDA_VISIBLE_DEVICES=${GPUS[$((n % ${#GPUS[@]}))]}")
   else
     flags+=(--dtype float32 --attention-backend torch_native --disable-overlap-schedule --sleep-on-idle
       --mem-fraction-static 0.4)
     features="cpu,$features"; path="$path:$path/sglang_ext/cpu/stubs"
     vars+=(SGLANG_USE_CPU_ENGINE=1 CUDA_VISIBLE_DEVICES=)
   fi
-  (cd "$WORK/cwd" && exec setsid env "PYTHONPATH=$path" SGLANG_PLUGINS=deltaserve "DELTASERVE_SGLANG=${features%,}" \
+  features=${features%,}
+  (cd "$WORK/cwd" && exec setsid env ${features:+"PYTHONPATH=$path" SGLANG_PLUGINS=deltaserve "DELTASERVE_SGLANG=$features"} \
     "DELTASERVE_TELEMETRY_DIR=$WORK/steps" "DELTASERVE_WORKER_ID=$name" MASTER_PORT=$((port + 2)) \
     SGLANG_HOST_IP=127.0.0.1 NO_PROXY=127.0.0.1,localhost no_proxy=127.0.0.1,localhost HF_HUB_OFFLINE=1 \
     OMP_NUM_THREADS=1 SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 PYTHONUNBUFFERED=1 "${vars[@]}" \
     "$SGLANG_PYTHON" -m sglang.launch_server "${flags[@]}" "$@") > "${LOG[$name]}" 2>&1 &
   PID[$name]=$!
   disown
-  say "starting $name: pid ${PID[$name]}, port $port"
+  say "starting $name: pid ${PID[$name]}, port $port, GPU ${GPUS[$((n % ${#GPUS[@]}))]}"
 }
 
 finish() {
@@ -107,14 +118,18 @@ finish() {
 trap finish EXIT
 trap 'exit 143' TERM INT
 
-SEPARATED=(--disaggregation-transfer-backend nixl)
+SEPARATED=(--disaggregation-transfer-backend "$BACKEND"); SEPARATED_VARS=()
+if [ "$BACKEND" = mooncake ] && [ "$DEVICE" = cuda ]; then  # docs/elastic-worker.md, Transfer backends
+  SEPARATED_VARS=(SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK MC_INTRANODE_NVLINK=true MC_LOG_LEVEL=INFO)
+fi
 for name in $WORKERS; do
   case $name in
+    plain) start plain "" -- ;;
     colocated) start colocated telemetry -- ;;
-    prefill) start prefill telemetry -- --disaggregation-mode prefill \
+    prefill) start prefill telemetry "${SEPARATED_VARS[@]}" -- --disaggregation-mode prefill \
       --disaggregation-bootstrap-port $((PORT + 99)) "${SEPARATED[@]}" ;;
     itl | stock | mixed) start "$name" elastic,telemetry "DELTASERVE_ELASTIC_INTERFERENCE=$name" \
-      "DELTASERVE_ELASTIC_TARGET_ITL_MS=$ITL_MS" -- --disaggregation-mode decode \
+      "DELTASERVE_ELASTIC_TARGET_ITL_MS=$ITL_MS" "${SEPARATED_VARS[@]}" -- --disaggregation-mode decode \
       --disaggregation-decode-enable-radix-cache "${SEPARATED[@]}" ;;
     *) say "unknown worker $name"; exit 2 ;;
   esac
@@ -168,7 +183,8 @@ choose() {  # what the workers that are alive allow
   for name in itl stock mixed; do
     if alive prefill && alive "$name"; then separated="$name+prefill"; arms+=("$separated"); break; fi
   done
-  reference=colocated; alive colocated || reference=${locals[0]:-none}
+  mixed=${separated/+/\~}
+  reference=${locals[0]:-none}
 }
 
 bench() {  # name, limit, more arguments; 1 when a worker has died
@@ -192,7 +208,10 @@ run_phase() {
   choose
   [ ${#locals[@]} -gt 0 ] || { say "no worker is left"; return 0; }
   case $1 in
-    identity) bench identity "$LIMIT_IDENTITY_S" --reference "$reference" --arms "$(join "${arms[@]}")" $IDENTITY ;;
+    identity) [ "$IDENTITY_ARMS" = mixed ] && [ -n "$mixed" ] && arms=()
+      bench identity "$LIMIT_IDENTITY_S" --reference "$reference" --arms "$(join "${arms[@]}" $mixed)" $IDENTITY ;;
+    death) [ -z "$separated" ] || bench death "$LIMIT_DEATH_S" --reference "$reference" --arms "$mixed" \
+      --kill "${PID[prefill]}" --seed 2 $IDENTITY $DEATH ;;
     stall) bench stall "$LIMIT_STALL_S" --arms "$(join "${arms[@]}")" $STALL ;;
     tax) bench tax "$LIMIT_TAX_S" --reference "$reference" --arms "$(join "${locals[@]}")" $TAX ;;
     transfer) [ -z "$separated" ] || bench transfer "$LIMIT_TRANSFER_S" --arms "$separated" \
