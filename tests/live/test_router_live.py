@@ -1,4 +1,4 @@
-"""What the router believes a worker holds, beside what real SGLang reports as cached."""
+"""What the router believes a worker holds, beside what the real engine reports as cached."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ TOPOLOGY = """
 description = "One colocated worker that publishes KV events, with a cache that overflows"
 device = "cpu"
 model = "tiny-qwen3-moe"
-context_tokens = 16384
+context_tokens = 6000
 max_total_tokens = 6000
 chunk_tokens = 1024
 base_port = 0
-flags = ["--max-running-requests", "16", "--kv-events-config", '{kv_events}']
+kv_events = true
+{more}
 
 [engine]
-name = "sglang"
+name = "{engine}"
 
 [[workers]]
 role = "colocated"
@@ -39,6 +40,13 @@ role = "colocated"
 [router]
 kind = "none"
 """
+
+PAGE_TOKENS = {"sglang": 1, "vllm": 16}
+MORE = {
+    "sglang": 'flags = ["--max-running-requests", "16"]',
+    # As in the topology laptop-vllm.
+    "vllm": 'page_size = 16\nenvironment = { TORCHDYNAMO_DISABLE = "1" }',
+}
 
 
 def free_port() -> int:
@@ -53,27 +61,61 @@ def get(url: str) -> Any:
         return json.loads(answer.read())
 
 
+class Answer(NamedTuple):
+    """What an engine answered: the tokens, and how much of the prompt it found cached."""
+
+    output_ids: list[int]
+    cached_tokens: int
+
+
 class Publishing:
     """A running worker, and where it publishes."""
 
-    def __init__(self, running: Fleet, events: str, replay: str) -> None:
+    def __init__(self, running: Fleet, engine: str) -> None:
+        (process,) = running.plan.workers
+        self.engine = engine
+        self.page_tokens = PAGE_TOKENS[engine]
         self.url = worker_of(running, "colocated").url
-        self.flags = f"{self.url},id=w,page_size=1,kv_events={events},kv_events_replay={replay}"
+        self.plain = f"{self.url},id=w,engine={engine},page_size={self.page_tokens}"
+        self.flags = self.plain
+        for name in ("kv_events", "kv_events_replay"):
+            self.flags += f",{name}=tcp://127.0.0.1:{process.ports[name]}"
+
+    def ask(self, url: str, input_ids: list[int], output_tokens: int) -> Answer:
+        """Asks the worker, or a router before it."""
+        if self.engine == "sglang":
+            answer = generate(url, input_ids, output_tokens)
+            return Answer(answer.output_ids, answer.cached_tokens)
+        body = {
+            "model": "tiny-qwen3-moe",
+            "prompt": input_ids,
+            "max_tokens": output_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"{url}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60.0) as response:
+            found = json.loads(response.read())
+        (choice,) = found["choices"]
+        details = found["usage"]["prompt_tokens_details"]
+        return Answer(choice["token_ids"], details["cached_tokens"] if details else 0)
 
 
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Publishing]:
+@pytest.fixture(scope="module", params=["sglang", "vllm"])
+def worker(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Publishing]:
+    engine = request.param
     folder = tmp_path_factory.mktemp("kv-events")
-    events, replay = free_port(), free_port()
-    publisher = {
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{events}",
-        "replay_endpoint": f"tcp://127.0.0.1:{replay}",
-    }
-    path = folder / "sglang-kv-events.toml"
-    path.write_text(TOPOLOGY.replace("{kv_events}", json.dumps(publisher)))
+    path = folder / f"{engine}-kv-events.toml"
+    path.write_text(TOPOLOGY.format(engine=engine, more=MORE[engine]))
     with fleet(load_topology(path), folder, on_progress=print) as running:
-        yield Publishing(running, f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}")
+        yield Publishing(running, engine)
 
 
 @contextmanager
@@ -103,7 +145,7 @@ class Turn(NamedTuple):
     sent_before: int
 
 
-def replay(url: str, prompt: Prompt, settle_s: float) -> list[Turn]:
+def replay(worker: Publishing, url: str, prompt: Prompt, settle_s: float) -> list[Turn]:
     """Sessions that grow in turns, in random order; together more than the cache holds."""
     numbers = random.Random(3)
     system = prompt(150)
@@ -112,7 +154,7 @@ def replay(url: str, prompt: Prompt, settle_s: float) -> list[Turn]:
     seen = []
     for _ in range(40):
         which = numbers.randrange(len(sessions))
-        answer = generate(url, sessions[which], 4)
+        answer = worker.ask(url, sessions[which], 4)
         believed = get(f"{url}/decisions?limit=1")["decisions"][0]["cached_tokens"].get("w", 0)
         seen.append(Turn(believed, answer.cached_tokens, sent[which]))
         sent[which] = len(sessions[which])
@@ -122,31 +164,38 @@ def replay(url: str, prompt: Prompt, settle_s: float) -> list[Turn]:
 
 
 @pytest.mark.timeout(600)
-def test_with_kv_events_the_router_knows_what_sglang_will_find_cached_to_the_token(
+def test_with_kv_events_the_router_knows_what_the_engine_will_find_cached_to_the_page(
     worker: Publishing, prompt: Prompt
 ) -> None:
     # What was there before the router came: it has to ask for a replay.
     early = prompt(500)
-    generate(worker.url, early, 4)
+    worker.ask(worker.url, early, 4)
+    # The last token is computed, in a whole page.
+    findable = (len(early) - 1) // worker.page_tokens * worker.page_tokens
     with router(worker.flags) as url:
         time.sleep(2.0)
-        answer = generate(url, early, 4)
+        answer = worker.ask(url, early, 4)
         (decision,) = get(f"{url}/decisions?limit=1")["decisions"]
         assert decision["prefix_source"] == "events"
-        assert decision["cached_tokens"]["w"] == answer.cached_tokens == len(early) - 1
-        seen = replay(url, prompt, settle_s=0.5)
+        assert decision["cached_tokens"]["w"] == answer.cached_tokens == findable
+        seen = replay(worker, url, prompt, settle_s=0.5)
     assert [turn.believed for turn in seen] == [turn.reported for turn in seen]
-    assert any(turn.reported >= turn.sent_before > 0 for turn in seen), "a hit"
-    assert any(turn.reported < turn.sent_before for turn in seen), "an eviction"
+    assert any(turn.reported > turn.sent_before - worker.page_tokens >= 0 for turn in seen), "a hit"
+    assert any(turn.reported <= turn.sent_before - worker.page_tokens for turn in seen), (
+        "an eviction"
+    )
 
 
 @pytest.mark.timeout(600)
 def test_without_events_the_error_of_the_estimate_is_measured(
     worker: Publishing, prompt: Prompt
 ) -> None:
-    with router(f"{worker.url},id=w") as url:
-        seen = replay(url, prompt, settle_s=0.0)
+    with router(worker.plain) as url:
+        seen = replay(worker, url, prompt, settle_s=0.0)
     errors = [abs(turn.believed - turn.reported) for turn in seen]
     total = sum(turn.reported for turn in seen)
-    print(f"estimate: {sum(errors)} tokens off of {total} reported, at most {max(errors)} at once")
+    print(
+        f"{worker.engine}, estimate: {sum(errors)} tokens off of {total} reported, "
+        f"at most {max(errors)} at once"
+    )
     assert sum(errors) < total
