@@ -3,8 +3,9 @@
 Unique prompts of one shape arrive at a constant rate of concurrency until the cache has filled, so
 that batch and context stay alike while only the cache grows. SGLang's own step telemetry gives the
 duration of decode-only steps; an engine without it is seen from the client, by the time between
-tokens. The slope's interval is a bootstrap over stretches of time, since neighbouring steps are not
-independent.
+tokens. The slope is that of Theil and Sen over the medians of stretches of time, so that pauses of
+the machine do not bend it; its interval is a bootstrap over those stretches, since neighbouring
+steps are not independent.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _CAUTION = (
 )
 BLOCK_TOKENS = 16
 _STRETCHES = 40
+_WARM_ROUNDS = 3
 _DRAWS = 2000
 
 
@@ -71,6 +73,12 @@ async def measure(target: Bench, shape: Shape, say: Callable[[str], None]) -> Sw
     """Sends the prompts and collects the steps."""
     results: list[Result] = []
     async with driver(target) as drive:
+        for _ in range(_WARM_ROUNDS):  # compile and warm what the shape needs
+            prompts = [drive.prompt(shape.input_tokens) for _ in range(shape.concurrency)]
+            asked = (drive.ask(prompt, shape.output_tokens, "warm-up") for prompt in prompts)
+            for result in await asyncio.gather(*asked):
+                answered(result)
+        begun_s = drive.clock()
         left = max(1, shape.total_tokens // (shape.input_tokens + shape.output_tokens))
         planned = left
 
@@ -81,20 +89,20 @@ async def measure(target: Bench, shape: Shape, say: Callable[[str], None]) -> Sw
                 if (planned - left) % max(1, planned // 10) == 0:
                     say(f"{planned - left} of {planned} prompts")
                 prompt = drive.prompt(shape.input_tokens)
-                asked = await drive.ask(prompt, shape.output_tokens, f"sweep-{number_}")
-                results.append(answered(asked))
+                result = await drive.ask(prompt, shape.output_tokens, f"sweep-{number_}")
+                results.append(answered(result))
 
         async with asyncio.TaskGroup() as group:
             for number_ in range(shape.concurrency):
                 group.create_task(keep_asking(number_))
         origin_s = drive.unix_origin_s
     steps = step_table(target.folder / "steps", origin_s)
-    return from_steps(steps) if len(steps) else from_arrivals(results)
+    return from_steps(steps, begun_s) if len(steps) else from_arrivals(results)
 
 
-def from_steps(steps: pd.DataFrame) -> Sweep:
-    """Decode-only steps of the engine's own telemetry, within the driver's time."""
-    kept = steps[(steps["forward_mode"] == "decode") & (steps["at_s"] >= 0)]
+def from_steps(steps: pd.DataFrame, begun_s: float) -> Sweep:
+    """Decode-only steps of the engine's own telemetry since `begun_s` of the driver's clock."""
+    kept = steps[(steps["forward_mode"] == "decode") & (steps["at_s"] >= begun_s)]
     cached = kept["kv_used_tokens"] + kept["kv_evictable_tokens"]
     return Sweep(cached.tolist(), kept["duration_s"].tolist(), kept["at_s"].tolist(), "engine")
 
@@ -122,35 +130,22 @@ def from_arrivals(results: Sequence[Result]) -> Sweep:
 
 
 def slope(sweep: Sweep, seed: int = 0) -> Estimate:
-    """Microseconds a step per 1,000 blocks of 16 tokens, by least squares.
-
-    Durations beyond their 99th percentile are left out (pauses of the machine).
-    """
+    """Microseconds a step per 1,000 blocks of 16 tokens."""
     order = np.argsort(sweep.at_s)
     x = np.asarray(sweep.cached_tokens)[order] / (1000 * BLOCK_TOKENS)
     y = np.asarray(sweep.duration_s)[order] * 1e6
     if len(x) < 2 * _STRETCHES:
         return Estimate(float("nan"), float("nan"), float("nan"), len(x))
-    kept = y <= np.quantile(y, 0.99)
-    x, y = x[kept], y[kept]
     stretches = np.array_split(np.arange(len(x)), _STRETCHES)
-    sums = np.array(
-        [
-            (
-                len(part),
-                x[part].sum(),
-                y[part].sum(),
-                (x[part] ** 2).sum(),
-                (x[part] * y[part]).sum(),
-            )
-            for part in stretches
-        ]
-    )
+    run = np.array([np.median(x[part]) for part in stretches])
+    rise = np.array([np.median(y[part]) for part in stretches])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slopes = np.subtract.outer(rise, rise) / np.subtract.outer(run, run)
+    slopes[~np.isfinite(slopes)] = np.nan  # a stretch with itself, or with one as full
     rng = np.random.default_rng(seed)
-    draws = np.array(
-        [_fit(sums[rng.integers(0, _STRETCHES, _STRETCHES)].sum(axis=0)) for _ in range(_DRAWS)]
-    )
-    return interval(_fit(sums.sum(axis=0)), draws, len(x))
+    drawn = (rng.integers(0, _STRETCHES, _STRETCHES) for _ in range(_DRAWS))
+    draws = np.array([np.nanmedian(slopes[np.ix_(each, each)]) for each in drawn])
+    return interval(float(np.nanmedian(slopes)), draws, len(x))
 
 
 def sections(sweep: Sweep) -> list[Section]:
@@ -209,9 +204,3 @@ def sections(sweep: Sweep) -> list[Section]:
 def raw(sweep: Sweep) -> dict[str, object]:
     """The slope, for programs."""
     return {"slope_us_per_1000_blocks": asdict(slope(sweep)), "timed_by": sweep.source}
-
-
-def _fit(sums: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    n, x, y, xx, xy = (float(value) for value in sums)
-    spread = n * xx - x * x
-    return (n * xy - x * y) / spread if spread > 0 else float("nan")

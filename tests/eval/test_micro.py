@@ -108,6 +108,13 @@ def test_the_slope_of_step_cost_is_found_with_its_interval() -> None:
     assert flat.high - flat.low < 5
 
 
+def test_pauses_of_the_machine_do_not_bend_the_slope() -> None:
+    found = sweep(20.0)
+    for at in (*range(150), *range(3000, 3300, 3)):
+        found.duration_s[at] += 0.2
+    assert covers(cache_sweep.slope(found), 20.0)
+
+
 def test_too_few_steps_give_no_slope() -> None:
     assert not cache_sweep.slope(cache_sweep.Sweep([1.0], [1.0], [1.0], "client")).known
 
