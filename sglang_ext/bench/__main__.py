@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from deltaserve.errors import InputError
-from sglang_ext.bench import identity, report, stall, tax, transfer
+from sglang_ext.bench import identity, report, stall, tax, transfer, warm
 from sglang_ext.bench.client import (
     Client,
     Prompts,
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument(f"--{option.replace('_', '-')}", type=int, default=default)
         return sub
 
+    phase("warm", "Make workers compile what they compile at first use.")
     conversations = {
         "sessions": 24,
         "turns": 3,
@@ -128,6 +129,8 @@ def _phase(
         dies = options.phase == "death"
         death = identity.Death(options.kill, options.after_turns) if dies else None
         return identity.measure(client, arms, reference, prompts, made, sink, say, death)
+    if options.phase == "warm":
+        return warm.measure(client, arms, prompts, sink, say)
     if options.phase == "stall":
         return stall.measure(client, arms, prompts, shape(stall.Shape), sink, say)
     if options.phase == "tax":

@@ -17,7 +17,7 @@ PORT=${PORT:-31000}
 LIMIT_START_S=${LIMIT_START_S:-230}   # for all workers to come up
 LIMIT_TOTAL_S=${LIMIT_TOTAL_S:-540}   # for everything; phases are cut to what is left of it
 MODEL=${MODEL:-$([ "$DEVICE" = cpu ] && echo tiny-qwen3-moe || echo qwen3-coder-30b-a3b)}
-PHASES=${PHASES:-"identity stall tax transfer death"}
+PHASES=${PHASES:-"warm identity stall tax transfer death"}
 WORKERS=${WORKERS:-"plain itl stock prefill"}
 GPUS=(${GPUS:-0})
 BACKEND=${BACKEND:-nixl}              # or mooncake
@@ -54,7 +54,7 @@ else
   GPU_PID=
 fi
 DEATH=${DEATH:-"--after-turns 6"}
-LIMIT_IDENTITY_S=${LIMIT_IDENTITY_S:-45}; LIMIT_STALL_S=${LIMIT_STALL_S:-80}
+LIMIT_WARM_S=${LIMIT_WARM_S:-60}; LIMIT_IDENTITY_S=${LIMIT_IDENTITY_S:-45}; LIMIT_STALL_S=${LIMIT_STALL_S:-80}
 LIMIT_TAX_S=${LIMIT_TAX_S:-70}; LIMIT_TRANSFER_S=${LIMIT_TRANSFER_S:-45}; LIMIT_DEATH_S=${LIMIT_DEATH_S:-60}
 
 # The plugin's entry point beside a link to the package: SGLang's environment need not hold it.
@@ -208,6 +208,7 @@ run_phase() {
   choose
   [ ${#locals[@]} -gt 0 ] || { say "no worker is left"; return 0; }
   case $1 in
+    warm) bench warm "$LIMIT_WARM_S" --arms "$(join "${arms[@]}")" ;;
     identity) [ "$IDENTITY_ARMS" = mixed ] && [ -n "$mixed" ] && arms=()
       bench identity "$LIMIT_IDENTITY_S" --reference "$reference" --arms "$(join "${arms[@]}" $mixed)" $IDENTITY ;;
     death) [ -z "$separated" ] || bench death "$LIMIT_DEATH_S" --reference "$reference" --arms "$mixed" \

@@ -87,10 +87,17 @@ def _process_decode_queue(original: Callable[..., None], scheduler: Any) -> None
         original(scheduler)
 
 
-def _learn(_result: None, scheduler: Any, batch: Any, *_: Any) -> None:
+def _launch(original: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
+    worker = _worker(scheduler)
+    if worker is None:
+        return original(scheduler, batch, *rest)
+    return worker.launch(original, batch, *rest)
+
+
+def _learn(_result: None, scheduler: Any, batch: Any, result: Any) -> None:
     worker = _worker(scheduler)
     if worker is not None:
-        worker.processed(batch)
+        worker.processed(batch, result)
         if worker.exporter is not None:
             worker.exporter.export()
 
@@ -233,6 +240,7 @@ HOOKS = (
     ),
     Hook(f"{_SCHEDULER}.get_new_batch_prefill", "around", _prefill, "(self, running_batch)"),
     Hook(f"{_SCHEDULER}.process_decode_queue", "around", _process_decode_queue, "(self)"),
+    Hook(f"{_SCHEDULER}.run_batch", "around", _launch, "(self, batch, pp_proxy_tensors=None)"),
     Hook(f"{_SCHEDULER}.process_batch_result", "after", _learn, "(self, batch, result)"),
     Hook(f"{_SCHEDULER}.abort_request", "around", _abort, "(self, recv_req)"),
     Hook(f"{_SCHEDULER}.is_fully_idle", "after", _is_fully_idle, "(self, for_health_check=False)"),

@@ -80,6 +80,7 @@ class ElasticWorker:
         self._set_aside: list[Any] | None = None
         self._arrivals = itertools.count()
         self._last_result_s: float | None = None
+        self._device = str(scheduler.server_args.device)
         self._decodes_waited = False
         self._full_at: tuple[int, int] | None = None
         self._full_for_steps = 0
@@ -537,7 +538,31 @@ class ElasticWorker:
 
     # ---------------------------------------------------------------- learning
 
-    def processed(self, batch: Any) -> None:
+    def launch(self, original: Callable[..., Any], batch: Any, *rest: Any) -> Any:
+        """Runs a batch; under overlap scheduling on a GPU its events time it.
+
+        There results are processed one launch late, and the time between two of them holds the
+        launch of the next step: of a step between two of decodes alone, next to nothing is left.
+        """
+        scheduler = self.scheduler
+        if (
+            not (scheduler.enable_overlap and batch.forward_mode.is_extend())
+            or self._device != "cuda"
+        ):
+            return original(scheduler, batch, *rest)
+        import torch
+
+        stream = scheduler.forward_stream
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record(stream)
+        began_s = time.monotonic()
+        result = original(scheduler, batch, *rest)
+        launch_s = time.monotonic() - began_s
+        ended.record(stream)
+        result.deltaserve_times = (began, ended, launch_s)
+        return result
+
+    def processed(self, batch: Any, result: Any) -> None:
         """Learns from a finished step: its time is what the decodes in it waited for a token."""
         now = time.monotonic()
         began = self._last_result_s if self._last_result_s is not None else batch.launch_ts
@@ -545,6 +570,11 @@ class ElasticWorker:
         mode = batch.forward_mode
         if not mode.is_extend() or mode.is_prebuilt() or began is None:
             return
+        duration_s, launch_s = now - began, 0.0
+        if times := getattr(result, "deltaserve_times", None):
+            first, last, launch_s = times
+            last.synchronize()
+            duration_s = first.elapsed_time(last) / 1e3
         riding = {id(req) for req in batch.decoding_reqs or ()}
         prompts = [
             (length, prefix)
@@ -558,7 +588,8 @@ class ElasticWorker:
             return
         attended = sum(length * prefix for length, prefix in prompts) / tokens
         context = sum(req.seqlen for req in batch.decoding_reqs or ())
-        self.pacer.observe(Step(tokens, attended, len(riding), context), now - began)
+        step = Step(tokens, attended, len(riding), context)
+        self.pacer.observe(step, duration_s, launch_s)
 
     def expected_prefill_s(self, req: Any) -> float:
         """Seconds that prefilling `req` here would take, by the steps seen so far."""
@@ -582,6 +613,7 @@ class ElasticWorker:
             "pacing": {
                 "steps": self.pacer.times.steps,
                 "error": self.pacer.times.error,
+                "launch_s": self.pacer.times.launch_s,
                 "chunk_tokens": self.chunk_tokens,
             },
             "idle": bool(s.is_fully_idle()),
