@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from deltaserve.errors import InputError
 from eval import provenance
+from replay.readers.lines import objects
 from replay.results import RESULTS_FILE, ErrorInfo, ErrorKind, Result, ResultWriter
 
 
@@ -71,11 +70,11 @@ def import_file(source: Path, file_format: str, arm: str, output: Path) -> list[
 
 def read_bench_serving(source: Path) -> Iterator[Imported]:
     """`python -m sglang.bench_serving --output-file F --output-details`: one run a line."""
-    for number, record in _lines(source):
+    for place, record in objects(source):
         missing = [key for key in ("ttfts", "itls", "input_lens", "duration") if key not in record]
         if missing:
             raise InputError(
-                f"{source}:{number}: no {missing[0]!r}; expected a line of sglang.bench_serving "
+                f"{place}: no {missing[0]!r}; expected a line of sglang.bench_serving "
                 "run with --output-details"
             )
         count = len(record["ttfts"])
@@ -119,17 +118,17 @@ def read_bench_serving(source: Path) -> Iterator[Imported]:
 def read_aiperf(source: Path) -> Iterator[Imported]:
     """AIPerf's `profile_export.jsonl`: one request a line, one run a file."""
     results: list[Result] = []
-    for number, record in _lines(source):
+    for place, record in objects(source):
         try:
             metadata = record["metadata"]
             if metadata.get("benchmark_phase", "profiling") != "profiling":
                 continue
             start_ns = int(metadata["request_start_ns"])
             end_ns = int(metadata["request_end_ns"])
-            results.append(_aiperf_result(record, number, start_ns, end_ns))
+            results.append(_aiperf_result(record, len(results), start_ns, end_ns))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"{source}:{number}: not a record of AIPerf's profile_export.jsonl: {error!r}"
+                f"{place}: not a record of AIPerf's profile_export.jsonl: {error!r}"
             ) from None
     if not results:
         raise InputError(f"{source}: no request of the profiling phase")
@@ -198,20 +197,6 @@ def _metric(record: dict[str, Any], *names: str) -> float | None:
         if entry is not None:
             return float(entry["value"]) * factors.get(str(entry.get("unit")), 1.0)
     return None
-
-
-def _lines(source: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with source.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise InputError(f"{source}:{number}: not JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise InputError(f"{source}:{number}: expected a JSON object")
-            yield number, record
 
 
 FORMATS: dict[str, Callable[[Path], Iterator[Imported]]] = {

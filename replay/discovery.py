@@ -16,6 +16,9 @@ import orjson
 from deltaserve.errors import InputError
 from replay.engines import Api
 
+GUESSED_VOCAB_SIZE = 32_000
+"""Of a model that no one says the vocabulary of: fewer than those of most."""
+
 
 def find_engine(url: str, timeout_s: float = 10.0) -> tuple[Api, str]:
     """The dialect and the model's name that a server answers to, from its `/v1/models`."""

@@ -32,7 +32,7 @@ import deltaserve
 from deltaserve.errors import InputError
 from replay.bodies import BodiesAhead
 from replay.client import Client, ClientOptions
-from replay.discovery import find_engine, find_vocab_size
+from replay.discovery import GUESSED_VOCAB_SIZE, find_engine, find_vocab_size
 from replay.engines import Api
 from replay.plan import Plan, Planned, PlannedRequests, make_plan
 from replay.progress import Counters, Display
@@ -49,7 +49,6 @@ from replay.trace import digest, read_trace
 
 _REPORT_S = 0.5
 _START_DELAY_S = 0.5
-_GUESSED_VOCAB_SIZE = 32_000
 # About what sending a request, each token of its prompt, and receiving a token take of a core
 # (`replay.bench`); from a third of a core on, requests begin to wait for each other.
 _REQUEST_CPU_S = 0.4e-3
@@ -197,15 +196,15 @@ def _check(options: RunOptions) -> None:
 def _served_vocab_size(options: RunOptions, api: Api) -> int:
     """The served model's vocabulary; where the server does not say it, a guess, with a warning."""
     if options.as_text or api == "chat":
-        return _GUESSED_VOCAB_SIZE  # words are drawn from fewer
+        return GUESSED_VOCAB_SIZE  # words are drawn from fewer
     found = find_vocab_size(options.url)
     if found is None:
         print(
             f"warning: {options.url} does not say how large its model's vocabulary is; token ids "
-            f"are below {_GUESSED_VOCAB_SIZE:,} (--vocab-size)",
+            f"are below {GUESSED_VOCAB_SIZE:,} (--vocab-size)",
             file=sys.stderr,
         )
-    return found or _GUESSED_VOCAB_SIZE
+    return found or GUESSED_VOCAB_SIZE
 
 
 def default_processes(requests: PlannedRequests, options: RunOptions, cores: int) -> int:

@@ -49,7 +49,7 @@ def read_trace(path: Path) -> Iterator[Request]:
     """Requests of a trace file in file order; a broken line raises an error naming file, line,
     field."""
     last_timestamp_s = 0.0
-    for number, line in enumerate(read_lines(path), start=1):
+    for number, line in numbered_lines(path):
         try:
             request = parse_line(line)
             if request.timestamp_s < last_timestamp_s:
@@ -63,13 +63,13 @@ def read_trace(path: Path) -> Iterator[Request]:
         yield request
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
-    """Non-empty lines of a plain or `.zst` file."""
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines of a plain or `.zst` file that are not empty, each with its number."""
     try:
         with open_binary(path) as stream:
-            for line in stream:
+            for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield line
+                    yield number, line
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected a trace (.jsonl or .jsonl.zst)") from None
     except IsADirectoryError:

@@ -20,14 +20,12 @@ import orjson
 import launch
 from deltaserve.errors import InputError
 from eval import provenance
-from launch.models import is_shape, shape_config
 from replay.client import Client, ClientOptions
-from replay.discovery import find_engine
+from replay.discovery import GUESSED_VOCAB_SIZE, find_engine, find_vocab_size
 from replay.plan import Planned
 from replay.results import Result
 
 BLOCK_TOKENS = 64
-_VOCAB_FALLBACK = 32_000
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,11 @@ def bench(topology: launch.Topology, folder: Path, say: Any) -> Iterator[Bench]:
             "made_at": provenance.now(),
         }
         (folder / "bench.json").write_bytes(orjson.dumps(facts, option=orjson.OPT_INDENT_2))
-        shape = shape_config(topology.model) if is_shape(topology.model) else {}
         yield Bench(
             url=url,
             topology=described,
             folder=folder,
-            vocab_size=int(shape.get("vocab_size", _VOCAB_FALLBACK)),
+            vocab_size=find_vocab_size(fleet.workers[0].url) or GUESSED_VOCAB_SIZE,
             facts=facts,
         )
 

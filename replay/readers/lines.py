@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from deltaserve.errors import InputError
-from replay.trace import read_lines
+from replay.trace import numbered_lines
 
 
 class Record:
@@ -44,14 +44,20 @@ class Record:
 
 
 def records(paths: list[Path]) -> Iterator[Record]:
-    """The records of files of JSON Lines (plain or `.zst`), one after the other."""
+    """The records of files of JSON Lines, one after the other."""
     for path in paths:
-        for number, line in enumerate(read_lines(path), start=1):
-            place = f"{path}:{number}"
-            try:
-                values = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise InputError(f"{place}: expected one JSON object a line: {error}") from None
-            if not isinstance(values, dict):
-                raise InputError(f"{place}: expected a JSON object")
+        for place, values in objects(path):
             yield Record(place, values)
+
+
+def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON Lines (plain or `.zst`), each with its place."""
+    for number, line in numbered_lines(path):
+        place = f"{path}:{number}"
+        try:
+            values = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise InputError(f"{place}: expected one JSON object a line: {error}") from None
+        if not isinstance(values, dict):
+            raise InputError(f"{place}: expected a JSON object")
+        yield place, values

@@ -112,7 +112,7 @@ def test_imported_and_own_runs_make_one_report(tmp_path: Path) -> None:
     ("text", "file_format", "said"),
     [
         ('{"duration": 1}', "bench-serving", "1: no 'ttfts'; expected a line .*--output-details"),
-        ("{", "bench-serving", "1: not JSON"),
+        ("{", "bench-serving", "1: expected one JSON object a line"),
         ("[]", "aiperf", "1: expected a JSON object"),
         ('{"a": 1}', "aiperf", "1: not a record of AIPerf's profile_export.jsonl"),
         ("", "aiperf", "no request of the profiling phase"),

@@ -116,8 +116,8 @@ def test_a_broken_line_is_named_by_file_line_and_field(
 
 def test_text_that_is_not_json_is_named_by_line(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_bytes(orjson.dumps(_GOOD) + b"\n{nonsense\n")
-    with pytest.raises(InputError, match=r"t\.jsonl:2: expected one JSON object a line"):
+    path.write_bytes(orjson.dumps(_GOOD) + b"\n\n{nonsense\n")
+    with pytest.raises(InputError, match=r"t\.jsonl:3: expected one JSON object a line"):
         list(read_trace(path))
 
 
