@@ -119,10 +119,10 @@ class Plan:
 def plan(topology: Topology, run_dir: Path) -> Plan:
     """The plan of `topology` on this machine, its files under `run_dir`.
 
-    Raises `InputError` when the engine is missing, our router does not know the policy, or
-    `base_port = 0` finds no free ports.
+    Raises `InputError` when the engine, the model's folder or the tokenizer is missing, our router
+    does not know the policy, or `base_port = 0` finds no free ports.
     """
-    topology = with_policy(topology)
+    topology = _found(with_policy(topology))
     choice = topology.engine
     if all(group.urls for group in topology.workers):
         engine = Engine(choice.name, Path(), {choice.name: choice.version or "unknown"})
@@ -232,8 +232,6 @@ def check(made: Plan, *, gpus: bool = True) -> None:
     """
     if is_shape(made.topology.model):
         write_shape(made.topology.model)
-    elif made.topology.model.startswith(("/", ".", "~")) and not Path(made.topology.model).is_dir():
-        raise InputError(f"{made.topology.name}.toml: model: no such folder: {made.topology.model}")
     write_plugin(made.plugin_dir)
     _check_flags(made)
     check_free(made.ports)
@@ -284,6 +282,8 @@ def router_config(made: Plan) -> str:
         _line("policy", topology.router.policy),
         _line("decision_log", "decisions.jsonl"),
     ]
+    if topology.router.tokenizer not in ("auto", "none"):
+        lines += [_line("tokenizer", topology.router.tokenizer)]
     if topology.router.params:
         lines += ["", "[policy_params]"]
         lines += [_line(key, value) for key, value in topology.router.params.items()]
@@ -309,6 +309,29 @@ def router_config(made: Plan) -> str:
         page_tokens = topology.page_size or _ENGINES[made.engine.name].PAGE_TOKENS
         lines += [_line("page_size", page_tokens)]
     return "\n".join(lines) + "\n"
+
+
+def _found(topology: Topology) -> Topology:
+    """`topology` with its model's folder, where it is one, and its router's tokenizer by absolute
+    path, since processes run in the run's folder. Raises `InputError` for one that is not there."""
+    where = f"{topology.name}.toml"
+    model, tokenizer = topology.model, topology.router.tokenizer
+    folder = Path(model).expanduser().absolute()
+    if model.startswith(("/", ".", "~")):
+        if not folder.is_dir() and not all(group.urls for group in topology.workers):
+            raise InputError(f"{where}: model: no such folder: {model}")
+        model = str(folder)
+    if tokenizer == "auto":
+        file = folder / "tokenizer.json"
+        tokenizer = str(file) if model == str(folder) and file.is_file() else "none"
+    elif tokenizer != "none":
+        file = Path(tokenizer).expanduser().absolute()
+        file = file / "tokenizer.json" if file.is_dir() else file
+        if not file.is_file():
+            raise InputError(f"{where}: router.tokenizer: no such file: {file}")
+        tokenizer = str(file)
+    router = topology.router.model_copy(update={"tokenizer": tokenizer})
+    return topology.model_copy(update={"model": model, "router": router})
 
 
 def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Process:

@@ -90,13 +90,16 @@ class RouterChoice(_Strict):
     """The router in front; `none` leaves the workers to be called directly.
 
     `params` are of our policies, `flags` of the stock routers. `python_path` is where a policy that
-    is a Python class (``package.module:Class``) is looked for.
+    is a Python class (``package.module:Class``) is looked for. `tokenizer` is the model's, for
+    text prompts: a ``tokenizer.json`` or a folder with one; ``auto`` is that of the model's folder
+    where it has one, ``none`` leaves text to be compared by its bytes.
     """
 
     kind: Literal["deltaserve", "sglang-router", "smg", "none"] = "deltaserve"
     policy: _Text = "round_robin"
     params: dict[str, Any] = {}
     python_path: tuple[Path, ...] = ()
+    tokenizer: _Text = "auto"
     flags: tuple[str, ...] = ()
 
 
@@ -159,6 +162,8 @@ class Topology(_Strict):
             raise ValueError(f"hardware: {self.hardware} does not have device {self.device!r}")
         if self.router.params and self.router.kind != "deltaserve":
             raise ValueError(f"router.params: {self.router.kind} has none; use router.flags")
+        if self.router.tokenizer not in ("auto", "none") and self.router.kind != "deltaserve":
+            raise ValueError(f"router.tokenizer: {self.router.kind} has none; use router.flags")
         if self.router.flags and self.router.kind in ("deltaserve", "none"):
             raise ValueError(f"router.flags: {self.router.kind} has none; use router.params")
         if self.router.kind not in ("deltaserve", "none") and "elastic" in roles:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import http.server
+import json
 import threading
 import tomllib
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +94,60 @@ def test_a_stock_router_is_told_each_workers_role_and_bootstrap_port() -> None:
     urls = [worker.url for worker in colocated.workers]
     at = colocated.router.argv.index("--worker-urls")
     assert list(colocated.router.argv[at + 1 :]) == urls
+
+
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "pre_tokenizer": {"type": "Whitespace"},
+    "model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"},
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model folder with a tokenizer that takes each word for a token."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    return folder
+
+
+def test_our_router_counts_text_by_the_tokenizer_of_the_models_folder(
+    fakes: Fakes, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # processes run elsewhere
+    topology = fakes("serve", overrides=("router.kind=deltaserve", "model=./model"))
+    run_dir = tmp_path / "run"
+    with fleet(topology, run_dir) as running:
+        assert str(model) in running.plan.workers[0].argv
+        body = json.dumps({"text": "how many words are these"}).encode()
+        headers = {"content-type": "application/json"}
+        asked = urllib.request.Request(f"{running.router_url}/generate", body, headers)
+        with pytest.raises(urllib.error.HTTPError):  # the fake engine generates nothing
+            urllib.request.urlopen(asked, timeout=30.0)
+    first, *_ = (run_dir / "decisions.jsonl").read_text().splitlines()
+    assert json.loads(first)["input_tokens"] == 5
+
+
+def test_the_tokenizer_is_found_given_left_out_or_missed(
+    fakes: Fakes, model: Path, tmp_path: Path
+) -> None:
+    def told(*overrides: str) -> str | None:
+        made = plan(fakes("serve", overrides=("router.kind=deltaserve", *overrides)), tmp_path)
+        found: str | None = tomllib.loads(router_config(made)).get("tokenizer")
+        return found
+
+    file = str(model / "tokenizer.json")
+    assert told() is None
+    assert told(f"model={model}") == told(f"router.tokenizer={model}") == file
+    assert told(f"model={model}", "router.tokenizer=none") is None
+    with pytest.raises(InputError, match=r"\.toml: router\.tokenizer: no such file: /nowhere"):
+        told("router.tokenizer=/nowhere/tokenizer.json")
+    with pytest.raises(InputError, match=r"\.toml: model: no such folder: \./nowhere$"):
+        told("model=./nowhere")
+    with pytest.raises(InputError, match=r"router\.tokenizer: smg has none; use router\.flags"):
+        told("router.kind=smg", f"router.tokenizer={model}")
 
 
 def test_a_stock_router_that_is_missing_is_answered_with_the_command_that_installs_it(
