@@ -165,7 +165,7 @@ def _nvml() -> Iterator[Any]:
     try:
         import pynvml
     except ModuleNotFoundError:
-        raise InputError("nvidia-ml-py is missing; run: pip install 'deltaserve[gpu]'") from None
+        raise InputError("nvidia-ml-py is missing; run: pip install nvidia-ml-py") from None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

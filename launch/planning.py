@@ -148,7 +148,9 @@ def layout(
     """
     known = _ENGINES[engine.name]
     on_cpu = topology.device == "cpu"
-    share = max(1, cores // topology.worker_count)
+    # One share is left to those who ask and to the engines' own HTTP processes: a pool of threads
+    # whose every step waits for one that has no core is many times slower than a smaller one.
+    share = max(1, cores // (topology.worker_count + 1))
     threads = topology.cpu_threads or (share if on_cpu else min(8, share))
     model = topology.model
     paths = commands.Paths(

@@ -71,9 +71,9 @@ def test_an_elastic_worker_is_a_decode_worker_with_our_feature() -> None:
     assert elastic.environment["DELTASERVE_SGLANG"] == "cpu,elastic"
 
 
-def test_cpu_workers_share_the_cores() -> None:
+def test_cpu_workers_share_the_cores_and_leave_some_to_those_who_ask() -> None:
     workers = made("laptop-sglang", cores=8).workers
-    assert [w.environment["OMP_NUM_THREADS"] for w in workers] == ["4", "4"]
+    assert [w.environment["OMP_NUM_THREADS"] for w in workers] == ["2", "2"]
     assert made("laptop-sglang", cores=1).workers[0].environment["OMP_NUM_THREADS"] == "1"
     bounded = made("laptop-sglang", "cpu_threads=3").workers[0]
     assert bounded.environment["RAYON_NUM_THREADS"] == "3"
