@@ -1,5 +1,6 @@
 //! Request bodies: what routing needs is scanned out of the bytes in one pass, no tree is built, and
-//! the PD fields are spliced in front of the closing brace.
+//! the PD fields are spliced in front of the closing brace. A long prompt's token ids, which take most
+//! of that time, are read while the rest of the body is on its way.
 //!
 //! Bodies are otherwise forwarded byte for byte. The scan follows JSON's structure but leaves the
 //! validation of values that routing does not need to the engine.
@@ -11,6 +12,7 @@ use smallvec::SmallVec;
 use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use wide::u8x16;
 
 /// Which request format a body follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -68,6 +70,27 @@ const MAX_DEPTH: usize = 512;
 struct Cursor<'a> {
     bytes: &'a [u8],
     at: usize,
+    /// Of a body's beginning: the token ids that it ends in.
+    run: Option<TokenRun>,
+}
+
+/// A list of token ids, as far as it has been read.
+#[derive(Clone)]
+struct TokenRun {
+    start: usize,
+    /// Where the next id begins; `start` before the first.
+    at: usize,
+    hasher: TokenHasher,
+}
+
+impl TokenRun {
+    fn new(start: usize, hasher: TokenHasher) -> Self {
+        Self {
+            start,
+            at: start,
+            hasher,
+        }
+    }
 }
 
 impl<'a> Cursor<'a> {
@@ -249,20 +272,27 @@ impl<'a> Cursor<'a> {
         Ok(value as u32)
     }
 
-    fn tokens(&mut self, mut hasher: TokenHasher) -> Result<PromptHashes, Malformed> {
-        self.take(b'[', "an array")?;
-        if self.peek() == Some(b']') {
-            self.at += 1;
-            return Ok(hasher.finish());
+    /// The rest of a list of token ids.
+    fn tokens(&mut self, run: &mut TokenRun) -> Result<(), Malformed> {
+        self.at = run.at;
+        if run.at == run.start {
+            self.take(b'[', "an array")?;
+            if self.peek() == Some(b']') {
+                self.at += 1;
+                return Ok(());
+            }
         }
         loop {
-            self.short_tokens(&mut hasher);
-            hasher.push(self.token()?);
+            self.short_tokens(run);
+            let token = self.token()?;
             match self.peek() {
-                Some(b',') => self.at += 1,
-                Some(b']') => {
+                Some(end @ (b',' | b']')) => {
+                    run.hasher.push(token);
                     self.at += 1;
-                    return Ok(hasher.finish());
+                    run.at = self.at;
+                    if end == b']' {
+                        return Ok(());
+                    }
                 }
                 _ => return self.fail("',' or ']'"),
             }
@@ -271,20 +301,32 @@ impl<'a> Cursor<'a> {
 
     /// Takes token ids of at most eight digits as long as each is followed by a comma, and has at
     /// most one space before it. This is what makes prompts of 100,000 tokens cheap.
-    fn short_tokens(&mut self, hasher: &mut TokenHasher) {
-        let mut ids = [0; MOST_IDS];
+    fn short_tokens(&mut self, run: &mut TokenRun) {
+        let mut ids = [0; 4 * MOST_IDS];
+        let mut count = 0;
         let window = |at: usize| {
             let from = at.checked_sub(LEAD_BYTES)?;
             self.bytes.get(from..)?.first_chunk::<{ LEAD_BYTES + 64 }>()
         };
-        while let Some(window) = window(self.at) {
-            let (count, taken) = ids_in(window, &mut ids);
-            hasher.extend(&ids[..count]);
-            self.at += taken;
+        let mut at = self.at;
+        while let Some(window) = window(at) {
+            let Some(room) = ids[count..].first_chunk_mut() else {
+                run.hasher.extend_digits(&ids[..count]);
+                count = 0;
+                continue;
+            };
+            let (more, taken) = ids_in(window, room);
+            count += more;
+            at += taken;
             // Less than half of it taken: something else than short ids comes.
             if taken < 32 {
-                return;
+                break;
             }
+        }
+        run.hasher.extend_digits(&ids[..count]);
+        if at > self.at {
+            self.at = at;
+            run.at = at;
         }
     }
 }
@@ -294,40 +336,34 @@ const LEAD_BYTES: usize = 8;
 /// Ids that 64 bytes can hold: a digit and a comma each.
 const MOST_IDS: usize = 32;
 
-/// Reads the ids that end with a comma within the window, until something else comes; returns their
-/// number and the bytes that they took. Commas are found first, and each id is read from the eight
-/// bytes before its comma, so that none waits for the one before it.
-fn ids_in(window: &[u8; LEAD_BYTES + 64], ids: &mut [u32; MOST_IDS]) -> (usize, usize) {
+/// Reads the digits of ids that end with a comma within the window, until something else comes;
+/// returns their number and the bytes that they took. Commas are found first, and each id is read from
+/// the eight bytes before its comma, so that none waits for the one before it.
+fn ids_in(window: &[u8; LEAD_BYTES + 64], ids: &mut [u64; MOST_IDS]) -> (usize, usize) {
     const ZEROS: u64 = 0x3030_3030_3030_3030;
     let mut commas = 0;
-    for (i, bytes) in window[LEAD_BYTES..].chunks_exact(8).enumerate() {
-        let mut word = [0; 8];
-        word.copy_from_slice(bytes);
-        let other = u64::from_le_bytes(word) ^ 0x2c2c_2c2c_2c2c_2c2c;
-        // The high bit of every byte that is zero, exactly; then those bits side by side.
-        let low = 0x7f7f_7f7f_7f7f_7f7f;
-        let zeros = !(((other & low).wrapping_add(low)) | other | low);
-        commas |= ((zeros >> 7).wrapping_mul(0x0102_0408_1020_4080) >> 56) << (8 * i);
+    for (i, bytes) in window[LEAD_BYTES..].chunks_exact(16).enumerate() {
+        let mut lanes = [0; 16];
+        lanes.copy_from_slice(bytes);
+        let equal = u8x16::new(lanes).simd_eq(u8x16::splat(b','));
+        commas |= u64::from(equal.to_bitmask() as u16) << (16 * i);
     }
     let (mut count, mut taken) = (0, 0);
     while commas != 0 {
         let comma = (commas.trailing_zeros() & 63) as usize;
         commas &= commas - 1;
-        let digits = comma - taken - usize::from(window[LEAD_BYTES + taken] == b' ');
+        let length = comma - taken - usize::from(window[LEAD_BYTES + taken] == b' ');
         let mut word = [0; 8];
         word.copy_from_slice(&window[comma..comma + 8]);
-        if !(1..=8).contains(&digits) || count == MOST_IDS {
+        if !(1..=8).contains(&length) || count == MOST_IDS {
             break;
         }
         // Bytes before the id become zeros in front of it.
-        let eight = (u64::from_le_bytes(word) ^ ZEROS) & (u64::MAX << (64 - 8 * digits));
+        let eight = (u64::from_le_bytes(word) ^ ZEROS) & (u64::MAX << (64 - 8 * length));
         if (eight.wrapping_add(0x7676_7676_7676_7676) | eight) & 0x8080_8080_8080_8080 != 0 {
             break;
         }
-        // All digits: pairs, fours, then all are joined.
-        let pairs = (eight.wrapping_mul(2_561) >> 8) & 0x00ff_00ff_00ff_00ff;
-        let fours = (pairs.wrapping_mul(6_553_601) >> 16) & 0x0000_ffff_0000_ffff;
-        ids[count] = (fours.wrapping_mul(42_949_672_960_001) >> 32) as u32;
+        ids[count] = eight;
         count += 1;
         taken = comma + 1;
     }
@@ -371,7 +407,12 @@ impl Prompts {
     }
 
     /// A prompt, or a list of prompts, each a string or a list of token ids.
-    fn read(cursor: &mut Cursor<'_>, block: usize, text_block: usize) -> Result<Self, Malformed> {
+    fn read(
+        cursor: &mut Cursor<'_>,
+        block: usize,
+        text_block: usize,
+        bytes: usize,
+    ) -> Result<Self, Malformed> {
         match cursor.peek() {
             Some(b'"') => {
                 let mut prompts = Self::default();
@@ -384,17 +425,26 @@ impl Prompts {
                 let inner = cursor.peek();
                 cursor.at = start;
                 if !matches!(inner, Some(b'[' | b'"')) {
-                    // Few prompts have fewer than six bytes a token.
-                    let room = (cursor.bytes.len() - start) / 6;
-                    let hasher = TokenHasher::with_capacity(block, room);
-                    return Ok(Self::one(cursor.tokens(hasher)?));
+                    let begun = cursor.run.take_if(|run| run.start == start);
+                    let mut run = begun.unwrap_or_else(|| {
+                        // Few prompts have fewer than six bytes a token.
+                        let room = bytes.saturating_sub(start) / 6;
+                        TokenRun::new(start, TokenHasher::with_capacity(block, room))
+                    });
+                    if let Err(malformed) = cursor.tokens(&mut run) {
+                        cursor.run = Some(run);
+                        return Err(malformed);
+                    }
+                    return Ok(Self::one(run.hasher.finish()));
                 }
                 let mut prompts = Self::default();
                 cursor.array(|cursor| {
                     if cursor.peek() == Some(b'"') {
                         return prompts.add_text(cursor, text_block);
                     }
-                    prompts.add(cursor.tokens(TokenHasher::new(block))?);
+                    let mut run = TokenRun::new(cursor.at, TokenHasher::new(block));
+                    cursor.tokens(&mut run)?;
+                    prompts.add(run.hasher.finish());
                     Ok(())
                 })?;
                 Ok(prompts)
@@ -418,87 +468,161 @@ fn text(raw: &[u8]) -> Option<String> {
 /// # Errors
 /// The body is not a JSON object, or has no prompt that this API reads.
 pub fn scan(api: Api, body: &[u8], block: usize, text_block: usize) -> Result<Scanned, Malformed> {
-    let mut cursor = Cursor { bytes: body, at: 0 };
-    let mut prompts: Option<Prompts> = None;
-    let mut prompt_text: Option<Prompts> = None;
-    let mut add_special_tokens = true;
-    let mut stream = false;
-    let mut max_output_tokens = None;
-    let mut user = None;
-    let mut rid = None;
-    let outer = cursor.object(|cursor, key| {
-        match (api, key) {
-            (Api::Generate, b"input_ids") | (Api::Completions, b"prompt")
-                if cursor.peek() != Some(b'n') =>
-            {
-                prompts = Some(Prompts::read(cursor, block, text_block)?);
-            }
-            (Api::Generate, b"text") if cursor.peek() != Some(b'n') => {
-                prompt_text = Some(Prompts::read(cursor, block, text_block)?);
-            }
-            (Api::Chat, b"messages") => {
-                let raw = cursor.value()?;
-                // Without the brackets, so that a longer conversation extends a shorter one.
-                let inner = raw
-                    .strip_prefix(b"[")
-                    .and_then(|raw| raw.strip_suffix(b"]"));
-                let Some(inner) = inner else {
-                    return cursor.fail("a list of messages");
-                };
-                prompts = Some(Prompts::one(PromptHashes::of_text(inner, text_block)));
-            }
-            (Api::Generate, b"sampling_params") if cursor.peek() == Some(b'{') => {
-                cursor.object(|cursor, key| {
-                    let raw = cursor.value()?;
-                    if key == b"max_new_tokens" {
-                        max_output_tokens = unsigned(raw);
-                    }
-                    Ok(())
-                })?;
-            }
-            (Api::Completions, b"add_special_tokens") => {
-                add_special_tokens = cursor.value()? != b"false";
-            }
-            (_, b"stream") => stream = cursor.value()? == b"true",
-            (Api::Completions | Api::Chat, b"max_tokens" | b"max_completion_tokens") => {
-                max_output_tokens = unsigned(cursor.value()?).or(max_output_tokens);
-            }
-            (_, b"user") => user = text(cursor.value()?),
-            (Api::Generate, b"rid") => rid = text(cursor.value()?),
-            _ => {
-                cursor.value()?;
-            }
+    Scanner::new(api, block, text_block).scan(body)
+}
+
+/// Scans a body that comes in pieces.
+pub struct Scanner {
+    api: Api,
+    block: usize,
+    text_block: usize,
+    /// As much of the beginning as was searched for a list of token ids.
+    searched: usize,
+    run: Option<TokenRun>,
+}
+
+/// A prompt that does not begin within so many bytes is read when the body is whole.
+const SEARCHED_BYTES: usize = 64 << 10;
+
+impl Scanner {
+    /// See [`scan`].
+    pub fn new(api: Api, block: usize, text_block: usize) -> Self {
+        Self {
+            api,
+            block,
+            text_block,
+            searched: 0,
+            run: None,
         }
-        Ok(())
-    })?;
-    if cursor.peek().is_some() {
-        return cursor.fail("the end of the body");
     }
-    let Some(found) = prompts.or(prompt_text) else {
-        cursor.at = outer.close;
-        return cursor.fail(match api {
-            Api::Generate => "a key \"input_ids\" or \"text\"",
-            Api::Completions => "a key \"prompt\"",
-            Api::Chat => "a key \"messages\"",
-        });
-    };
-    let Some(mut prompt) = found.first else {
-        cursor.at = outer.close;
-        return cursor.fail("at least one prompt");
-    };
-    prompt.length += found.more;
-    Ok(Scanned {
-        prompt,
-        prompts: found.count,
-        texts: found.texts,
-        add_special_tokens,
-        stream,
-        max_output_tokens,
-        user,
-        rid,
-        close: outer.close,
-        is_empty: outer.is_empty,
-    })
+
+    /// Reads the prompt's token ids as far as they go in the beginning of a body that is announced to
+    /// have so many `bytes`.
+    pub fn scan_ahead(&mut self, begin: &[u8], bytes: usize) {
+        let mut cursor = Cursor {
+            bytes: begin,
+            at: 0,
+            run: None,
+        };
+        if let Some(run) = &mut self.run {
+            cursor.at = run.at;
+            // Before the first id comes a bracket.
+            if run.at > run.start {
+                cursor.short_tokens(run);
+            }
+        } else if self.api != Api::Chat
+            && self.searched < SEARCHED_BYTES
+            && self.searched * 2 <= begin.len()
+        {
+            // Twice as much each time: one byte after the other must not cost their square.
+            self.searched = begin.len();
+            // What fails for want of the rest is found again when all is there.
+            let _ = self.object(&mut cursor, bytes);
+            self.run = cursor.run;
+        }
+    }
+
+    /// Scans the whole body.
+    ///
+    /// # Errors
+    /// See [`scan`].
+    pub fn scan(mut self, body: &[u8]) -> Result<Scanned, Malformed> {
+        let mut cursor = Cursor {
+            bytes: body,
+            at: 0,
+            run: self.run.take(),
+        };
+        self.object(&mut cursor, body.len())
+    }
+
+    fn object(&self, cursor: &mut Cursor<'_>, bytes: usize) -> Result<Scanned, Malformed> {
+        let Self {
+            api,
+            block,
+            text_block,
+            ..
+        } = *self;
+        let mut prompts: Option<Prompts> = None;
+        let mut prompt_text: Option<Prompts> = None;
+        let mut add_special_tokens = true;
+        let mut stream = false;
+        let mut max_output_tokens = None;
+        let mut user = None;
+        let mut rid = None;
+        let outer = cursor.object(|cursor, key| {
+            match (api, key) {
+                (Api::Generate, b"input_ids") | (Api::Completions, b"prompt")
+                    if cursor.peek() != Some(b'n') =>
+                {
+                    prompts = Some(Prompts::read(cursor, block, text_block, bytes)?);
+                }
+                (Api::Generate, b"text") if cursor.peek() != Some(b'n') => {
+                    prompt_text = Some(Prompts::read(cursor, block, text_block, bytes)?);
+                }
+                (Api::Chat, b"messages") => {
+                    let raw = cursor.value()?;
+                    // Without the brackets, so that a longer conversation extends a shorter one.
+                    let inner = raw
+                        .strip_prefix(b"[")
+                        .and_then(|raw| raw.strip_suffix(b"]"));
+                    let Some(inner) = inner else {
+                        return cursor.fail("a list of messages");
+                    };
+                    prompts = Some(Prompts::one(PromptHashes::of_text(inner, text_block)));
+                }
+                (Api::Generate, b"sampling_params") if cursor.peek() == Some(b'{') => {
+                    cursor.object(|cursor, key| {
+                        let raw = cursor.value()?;
+                        if key == b"max_new_tokens" {
+                            max_output_tokens = unsigned(raw);
+                        }
+                        Ok(())
+                    })?;
+                }
+                (Api::Completions, b"add_special_tokens") => {
+                    add_special_tokens = cursor.value()? != b"false";
+                }
+                (_, b"stream") => stream = cursor.value()? == b"true",
+                (Api::Completions | Api::Chat, b"max_tokens" | b"max_completion_tokens") => {
+                    max_output_tokens = unsigned(cursor.value()?).or(max_output_tokens);
+                }
+                (_, b"user") => user = text(cursor.value()?),
+                (Api::Generate, b"rid") => rid = text(cursor.value()?),
+                _ => {
+                    cursor.value()?;
+                }
+            }
+            Ok(())
+        })?;
+        if cursor.peek().is_some() {
+            return cursor.fail("the end of the body");
+        }
+        let Some(found) = prompts.or(prompt_text) else {
+            cursor.at = outer.close;
+            return cursor.fail(match api {
+                Api::Generate => "a key \"input_ids\" or \"text\"",
+                Api::Completions => "a key \"prompt\"",
+                Api::Chat => "a key \"messages\"",
+            });
+        };
+        let Some(mut prompt) = found.first else {
+            cursor.at = outer.close;
+            return cursor.fail("at least one prompt");
+        };
+        prompt.length += found.more;
+        Ok(Scanned {
+            prompt,
+            prompts: found.count,
+            texts: found.texts,
+            add_special_tokens,
+            stream,
+            max_output_tokens,
+            user,
+            rid,
+            close: outer.close,
+            is_empty: outer.is_empty,
+        })
+    }
 }
 
 /// `body` with `fields` (`"key":value` pairs joined by commas) at the end of the outer object. The
@@ -609,6 +733,20 @@ mod tests {
     }
 
     #[test]
+    fn a_long_prompt_is_read_while_it_comes() {
+        let tokens: Vec<u32> = (0..50_000).collect();
+        let body = json!({"input_ids": tokens, "stream": true}).to_string();
+        let body = body.as_bytes();
+        let mut scanner = Scanner::new(Api::Generate, 16, 16);
+        for end in (0..body.len()).step_by(10_000) {
+            scanner.scan_ahead(&body[..end], body.len());
+            let read = scanner.run.as_ref().map_or(0, |run| run.at);
+            assert!(read + 100 > end, "{read} of {end}");
+        }
+        assert_eq!(scanner.scan(body), scan16(Api::Generate, body));
+    }
+
+    #[test]
     fn malformed_bodies_name_the_place() {
         for (body, offset) in [
             (&b"[]"[..], 0),
@@ -674,6 +812,37 @@ mod tests {
             };
             let scanned = scan(Api::Generate, body.as_bytes(), 1, 16).expect("valid");
             prop_assert_eq!(scanned.prompt, PromptHashes::of_tokens(&tokens, 1));
+        }
+
+        #[test]
+        fn a_body_that_comes_in_pieces_is_scanned_as_if_it_came_whole(
+            prompts in proptest::collection::vec(proptest::collection::vec(
+                prop_oneof![0u32..12, 0u32..200_000, any::<u32>()], 0..60), 1..3),
+            spacing in 0usize..3,
+            cuts in proptest::collection::vec(0usize..1_500, 0..12),
+            wrong in proptest::option::of((0usize..1_500, any::<u8>())),
+        ) {
+            let value = match &prompts[..] {
+                [one] => json!({"max_tokens": 3, "prompt": one, "user": "u"}),
+                several => json!({"max_tokens": 3, "prompt": several, "user": "u"}),
+            };
+            let mut body = match spacing {
+                0 => value.to_string(),
+                1 => value.to_string().replace(',', ", "),
+                _ => serde_json::to_string_pretty(&value).expect("JSON"),
+            }
+            .into_bytes();
+            if let Some((at, byte)) = wrong {
+                let at = at % body.len();
+                body[at] = byte;
+            }
+            let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut % body.len()).collect();
+            cuts.sort_unstable();
+            let mut scanner = Scanner::new(Api::Completions, 2, 16);
+            for cut in cuts {
+                scanner.scan_ahead(&body[..cut], body.len());
+            }
+            prop_assert_eq!(scanner.scan(&body), scan(Api::Completions, &body, 2, 16));
         }
 
         #[test]

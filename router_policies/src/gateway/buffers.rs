@@ -24,11 +24,13 @@ pub(super) enum NotCollected {
 pub(crate) struct Buffers(Mutex<Vec<BytesMut>>);
 
 impl Buffers {
-    /// The whole body, of at most `limit` bytes.
+    /// The whole body, of at most `limit` bytes. Where it comes in pieces, `on_more` gets what is there
+    /// so far and the length that is announced, while the next piece is on its way.
     pub(super) async fn collect(
         &self,
         mut body: Incoming,
         limit: usize,
+        mut on_more: impl FnMut(&[u8], usize),
     ) -> Result<Bytes, NotCollected> {
         let announced = body.size_hint();
         if announced.lower() > limit as u64 {
@@ -48,6 +50,7 @@ impl Buffers {
                 return Err(NotCollected::TooLarge);
             }
             buffer.extend_from_slice(&data);
+            on_more(buffer, announced);
         }
         Ok(whole.unwrap_or_default().freeze())
     }

@@ -2,9 +2,9 @@
 //! to two, and try elsewhere as long as nothing of the answer has been passed on.
 
 use super::admission::{NotAdmitted, Permit};
-use super::body::{self, Api, Pieces, Scanned};
+use super::body::{self, Api, Pieces, Scanned, Scanner};
 use super::buffers::NotCollected;
-use super::stream::{AbortOnDrop, Answer, Held, usage_in};
+use super::stream::{Answer, Held, PrefillHalf, usage_in};
 use super::{Gateway, Reply, describe, error};
 use crate::config::{Connector, Engine, WorkerSpec};
 use crate::fleet::{ESTIMATE_BLOCK_TOKENS, Fleet, Outcome, Request as Placement, Reservation};
@@ -43,7 +43,9 @@ pub(super) async fn handle(
     let deadline = Instant::now() + Duration::from_secs_f64(gateway.config.request_timeout_s);
     let (parts, incoming) = request.into_parts();
     let limit = gateway.config.max_body_bytes;
-    let bytes = match gateway.buffers.collect(incoming, limit).await {
+    let mut scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
+    let more = |begin: &[u8], bytes| scanner.scan_ahead(begin, bytes);
+    let bytes = match gateway.buffers.collect(incoming, limit, more).await {
         Ok(bytes) => bytes,
         Err(NotCollected::TooLarge) => {
             return refuse(
@@ -60,12 +62,7 @@ pub(super) async fn handle(
             );
         }
     };
-    let mut scanned = match body::scan(
-        api,
-        &bytes,
-        gateway.fleet.token_block(),
-        ESTIMATE_BLOCK_TOKENS,
-    ) {
+    let mut scanned = match scanner.scan(&bytes) {
         Ok(scanned) => scanned,
         Err(malformed) => {
             return refuse(gateway, StatusCode::BAD_REQUEST, &malformed.to_string());
@@ -156,7 +153,7 @@ struct Exchange<'a> {
 /// An attempt whose answer has begun.
 struct Success {
     head: Head,
-    prefill: Option<AbortOnDrop>,
+    prefill: Option<PrefillHalf>,
     reservation: Reservation,
 }
 
@@ -402,7 +399,7 @@ impl Exchange<'_> {
         answering: &WorkerSpec,
         for_prefill: Pieces,
         for_decode: Pieces,
-    ) -> Result<(Head, Option<AbortOnDrop>), Failure> {
+    ) -> Result<(Head, Option<PrefillHalf>), Failure> {
         let (guard, failed) = self.send_prefill(prefill, for_prefill);
         let head = self.within_deadline(async {
             tokio::select! {
@@ -418,7 +415,7 @@ impl Exchange<'_> {
         &self,
         prefill: &WorkerSpec,
         answering: &WorkerSpec,
-    ) -> Result<(Head, Option<AbortOnDrop>), Failure> {
+    ) -> Result<(Head, Option<PrefillHalf>), Failure> {
         #[derive(serde::Deserialize)]
         struct Prefilled<'a> {
             #[serde(borrow)]
@@ -514,19 +511,19 @@ impl Exchange<'_> {
         Ok(request)
     }
 
-    /// Starts the prefill worker's half in a task that ends with the returned guard. The receiver
+    /// Starts the prefill worker's half, which ends with what is returned. The receiver
     /// gets word if that half fails, and nothing if it succeeds.
     fn send_prefill(
         &self,
         spec: &WorkerSpec,
         payload: Pieces,
-    ) -> (AbortOnDrop, oneshot::Receiver<Fault>) {
+    ) -> (PrefillHalf, oneshot::Receiver<Fault>) {
         let (sender, receiver) = oneshot::channel();
         let client = self.gateway.client.clone();
         let fleet = std::sync::Arc::clone(&self.gateway.fleet);
         let id = spec.id.clone();
         let request = self.request(spec, payload);
-        let task = tokio::spawn(async move {
+        let half = PrefillHalf::spawn(async move {
             let result = async {
                 let request = request.map_err(Fault::silent)?;
                 let response = client.request(request).await.map_err(|error| {
@@ -553,7 +550,7 @@ impl Exchange<'_> {
                 let _ = sender.send(fault);
             }
         });
-        (AbortOnDrop(task.abort_handle()), receiver)
+        (half, receiver)
     }
 
     /// The answer's head, with the first event of a stream or all of anything else.

@@ -10,7 +10,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
-use tokio::task::AbortHandle;
+use tokio::sync::oneshot;
 use tokio::time::Sleep;
 
 /// Follows a server-sent event stream without parsing what is in it: counts events that carry data,
@@ -67,28 +67,34 @@ impl SseProgress {
     }
 }
 
-/// Aborts a task when dropped.
-pub struct AbortOnDrop(pub AbortHandle);
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
+/// Holds a request's prefill half, which ends when this is dropped.
+pub struct PrefillHalf(oneshot::Sender<()>);
 
 /// How long a prefill half may go on after the answer's end.
 const LINGER: Duration = Duration::from_secs(1);
 
-impl AbortOnDrop {
-    /// Gives the task a moment to end by itself. A prefill half that is aborted closes its connection,
-    /// and opening another costs more than the rest of a small request.
+impl PrefillHalf {
+    pub fn spawn(half: impl Future<Output = ()> + Send + 'static) -> Self {
+        let (sender, receiver) = oneshot::channel();
+        tokio::spawn(async move {
+            let over = async {
+                if receiver.await.is_ok() {
+                    tokio::time::sleep(LINGER).await;
+                }
+            };
+            tokio::select! {
+                () = half => {}
+                () = over => {}
+            }
+        });
+        Self(sender)
+    }
+
+    /// Gives it a moment to end by itself. One that is cut off closes its connection, and opening
+    /// another costs more than the rest of a small request.
     pub fn linger(self) {
-        if !self.0.is_finished() {
-            tokio::spawn(async move {
-                tokio::time::sleep(LINGER).await;
-                drop(self);
-            });
-        }
+        // It may have ended.
+        let _ = self.0.send(());
     }
 }
 
@@ -107,7 +113,7 @@ pub struct Answer {
 
 /// What lives as long as the answer.
 pub(crate) struct Held {
-    pub prefill: Option<AbortOnDrop>,
+    pub prefill: Option<PrefillHalf>,
     #[expect(dead_code, reason = "held for what dropping it does")]
     pub permit: Permit,
 }

@@ -7,7 +7,7 @@
 //! one page size together.
 
 use super::estimate::StateMap;
-use super::hash::{PromptHashes, TokenChain, step};
+use super::hash::{PromptHashes, TokenChain, digits, step};
 use rmpv::Value;
 use smallvec::SmallVec;
 
@@ -156,7 +156,7 @@ impl ExactIndex {
                     },
                 };
                 for (hash, tokens) in blocks.iter().zip(tokens.chunks((*block_size).max(1))) {
-                    tokens.iter().for_each(|&token| chain.push(token));
+                    tokens.iter().for_each(|&token| chain.push(digits(token)));
                     let block = self.workers[worker]
                         .entry(*hash)
                         .or_insert(Block { chain, copies: 0 });

@@ -4,9 +4,10 @@
 //! at a boundary exactly when they agree up to it (but for chance: 2⁻⁶⁴ a pair), whatever block
 //! size they were cut into. Units are token ids, or bytes of text where the prompt is text.
 //!
-//! Token ids are chained in groups: the ids of a group are folded by themselves, and only the fold
-//! depends on the group before. A multiplication's result is waited for once a group instead of
-//! once a token, which the scan of a 100,000-token prompt would otherwise spend half its time on.
+//! Token ids are chained in groups: the ids of a group are folded by themselves, two with one
+//! multiplication, and only the fold depends on the group before. They are taken as the decimal
+//! digits that stand in a request's body, so that no number has to be made of them. A prompt of
+//! 100,000 tokens is scanned in half the time that way.
 
 /// What a prompt is counted in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -36,16 +37,42 @@ pub fn step(state: u64, unit: u64) -> u64 {
     (product as u64) ^ ((product >> 64) as u64)
 }
 
+/// One step for two units.
+#[inline]
+fn step_two(state: u64, first: u64, second: u64) -> u64 {
+    step(state ^ second, first)
+}
+
+/// A token id as chains take it: its eight decimal digits, one a byte, the last in the highest byte.
+/// Larger ids do not look like digits.
+#[inline]
+pub fn digits(token: u32) -> u64 {
+    let token = u64::from(token);
+    if token >= 100_000_000 {
+        return !token;
+    }
+    // Halved three times, all parts at once; the factors divide by 100 and by 10.
+    let fours = (token / 10_000) | (token % 10_000) << 32;
+    let hundreds = ((fours * 10_486) >> 20) & 0x0000_007f_0000_007f;
+    let twos = hundreds | (fours - hundreds * 100) << 16;
+    let tens = ((twos * 103) >> 10) & 0x000f_000f_000f_000f;
+    tens | (twos - tens * 10) << 8
+}
+
 /// Tokens a group of a chain.
-const GROUP_TOKENS: u8 = 8;
+const GROUP_TOKENS: usize = 8;
+/// Stands for the second token of a pair that has only one; no token's digits.
+const NO_TOKEN: u64 = u64::MAX;
 
 /// The chain over a prompt's token ids, at any of its tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenChain {
     /// After the last full group.
     groups: u64,
-    /// Of the tokens since.
+    /// Of the pairs of tokens since.
     fold: u64,
+    /// The token since the last pair.
+    odd: u64,
     folded: u8,
 }
 
@@ -54,17 +81,23 @@ impl Default for TokenChain {
         Self {
             groups: SEED_TOKENS,
             fold: SEED_GROUP,
+            odd: NO_TOKEN,
             folded: 0,
         }
     }
 }
 
 impl TokenChain {
+    /// Takes a token's [`digits`].
     #[inline]
-    pub fn push(&mut self, token: u32) {
-        self.fold = step(self.fold, u64::from(token));
+    pub fn push(&mut self, token: u64) {
+        if self.folded % 2 == 0 {
+            self.odd = token;
+        } else {
+            self.fold = step_two(self.fold, self.odd, token);
+        }
         self.folded += 1;
-        if self.folded == GROUP_TOKENS {
+        if usize::from(self.folded) == GROUP_TOKENS {
             *self = Self {
                 groups: step(self.groups, self.fold),
                 ..Self::default()
@@ -72,12 +105,29 @@ impl TokenChain {
         }
     }
 
+    #[inline]
+    fn extend(&mut self, tokens: &[u64]) {
+        let begun = usize::from(self.folded);
+        let to_group = (GROUP_TOKENS - begun) % GROUP_TOKENS;
+        let (head, rest) = tokens.split_at(to_group.min(tokens.len()));
+        head.iter().for_each(|&token| self.push(token));
+        let mut groups = rest.chunks_exact(GROUP_TOKENS);
+        for group in &mut groups {
+            let pairs = group.chunks_exact(2);
+            let fold = pairs.fold(SEED_GROUP, |fold, two| step_two(fold, two[0], two[1]));
+            self.groups = step(self.groups, fold);
+        }
+        let tail = groups.remainder();
+        tail.iter().for_each(|&token| self.push(token));
+    }
+
     /// The name of the tokens so far.
     #[inline]
     pub fn state(&self) -> u64 {
         match self.folded {
             0 => self.groups,
-            _ => step(self.groups, self.fold),
+            n if n % 2 == 0 => step(self.groups, self.fold),
+            _ => step(self.groups, step_two(self.fold, self.odd, NO_TOKEN)),
         }
     }
 }
@@ -135,14 +185,13 @@ impl PromptHashes {
     #[cfg(test)]
     pub fn of_tokens(tokens: &[u32], block: usize) -> Self {
         let mut hasher = TokenHasher::new(block);
-        for &token in tokens {
-            hasher.push(token);
-        }
+        hasher.extend(tokens);
         hasher.finish()
     }
 }
 
 /// Hashes token ids as they are parsed, so that no list of them is kept.
+#[derive(Clone)]
 pub struct TokenHasher {
     chain: TokenChain,
     hashes: PromptHashes,
@@ -170,22 +219,42 @@ impl TokenHasher {
     }
 
     pub fn push(&mut self, token: u32) {
-        self.extend(&[token]);
+        self.extend_digits(&[digits(token)]);
     }
 
+    pub fn extend(&mut self, tokens: &[u32]) {
+        let mut several = [0; 64];
+        for tokens in tokens.chunks(several.len()) {
+            let several = &mut several[..tokens.len()];
+            for (digits_of, &token) in several.iter_mut().zip(tokens) {
+                *digits_of = digits(token);
+            }
+            self.extend_digits(several);
+        }
+    }
+
+    /// Takes tokens by their [`digits`].
     #[inline]
-    pub fn extend(&mut self, mut tokens: &[u32]) {
+    pub fn extend_digits(&mut self, mut tokens: &[u64]) {
         self.hashes.length += tokens.len();
         // Local, so that it stays in registers.
         let mut chain = self.chain;
+        if self.hashes.block == 1 {
+            self.hashes.states.extend(tokens.iter().map(|&token| {
+                chain.push(token);
+                chain.state()
+            }));
+            self.chain = chain;
+            return;
+        }
         while tokens.len() >= self.until_boundary {
             let (block, rest) = tokens.split_at(self.until_boundary);
-            block.iter().for_each(|&token| chain.push(token));
+            chain.extend(block);
             self.hashes.states.push(chain.state());
             self.until_boundary = self.hashes.block;
             tokens = rest;
         }
-        tokens.iter().for_each(|&token| chain.push(token));
+        chain.extend(tokens);
         self.until_boundary -= tokens.len();
         self.chain = chain;
     }
@@ -200,7 +269,47 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    #[test]
+    fn two_chains_of_tokens_differ_wherever_one_token_does() {
+        let tokens: Vec<u32> = (0..40).collect();
+        let states = PromptHashes::of_tokens(&tokens, 1).states;
+        for at in 0..tokens.len() {
+            let mut other = tokens.clone();
+            other[at] += 1_000;
+            let others = PromptHashes::of_tokens(&other, 1).states;
+            assert_eq!(states[..at], others[..at]);
+            for (i, state) in others.iter().enumerate().skip(at) {
+                assert!(!states.contains(state), "token {at}, state {i}");
+            }
+        }
+    }
+
     proptest! {
+        #[test]
+        fn digits_are_those_that_are_written(token in prop_oneof![0u32..1_000, any::<u32>()]) {
+            let text = format!("{token:08}");
+            let mut word = [0; 8];
+            if let Ok(written) = <[u8; 8]>::try_from(text.as_bytes()) {
+                word = written.map(|digit| digit - b'0');
+            }
+            match token {
+                0..100_000_000 => prop_assert_eq!(digits(token), u64::from_le_bytes(word)),
+                _ => prop_assert!(digits(token).to_le_bytes().iter().any(|&digit| digit > 9)),
+            }
+        }
+
+        #[test]
+        fn a_chain_does_not_depend_on_how_it_is_fed(
+            tokens in proptest::collection::vec(any::<u32>(), 0..80),
+            block in 1usize..20,
+            piece in 1usize..20,
+        ) {
+            let mut hasher = TokenHasher::new(block);
+            let units: Vec<u64> = tokens.iter().map(|&token| digits(token)).collect();
+            units.chunks(piece).for_each(|piece| hasher.extend_digits(piece));
+            prop_assert_eq!(hasher.finish(), PromptHashes::of_tokens(&tokens, block));
+        }
+
         #[test]
         fn states_agree_exactly_up_to_the_first_difference(
             a in proptest::collection::vec(0u32..4, 0..64),
