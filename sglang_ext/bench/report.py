@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from sglang_ext.bench import identity, stall, tax, transfer
-from sglang_ext.bench.samples import fullest, read
+from sglang_ext.bench.samples import Sample, fullest, read
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -19,6 +19,16 @@ Column = tuple[str, Callable[[Row], str]]
 def write(folder: Path) -> Path:
     """Writes ``report.json`` (summaries, samples) and ``report.md``; returns the latter's path."""
     samples = read(folder)
+    found = summarize(samples)
+    option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    (folder / "report.json").write_bytes(orjson.dumps(found | {"samples": samples}, option=option))
+    path = folder / "report.md"
+    path.write_text(markdown(found))
+    return path
+
+
+def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The summary of each phase that has samples."""
     found: dict[str, Any] = {}
     for phase in ("identity", "death"):
         if turns := fullest(samples, phase):
@@ -29,11 +39,7 @@ def write(folder: Path) -> Path:
         found["tax"] = tax.summary(loads)
     if transfers := fullest(samples, "transfer"):
         found["transfer"] = transfer.summary(transfers)
-    option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    (folder / "report.json").write_bytes(orjson.dumps(found | {"samples": samples}, option=option))
-    path = folder / "report.md"
-    path.write_text(markdown(found))
-    return path
+    return found
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Makes workers compile what they compile at first use, before anything is measured.
 
-SGLang's mixture-of-experts kernels are compiled for ranges of tokens a step, each at the first step
-within it: over a second each on an H200 with an empty Triton cache, in the middle of serving.
+SGLang's mixture-of-experts kernels are compiled for ranges of tokens a step, and for numbers of
+tokens that 16 divides apart from others, each at the first such step: a second each on an H200 with
+an empty Triton cache, in the middle of serving.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Callable, Sequence
 from sglang_ext.bench.client import Arm, Client, Prompts
 from sglang_ext.bench.samples import Sink
 
-LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
+_RANGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 """Tokens: SGLang's tuned configurations of these kernels (`E=128,N=768` for the H200) name them."""
+LENGTHS = tuple(sorted({*_RANGES, *(tokens + 3 for tokens in _RANGES), 8192}))
 
 
 async def measure(

@@ -18,6 +18,8 @@ _GROWTH = 2.0
 _LOST_TARGET = 1.5
 _LAUNCH_DRIFT = 1.005
 _LAUNCH_BOUND = 1.1
+_TOLD = 0.5
+_OPTIMISM = 0.99
 
 
 @dataclass(frozen=True)
@@ -79,29 +81,32 @@ class StepTimes:
         if not (math.isfinite(duration_s) and duration_s > 0):
             return
         if launch_s > 0:
-            # A long step makes its launches wait for the GPU: only the shortest tells.
+            # A launch may be held up, by the GPU or by others on the machine: the shortest tell.
             known_s = self.launch_s or launch_s
             self.launch_s = min(launch_s, known_s * _LAUNCH_DRIFT)
-        predicted_s = self.predict(step)
-        if self.steps > 4 and predicted_s > 0:
+        self.steps += 1
+        self.largest_chunk_tokens = max(self.largest_chunk_tokens, step.prefill_tokens)
+        predicted_s = self._computing_s(step)
+        if duration_s <= _LAUNCH_BOUND * launch_s:
+            # Computing took no longer than this launch: how long, the step does not say. As long as
+            # nothing but such steps come, the model may take computing for slower than it is.
+            if predicted_s > _TOLD * duration_s:
+                self._coefficients = [_OPTIMISM * c for c in self._coefficients]
+                self._target = [_OPTIMISM * t for t in self._target]
+            return
+        scale_s = duration_s
+        if self.steps > 5 and predicted_s > 0:
             # A compilation or another tenant's burst must not be taken for what a step costs; what
             # happens twice in a row is a slowdown, and gets through a factor at a time.
             surprising = duration_s > _OUTLIER * predicted_s
-            error = min(1.0, abs(duration_s - predicted_s) / predicted_s)
             if surprising and not self._surprised:
                 self._surprised = True
                 return
             self._surprised = surprising
-            duration_s = min(duration_s, _OUTLIER * predicted_s)
+            error = min(1.0, abs(duration_s - predicted_s) / predicted_s)
             self._error += 0.1 * (error - self._error)
-        self.steps += 1
-        self.largest_chunk_tokens = max(self.largest_chunk_tokens, step.prefill_tokens)
-        if duration_s <= _LAUNCH_BOUND * self.launch_s and self._computing_s(step) <= duration_s:
-            # Computing took no longer than launching: how long, such a step does not say.
-            return
-        # Errors relative to the measured time would favour the shortest of many noisy steps.
-        scale_s = duration_s
-        if self.steps > 4:
+            duration_s = min(duration_s, _OUTLIER * predicted_s)
+            # Errors relative to the measured time would favour the shortest of many noisy steps.
             scale_s = min(max(predicted_s, duration_s / _OUTLIER), duration_s * _OUTLIER)
         features = step.features()
         for i in range(_FEATURES):
