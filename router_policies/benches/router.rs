@@ -516,9 +516,9 @@ async fn gateways() -> Vec<Value> {
             arms.extend(start(router, &workers, separated).await);
         }
         let added = if separated { ADDED_PD } else { ADDED };
-        if wanted(added) {
-            for arm in &arms[1..] {
-                for rate_rps in [0, ADDED_RATE_RPS] {
+        for rate_rps in [0, ADDED_RATE_RPS] {
+            if wanted(&format!("{added}, {}", pace(rate_rps))) {
+                for arm in &arms[1..] {
                     let pair = [&arms[0], arm];
                     results.push(added_latency(pair, &large_body(true), added, rate_rps).await);
                 }
@@ -581,6 +581,13 @@ const ADDED_PD: &str = "PD added latency, 600 kB";
 /// Requests a second.
 const ADDED_RATE_RPS: u64 = 20;
 
+fn pace(rate_rps: u64) -> String {
+    match rate_rps {
+        0 => "one at a time".to_owned(),
+        rate => format!("{rate} req/s"),
+    }
+}
+
 /// What a router adds to the time to the first event: each request's own less that of the same request
 /// sent to the worker itself just before. One at a time, or (`rate_rps` > 0) begun on a fixed schedule,
 /// however long those before take.
@@ -628,10 +635,7 @@ async fn added_latency(arms: [&Arm; 2], body: &Bytes, what: &str, rate_rps: u64)
         }
     }
     let cpu_us = (arms[1].cpu_s() - cpu_before_s) / rounds as f64 * 1e6;
-    let how = match rate_rps {
-        0 => "one at a time".to_owned(),
-        rate => format!("{rate} req/s"),
-    };
+    let how = pace(rate_rps);
     let [direct, own] = first_s;
     let added = own.iter().zip(&direct).map(|(own, direct)| own - direct);
     let added = Quantiles::new(added.collect());

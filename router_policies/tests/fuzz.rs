@@ -7,7 +7,7 @@ use bytes::Bytes;
 use router_policies::fleet::prefix::events::{ExactIndex, decode};
 use router_policies::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use router_policies::gateway::SseProgress;
-use router_policies::gateway::body::{Api, bootstrap_fields, scan, splice};
+use router_policies::gateway::body::{Api, Scanner, bootstrap_fields, scan, splice};
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 use std::time::Duration;
@@ -127,6 +127,13 @@ fn bodies_are_scanned_and_spliced_as_serde_reads_them() {
         let read = serde_json::from_slice::<Members>(&body);
         for api in [Api::Generate, Api::Completions, Api::Chat] {
             let scanned = scan(api, &body, 2, 16);
+            // The same whatever had come when it was first looked at.
+            let mut scanner = Scanner::new(api, 2, 16);
+            for &cut in data.iter().take(3) {
+                let cut = usize::from(cut) * body.len() / 256;
+                scanner.scan_ahead(&body[..cut], body.len());
+            }
+            assert_eq!(scanner.scan(&body), scanned);
             let Ok(Members(members)) = &read else {
                 continue;
             };
