@@ -34,6 +34,7 @@ from launch.sampling import Engines, Sampler
 from launch.supervised import Supervised
 from launch.topology import Role, Topology
 from launch.transcript import Transcript, memory_of
+from launch.warmup import WarmUpError, warm_up
 
 _POLL_S = 0.25
 _TELL_EVERY_S = 15.0
@@ -80,7 +81,8 @@ class Fleet:
     plan: Plan
     on_progress: Progress
     timings: dict[str, float] = field(default_factory=dict)
-    """Seconds: ``check_s``, ``start_s``, ``stop_s``, ``ready_s.<id>`` (start to readiness)."""
+    """Seconds: ``check_s``, ``start_s``, ``warm_up_s`` where there is one, ``stop_s``, and
+    ``ready_s.<id>`` (start to readiness)."""
 
     def __post_init__(self) -> None:
         self._members = [_Member(process) for process in self.plan.processes]
@@ -129,6 +131,8 @@ class Fleet:
         self._state = "starting"
         self._write()
         self._start_all([m for m in self._members if m.plan.kind == "worker"])
+        if self.plan.topology.warms_up:
+            self._warm_up()
         self._start_all([m for m in self._members if m.plan.kind == "router"])
         self.timings["start_s"] = time.monotonic() - began_s
         if interval_s := self.plan.topology.sample_interval_s:
@@ -220,6 +224,18 @@ class Fleet:
                     waited_s = told_s - member.started_s
                     self.on_progress(f"{member.plan.id}: starting, {waited_s:.0f} s")
             time.sleep(_POLL_S)
+
+    def _warm_up(self) -> None:
+        self._tell("warming up: what is compiled at first use")
+        try:
+            took_s = warm_up(self.plan.workers, self.plan.topology.chunk_tokens, self.check)
+        except WarmUpError as error:
+            self._state = "failed"
+            self._write()
+            self._transcript.tell(str(error))
+            raise FleetError(str(error)) from error
+        self.timings["warm_up_s"] = took_s
+        self._tell(f"warm after {took_s:.0f} s")
 
     def _start(self, member: _Member) -> None:
         process = member.plan

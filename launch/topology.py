@@ -129,6 +129,7 @@ class Topology(_Strict):
     kv_connector: bool = False
     kv_events: bool = False
     telemetry: bool = False
+    warm_up: bool | None = None
     host: _Text = "127.0.0.1"
     base_port: Annotated[int, Field(ge=0, le=60000)] = 30000
     gpus: tuple[_Gpu, ...] = ()
@@ -156,8 +157,8 @@ class Topology(_Strict):
             raise ValueError("mixed_chunk: vllm always mixes; it is a key of SGLang's only")
         if self.kv_connector and (sglang or roles != {"colocated"}):
             raise ValueError("kv_connector: only for vllm workers that are colocated")
-        if sglang and self.transfer_backend == "mooncake" and self.keeps_decode_cache:
-            raise ValueError("decode_radix_cache: SGLang has it with transfer_backend nixl only")
+        if self.warm_up and not sglang:
+            raise ValueError("warm_up: vllm compiles before it is ready; it is a key of SGLang's")
         if self.hardware and PROFILES[self.hardware].device != self.device:
             raise ValueError(f"hardware: {self.hardware} does not have device {self.device!r}")
         if self.router.params and self.router.kind != "deltaserve":
@@ -210,10 +211,15 @@ class Topology(_Strict):
 
     @property
     def keeps_decode_cache(self) -> bool:
-        """Whether SGLang's decode workers keep a radix cache: by default where they can."""
-        if self.decode_radix_cache is None:
-            return self.transfer_backend == "nixl"
-        return self.decode_radix_cache
+        """Whether SGLang's decode workers keep a radix cache: by default they do."""
+        return self.decode_radix_cache is not False
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether SGLang's workers are warmed up: by default on GPUs, where Triton compiles."""
+        if self.warm_up is None:
+            return self.engine.name == "sglang" and self.device == "cuda"
+        return self.warm_up
 
     @property
     def profile(self) -> Profile:

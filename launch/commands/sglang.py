@@ -35,6 +35,12 @@ FAILURES = (
     "Failed to apply hooks to",
 )
 
+MOONCAKE_NVLINK = {
+    "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK",
+    "MC_INTRANODE_NVLINK": "true",
+}
+"""What makes SGLang and Mooncake (0.3.13 and later) move KV over a host's NVLink."""
+
 
 def features(topology: Topology, role: Role) -> list[str]:
     """What our plugin is asked to do in a worker (``DELTASERVE_SGLANG``)."""
@@ -95,10 +101,17 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     else:
         environment |= visible_gpus(place.gpus)
+        if place.role != "colocated" and _moves_over_nvlink(topology):
+            environment |= MOONCAKE_NVLINK
     environment["PYTHONPATH"] = ":".join(python_path)
     if shape:
         environment["HF_HUB_OFFLINE"] = "1"
     return Command(tuple(argv), environment | topology.environment | group.environment)
+
+
+def _moves_over_nvlink(topology: Topology) -> bool:
+    """Whether Mooncake has no RDMA device to use: it would end at TCP without being told."""
+    return topology.transfer_backend == "mooncake" and not topology.rdma_devices
 
 
 def _disaggregation(topology: Topology, place: Place) -> list[str]:

@@ -64,6 +64,14 @@ class _Health(http.server.BaseHTTPRequestHandler):
         if self.path == "/metrics":
             self.wfile.write(_METRICS.encode())
 
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        refused = os.environ.get("FAKE") == "refuse" and self.path == "/generate"
+        print(f"asked {self.path} {body.decode()}", flush=True)
+        self.send_response(500 if refused else 200)
+        self.end_headers()
+        self.wfile.write(b"out of memory" if refused else b"{}")
+
     def log_message(self, *_: object) -> None:
         pass
 

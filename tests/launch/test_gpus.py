@@ -98,10 +98,24 @@ def test_connectors_graphs_and_mixing_become_the_engines_flags() -> None:
     assert rdma[rdma.index("--disaggregation-ib-device") + 1] == "mlx5_0,mlx5_1"
 
 
+def test_mooncake_is_told_of_nvlink_where_it_has_no_rdma_device() -> None:
+    def told(topology: str, *overrides: str) -> list[bool]:
+        workers = planned(topology, *overrides).workers
+        return ["MC_INTRANODE_NVLINK" in worker.environment for worker in workers]
+
+    mooncake = "transfer_backend=mooncake"
+    assert told("elastic-1p1d", mooncake) == [True, True]
+    assert told("elastic-1p1d", mooncake, 'rdma_devices=["mlx5_0"]') == [False, False]
+    assert told("elastic-1p1d") == [False, False]
+    decode = planned("elastic-1p1d", mooncake).workers[1].argv
+    assert "--disaggregation-decode-enable-radix-cache" in decode
+
+
 @pytest.mark.parametrize(
     ("name", "override", "said"),
     [
         ("vllm-8", "mixed_chunk=true", "mixed_chunk: vllm always mixes"),
+        ("vllm-8", "warm_up=true", "warm_up: vllm compiles before it is ready"),
         ("vllm-8", "workers.0.role=elastic", 'the role "elastic" is SGLang\'s only'),
         ("colocated-8", "kv_connector=true", "only for vllm workers"),
         ("colocated-8", "hardware=cpu", "hardware: cpu does not have device 'cuda'"),

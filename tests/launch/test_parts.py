@@ -124,8 +124,7 @@ def test_our_router_counts_text_by_the_tokenizer_of_the_models_folder(
         body = json.dumps({"text": "how many words are these"}).encode()
         headers = {"content-type": "application/json"}
         asked = urllib.request.Request(f"{running.router_url}/generate", body, headers)
-        with pytest.raises(urllib.error.HTTPError):  # the fake engine generates nothing
-            urllib.request.urlopen(asked, timeout=30.0)
+        urllib.request.urlopen(asked, timeout=30.0).close()
     first, *_ = (run_dir / "decisions.jsonl").read_text().splitlines()
     assert json.loads(first)["input_tokens"] == 5
 

@@ -92,8 +92,8 @@ def decisions(run_dir: Path) -> list[dict[str, object]]:
     ("name", "overrides"),
     [
         ("laptop-sglang", ["workers.0.count=1", "kv_events=true"]),
-        ("laptop-sglang-pd", []),
-        ("laptop-sglang-elastic", ["kv_events=true"]),
+        ("laptop-sglang-pd", ["warm_up=true"]),
+        ("laptop-sglang-elastic", ["kv_events=true", "warm_up=true"]),
         ("laptop-vllm", ["workers.0.count=1", "kv_events=true"]),
     ],
 )
