@@ -132,10 +132,10 @@ fn decisions(workers: usize, blocks: usize) -> Value {
         let place = |session: u32, turn: u32| {
             let mut hasher = TokenHasher::new(fleet.token_block());
             // All sessions share a system prompt.
-            (0..1_000).for_each(|token| hasher.push(token));
-            for i in 0..(turn + 1) * TURN_TOKENS {
-                hasher.push(session.wrapping_mul(2_654_435_761) ^ i);
-            }
+            let system = 0..1_000;
+            let own = 0..(turn + 1) * TURN_TOKENS;
+            let own = own.map(|i| session.wrapping_mul(2_654_435_761) ^ i);
+            hasher.extend(&system.chain(own).collect::<Vec<_>>());
             let request = Placement {
                 request_id: "r".to_owned(),
                 session_id: Some(format!("s{session}")),
