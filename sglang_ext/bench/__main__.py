@@ -25,11 +25,11 @@ from sglang_ext.bench.samples import Sink
 
 _EXAMPLE = """\
 example:
-  python -m sglang_ext.bench stall --output out/one-gpu --arms colocated,itl,stock,itl+prefill \\
+  python -m sglang_ext.bench stall --output out/elastic --arms colocated,itl,stock,itl+prefill \\
     --worker colocated=http://127.0.0.1:31000 --worker itl=http://127.0.0.1:31001 \\
     --worker stock=http://127.0.0.1:31002 \\
     --worker prefill=http://127.0.0.1:31003,127.0.0.1:31004
-  python -m sglang_ext.bench report --output out/one-gpu
+  python -m sglang_ext.bench report --output out/elastic
 """
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from deltaserve.errors import InputError
-from sglang_ext.bench import identity, stall, statistics, tax, transfer
+from sglang_ext.bench import identity, stall, statistics, tax, transfer, warm
 from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.client import (
     Answer,
@@ -153,6 +155,59 @@ async def test_identity_finds_the_arm_whose_tokens_differ_and_where(tmp_path: Pa
     # Every arm is asked what the reference was asked, not what it answered itself.
     truth = sorted(body["input_ids"] for body in honest.asked[:6])
     assert sorted(body["input_ids"] for body in wrong.asked) == truth
+
+
+async def test_a_mixed_arm_goes_both_ways_and_aborts_what_it_will_ask_again(tmp_path: Path) -> None:
+    decode, prefill = MadeUp(step_s=0.01), MadeUp()
+    shape = identity.Shape(8, 3, 20, 10, 4, 2, 40)
+    async with serving(a=MadeUp(), d=decode, p=prefill) as workers, Client() as client:
+        a, mixed = Arm("a", workers["a"]), Arm("d~p", workers["d"], workers["p"], mixed=True)
+        sink = Sink(tmp_path, "identity")
+        await identity.measure(client, [mixed], a, Prompts(90, 1), shape, sink, silent)
+    turns = [s for s in samples_of(tmp_path, "turn") if s["arm"] == "d~p"]
+    separated = sum(turn["separated"] for turn in turns)
+    aborted = sum(turn["aborted_before"] for turn in turns)
+    assert len(turns) == 8 * 3
+    assert 0 < separated < len(turns)
+    assert 0 < aborted < len(turns)
+    assert all(turn["first_difference"] is None for turn in turns)
+    # What is aborted is asked the same way just before; it would have gone on for long.
+    assert len(decode.asked) == len(turns) + aborted
+    assert len(decode.aborted) == aborted
+    assert separated <= len(prefill.asked) <= separated + aborted
+
+
+async def test_when_the_prefill_worker_dies_its_turns_are_judged_by_what_the_other_answers(
+    tmp_path: Path,
+) -> None:
+    victim = subprocess.Popen(["sleep", "600"])
+    shape = identity.Shape(4, 3, 20, 10, 4, 1, 0)
+    lost = MadeUp(fails=True)
+    try:
+        async with serving(a=MadeUp(), d=MadeUp(), p=lost) as workers, Client() as client:
+            a, mixed = Arm("a", workers["a"]), Arm("d~p", workers["d"], workers["p"], mixed=True)
+            sink, death = Sink(tmp_path, "death"), identity.Death(victim.pid, 5)
+            await identity.measure(client, [mixed], a, Prompts(90, 1), shape, sink, silent, death)
+        assert victim.wait(timeout=10) == -signal.SIGKILL
+    finally:
+        victim.kill()
+    turns = samples_of(tmp_path, "turn")
+    assert len(turns) == 4 * 3
+    assert [turn["prefill_lost"] for turn in turns] == [turn["separated"] for turn in turns]
+    assert any(turn["prefill_lost"] for turn in turns)
+    assert all(turn["first_difference"] is None for turn in turns)
+
+
+async def test_warming_up_asks_every_arm_for_every_length_twice(tmp_path: Path) -> None:
+    one, other = MadeUp(), MadeUp()
+    async with serving(a=one, b=other) as workers, Client() as client:
+        arms = [Arm(name, worker) for name, worker in workers.items()]
+        await warm.measure(client, arms, Prompts(90, 1), Sink(tmp_path, "warm"), silent)
+    for worker in (one, other):
+        assert [len(b["input_ids"]) for b in worker.asked] == [
+            n for n in warm.LENGTHS for _ in "ab"
+        ]
+    assert len(samples_of(tmp_path, "prompt")) == 2 * len(warm.LENGTHS)
 
 
 def test_a_shorter_answer_differs_at_its_end() -> None:
@@ -301,6 +356,8 @@ def test_arms_name_workers_that_were_given() -> None:
     workers = {w.name: w for w in map(parse_worker, ("e=http://h:1/", "p=http://h:2,h:3"))}
     assert workers["e"].url == "http://h:1"
     assert parse_arm("e+p", workers) == Arm("e+p", workers["e"], workers["p"])
+    assert parse_arm("e~p", workers).way(True) == Arm("e~p", workers["e"], workers["p"])
+    assert parse_arm("e~p", workers).way(False) == Arm("e~p", workers["e"])
     for wrong in ("x", "e+x", "p+e", "e+p+p"):
         with pytest.raises(InputError, match="--arms"):
             parse_arm(wrong, workers)
