@@ -75,7 +75,6 @@ struct Cursor<'a> {
 }
 
 /// A list of token ids, as far as it has been read.
-#[derive(Clone)]
 struct TokenRun {
     start: usize,
     /// Where the next id begins; `start` before the first.

@@ -191,7 +191,6 @@ impl PromptHashes {
 }
 
 /// Hashes token ids as they are parsed, so that no list of them is kept.
-#[derive(Clone)]
 pub struct TokenHasher {
     chain: TokenChain,
     hashes: PromptHashes,
