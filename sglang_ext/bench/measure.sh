@@ -22,7 +22,7 @@ WORKERS=${WORKERS:-"plain itl stock prefill"}
 GPUS=(${GPUS:-0})
 BACKEND=${BACKEND:-nixl}              # or mooncake
 IDENTITY_ARMS=${IDENTITY_ARMS:-all}   # or mixed: only the arm that takes both ways
-FLAGS=(${FLAGS:-})                    # more flags for every worker
+FLAGS=(${FLAGS:-})                    # more flags for every worker; they win
 WORK=${WORK:-$(mktemp -d /tmp/sglang-ext-bench.XXXXXX)}
 mkdir -p "$OUT" "$WORK/steps" "$WORK/model" "$WORK/cwd"
 T0=$SECONDS
@@ -78,7 +78,7 @@ start() {  # name, features, extra environment (one word each), --, flags
     --host 127.0.0.1 --port "$port" --nccl-port $((port + 1)) --device "$DEVICE"
     --json-model-override-args "{\"num_hidden_layers\": $LAYERS}" --enable-cache-report --enable-metrics
     --max-total-tokens "$KV_TOKENS" --chunked-prefill-size "$CHUNK" --max-running-requests 32
-    --sampling-backend pytorch --grammar-backend none ${FLAGS[@]+"${FLAGS[@]}"})
+    --sampling-backend pytorch --grammar-backend none)
   if [ "$DEVICE" = cuda ]; then
     flags+=(--attention-backend fa3 --cuda-graph-backend-prefill disabled --cuda-graph-max-bs-decode 32
       --mem-fraction-static 0.9)
@@ -94,7 +94,7 @@ start() {  # name, features, extra environment (one word each), --, flags
     "DELTASERVE_TELEMETRY_DIR=$WORK/steps" "DELTASERVE_WORKER_ID=$name" MASTER_PORT=$((port + 2)) \
     SGLANG_HOST_IP=127.0.0.1 NO_PROXY=127.0.0.1,localhost no_proxy=127.0.0.1,localhost HF_HUB_OFFLINE=1 \
     OMP_NUM_THREADS=1 SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 PYTHONUNBUFFERED=1 "${vars[@]}" \
-    "$SGLANG_PYTHON" -m sglang.launch_server "${flags[@]}" "$@") > "${LOG[$name]}" 2>&1 &
+    "$SGLANG_PYTHON" -m sglang.launch_server "${flags[@]}" ${FLAGS[@]+"${FLAGS[@]}"} "$@") > "${LOG[$name]}" 2>&1 &
   PID[$name]=$!
   disown
   say "starting $name: pid ${PID[$name]}, port $port, GPU ${GPUS[$((n % ${#GPUS[@]}))]}"

@@ -55,6 +55,22 @@ def generate(url: str, input_ids: list[int], output_tokens: int, **fields: Any) 
         return Generation(orjson.loads(answer.read()))
 
 
+def cached_of(fleet: Fleet, prompt: list[int]) -> int:
+    """Asks through the fleet's router; how much of the prompt the engine found in its cache."""
+    assert fleet.router_url is not None
+    if fleet.plan.engine.name == "sglang":
+        return generate(fleet.router_url, prompt, 4).cached_tokens
+    body = {"model": fleet.plan.topology.model, "prompt": prompt, "max_tokens": 4}
+    request = urllib.request.Request(
+        f"{fleet.router_url}/v1/completions",
+        orjson.dumps(body),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60.0) as answer:
+        usage = orjson.loads(answer.read())["usage"]
+    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
 def scraped(url: str, metric: str) -> float:
     """The sum of a metric on a ``/metrics`` page; `metric` as in ``name{label="value"}``."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30.0) as answer:

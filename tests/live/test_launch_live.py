@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,8 +21,8 @@ import pytest
 from launch import Fleet, FleetError, catalog, control, fleet, load_topology, plan, planning
 from launch.engines import ENVIRONMENTS, environment_for, install
 from tests.live.conftest import (
+    cached_of,
     check_ports_are_free,
-    generate,
     generate_separated,
     processes_of,
 )
@@ -65,22 +64,6 @@ def test_kill_9_of_the_supervisor_leaves_no_process_of_a_real_engine_and_no_port
         time.sleep(0.2)
     control.down(run_dir)
     check_ports_are_free(record)
-
-
-def cached_of(fleet: Fleet, prompt: list[int]) -> int:
-    """Asks through the fleet's router; how much of the prompt the engine found in its cache."""
-    assert fleet.router_url is not None
-    if fleet.plan.engine.name == "sglang":
-        return generate(fleet.router_url, prompt, 4).cached_tokens
-    body = {"model": fleet.plan.topology.model, "prompt": prompt, "max_tokens": 4}
-    request = urllib.request.Request(
-        f"{fleet.router_url}/v1/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60.0) as answer:
-        usage = json.loads(answer.read())["usage"]
-    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
 def decisions(run_dir: Path) -> list[dict[str, object]]:
