@@ -302,7 +302,7 @@ def router_config(made: Plan) -> str:
             lines += [_line("bootstrap_port", worker.ports["bootstrap"])]
         if tokens := group.max_total_tokens or topology.max_total_tokens:
             lines += [_line("kv_capacity_tokens", tokens)]
-        if worker.role in ("decode", "elastic") and not on_vllm and not topology.keeps_decode_cache:
+        if worker.role in ("decode", "elastic") and not on_vllm and not topology.decode_radix_cache:
             lines += [_line("prefix_cache", False)]
         if topology.kv_events and not worker.attached:
             host = urlsplit(worker.url).hostname

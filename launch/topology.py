@@ -125,7 +125,7 @@ class Topology(_Strict):
     graphs: bool = True
     transfer_backend: Literal["nixl", "mooncake"] = "nixl"
     rdma_devices: tuple[_Text, ...] = ()
-    decode_radix_cache: bool | None = None
+    decode_radix_cache: bool = True
     kv_connector: bool = False
     kv_events: bool = False
     telemetry: bool = False
@@ -208,11 +208,6 @@ class Topology(_Strict):
     @property
     def worker_count(self) -> int:
         return sum(group.size for group in self.workers)
-
-    @property
-    def keeps_decode_cache(self) -> bool:
-        """Whether SGLang's decode workers keep a radix cache: by default they do."""
-        return self.decode_radix_cache is not False
 
     @property
     def warms_up(self) -> bool:

@@ -122,6 +122,6 @@ def _disaggregation(topology: Topology, place: Place) -> list[str]:
         argv += ["--disaggregation-ib-device", ",".join(topology.rdma_devices)]
     if mode == "prefill":
         argv += ["--disaggregation-bootstrap-port", str(place.ports["bootstrap"])]
-    elif topology.keeps_decode_cache:
+    elif topology.decode_radix_cache:
         argv += ["--disaggregation-decode-enable-radix-cache"]
     return argv
