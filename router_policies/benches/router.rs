@@ -162,10 +162,10 @@ fn decisions(workers: usize, blocks: usize) -> Value {
             wall.push(wall_us);
             cpu.push(cpu_us);
             running.push_back(placed);
-            if running.len() > workers * 8 {
-                if let Some(oldest) = running.pop_front() {
-                    oldest.finish(Outcome::Ok, Some(200), None);
-                }
+            if running.len() > workers * 8
+                && let Some(oldest) = running.pop_front()
+            {
+                oldest.finish(Outcome::Ok, Some(200), None);
             }
         }
         let (wall, cpu) = (Quantiles::new(wall), Quantiles::new(cpu));
@@ -359,11 +359,11 @@ async fn start(router: Router, workers: &[&MockWorker], separated: bool) -> Opti
     };
     let deadline = Instant::now() + Duration::from_secs(90);
     while Instant::now() < deadline {
-        if let Some(process) = &mut arm.process {
-            if let Ok(Some(status)) = process.try_wait() {
-                println!("{name}: ended with {status}: {}", command.join(" "));
-                return None;
-            }
+        if let Some(process) = &mut arm.process
+            && let Ok(Some(status)) = process.try_wait()
+        {
+            println!("{name}: ended with {status}: {}", command.join(" "));
+            return None;
         }
         if let Some(mut connection) = Connection::open(&arm.url).await {
             let answer = connection

@@ -172,10 +172,10 @@ impl Simulation {
                 client.next_s = f64::INFINITY;
                 let output = self.random.u64(50..700);
                 let reservation = place(&fleet, client, output);
-                if let Some(decision) = fleet.sink().recent(1).first() {
-                    if let Some(seconds) = decision.predicted_s {
-                        predicted.insert(reservation.decision_id().to_owned(), seconds);
-                    }
+                if let Some(decision) = fleet.sink().recent(1).first()
+                    && let Some(seconds) = decision.predicted_s
+                {
+                    predicted.insert(reservation.decision_id().to_owned(), seconds);
                 }
                 let slot = |id: &str| id[1..].parse::<usize>().expect("a slot");
                 let decode = slot(&reservation.answering().id);
@@ -207,11 +207,11 @@ impl Simulation {
                             + noise * (new / LINEAR_TOKENS_PER_S + pairs / ATTENTION_PAIRS_PER_S)
                     });
                     *left_s -= STEP_S / if decoding { PACED_SLOWDOWN } else { 1.0 };
-                    if *left_s <= 0.0 {
-                        if let Some(done) = worker.prefills.pop_front() {
-                            worker.cache.store(done.session, done.prompt);
-                            ready.push((slot, done));
-                        }
+                    if *left_s <= 0.0
+                        && let Some(done) = worker.prefills.pop_front()
+                    {
+                        worker.cache.store(done.session, done.prompt);
+                        ready.push((slot, done));
                     }
                 }
                 let token_s = if beside_prefill {

@@ -204,7 +204,7 @@ mod tests {
         let mut rates = PRIOR;
         for i in 0..400 {
             let (new, cached) = SHAPES[i % SHAPES.len()];
-            let paced = i / SHAPES.len() % 2 == 0;
+            let paced = (i / SHAPES.len()).is_multiple_of(2);
             let slowdown = if paced { truth.paced_slowdown } else { 1.0 };
             let seconds = truth.prefill_overhead_s + slowdown * prefill_s(&truth, new, cached);
             observe_local(

@@ -579,10 +579,10 @@ impl Exchange<'_> {
             begin = loop {
                 match incoming.frame().await {
                     Some(Ok(frame)) => {
-                        if let Ok(data) = frame.into_data() {
-                            if !data.is_empty() {
-                                break data;
-                            }
+                        if let Ok(data) = frame.into_data()
+                            && !data.is_empty()
+                        {
+                            break data;
                         }
                     }
                     Some(Err(error)) => return Err(broke(describe(error))),

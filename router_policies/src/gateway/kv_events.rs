@@ -153,10 +153,10 @@ impl Follower<'_> {
         self.next = number + 1;
         match decode(payload) {
             Ok(events) => {
-                if let Some(fleet) = self.fleet.upgrade() {
-                    if !fleet.apply_kv_events(&self.spec.id, &events) {
-                        log::debug!("worker {}: KV events with unknown parents", self.spec.id);
-                    }
+                if let Some(fleet) = self.fleet.upgrade()
+                    && !fleet.apply_kv_events(&self.spec.id, &events)
+                {
+                    log::debug!("worker {}: KV events with unknown parents", self.spec.id);
                 }
             }
             Err(error) => log::warn!("worker {}: {error}", self.spec.id),

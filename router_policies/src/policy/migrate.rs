@@ -55,13 +55,13 @@ impl Policy for Migrate {
             (count + 1, total + load(w))
         });
         let affine = view.affine_local();
-        if let Some(affine) = affine {
-            if load(affine) <= self.overload_factor * total / f64::from(count) {
-                let route = Route::Local {
-                    worker: affine.slot,
-                };
-                return Ok(Decision::unpredicted(route, Reason::Affinity));
-            }
+        if let Some(affine) = affine
+            && load(affine) <= self.overload_factor * total / f64::from(count)
+        {
+            let route = Route::Local {
+                worker: affine.slot,
+            };
+            return Ok(Decision::unpredicted(route, Reason::Affinity));
         }
         let target = view
             .lowest(view.local(), load)

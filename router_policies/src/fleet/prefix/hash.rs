@@ -91,7 +91,7 @@ impl TokenChain {
     /// Takes a token's [`digits`].
     #[inline]
     pub fn push(&mut self, token: u64) {
-        if self.folded % 2 == 0 {
+        if self.folded.is_multiple_of(2) {
             self.odd = token;
         } else {
             self.fold = step_two(self.fold, self.odd, token);
