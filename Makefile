@@ -56,7 +56,7 @@ format: setup
 	$(BIN)/ruff format .
 
 # Pins every dependency again, with hashes and without a registry's address.
-PIN = $(abspath $(BIN))/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
+PIN = $(abspath $(BIN))/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header
 lock: $(VENV)/.deps
 	$(PIN) --extra gpu pyproject.toml -o requirements.lock
 	$(PIN) --extra dev --extra gpu pyproject.toml -o requirements-dev.lock

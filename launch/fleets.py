@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 import orjson
@@ -230,10 +230,7 @@ class Fleet:
         try:
             took_s = warm_up(self.plan.workers, self.plan.topology.chunk_tokens, self.check)
         except WarmUpError as error:
-            self._state = "failed"
-            self._write()
-            self._transcript.tell(str(error))
-            raise FleetError(str(error)) from error
+            self._fail(next(m for m in self._members if m.plan is error.worker), str(error))
         self.timings["warm_up_s"] = took_s
         self._tell(f"warm after {took_s:.0f} s")
 
@@ -274,7 +271,7 @@ class Fleet:
         if member.running and port and not member.running.listens_on(port):
             self._fail(member, f"{member.plan.id}: another process answers on its port {port}")
 
-    def _fail(self, member: _Member, what: str, status: int | None = None) -> None:
+    def _fail(self, member: _Member, what: str, status: int | None = None) -> NoReturn:
         member.state = self._state = "failed"
         member.exit_status = status
         self._write()

@@ -1,9 +1,7 @@
 """Makes SGLang workers compile, before anyone is served, what they compile at first use.
 
-SGLang's mixture-of-experts kernels are compiled by Triton for ranges of tokens a step, and for
-numbers of tokens that 16 divides apart from others, each at the first such step: about a second
-each on an H200 whose cache on disk is empty, in the middle of serving. Owns the prompts that go
-through them; leaves the workers' caches empty.
+Owns the prompts that go through these kernels (`deltaserve.step_sizes` says which there are);
+leaves the workers' caches empty.
 """
 
 from __future__ import annotations
@@ -16,10 +14,9 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from deltaserve.step_sizes import step_sizes
 from launch.planning import Process
 
-_RANGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
-"""Tokens a step, as SGLang's tuned configurations of these kernels name them."""
 _NO_TRANSFER = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 """SGLang's own word for a separated request whose KV goes nowhere
 (`sglang.srt.disaggregation.utils.FAKE_BOOTSTRAP_HOST`)."""
@@ -30,14 +27,11 @@ _POLL_S = 0.1
 
 
 class WarmUpError(Exception):
-    """A worker did not answer; the message names it and says what it said."""
+    """The worker did not answer; the message says what it said."""
 
-
-def lengths(chunk_tokens: int | None) -> tuple[int, ...]:
-    """Prompts' lengths in tokens that meet every kernel of steps up to `chunk_tokens`."""
-    odd = (tokens + 3 for tokens in _RANGES if tokens >= 16)
-    largest = chunk_tokens or max(_RANGES)
-    return tuple(sorted(n for n in {*_RANGES, *odd, largest} if n <= largest))
+    def __init__(self, worker: Process, what: str) -> None:
+        super().__init__(f"{worker.id}: warming up, {what}")
+        self.worker = worker
 
 
 def warm_up(
@@ -50,7 +44,7 @@ def warm_up(
     began_s = time.monotonic()
     prefilling = [worker for worker in workers if worker.role in _ROLES and not worker.attached]
     with ThreadPoolExecutor(max(1, len(prefilling))) as pool:
-        tasks = [pool.submit(_warm, worker, lengths(chunk_tokens)) for worker in prefilling]
+        tasks = [pool.submit(_warm, worker, step_sizes(chunk_tokens)) for worker in prefilling]
         try:
             while wait(tasks, _POLL_S).not_done:
                 meanwhile()
@@ -81,8 +75,8 @@ def _post(worker: Process, path: str, body: bytes) -> None:
         answer = connection.getresponse()
         text = answer.read(300).decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
-        raise WarmUpError(f"{worker.id}: warming up, {path}: {error!r}") from error
+        raise WarmUpError(worker, f"{path}: {error!r}") from error
     finally:
         connection.close()
     if answer.status != http.client.OK:
-        raise WarmUpError(f"{worker.id}: warming up, {path}: {answer.status} {text}")
+        raise WarmUpError(worker, f"{path}: {answer.status} {text}")

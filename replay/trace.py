@@ -53,11 +53,11 @@ def read_trace(path: Path) -> Iterator[Request]:
         try:
             request = parse_line(line)
             if request.timestamp_s < last_timestamp_s:
-                raise _FieldError(
+                raise FieldError(
                     f"field timestamp_s: expected ≥ {last_timestamp_s} (the line before; a trace "
                     f"is sorted), found {request.timestamp_s}"
                 )
-        except _FieldError as error:
+        except FieldError as error:
             raise InputError(f"{path}:{number}: {error}") from None
         last_timestamp_s = request.timestamp_s
         yield request
@@ -212,17 +212,23 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-class _FieldError(Exception):
-    pass
+class FieldError(Exception):
+    """What is wrong with a line; who reads it knows the line's place."""
 
 
-def parse_line(line: bytes) -> Request:
+def json_object(line: bytes) -> dict[str, Any]:
+    """The object that a line of JSON Lines is; `FieldError` where it is none."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise _FieldError(f"expected one JSON object a line, found: {error}") from None
+        raise FieldError(f"expected one JSON object a line, found: {error}") from None
     if not isinstance(record, dict):
-        raise _FieldError(f"expected a JSON object, found {_name(record)}")
+        raise FieldError(f"expected a JSON object, found {_name(record)}")
+    return record
+
+
+def parse_line(line: bytes) -> Request:
+    record = json_object(line)
     request_id = _string(record, "request_id")
     session_id = _string(record, "session_id")
     turn = _integer(record, "turn", minimum=0)
@@ -232,15 +238,15 @@ def parse_line(line: bytes) -> Request:
     block_size = _integer(record, "block_size", minimum=1)
     hash_ids = record.get("hash_ids")
     if not isinstance(hash_ids, list):
-        raise _FieldError(f"field hash_ids: expected a list of integers, found {_name(hash_ids)}")
+        raise FieldError(f"field hash_ids: expected a list of integers, found {_name(hash_ids)}")
     blocks = -(-input_length // block_size)
     if len(hash_ids) != blocks:
-        raise _FieldError(
+        raise FieldError(
             f"field hash_ids: expected {blocks} ids (input_length {input_length} in blocks of "
             f"{block_size}), found {len(hash_ids)}"
         )
     if set(map(type, hash_ids)) != _INT or min(hash_ids) < 0 or max(hash_ids) > _MAX_HASH_ID:
-        raise _FieldError("field hash_ids: expected integers from 0 to 2^63 - 1")
+        raise FieldError("field hash_ids: expected integers from 0 to 2^63 - 1")
     parent = record.get("parent_request_id")
     think_time_s = record.get("think_time_s")
     return Request(
@@ -260,21 +266,21 @@ def parse_line(line: bytes) -> Request:
 def _string(record: dict[str, Any], field: str) -> str:
     value = record.get(field)
     if not isinstance(value, str) or not value:
-        raise _FieldError(f"field {field}: expected a non-empty string, found {_name(value)}")
+        raise FieldError(f"field {field}: expected a non-empty string, found {_name(value)}")
     return value
 
 
 def _integer(record: dict[str, Any], field: str, minimum: int) -> int:
     value = record.get(field)
     if type(value) is not int or value < minimum:
-        raise _FieldError(f"field {field}: expected an integer ≥ {minimum}, found {_name(value)}")
+        raise FieldError(f"field {field}: expected an integer ≥ {minimum}, found {_name(value)}")
     return value
 
 
 def _seconds(record: dict[str, Any], field: str) -> float:
     value = record.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise _FieldError(f"field {field}: expected seconds ≥ 0, found {_name(value)}")
+        raise FieldError(f"field {field}: expected seconds ≥ 0, found {_name(value)}")
     return float(value)
 
 

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from deltaserve.errors import InputError
-from replay.trace import numbered_lines
+from replay.trace import FieldError, json_object, numbered_lines
 
 
 class Record:
@@ -55,9 +53,7 @@ def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in numbered_lines(path):
         place = f"{path}:{number}"
         try:
-            values = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise InputError(f"{place}: expected one JSON object a line: {error}") from None
-        if not isinstance(values, dict):
-            raise InputError(f"{place}: expected a JSON object")
+            values = json_object(line)
+        except FieldError as error:
+            raise InputError(f"{place}: {error}") from None
         yield place, values

@@ -1,21 +1,15 @@
-"""Makes workers compile what they compile at first use, before anything is measured.
-
-SGLang's mixture-of-experts kernels are compiled for ranges of tokens a step, and for numbers of
-tokens that 16 divides apart from others, each at the first such step: a second each on an H200 with
-an empty Triton cache, in the middle of serving.
-"""
+"""Makes workers compile what they compile at first use, before anything is measured."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 
+from deltaserve.step_sizes import step_sizes
 from sglang_ext.bench.client import Arm, Client, Prompts
 from sglang_ext.bench.samples import Sink
 
-_RANGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
-"""Tokens: SGLang's tuned configurations of these kernels (`E=128,N=768` for the H200) name them."""
-LENGTHS = tuple(sorted({*_RANGES, *(tokens + 3 for tokens in _RANGES), 8192}))
+LENGTHS = step_sizes(8192)
 
 
 async def measure(

@@ -80,7 +80,6 @@ class ElasticWorker:
         self._set_aside: list[Any] | None = None
         self._arrivals = itertools.count()
         self._last_result_s: float | None = None
-        self._device = str(scheduler.server_args.device)
         self._decodes_waited = False
         self._full_at: tuple[int, int] | None = None
         self._full_for_steps = 0
@@ -545,10 +544,8 @@ class ElasticWorker:
         launch of the next step: of a step between two of decodes alone, next to nothing is left.
         """
         scheduler = self.scheduler
-        if (
-            not (scheduler.enable_overlap and batch.forward_mode.is_extend())
-            or self._device != "cuda"
-        ):
+        late = scheduler.enable_overlap and str(scheduler.server_args.device) == "cuda"
+        if not (late and batch.forward_mode.is_extend()):
             return original(scheduler, batch, *rest)
         import torch
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from deltaserve.step_sizes import step_sizes
 from launch import FleetError, fleet
-from launch.warmup import lengths
 
 from .conftest import Fakes
 
@@ -26,12 +26,12 @@ def asked(log: Path) -> list[tuple[str, dict[str, object]]]:
 
 
 def test_steps_of_every_range_are_asked_for_with_and_without_a_multiple_of_16() -> None:
-    found = lengths(2048)
+    found = step_sizes(2048)
     for tokens in (64, 128, 512, 1024, 1536):
         assert {tokens, tokens + 3} <= set(found)
     assert max(found) == 2048
-    assert lengths(8192)[-1] == 8192
-    assert max(lengths(None)) == 4096
+    assert step_sizes(8192)[-1] == 8192
+    assert max(step_sizes(None)) == 4096
 
 
 def test_each_worker_that_prefills_is_warmed_up_and_then_emptied(
@@ -44,7 +44,7 @@ def test_each_worker_that_prefills_is_warmed_up_and_then_emptied(
     for name, calls in logs.items():
         *generated, (last, _) = calls
         assert last.startswith("/flush_cache")
-        assert [len(body["input_ids"]) for _, body in generated] == list(lengths(512))
+        assert [len(body["input_ids"]) for _, body in generated] == list(step_sizes(512))
         # No prompt may be found in the cache that another left.
         assert len({body["input_ids"][0] for _, body in generated}) == len(generated)
         # A prefill worker would wait for a decode worker that nobody told of the request.
