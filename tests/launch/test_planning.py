@@ -144,6 +144,25 @@ def test_workers_that_publish_kv_events_are_said_to_in_the_routers_file(name: st
     assert all("--kv-events-config" not in worker.argv for worker in quiet.workers)
 
 
+def test_vllm_workers_that_exchange_kv_have_side_channels_of_their_own_on_a_cpu_too() -> None:
+    planned = made("laptop-vllm-pd")
+    prefill, decode = planned.workers
+    channels = set()
+    for worker in (prefill, decode):
+        assert json.loads(value_of(worker.argv, "--kv-transfer-config")) == {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+        }
+        channels.add(worker.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+    assert channels == {str(worker.ports["side_channel"]) for worker in (prefill, decode)}
+    assert len(channels) == 2
+    told = tomllib.loads(router_config(planned))["workers"]
+    assert [(w["role"], w["kv_connector"], w["page_size"]) for w in told] == [
+        ("prefill", "nixl", 32),
+        ("decode", "nixl", 32),
+    ]
+
+
 def test_our_plugin_is_found_by_any_python_with_the_folder_on_its_path(tmp_path: Path) -> None:
     write_plugin(tmp_path / "plugins")
     code = (

@@ -19,7 +19,7 @@ def one_line(error: pytest.ExceptionInfo[InputError]) -> str:
 
 def test_every_shipped_topology_loads_and_says_what_it_is_for() -> None:
     shipped = catalog()
-    assert {"laptop-sglang", "laptop-sglang-pd", "laptop-vllm"} <= set(shipped)
+    assert {"laptop-sglang", "laptop-sglang-pd", "laptop-vllm", "laptop-vllm-pd"} <= set(shipped)
     for name, description in shipped.items():
         assert load_topology(name).name == name
         assert description

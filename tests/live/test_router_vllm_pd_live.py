@@ -1,71 +1,17 @@
-"""The router before a prefill and a decode worker of real vLLM, their KV over NIXL."""
+"""The topology laptop-vllm-pd: a prefill and a decode worker of real vLLM, their KV over NIXL."""
 
 from __future__ import annotations
 
 import json
-import os
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch import Fleet, fleet, load_topology
-from launch.engines import environment_for
-from tests.live.conftest import scraped, worker_of
-
-PAGE_TOKENS = 32
-
-TOPOLOGY = """
-description = "vLLM on a CPU: one prefill and one decode worker, KV over NIXL"
-device = "cpu"
-model = "tiny-qwen3-moe"
-context_tokens = 16384
-max_total_tokens = 32768
-page_size = {page_tokens}
-chunk_tokens = 2048
-transfer_backend = "nixl"
-base_port = 0
-
-# The first as in the topology laptop-vllm.
-[environment]
-TORCHDYNAMO_DISABLE = "1"
-PYTHONPATH = "{path}"
-
-[engine]
-name = "vllm"
-
-[[workers]]
-role = "prefill"
-
-[[workers]]
-role = "decode"
-
-[router]
-policy = "pd"
-"""
-
-
-def nixl(folder: Path) -> Path:
-    """A folder with NIXL alone, which SGLang's environment has and vLLM's for the CPU has not."""
-    (packages,) = environment_for("sglang", "cpu").folder.glob("lib/python3*/site-packages")
-    path = folder / "nixl"
-    path.mkdir()
-    for found in packages.glob("nixl*"):
-        (path / found.name).symlink_to(found)
-    return path
-
-
-@pytest.fixture(scope="module")
-def separated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("vllm-pd")
-    before = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([str(nixl(folder)), *([before] if before else [])])
-    file = folder / "vllm-pd.toml"
-    file.write_text(TOPOLOGY.format(page_tokens=PAGE_TOKENS, path=path))
-    with fleet(load_topology(file), folder, on_progress=print) as running:
-        yield running
+from tests.live.conftest import check_ports_are_free, processes_of, scraped, worker_of
 
 
 def complete(url: str, input_ids: list[int], **fields: Any) -> tuple[str, bytes]:
@@ -99,11 +45,23 @@ def streamed_ids(answer: bytes) -> list[int]:
 
 @pytest.mark.timeout(600)
 def test_a_separated_request_is_decoded_from_the_kv_that_the_prefill_worker_sent(
-    separated: Fleet, prompt: Callable[[int], list[int]]
+    prompt: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
+    topology = load_topology("laptop-vllm-pd", ["base_port=0"])
+    with fleet(topology, tmp_path, on_progress=print) as separated:
+        check_what_is_sent(separated, prompt)
+        separated.check()
+    record = json.loads((tmp_path / "fleet.json").read_text())
+    assert processes_of(record) == []
+    check_ports_are_free(record)
+
+
+def check_what_is_sent(separated: Fleet, prompt: Callable[[int], list[int]]) -> None:
     router = separated.router_url
     assert router is not None
     prefill, decode = (worker_of(separated, role) for role in ("prefill", "decode"))
+    page_tokens = separated.plan.topology.page_size
+    assert page_tokens is not None
 
     def moved_bytes() -> float:
         return scraped(decode.url, "vllm:nixl_bytes_transferred_sum")
@@ -112,7 +70,7 @@ def test_a_separated_request_is_decoded_from_the_kv_that_the_prefill_worker_sent
     answered_by, answer = complete(router, first)
     assert answered_by == decode.id
     moved = moved_bytes()
-    page_bytes = moved / -(-len(first) // PAGE_TOKENS)
+    page_bytes = moved / -(-len(first) // page_tokens)
     assert page_bytes > 0
     assert page_bytes == int(page_bytes), "whole pages"
 
@@ -122,8 +80,8 @@ def test_a_separated_request_is_decoded_from_the_kv_that_the_prefill_worker_sent
     answered_by, answer = complete(router, second, stream=True)
     assert answered_by == decode.id
     # All but the last token, which was made and not read.
-    held = (len(turn) - 1) // PAGE_TOKENS
-    assert moved_bytes() - moved == page_bytes * (-(-len(second) // PAGE_TOKENS) - held)
+    held = (len(turn) - 1) // page_tokens
+    assert moved_bytes() - moved == page_bytes * (-(-len(second) // page_tokens) - held)
 
     # The prefill worker serving alone says the same: the KV that came is right.
     _, alone = complete(prefill.url, second)
