@@ -3,8 +3,9 @@
 # `python -m sglang_ext.bench` on them:
 #   OUT=out/elastic GPUS="0 1 2 3" SGLANG_PYTHON=/opt/sglang/bin/python sglang_ext/bench/measure.sh
 # WORKERS names them: plain (SGLang without the plugin), colocated (with telemetry), itl, stock, mixed
-# (elastic, by pacing), prefill; the n-th gets the n-th of GPUS, which may repeat one. The phase "death"
-# is identity once more, with the prefill worker killed in the middle.
+# (elastic, by pacing), prefill; the n-th gets the n-th of GPUS, which may repeat one. A name may go on
+# with -graphs (prefill CUDA graphs, up to GRAPH_TOKENS) and with a target in ms: itl-graphs-40. The
+# phase "death" is identity once more, with the prefill worker killed in the middle.
 # Everything goes to $OUT as it is measured; a worker or phase that fails is left out, the rest goes on.
 # Weights are random; with fewer LAYERS several workers fit on a GPU. Run from the repository's root.
 set -uo pipefail
@@ -36,6 +37,7 @@ if [ "$DEVICE" = cuda ]; then
   LAYERS=${LAYERS:-$((memory_mib / sharing > 100000 ? 48 : memory_mib / sharing / 2200))}
   KV_TOKENS=${KV_TOKENS:-150000}
   CHUNK=${CHUNK:-8192}
+  GRAPH_TOKENS=${GRAPH_TOKENS:-4096}
   ITL_MS=${ITL_MS:-$((80 * LAYERS / 48))}   # the target of 48 layers, scaled
   IDENTITY=${IDENTITY:-"--sessions 12 --turns 3 --first-tokens 4000 --turn-tokens 1000 --output-tokens 16 --at-once 1 --abort-percent 10"}
   STALL=${STALL:-"--decodes 8 --context-tokens 2000 --prompt-tokens 32000 --repeats 5"}
@@ -70,7 +72,8 @@ PY
 
 declare -A PID=() PORT_OF=() LOG=()
 start() {  # name, features, extra environment (one word each), --, flags
-  local name=$1 features=$2; shift 2
+  local name=$1 features=$2 graphs=(--cuda-graph-backend-prefill disabled); shift 2
+  [[ $name == *-graphs* ]] && graphs=(--cuda-graph-backend-prefill breakable --cuda-graph-max-bs-prefill "$GRAPH_TOKENS")
   local vars=() flags=() path="$WORK/path"
   while [ "$1" != -- ]; do vars+=("$1"); shift; done; shift
   local n=${#PID[@]}; local port=$((PORT + 10 * n)); PORT_OF[$name]=$port; LOG[$name]="$WORK/$name.log"
@@ -80,8 +83,7 @@ start() {  # name, features, extra environment (one word each), --, flags
     --max-total-tokens "$KV_TOKENS" --chunked-prefill-size "$CHUNK" --max-running-requests 32
     --sampling-backend pytorch --grammar-backend none)
   if [ "$DEVICE" = cuda ]; then
-    flags+=(--attention-backend fa3 --cuda-graph-backend-prefill disabled --cuda-graph-max-bs-decode 32
-      --mem-fraction-static 0.9)
+    flags+=(--attention-backend fa3 "${graphs[@]}" --cuda-graph-max-bs-decode 32 --mem-fraction-static 0.9)
     vars+=("CUDA_VISIBLE_DEVICES=${GPUS[$((n % ${#GPUS[@]}))]}")
   else
     flags+=(--dtype float32 --attention-backend torch_native --disable-overlap-schedule --sleep-on-idle
@@ -122,14 +124,18 @@ SEPARATED=(--disaggregation-transfer-backend "$BACKEND"); SEPARATED_VARS=()
 if [ "$BACKEND" = mooncake ] && [ "$DEVICE" = cuda ]; then  # docs/elastic-worker.md, Transfer backends
   SEPARATED_VARS=(SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK MC_INTRANODE_NVLINK=true MC_LOG_LEVEL=INFO)
 fi
+target_of() {  # the number that a name ends with, or ITL_MS
+  [[ $1 =~ -([0-9]+)$ ]] && echo "${BASH_REMATCH[1]}" || echo "$ITL_MS"
+}
 for name in $WORKERS; do
-  case $name in
-    plain) start plain "" -- ;;
-    colocated) start colocated telemetry -- ;;
+  kind=${name%%-*}
+  case $kind in
+    plain) start "$name" "" -- ;;
+    colocated) start "$name" telemetry -- ;;
     prefill) start prefill telemetry "${SEPARATED_VARS[@]}" -- --disaggregation-mode prefill \
       --disaggregation-bootstrap-port $((PORT + 99)) "${SEPARATED[@]}" ;;
-    itl | stock | mixed) start "$name" elastic,telemetry "DELTASERVE_ELASTIC_INTERFERENCE=$name" \
-      "DELTASERVE_ELASTIC_TARGET_ITL_MS=$ITL_MS" "${SEPARATED_VARS[@]}" -- --disaggregation-mode decode \
+    itl | stock | mixed) start "$name" elastic,telemetry "DELTASERVE_ELASTIC_INTERFERENCE=$kind" \
+      "DELTASERVE_ELASTIC_TARGET_ITL_MS=$(target_of "$name")" "${SEPARATED_VARS[@]}" -- --disaggregation-mode decode \
       --disaggregation-decode-enable-radix-cache "${SEPARATED[@]}" ;;
     *) say "unknown worker $name"; exit 2 ;;
   esac
@@ -180,8 +186,9 @@ choose() {  # what the workers that are alive allow
     given+=(--worker "$url")
   done
   arms=("${locals[@]}")
-  for name in itl stock mixed; do
-    if alive prefill && alive "$name"; then separated="$name+prefill"; arms+=("$separated"); break; fi
+  for name in "${locals[@]}"; do
+    [[ $name =~ ^(itl|stock|mixed) ]] || continue
+    if alive prefill; then separated="$name+prefill"; arms+=("$separated"); break; fi
   done
   mixed=${separated/+/\~}
   reference=${locals[0]:-none}
