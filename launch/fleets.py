@@ -256,6 +256,8 @@ class Fleet:
             self._fail(member, f"{member.plan.id}: the engine started without our plugin: {line}")
         if _answers(member.plan.health_url):
             self._check_whose(member)
+            if member.plan.unbind and member.running:
+                member.running.unbind()
             member.state = "ready"
             member.ready_after_s = self.timings[f"ready_s.{member.plan.id}"] = waited_s
             self._tell(f"{member.plan.id}: ready after {waited_s:.0f} s")

@@ -43,6 +43,7 @@ class Process:
     """One process of a fleet, as it will be started; an attached one runs already.
 
     `node` is the address of the cluster's node that it is placed on, and `launcher` what does that.
+    `unbind` says that its threads are to be freed from single cores when it is ready.
     """
 
     id: str
@@ -58,6 +59,7 @@ class Process:
     log: Path
     failures: tuple[str, ...]
     stop_signal: int = signal.SIGTERM
+    unbind: bool = False
     node: str | None = None
     launcher: tuple[str, ...] = ()
 
@@ -216,6 +218,7 @@ def layout(
                     failures=known.FAILURES,
                     # What stands here for a placed worker has its own way to be asked.
                     stop_signal=known.STOP_SIGNAL if node is None else signal.SIGTERM,
+                    unbind=command.unbind and node is None,
                     node=node.address if node else None,
                     launcher=before,
                 )

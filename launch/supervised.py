@@ -5,6 +5,7 @@ Owns the pairing of a process with its guardian (`launch.guard`). Knows no engin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -80,6 +81,15 @@ class Supervised:
                 if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
                     return True
         return False
+
+    def unbind(self) -> None:
+        """Lets every thread of its processes run wherever this process may."""
+        cores = os.sched_getaffinity(0)
+        for process in members(self.pid, self.started_unix_s):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for thread in process.threads():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.sched_setaffinity(thread.id, cores)
 
     def request_stop(self) -> None:
         """Asks for the end without waiting for it."""

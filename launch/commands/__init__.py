@@ -38,10 +38,14 @@ class Paths:
 
 @dataclass(frozen=True)
 class Command:
-    """Arguments, and the environment variables set on top of the caller's."""
+    """Arguments, and the environment variables set on top of the caller's.
+
+    `unbind` says that its threads bind themselves to cores while it starts and shall not stay so.
+    """
 
     argv: tuple[str, ...]
     environment: dict[str, str]
+    unbind: bool = False
 
 
 def bounded_threads(threads: int) -> dict[str, str]:

@@ -25,6 +25,7 @@ FAILURES: tuple[str, ...] = ()
 STOP_SIGNAL = signal.SIGTERM
 
 _GIB = 2**30
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def command(topology: Topology, place: Place, paths: Paths) -> Command:
@@ -51,7 +52,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         argv += ["--max-num-batched-tokens", str(chunk)]
     if topology.device == "cpu" or not topology.graphs:
         argv += ["--enforce-eager"]
-    if topology.kv_connector or place.role != "colocated":
+    if connected := topology.kv_connector or place.role != "colocated":
         argv += ["--kv-transfer-config", _connector(topology, place.role)]
     if topology.kv_events:
         argv += kv_events(place.ports, enable_kv_cache_events=True)
@@ -71,7 +72,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
     }
     if topology.device == "cpu":
         # Bounded, not bound: a worker tied to a core waits whenever the client is on it.
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        environment[_BINDING] = "nobind"
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_gib(topology, tokens))
     else:
         environment |= visible_gpus(place.gpus)
@@ -79,7 +80,11 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
             environment["UCX_NET_DEVICES"] = ",".join(f"{d}:1" for d in topology.rdma_devices)
     if shape:
         environment["HF_HUB_OFFLINE"] = "1"
-    return Command(tuple(argv), environment | topology.environment | group.environment)
+    environment |= topology.environment | group.environment
+    # On a CPU the NIXL connector binds the thread that computes to the last core of the machine, in
+    # every worker to the same one, where NIXL's own thread, which never sleeps, can starve it.
+    unbind = connected and environment.get(_BINDING) == "nobind"
+    return Command(tuple(argv), environment, unbind)
 
 
 def _connector(topology: Topology, role: Role) -> str:

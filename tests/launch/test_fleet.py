@@ -52,6 +52,36 @@ def test_workers_come_up_and_all_is_gone_afterwards(fakes: Fakes, tmp_path: Path
     assert any("colocated-1: ready" in line for line in told)
 
 
+BOUND = """
+import os, threading, time
+core = {min(os.sched_getaffinity(0))}
+os.sched_setaffinity(0, core)
+threading.Thread(target=time.sleep, args=(600,)).start()
+print("bound", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_threads_that_bound_themselves_to_a_core_are_freed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", BOUND]
+    running = supervised.Supervised(command, dict(os.environ), log, tmp_path)
+
+    def cores() -> list[int]:
+        kin = supervised.members(running.pid, running.started_unix_s)
+        threads = [thread.id for process in kin for thread in process.threads()]
+        return [len(os.sched_getaffinity(thread)) for thread in threads]
+
+    try:
+        wait_until(lambda: log.read_text() == "bound\n")
+        assert cores() == [1, 1]
+        running.unbind()
+        assert cores() == [len(os.sched_getaffinity(0))] * 2
+    finally:
+        running.stop()
+
+
 def test_the_transcript_tells_each_phase_with_its_time_and_the_workers(
     fakes: Fakes, tmp_path: Path
 ) -> None:

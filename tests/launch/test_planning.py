@@ -163,6 +163,15 @@ def test_vllm_workers_that_exchange_kv_have_side_channels_of_their_own_on_a_cpu_
     ]
 
 
+def test_only_vllm_workers_that_exchange_kv_on_a_cpu_are_freed_from_the_core_they_choose() -> None:
+    def unbound(name: str, *overrides: str) -> list[bool]:
+        return [worker.unbind for worker in made(name, *overrides).workers]
+
+    assert unbound("laptop-vllm-pd") == [True, True]
+    assert unbound("laptop-vllm-pd", "environment.VLLM_CPU_OMP_THREADS_BIND=0-1") == [False, False]
+    assert not any(unbound("laptop-vllm") + unbound("laptop-sglang-pd") + unbound("vllm-pd-1p1d"))
+
+
 def test_our_plugin_is_found_by_any_python_with_the_folder_on_its_path(tmp_path: Path) -> None:
     write_plugin(tmp_path / "plugins")
     code = (

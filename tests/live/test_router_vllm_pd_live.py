@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from launch import Fleet, fleet, load_topology
+from launch.supervised import members
 from tests.live.conftest import check_ports_are_free, processes_of, scraped, worker_of
 
 
@@ -49,11 +52,21 @@ def test_a_separated_request_is_decoded_from_the_kv_that_the_prefill_worker_sent
 ) -> None:
     topology = load_topology("laptop-vllm-pd", ["base_port=0"])
     with fleet(topology, tmp_path, on_progress=print) as separated:
+        check_no_process_is_bound(separated)
         check_what_is_sent(separated, prompt)
         separated.check()
     record = json.loads((tmp_path / "fleet.json").read_text())
     assert processes_of(record) == []
     check_ports_are_free(record)
+
+
+def check_no_process_is_bound(running: Fleet) -> None:
+    for worker in running.workers:
+        assert worker.pid is not None
+        processes = members(worker.pid, psutil.Process(worker.pid).create_time())
+        assert len(processes) >= 3
+        for process in processes:
+            assert os.sched_getaffinity(process.pid) == os.sched_getaffinity(0), process
 
 
 def check_what_is_sent(separated: Fleet, prompt: Callable[[int], list[int]]) -> None:
