@@ -30,6 +30,7 @@ from launch.hardware import check_gpus
 from launch.models import is_shape, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import check_free, free_base, worker_ports
+from launch.rehearsal import rehearse
 from launch.topology import Role, Topology, WorkerGroup
 
 _ENGINES = {"sglang": sglang, "vllm": vllm}
@@ -121,8 +122,9 @@ class Plan:
 def plan(topology: Topology, run_dir: Path) -> Plan:
     """The plan of `topology` on this machine, its files under `run_dir`.
 
-    Raises `InputError` when the engine, the model's folder or the tokenizer is missing, our router
-    does not know the policy, or `base_port = 0` finds no free ports.
+    Raises `InputError` when the engine, the model's folder or the tokenizer is missing, the router
+    does not take its policy, parameters or flags or could place no request with them on these
+    workers, or `base_port = 0` finds no free ports.
     """
     topology = _found(with_policy(topology))
     choice = topology.engine
@@ -139,7 +141,9 @@ def plan(topology: Topology, run_dir: Path) -> Plan:
     nodes: list[Node] = []
     if topology.placement.kind == "ray":
         nodes = assign(topology, cluster_nodes(topology.placement, f"{topology.name}.toml"))
-    return layout(topology, run_dir.absolute(), engine, len(os.sched_getaffinity(0)), nodes)
+    made = layout(topology, run_dir.absolute(), engine, len(os.sched_getaffinity(0)), nodes)
+    _check_router(made)
+    return made
 
 
 def layout(
@@ -346,7 +350,7 @@ def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Proces
         argv = routers.ours(run_dir / "router.toml")
         environment["PYTHONPATH"] = routers.python_path(topology.router)
         ports = {"http": topology.base_port}
-        health_url = f"{url}/health"
+        health_url = f"{url}/readyz"
     else:
         known = [(w.role or "colocated", w.url, w.ports.get("bootstrap")) for w in workers]
         argv = routers.stock(topology, known)
@@ -387,6 +391,18 @@ def _attached(
         log=run_dir / "logs" / f"{id_}.log",
         failures=(),
     )
+
+
+def _check_router(made: Plan) -> None:
+    """Raises `InputError` where the router would refuse its policy, parameters or flags."""
+    where, router, choice = f"{made.topology.name}.toml", made.router, made.topology.router
+    if router is None:
+        return
+    if choice.kind == "deltaserve":
+        rehearse(router_config(made), router.environment, where)
+        return
+    if refused := routers.refusal(choice, router.argv):
+        raise InputError(f"{where}: {refused}")
 
 
 def _check_flags(made: Plan) -> None:

@@ -7,6 +7,7 @@ The stock routers are arms to compare with: `sglang-router` (0.3.2) and its succ
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,11 @@ from pathlib import Path
 import deltaserve
 from launch.engines import ENVIRONMENTS
 from launch.topology import Role, RouterChoice, Topology
+
+_PARSE = """
+import importlib, sys
+importlib.import_module(sys.argv[1] + ".launch_router").parse_router_args(sys.argv[2:])
+"""
 
 STOCK_PORTS = {"http": 0, "metrics": 1}
 """Ports of a stock router, from the topology's base port."""
@@ -53,3 +59,26 @@ def stock(topology: Topology, workers: Sequence[tuple[Role, str, int | None]]) -
     else:
         argv += ["--worker-urls", *(url for _, url, _ in workers)]
     return (*argv, *topology.router.flags)
+
+
+def refusal(router: RouterChoice, argv: Sequence[str]) -> str | None:
+    """What a stock router's own argument parser finds wrong with its command `argv`, after the key
+    of the topology that says so; None where it takes it."""
+    environment = ENVIRONMENTS[router.kind]
+    flags = argv[argv.index("--host") :]
+    done = subprocess.run(
+        [environment.python, "-c", _PARSE, router.kind.replace("-", "_"), *flags],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return None
+    said = (done.stderr.strip().splitlines() or ["it does not run"])[-1]
+    reason = said.partition("error: ")[2] or said
+    about = f"{router.kind} {environment.version}"
+    policy, is_policy, choices = reason.partition("argument --policy: invalid choice: ")
+    if is_policy and not policy:
+        return f"router.policy: {about} has no policy {choices}"
+    return f"router.flags: {about}: {reason}"

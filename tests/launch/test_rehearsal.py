@@ -1,0 +1,143 @@
+"""A router that could place no request, or would not start, is found before engines are started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltaserve.errors import InputError
+from launch.engines import ENVIRONMENTS, Engine
+from launch.planning import layout, plan, router_config
+from launch.rehearsal import rehearse
+from launch.topology import load_topology
+
+POLICY = """
+from router_policies.policy import Local
+
+
+class Elsewhere:
+    def decide(self, view):
+        return None
+
+
+class First:
+    def decide(self, view):
+        return Local(view.local()[0].slot)
+"""
+
+
+def check(name: str, *overrides: str) -> None:
+    topology = load_topology(name, overrides)
+    engine = Engine(topology.engine.name, Path("/x"), {topology.engine.name: "1"})
+    made = layout(topology, Path("/run"), engine, 4)
+    assert made.router is not None
+    rehearse(router_config(made), made.router.environment, "t.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("laptop-sglang", "unified"),
+        ("laptop-sglang-pd", "pd"),
+        ("laptop-sglang-elastic", "elastic"),
+        ("laptop-vllm-pd", "pd"),
+        ("vllm-2-mooncake-both", "selective"),
+    ],
+)
+def test_a_policy_that_can_place_requests_on_the_workers_is_taken(name: str, policy: str) -> None:
+    check(name, f"router.policy={policy}", "router.params={}", "kv_events=true")
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "said"),
+    [
+        ("laptop-sglang", "pd", r"pd can place no request on colocated workers; it separates .*: "),
+        ("laptop-sglang-pd", "unified", r"unified can place no request on prefill and decode work"),
+        ("laptop-vllm-pd", "offload", r"offload can place .* it needs colocated or elastic ones$"),
+    ],
+)
+def test_a_policy_that_can_place_none_is_refused_with_the_roles_that_it_lacks(
+    name: str, policy: str, said: str
+) -> None:
+    with pytest.raises(InputError, match=rf"^t\.toml: router\.policy: {said}"):
+        check(name, f"router.policy={policy}", "router.params={}")
+
+
+@pytest.mark.parametrize("value", ["abc", "[1]"])
+def test_a_parameter_of_the_wrong_kind_is_named(value: str) -> None:
+    params = ["router.params.decode_weight=0.1", f"router.params.overload_factor={value}"]
+    with pytest.raises(InputError, match=r"^t\.toml: router\.params\.overload_factor: unified: .*"):
+        check("laptop-sglang", "router.policy=unified", *params)
+
+
+def test_a_policy_that_is_a_python_class_is_asked_too(tmp_path: Path) -> None:
+    (tmp_path / "rehearsed.py").write_text(POLICY)
+    path = f'router.python_path=["{tmp_path}"]'
+    check("laptop-sglang", path, "router.policy=rehearsed:First")
+    with pytest.raises(InputError, match="rehearsed:Elsewhere can place no request on colocated"):
+        check("laptop-sglang", path, "router.policy=rehearsed:Elsewhere")
+
+
+def test_a_plan_is_refused_for_it_and_the_router_is_ready_when_it_could_place_a_request(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    fake = [f"engine.python={fake_python}", "base_port=0"]
+    made = plan(load_topology("laptop-sglang", fake), tmp_path / "run")
+    assert made.router is not None
+    assert made.router.health_url == f"{made.router.url}/readyz"
+    with pytest.raises(InputError, match=r"laptop-sglang\.toml: router\.policy: pd can place no"):
+        plan(load_topology("laptop-sglang", [*fake, "router.policy=pd"]), tmp_path / "run")
+
+
+LAUNCH_ROUTER = """
+import argparse
+
+
+def parse_router_args(arguments):
+    parser = argparse.ArgumentParser()
+    for flag in ("--host", "--port", "--prometheus-port", "--log-level"):
+        parser.add_argument(flag)
+    parser.add_argument("--worker-urls", nargs="*")
+    parser.add_argument("--policy", choices=["random", "cache_aware"])
+    parser.add_argument("--queue-size", type=int)
+    parser.parse_args(arguments)
+"""
+
+
+@pytest.fixture
+def stock(tmp_path: Path, fake_python: Path) -> list[str]:
+    """A topology of fake engines behind an installed stock router that is only a parser."""
+    environment = ENVIRONMENTS["sglang-router"]
+    package = tmp_path / "packages" / "sglang_router"
+    package.mkdir(parents=True)
+    (package / "launch_router.py").write_text(LAUNCH_ROUTER)
+    environment.python.parent.mkdir(parents=True)
+    (environment.folder / "deltaserve-engine.json").touch()
+    environment.python.write_text(
+        f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n'
+    )
+    environment.python.chmod(0o755)
+    return [f"engine.python={fake_python}", "base_port=0", "router.kind=sglang-router"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            "policy=unified",
+            r"router\.policy: sglang-router \S+ has no policy 'unified' \(choose fr",
+        ),
+        ('flags=["--log-levl", "warn"]', r"router\.flags: .* unrecognized arguments: --log-levl"),
+        ('flags=["--queue-size", "many"]', r"router\.flags: .*--queue-size: invalid int value"),
+    ],
+)
+def test_a_stock_router_is_held_against_its_own_parser(
+    stock: list[str], tmp_path: Path, more: str, said: str
+) -> None:
+    good = [*stock, "router.policy=random"]
+    plan(load_topology("laptop-sglang", good), tmp_path / "run")
+    with pytest.raises(InputError, match=rf"^laptop-sglang\.toml: {said}") as error:
+        plan(load_topology("laptop-sglang", [*good, f"router.{more}"]), tmp_path / "run")
+    assert "\n" not in str(error.value)
