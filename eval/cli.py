@@ -123,8 +123,9 @@ def report_command(
         if not evidence.cells:
             raise InputError(f"--picture {picture}: no run is valid, there is nothing to draw")
         from eval.picture import write_picture
+        from launch.cache import make_folder
 
-        picture.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(picture.parent)
         write_picture(evidence.cells, report.caption(evidence), picture)
         written.append(picture)
     if as_json:

@@ -14,8 +14,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 import deltaserve
+from deltaserve.errors import InputError
 from eval import provenance
 from eval.formatting import Table
+from launch.cache import make_folder
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class Document:
 def write_document(document: Document, output: Path) -> list[Path]:
     """Writes `<output>.html` and `<output>.md` (a suffix of `output` is dropped); returns both."""
     stem = output.with_suffix("") if output.suffix in (".html", ".md") else output
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    if not stem.name:
+        raise InputError(f"--output {output}: expected the name of a file, without its suffix")
+    make_folder(stem.parent)
     environment = Environment(
         loader=PackageLoader("eval"),
         undefined=StrictUndefined,
@@ -83,7 +87,10 @@ def write_document(document: Document, output: Path) -> list[Path]:
     for suffix, escape in (("html", True), ("md", False)):
         template = environment.overlay(autoescape=escape).get_template(f"report.{suffix}.j2")
         path = stem.with_name(f"{stem.name}.{suffix}")
-        path.write_text(template.render(**context), encoding="utf-8")
+        try:
+            path.write_text(template.render(**context), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--output {path}: cannot be written: {error.strerror}") from None
         written.append(path)
     return written
 

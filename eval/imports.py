@@ -9,12 +9,43 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from deltaserve.errors import InputError
 from eval import provenance
+from eval.experiment import Name, one_line
+from launch.cache import make_folder
 from replay.readers.lines import objects
 from replay.results import RESULTS_FILE, ErrorInfo, ErrorKind, Result, ResultWriter
+
+_Tokens = Annotated[int, Field(ge=0)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Serving(BaseModel):
+    """A line of bench_serving's output, as far as it is read; one item a request in each list."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    duration: _Seconds
+    input_lens: list[_Tokens]
+    output_lens: list[_Tokens]
+    ttfts: list[_Seconds]
+    itls: list[list[_Seconds]]
+    errors: list[str | None] | None = None
+    cached_tokens: list[_Tokens | None] | None = None
+
+    @model_validator(mode="after")
+    def _one_a_request(self) -> _Serving:
+        for name in ("output_lens", "ttfts", "itls", "errors", "cached_tokens"):
+            given = getattr(self, name)
+            if given and len(given) != len(self.input_lens):
+                raise ValueError(
+                    f"{name}: {len(given)} items, but input_lens has {len(self.input_lens)}"
+                )
+        return self
 
 
 @dataclass(frozen=True)
@@ -33,12 +64,19 @@ class Imported:
 def import_file(source: Path, file_format: str, arm: str, output: Path) -> list[Path]:
     """Writes each run in `source` as `output`/<arm>/r<k>; returns the folders.
 
-    Repeats are numbered on from those already there. Raises `InputError` naming file and line.
+    Repeats are numbered on from those already there. Raises `InputError` naming file and line, or
+    an `arm` that is no name of one.
     """
+    try:
+        TypeAdapter(Name).validate_python(arm)
+    except ValidationError as error:
+        raise InputError(f"--arm {arm}: {one_line(error, {})}") from None
+    make_folder(output)
     if not source.is_file():
         raise InputError(f"{source}: no such file")
     folders = []
-    for run in FORMATS[file_format](source):
+    # All of the file is read first: what is wrong with a later line leaves nothing behind.
+    for run in list(FORMATS[file_format](source)):
         repeat = 1
         while (folder := output / arm / f"r{repeat}").exists():
             repeat += 1
@@ -71,23 +109,24 @@ def import_file(source: Path, file_format: str, arm: str, output: Path) -> list[
 def read_bench_serving(source: Path) -> Iterator[Imported]:
     """`python -m sglang.bench_serving --output-file F --output-details`: one run a line."""
     for place, record in objects(source):
-        missing = [key for key in ("ttfts", "itls", "input_lens", "duration") if key not in record]
-        if missing:
+        try:
+            run = _Serving.model_validate(record)
+        except ValidationError as error:
             raise InputError(
-                f"{place}: no {missing[0]!r}; expected a line of sglang.bench_serving "
-                "run with --output-details"
-            )
-        count = len(record["ttfts"])
-        cached = record.get("cached_tokens") or [None] * count
-        errors = record.get("errors") or [""] * count
+                f"{place}: {one_line(error, record)}; expected a line of sglang.bench_serving run "
+                "with --output-details"
+            ) from None
+        count = len(run.input_lens)
+        cached = run.cached_tokens or [None] * count
+        errors = run.errors or [""] * count
         results = []
         for i in range(count):
-            at_s = float(record["ttfts"][i])
+            at_s = run.ttfts[i]
             arrivals = [(at_s, 1)]
-            for gap_s in record["itls"][i]:
-                at_s += float(gap_s)
+            for gap_s in run.itls[i]:
+                at_s += gap_s
                 arrivals.append((at_s, arrivals[-1][1] + 1))
-            tokens = int(record["output_lens"][i])
+            tokens = run.output_lens[i]
             failed = bool(errors[i])
             if not failed and tokens > arrivals[-1][1]:
                 arrivals[-1] = (at_s, tokens)
@@ -96,7 +135,7 @@ def read_bench_serving(source: Path) -> Iterator[Imported]:
                     request_id=str(i),
                     session_id=str(i),
                     turn=0,
-                    input_length=int(record["input_lens"][i]),
+                    input_length=run.input_lens[i],
                     output_length=max(1, tokens),
                     scheduled_s=0.0,
                     sent_s=0.0,
@@ -104,15 +143,15 @@ def read_bench_serving(source: Path) -> Iterator[Imported]:
                     finished_s=at_s,
                     arrivals=[] if failed else arrivals,
                     output_tokens=0 if failed else arrivals[-1][1],
-                    prompt_tokens=int(record["input_lens"][i]),
-                    cached_tokens=None if cached[i] is None else int(cached[i]),
+                    prompt_tokens=run.input_lens[i],
+                    cached_tokens=cached[i],
                     error=ErrorInfo(kind="server_error", message=str(errors[i]))
                     if failed
                     else None,
                 )
             )
         scalars = {k: v for k, v in record.items() if isinstance(v, str | int | float | bool)}
-        yield Imported(results, float(record["duration"]), timed=False, facts=scalars)
+        yield Imported(results, run.duration, timed=False, facts=scalars)
 
 
 def read_aiperf(source: Path) -> Iterator[Imported]:

@@ -78,5 +78,9 @@ def write_picture(cells: Sequence[Cell], caption: str, path: Path) -> None:
             0.012, 0.015, fill(caption, 150), size=8.5, color="#555555", ha="left", va="bottom"
         )
         figure.tight_layout(rect=(0, 0.09, 1, 0.91))
-        figure.savefig(path, dpi=160, facecolor="white")
-        plt.close(figure)
+        try:
+            figure.savefig(path, dpi=160, facecolor="white")
+        except OSError as error:
+            raise InputError(f"--picture {path}: cannot be written: {error.strerror}") from None
+        finally:
+            plt.close(figure)

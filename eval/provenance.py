@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The folder's manifest, or None where there is none that can be read."""
     try:
         manifest = orjson.loads((folder / MANIFEST).read_bytes())
-    except (FileNotFoundError, orjson.JSONDecodeError):
+    except (FileNotFoundError, NotADirectoryError, orjson.JSONDecodeError):
         return None
     return manifest if isinstance(manifest, dict) else None
 

@@ -17,8 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 import pandas as pd
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deltaserve.errors import InputError
+from eval.experiment import Slo, ValidityRules, one_line
+from eval.provenance import MANIFEST
 from replay.results import RESULTS_FILE, Result, read_results
 
 _REQUEST_COLUMNS = (
@@ -61,6 +64,35 @@ _DECISION_COLUMNS = (
     "decided_to_first_token_s",
     "outcome",
 )
+
+
+class _Named(BaseModel):
+    name: str
+
+
+class _Manifest(BaseModel):
+    """What a manifest must be like to be read: its own fields where they are read without a
+    default, and the kind of the others."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    state: str
+    arm: _Named
+    load: str | None = None
+    repeat: int = 1
+    order: int = 0
+    cell_order: int = 0
+    topology: dict[str, Any] = {}
+    versions: dict[str, dict[str, Any] | str | None] = {}
+    hardware: dict[str, Any] = {}
+    source: dict[str, Any] = {}
+    timings: dict[str, Any] = {}
+    imported: dict[str, Any] = {}
+    git: dict[str, Any] | None = None
+    replay: dict[str, Any] | None = None
+    workers: list[dict[str, Any]] | None = None
+    slo: Slo = Slo()
+    validity: ValidityRules = ValidityRules()
 
 
 @dataclass(frozen=True)
@@ -153,14 +185,20 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads one run folder. Raises `InputError` where it holds no manifest or no results."""
-    manifest_path = folder / "manifest.json"
+    """Reads one run folder. Raises `InputError` where it holds no manifest of a run."""
+    manifest_path = folder / MANIFEST
     try:
         manifest = orjson.loads(manifest_path.read_bytes())
     except FileNotFoundError:
         raise InputError(f"{folder}: not a run folder (no manifest.json)") from None
     except orjson.JSONDecodeError as error:
         raise InputError(f"{manifest_path}: not JSON: {error}") from None
+    if not isinstance(manifest, dict):
+        raise InputError(f"{manifest_path}: expected one JSON object, the manifest of a run")
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        raise InputError(f"{manifest_path}: {one_line(error, manifest)}") from None
     results = read_results(folder) if (folder / RESULTS_FILE).is_file() else []
     trace = _read_trace(folder)
     decisions, broken_lines = read_json_lines(folder / "decisions.jsonl")
@@ -270,14 +308,17 @@ def _read_trace(folder: Path) -> TraceFacts | None:
     path = folder / "trace.json"
     if not path.is_file():
         return None
-    facts = orjson.loads(path.read_bytes())
-    return TraceFacts(
-        path=str(facts["path"]),
-        sha256=str(facts["sha256"]),
-        length_scale=float(facts["length_scale"]),
-        best_cached_tokens=dict(facts["best_cached_tokens"]),
-        possible_cached_tokens=dict(facts.get("possible_cached_tokens", {})),
-    )
+    try:
+        facts = orjson.loads(path.read_bytes())
+        return TraceFacts(
+            path=str(facts["path"]),
+            sha256=str(facts["sha256"]),
+            length_scale=float(facts["length_scale"]),
+            best_cached_tokens=dict(facts["best_cached_tokens"]),
+            possible_cached_tokens=dict(facts.get("possible_cached_tokens", {})),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: not what a run writes there: {error!r}") from None
 
 
 def _read_transfers(folder: Path) -> pd.DataFrame:

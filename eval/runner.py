@@ -34,6 +34,7 @@ from eval.traces import (
     write_facts,
 )
 from eval.validity import cold_checks, violations
+from launch.cache import make_folder
 from launch.supervised import Supervised
 
 _LOOK_EVERY_S = 0.25
@@ -156,7 +157,7 @@ def run_experiment(
     for topology in topologies.values():
         site.check(topology)
     vocab_size = shared_vocab(site, topologies.values())
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     todo = [run for run in runs if not is_complete(output / run.folder, run)]
     trace = prepare_trace(experiment, output)
     (output / "experiment.json").write_bytes(

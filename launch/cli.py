@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch import control, engines, planning
+from launch.cache import make_folder
 from launch.fleets import FleetError, fleet
 from launch.hardware import sample_gpus
 from launch.planning import Plan
@@ -162,7 +163,7 @@ def down_command(
 
 def _detach(name: str, overrides: list[str], folder: Path) -> None:
     """Starts `up` in a session of its own and follows it until the fleet is ready."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     log = folder / "supervisor.log"
     argv = [sys.executable, "-m", "deltaserve", "launch", "up", name, "--run-dir", str(folder)]
     for override in overrides:

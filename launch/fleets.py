@@ -26,7 +26,7 @@ import psutil
 from deltaserve import __version__
 from deltaserve.errors import InputError
 from launch import planning
-from launch.cache import write_atomically
+from launch.cache import make_folder, write_atomically
 from launch.hardware import GpuSample, sample_gpus, sample_until_free
 from launch.planning import Plan, Process
 from launch.reservations import reserved
@@ -335,7 +335,7 @@ def fleet(
 @contextlib.contextmanager
 def claim(run_dir: Path) -> Iterator[None]:
     """Holds `run_dir` for one fleet at a time; raises `InputError` where another has it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     with (run_dir / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from deltaserve import __version__
 from deltaserve.errors import InputError
 from launch import commands
-from launch.cache import write_atomically
+from launch.cache import make_folder, write_atomically
 from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, options, require
@@ -239,6 +239,7 @@ def check(made: Plan, *, gpus: bool = True) -> None:
 
     With `gpus` False the GPUs are left out: a topology can be checked where there are none.
     """
+    make_folder(made.run_dir)
     if is_shape(made.topology.model):
         write_shape(made.topology.model)
     write_plugin(made.plugin_dir)

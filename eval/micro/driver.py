@@ -20,6 +20,7 @@ import orjson
 import launch
 from deltaserve.errors import InputError
 from eval import provenance
+from launch.cache import make_folder
 from replay.client import Client, ClientOptions
 from replay.discovery import GUESSED_VOCAB_SIZE, find_engine, find_vocab_size
 from replay.plan import Planned
@@ -71,7 +72,7 @@ def bench(topology: launch.Topology, folder: Path, say: Any) -> Iterator[Bench]:
     """Brings the smallest part of `topology` up in `folder`; asks its worker, or the router where
     requests are separated. Writes `bench.json` beside the fleet's files."""
     topology = smallest(topology)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with launch.fleet(topology, folder, on_progress=say) as fleet:
         url = fleet.router_url if separated(topology) else fleet.workers[0].url
         if url is None:

@@ -62,6 +62,75 @@ def test_a_mistake_is_answered_in_one_line_and_exit_status_2(
     assert done.stdout == ""
 
 
+EXPERIMENT = """
+name = "e"
+trace.path = "{trace}"
+[[arms]]
+name = "a"
+topology = "{topology}"
+"""
+# Its worker is attached, so that no engine is needed.
+ATTACHED = """
+device = "cpu"
+model = "tiny-qwen3-moe"
+base_port = 0
+engine.name = "sglang"
+[[workers]]
+urls = ["http://127.0.0.1:9"]
+"""
+
+
+@pytest.mark.parametrize("command", ["run", "report", "picture", "import"])
+def test_an_output_below_a_file_is_answered_in_one_line(
+    make_run: Callable[..., Run], small_trace: Path, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "below"
+    if command == "run":
+        (tmp_path / "attached.toml").write_text(ATTACHED)
+        experiment = tmp_path / "e.toml"
+        topology = tmp_path / "attached.toml"
+        experiment.write_text(EXPERIMENT.format(trace=small_trace, topology=topology))
+        done = deltaserve("run", experiment, "--output", output)
+    elif command == "import":
+        source = tmp_path / "serving.jsonl"
+        lists = {"ttfts": [1.0], "itls": [[]], "input_lens": [5], "output_lens": [1]}
+        source.write_text(json.dumps({"duration": 1.0, **lists}))
+        done = deltaserve("import", "bench-serving", source, "--arm", "a", "--output", output)
+    elif command == "report":
+        make_run()
+        done = deltaserve("report", tmp_path / "runs", "--output", output / "report")
+    else:
+        make_run()
+        picture = ["--picture", output / "picture.png"]
+        done = deltaserve("report", tmp_path / "runs", "--output", tmp_path / "x", *picture)
+    assert done.returncode == 2
+    assert re.fullmatch(rf"error: {output}: cannot be made a folder: .*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "said"),
+    [
+        ('{"state": "complete"}', "arm: is missing"),
+        ("[]", "expected one JSON object, the manifest of a run"),
+        ("{", "not JSON"),
+        ('{"state": "complete", "arm": {}}', "arm.name: is missing"),
+        ('{"state": "complete", "arm": {"name": "a"}, "topology": 5}', "topology: input should"),
+        ('{"state": "complete", "arm": {"name": "a"}, "slo": {"ttft_s": -1}}', "slo.ttft_s: input"),
+    ],
+)
+def test_a_manifest_that_is_none_of_a_run_is_named(
+    tmp_path: Path, manifest: str, said: str
+) -> None:
+    (tmp_path / "runs").mkdir()
+    file = tmp_path / "runs" / "manifest.json"
+    file.write_text(manifest)
+    done = deltaserve("report", tmp_path / "runs", "--output", tmp_path / "report")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {file}: {said}")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_plan_lists_the_runs_in_order_and_starts_nothing(tmp_path: Path) -> None:
     output = tmp_path / "x"
     settings = ["--set", "repeats=1", "--set", "run_minutes=4"]

@@ -111,7 +111,7 @@ def test_imported_and_own_runs_make_one_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "file_format", "said"),
     [
-        ('{"duration": 1}', "bench-serving", "1: no 'ttfts'; expected a line .*--output-details"),
+        ('{"duration": 1}', "bench-serving", "1: input_lens: is missing .*--output-details$"),
         ("{", "bench-serving", "1: expected one JSON object a line"),
         ("[]", "aiperf", "1: expected a JSON object"),
         ('{"a": 1}', "aiperf", "1: not a record of AIPerf's profile_export.jsonl"),
@@ -125,3 +125,33 @@ def test_a_file_of_another_kind_is_answered_in_one_line(
     source.write_text(text)
     with pytest.raises(InputError, match=said):
         import_file(source, file_format, "a", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"output_lens": None}, r"output_lens: input should be a valid list"),
+        ({"input_lens": [100, "x", 300]}, r"input_lens\.1: input .* integer \(found 'x'\)"),
+        ({"input_lens": [100, -1, 300]}, r"input_lens\.1: input should be greater than or equal"),
+        ({"ttfts": 5}, r"ttfts: input should be a valid list \(found 5\)"),
+        ({"itls": [[0.1], [None], []]}, r"itls\.1\.0: input should be a valid number"),
+        ({"ttfts": [0.5]}, r"ttfts: 1 items, but input_lens has 3"),
+    ],
+)
+def test_a_wrong_field_of_bench_serving_is_named_and_nothing_is_written(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    source = tmp_path / "source.jsonl"
+    source.write_text(f"{json.dumps(SERVING)}\n{json.dumps(SERVING | change)}\n")
+    with pytest.raises(InputError, match=rf"source\.jsonl:2: {said}"):
+        import_file(source, "bench-serving", "a", tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("arm", ["../../zz", "/zz", "", "a b", "a@low"])
+def test_an_arm_is_named_as_in_an_experiment(tmp_path: Path, arm: str) -> None:
+    source = tmp_path / "source.jsonl"
+    source.write_text(json.dumps(SERVING))
+    with pytest.raises(InputError, match=rf"^--arm {arm}: "):
+        import_file(source, "bench-serving", arm, tmp_path / "o" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]

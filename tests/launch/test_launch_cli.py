@@ -45,6 +45,20 @@ def test_a_mistake_is_answered_in_one_line_with_status_2(arguments: list[str], s
     assert said in done.stderr
 
 
+@pytest.mark.parametrize("command", [["check"], ["up"], ["up", "--detach"]])
+@pytest.mark.parametrize("below", ["file", "file/below"])
+def test_a_run_folder_at_or_below_a_file_is_answered_in_one_line(
+    fake_python: Path, tmp_path: Path, command: list[str], below: str
+) -> None:
+    (tmp_path / "file").touch()
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    folder = str(tmp_path / below)
+    done = deltaserve(*command, "laptop-sglang", *fakes, "--run-dir", folder)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {folder}: cannot be made a folder: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_up_detached_then_status_then_down(fake_python: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
