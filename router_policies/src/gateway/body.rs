@@ -5,6 +5,7 @@
 //! Bodies are otherwise forwarded byte for byte. The scan follows JSON's structure but leaves the
 //! validation of values that routing does not need to the engine.
 
+use super::short_ids;
 use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use bytes::Bytes;
 use memchr::memchr2;
@@ -12,7 +13,6 @@ use smallvec::SmallVec;
 use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll};
-use wide::u8x16;
 
 /// Which request format a body follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -89,6 +89,10 @@ impl TokenRun {
             at: start,
             hasher,
         }
+    }
+
+    fn take_short_ids(&mut self, body: &[u8]) {
+        self.at = short_ids::take(body, self.at, &mut self.hasher);
     }
 }
 
@@ -282,91 +286,22 @@ impl<'a> Cursor<'a> {
             }
         }
         loop {
-            self.short_tokens(run);
             let token = self.token()?;
             match self.peek() {
                 Some(end @ (b',' | b']')) => {
                     run.hasher.push(token);
                     self.at += 1;
-                    run.at = self.at;
                     if end == b']' {
                         return Ok(());
                     }
+                    run.at = self.at;
+                    run.take_short_ids(self.bytes);
+                    self.at = run.at;
                 }
                 _ => return self.fail("',' or ']'"),
             }
         }
     }
-
-    /// Takes token ids of at most eight digits as long as each is followed by a comma, and has at
-    /// most one space before it. This is what makes prompts of 100,000 tokens cheap.
-    fn short_tokens(&mut self, run: &mut TokenRun) {
-        let mut ids = [0; 4 * MOST_IDS];
-        let mut count = 0;
-        let window = |at: usize| {
-            let from = at.checked_sub(LEAD_BYTES)?;
-            self.bytes.get(from..)?.first_chunk::<{ LEAD_BYTES + 64 }>()
-        };
-        let mut at = self.at;
-        while let Some(window) = window(at) {
-            let Some(room) = ids[count..].first_chunk_mut() else {
-                run.hasher.extend_digits(&ids[..count]);
-                count = 0;
-                continue;
-            };
-            let (more, taken) = ids_in(window, room);
-            count += more;
-            at += taken;
-            // Less than half of it taken: something else than short ids comes.
-            if taken < 32 {
-                break;
-            }
-        }
-        run.hasher.extend_digits(&ids[..count]);
-        if at > self.at {
-            self.at = at;
-            run.at = at;
-        }
-    }
-}
-
-/// Bytes before a window that are looked at with it: as many as an id may have.
-const LEAD_BYTES: usize = 8;
-/// Ids that 64 bytes can hold: a digit and a comma each.
-const MOST_IDS: usize = 32;
-
-/// Reads the digits of ids that end with a comma within the window, until something else comes;
-/// returns their number and the bytes that they took. Commas are found first, and each id is read from
-/// the eight bytes before its comma, so that none waits for the one before it.
-fn ids_in(window: &[u8; LEAD_BYTES + 64], ids: &mut [u64; MOST_IDS]) -> (usize, usize) {
-    const ZEROS: u64 = 0x3030_3030_3030_3030;
-    let mut commas = 0;
-    for (i, bytes) in window[LEAD_BYTES..].chunks_exact(16).enumerate() {
-        let mut lanes = [0; 16];
-        lanes.copy_from_slice(bytes);
-        let equal = u8x16::new(lanes).simd_eq(u8x16::splat(b','));
-        commas |= u64::from(equal.to_bitmask() as u16) << (16 * i);
-    }
-    let (mut count, mut taken) = (0, 0);
-    while commas != 0 {
-        let comma = (commas.trailing_zeros() & 63) as usize;
-        commas &= commas - 1;
-        let length = comma - taken - usize::from(window[LEAD_BYTES + taken] == b' ');
-        let mut word = [0; 8];
-        word.copy_from_slice(&window[comma..comma + 8]);
-        if !(1..=8).contains(&length) || count == MOST_IDS {
-            break;
-        }
-        // Bytes before the id become zeros in front of it.
-        let eight = (u64::from_le_bytes(word) ^ ZEROS) & (u64::MAX << (64 - 8 * length));
-        if (eight.wrapping_add(0x7676_7676_7676_7676) | eight) & 0x8080_8080_8080_8080 != 0 {
-            break;
-        }
-        ids[count] = eight;
-        count += 1;
-        taken = comma + 1;
-    }
-    (count, taken)
 }
 
 struct Object {
@@ -504,10 +439,9 @@ impl Scanner {
             run: None,
         };
         if let Some(run) = &mut self.run {
-            cursor.at = run.at;
             // Before the first id comes a bracket.
             if run.at > run.start {
-                cursor.short_tokens(run);
+                run.take_short_ids(begin);
             }
         } else if self.api != Api::Chat
             && self.searched < SEARCHED_BYTES

@@ -12,6 +12,7 @@ mod health;
 mod kv_events;
 mod load;
 mod metrics;
+mod short_ids;
 mod stream;
 
 use crate::config::{Config, WorkerSpec};

@@ -31,14 +31,14 @@ const MIX_STATE: u64 = 0xa076_1d64_78bd_642f;
 const MIX_UNIT: u64 = 0xe703_7ed1_a0b4_28db;
 
 /// One step of the chain: a folded 64 × 64 multiplication, as in wyhash.
-#[inline]
+#[inline(always)]
 pub fn step(state: u64, unit: u64) -> u64 {
     let product = u128::from(state ^ MIX_STATE) * u128::from(unit ^ MIX_UNIT);
     (product as u64) ^ ((product >> 64) as u64)
 }
 
 /// One step for two units.
-#[inline]
+#[inline(always)]
 fn step_two(state: u64, first: u64, second: u64) -> u64 {
     step(state ^ second, first)
 }
@@ -60,7 +60,8 @@ pub fn digits(token: u32) -> u64 {
 }
 
 /// Tokens a group of a chain.
-const GROUP_TOKENS: usize = 8;
+pub const GROUP_TOKENS: usize = 8;
+type Group = [u64; GROUP_TOKENS];
 /// Stands for the second token of a pair that has only one; no token's digits.
 const NO_TOKEN: u64 = u64::MAX;
 
@@ -89,7 +90,7 @@ impl Default for TokenChain {
 
 impl TokenChain {
     /// Takes a token's [`digits`].
-    #[inline]
+    #[inline(always)]
     pub fn push(&mut self, token: u64) {
         if self.folded.is_multiple_of(2) {
             self.odd = token;
@@ -105,24 +106,62 @@ impl TokenChain {
         }
     }
 
-    #[inline]
-    fn extend(&mut self, tokens: &[u64]) {
-        let begun = usize::from(self.folded);
-        let to_group = (GROUP_TOKENS - begun) % GROUP_TOKENS;
+    /// Tokens since the last full group.
+    #[inline(always)]
+    fn since_group(&self) -> usize {
+        usize::from(self.folded)
+    }
+
+    /// The tokens that end the group that has begun, whole groups, and what is left.
+    #[inline(always)]
+    fn by_groups<'a>(&self, tokens: &'a [u64]) -> (&'a [u64], &'a [Group], &'a [u64]) {
+        let to_group = (GROUP_TOKENS - self.since_group()) % GROUP_TOKENS;
         let (head, rest) = tokens.split_at(to_group.min(tokens.len()));
+        let (groups, tail) = rest.as_chunks();
+        (head, groups, tail)
+    }
+
+    #[inline(always)]
+    fn extend(&mut self, tokens: &[u64]) {
+        let (head, groups, tail) = self.by_groups(tokens);
         head.iter().for_each(|&token| self.push(token));
-        let mut groups = rest.chunks_exact(GROUP_TOKENS);
-        for group in &mut groups {
-            let pairs = group.chunks_exact(2);
-            let fold = pairs.fold(SEED_GROUP, |fold, two| step_two(fold, two[0], two[1]));
+        for group in groups {
+            let (pairs, _) = group.as_chunks();
+            let fold = pairs.iter().fold(SEED_GROUP, |fold, &[first, second]| {
+                step_two(fold, first, second)
+            });
             self.groups = step(self.groups, fold);
         }
-        let tail = groups.remainder();
         tail.iter().for_each(|&token| self.push(token));
     }
 
+    /// Appends the state after each token.
+    #[inline(always)]
+    fn extend_each(&mut self, tokens: &[u64], states: &mut Vec<u64>) {
+        let (head, groups, tail) = self.by_groups(tokens);
+        states.extend(head.iter().map(|&token| self.pushed(token)));
+        for group in groups {
+            let mut fold = SEED_GROUP;
+            let mut of_group = Group::default();
+            let (pairs, _) = group.as_chunks();
+            for (states, &[first, second]) in of_group.as_chunks_mut().0.iter_mut().zip(pairs) {
+                let odd = step_two(fold, first, NO_TOKEN);
+                fold = step_two(fold, first, second);
+                *states = [step(self.groups, odd), step(self.groups, fold)];
+            }
+            self.groups = of_group[GROUP_TOKENS - 1];
+            states.extend_from_slice(&of_group);
+        }
+        states.extend(tail.iter().map(|&token| self.pushed(token)));
+    }
+
+    fn pushed(&mut self, token: u64) -> u64 {
+        self.push(token);
+        self.state()
+    }
+
     /// The name of the tokens so far.
-    #[inline]
+    #[inline(always)]
     pub fn state(&self) -> u64 {
         match self.folded {
             0 => self.groups,
@@ -232,17 +271,19 @@ impl TokenHasher {
         }
     }
 
-    /// Takes tokens by their [`digits`].
-    #[inline]
+    /// Tokens since the last full group of the chain: what is best fed so that whole groups follow.
+    pub fn since_group(&self) -> usize {
+        self.chain.since_group()
+    }
+
+    /// Takes tokens by their [`digits`]. Inlined, to be compiled for the instructions of its caller.
+    #[inline(always)]
     pub fn extend_digits(&mut self, mut tokens: &[u64]) {
         self.hashes.length += tokens.len();
         // Local, so that it stays in registers.
         let mut chain = self.chain;
         if self.hashes.block == 1 {
-            self.hashes.states.extend(tokens.iter().map(|&token| {
-                chain.push(token);
-                chain.state()
-            }));
+            chain.extend_each(tokens, &mut self.hashes.states);
             self.chain = chain;
             return;
         }
