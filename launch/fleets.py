@@ -72,6 +72,8 @@ class _Member:
     started_s: float = 0.0
     ready_after_s: float | None = None
     exit_status: int | None = None
+    silence: str | None = None
+    """Why it does not count as ready yet."""
 
 
 @dataclass
@@ -222,7 +224,10 @@ class Fleet:
                 told_s = time.monotonic()
                 for member in starting:
                     waited_s = told_s - member.started_s
-                    self.on_progress(f"{member.plan.id}: starting, {waited_s:.0f} s")
+                    waiting_for = "starting"
+                    if member.plan.attached:
+                        waiting_for = f"{member.plan.health_url}: {member.silence}"
+                    self.on_progress(f"{member.plan.id}: {waiting_for}, {waited_s:.0f} s")
             time.sleep(_POLL_S)
 
     def _warm_up(self) -> None:
@@ -254,7 +259,8 @@ class Fleet:
         waited_s = time.monotonic() - member.started_s
         if member.plan.failures and (line := _said(member.plan.log, member.plan.failures)):
             self._fail(member, f"{member.plan.id}: the engine started without our plugin: {line}")
-        if _answers(member.plan.health_url):
+        member.silence = _silence(member.plan.health_url)
+        if member.silence is None:
             self._check_whose(member)
             if member.plan.unbind and member.running:
                 member.running.unbind()
@@ -263,7 +269,8 @@ class Fleet:
             self._tell(f"{member.plan.id}: ready after {waited_s:.0f} s")
             self._write()
         elif waited_s > self.plan.topology.ready_timeout_s:
-            self._fail(member, f"{member.plan.id} was not ready after {waited_s:.0f} s")
+            what = f"{member.plan.id} was not ready after {waited_s:.0f} s"
+            self._fail(member, f"{what}: {member.plan.health_url}: {member.silence}")
 
     def _check_whose(self, member: _Member) -> None:
         """Raises `FleetError` where the answer came from a process that is not of this fleet."""
@@ -277,8 +284,10 @@ class Fleet:
         member.state = self._state = "failed"
         member.exit_status = status
         self._write()
-        tail = log_tail(member.plan.log, _LOG_LINES)
         self._transcript.tell(what)
+        if member.plan.attached:
+            raise FleetError(what)
+        tail = log_tail(member.plan.log, _LOG_LINES)
         raise FleetError(f"{what}; the end of {member.plan.log}:\n{tail}")
 
     def _write(self) -> None:
@@ -380,14 +389,16 @@ def _record(member: _Member) -> dict[str, Any]:
     }
 
 
-def _answers(url: str) -> bool:
+def _silence(url: str) -> str | None:
+    """Why `url` does not count as answered, or None where it does."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=2.0)
     try:
         connection.request("GET", parts.path)
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
+        status = connection.getresponse().status
+        return None if status == 200 else f"HTTP {status}"
+    except (OSError, http.client.HTTPException) as error:
+        return str(error) or type(error).__name__
     finally:
         connection.close()
 

@@ -376,7 +376,7 @@ def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Proces
 def _attached(
     topology: Topology, group: WorkerGroup, number: int, at: int, run_dir: Path
 ) -> Process:
-    url = group.urls[at].rstrip("/")
+    url = group.urls[at]
     id_ = f"{group.role}-{number}"
     return Process(
         id=id_,

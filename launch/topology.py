@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
+from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -32,6 +34,21 @@ _Positive = Annotated[int, Field(gt=0)]
 _Port = Annotated[int, Field(gt=0, lt=65536)]
 _Gpu = Annotated[int, Field(ge=0)]
 _Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+def _http_url(text: str) -> str:
+    """`text` without a slash at its end, where it is what the router takes: ``http://HOST:PORT``"""
+    try:
+        parts = urlsplit(text)
+        wrong = parts.scheme != "http" or not parts.hostname or not parts.port
+    except ValueError:  # a port that is none
+        wrong = True
+    if wrong or "@" in text or " " in text or text.rstrip("/") != f"http://{parts.netloc}":
+        raise ValueError(f"expected http://HOST:PORT, not {text!r}")
+    return text.rstrip("/")
+
+
+_Url = Annotated[str, AfterValidator(_http_url)]
 
 
 class _Strict(BaseModel):
@@ -55,7 +72,7 @@ class WorkerGroup(_Strict):
 
     role: Role = "colocated"
     count: _Positive = 1
-    urls: tuple[_Text, ...] = ()
+    urls: tuple[_Url, ...] = ()
     bootstrap_ports: tuple[_Port, ...] = ()
     gpus: tuple[_Gpu, ...] = ()
     tensor_parallel: _Positive = 1

@@ -105,6 +105,12 @@ def sample(
                 f"{source}: no session begins within {begin_s:g} and {begin_s + window_s:g} s"
             )
         multi, single = _quotas(eligible, sample_ratio, max_single_turn_ratio)
+        if not multi + single:
+            raise InputError(
+                f"{source}: every conversation that begins in the window ({len(eligible):,}) has a "
+                f"single turn, and --max-single-turn-ratio {max_single_turn_ratio:g} lets a sample "
+                "hold such only beside others; give --max-single-turn-ratio 1"
+            )
         if thin == "sessions":
             chosen = _draw_sessions(eligible, multi, single, generator)
         else:

@@ -25,6 +25,7 @@ from eval.experiment import (
     Experiment,
     Prefixes,
     Replay,
+    Sample,
     Trace,
     load_experiment,
     plan_runs,
@@ -310,6 +311,19 @@ def test_a_missing_trace_is_named_before_anything_starts(
     with pytest.raises(InputError, match=r"trace\.path: .*small\.jsonl: no such file"):
         execute(experiment, tmp_path / "out", fakes)
     assert fakes.up == []
+
+
+def test_a_sample_of_single_turns_says_what_to_give(experiment: Experiment, tmp_path: Path) -> None:
+    prefixes = Prefixes(
+        requests=40, prefixes=4, prefix_tokens=64, suffix_tokens=32, output_tokens=4, block_size=32
+    )
+    trace = Trace(prefixes=prefixes, sample=Sample(sample_ratio=0.5))
+    changed = experiment.model_copy(update={"trace": trace})
+    with pytest.raises(InputError, match=r"^trace: .*; give --max-single-turn-ratio 1$"):
+        prepare_trace(changed, tmp_path / "out")
+    given = trace.sample.model_copy(update={"max_single_turn_ratio": 1.0}) if trace.sample else None
+    changed = experiment.model_copy(update={"trace": trace.model_copy(update={"sample": given})})
+    assert len(list(read_trace(prepare_trace(changed, tmp_path / "out")))) == 20
 
 
 def test_a_folder_that_is_not_ours_is_never_emptied(experiment: Experiment, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import http.server
 import json
+import socket
 import threading
 import tomllib
 import urllib.error
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from deltaserve.errors import InputError
-from launch import control, fleet
+from launch import FleetError, control, fleet
 from launch.engines import Engine
 from launch.planning import Plan, layout, plan, router_config
 from launch.topology import Topology, load_topology
@@ -62,6 +63,22 @@ def test_an_attached_worker_is_used_but_neither_started_nor_ended(
     again = fleet(topology, tmp_path / "run")
     with again as running:
         assert running.workers
+
+
+def test_an_attached_worker_that_does_not_answer_is_named_with_its_url_and_why(
+    tmp_path: Path,
+) -> None:
+    with socket.socket() as unheard:  # bound, so that nobody else answers there
+        unheard.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        overrides = [f'workers=[{{ urls = ["{url}"] }}]', "router.kind=none", "ready_timeout_s=0.1"]
+        topology = load_topology("laptop-sglang", overrides)
+        with (
+            pytest.raises(FleetError, match=rf"colocated-0 .*: {url}/health: .*refused") as error,
+            fleet(topology, tmp_path / "run"),
+        ):
+            pass
+    assert "the end of" not in str(error.value)  # it has no log here
 
 
 def test_attached_prefill_workers_are_told_apart_by_their_bootstrap_ports() -> None:

@@ -99,6 +99,21 @@ def test_a_wrong_override_is_answered_in_one_line(override: str, said: str) -> N
     assert said in one_line(error)
 
 
+NO_URLS = """10.0.0.2:30020 foo http://a http://a:0 http://a:99999 http://a:x http://:1 https://a:1
+tcp://a:1 http://a:1/v1 http://a:1?x http://u@a:1"""
+
+
+@pytest.mark.parametrize("url", NO_URLS.split())
+def test_an_attached_workers_url_is_what_the_router_takes(url: str) -> None:
+    with pytest.raises(InputError, match=re.escape(f"expected http://HOST:PORT, not {url!r}")):
+        load_topology("laptop-sglang", [f'workers.0={{ urls = ["http://a:1", "{url}"] }}'])
+
+
+def test_an_attached_workers_url_may_end_with_a_slash_and_be_of_ipv6() -> None:
+    topology = load_topology("laptop-sglang", ['workers.0.urls=["http://a:1/", "http://[::1]:2"]'])
+    assert topology.workers[0].urls == ("http://a:1", "http://[::1]:2")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

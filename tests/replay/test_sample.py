@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -84,6 +85,38 @@ def test_the_report_holds_the_statistics_of_both_traces(source: Path, tmp_path: 
     assert row["relative_change"] == pytest.approx(row["sample"] / row["source"] - 1)
     mean = report["statistics"]["input_tokens.mean"]
     assert mean["sample"] == after["input_tokens"]["mean"]
+
+
+@pytest.mark.parametrize("thin", ["families", "sessions"])
+def test_a_trace_of_single_turns_needs_leave_to_be_sampled(
+    tmp_path: Path, thin: Literal["families", "sessions"]
+) -> None:
+    path = tmp_path / "single.jsonl"
+    requests = [
+        Request(
+            request_id=f"r{i}",
+            session_id=f"s{i}",
+            turn=0,
+            timestamp_s=float(i),
+            input_length=32,
+            output_length=4,
+            block_size=16,
+            hash_ids=[0, i + 1],
+        )
+        for i in range(40)
+    ]
+    write_trace(path, iter(requests))
+    with pytest.raises(InputError, match=r"single\.jsonl: .*; give --max-single-turn-ratio 1$"):
+        sample(path, tmp_path / "s.jsonl", window_start_s=0.0, thin=thin)
+    report = sample(
+        path,
+        tmp_path / "s.jsonl",
+        window_start_s=0.0,
+        sample_ratio=0.25,
+        max_single_turn_ratio=1.0,
+        thin=thin,
+    )
+    assert report["chosen_conversations"] == 10
 
 
 def test_a_sample_that_lost_reuse_says_so(source: Path, tmp_path: Path) -> None:
