@@ -51,6 +51,19 @@ def install_command(
         print(engines.install(name, _say))
 
 
+@app.command("plugin", epilog="Example: deltaserve launch plugin ~/deltaserve-plugin")
+def plugin_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put it.")],
+) -> None:
+    """Put our SGLang plugin into a folder, for workers that you start by hand.
+
+    Prints what a worker's environment must hold so that its Python finds it.
+    """
+    folder = folder.expanduser().absolute()
+    planning.write_plugin(folder)
+    print(f'export PYTHONPATH={_quoted(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+
+
 @app.command("list", epilog="Example: deltaserve launch list")
 def list_command(as_json: _Json = False) -> None:
     """List the shipped topologies."""

@@ -271,6 +271,7 @@ def write_plugin(folder: Path) -> None:
     if spec is None or not spec.submodule_search_locations:
         raise InputError("the package sglang_ext is missing; install deltaserve again")
     source = Path(next(iter(spec.submodule_search_locations)))
+    make_folder(folder)
     link = folder / "sglang_ext"
     info = folder / f"deltaserve-{__version__}.dist-info"
     info.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ def deltaserve(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", ["install", "list", "check", "up", "status", "down"])
+@pytest.mark.parametrize("command", ["install", "plugin", "list", "check", "up", "status", "down"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     done = deltaserve(command, "--help")
     assert done.returncode == 0
@@ -43,6 +43,26 @@ def test_a_mistake_is_answered_in_one_line_with_status_2(arguments: list[str], s
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
+
+
+def test_a_worker_started_by_hand_finds_the_plugin_with_what_is_printed(tmp_path: Path) -> None:
+    done = deltaserve("plugin", str(tmp_path / "a folder"))
+    assert done.returncode == 0, done.stderr
+    find = (
+        "from importlib.metadata import entry_points\n"
+        "(found,) = entry_points(group='sglang.srt.plugins', name='deltaserve')\n"
+        "print(found.load().__module__)"
+    )
+    for before in ("", "/elsewhere"):
+        shell = f'{done.stdout}\n"{sys.executable}" -S -c "{find}"; echo "$PYTHONPATH"'
+        told = subprocess.run(
+            ["bash", "-c", shell], env={"PYTHONPATH": before}, capture_output=True, text=True
+        )
+        assert told.stdout.splitlines()[0] == "sglang_ext.plugin", told.stderr
+        assert told.stdout.splitlines()[1].split(":")[1:] == ([before] if before else [])
+    (tmp_path / "file").touch()
+    refused = deltaserve("plugin", str(tmp_path / "file"))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize("command", [["check"], ["up"], ["up", "--detach"]])
