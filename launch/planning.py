@@ -12,6 +12,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -34,6 +36,8 @@ from launch.rehearsal import rehearse
 from launch.topology import Role, Topology, WorkerGroup
 
 _ENGINES = {"sglang": sglang, "vllm": vllm}
+
+_ELASTIC_PREFIX = "DELTASERVE_ELASTIC_"
 
 # Variables of the caller that would point an engine at our own packages.
 _DROPPED = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH")
@@ -244,6 +248,7 @@ def check(made: Plan, *, gpus: bool = True) -> None:
         write_shape(made.topology.model)
     write_plugin(made.plugin_dir)
     _check_flags(made)
+    _check_elastic(made)
     check_free(made.ports)
     if gpus and made.gpu_plan:
         check_gpus(made.gpu_plan, made.topology.hardware, f"{made.topology.name}.toml")
@@ -434,6 +439,28 @@ def _check_flags(made: Plan) -> None:
                     f"{where}: {worker.id}: {about}: {spelled} cannot be {value!r}; "
                     f"expected one of: {', '.join(option.choices)}"
                 )
+
+
+def _check_elastic(made: Plan) -> None:
+    """Raises `InputError` where the plugin would refuse what an elastic worker's environment says;
+    the plugin is asked."""
+    asked: set[tuple[tuple[str, str], ...]] = set()
+    for worker in made.workers:
+        environment = worker.full_environment()
+        settings = tuple((k, v) for k, v in environment.items() if k.startswith(_ELASTIC_PREFIX))
+        if worker.role != "elastic" or worker.attached or not settings or settings in asked:
+            continue
+        asked.add(settings)
+        done = subprocess.run(
+            [sys.executable, "-c", "import sglang_ext.elastic"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            reason = (done.stderr.strip().splitlines() or ["the plugin does not import"])[-1]
+            raise InputError(f"{made.topology.name}.toml: {worker.id}: environment: {reason}")
 
 
 def _inherited() -> dict[str, str]:

@@ -170,6 +170,8 @@ class Topology(_Strict):
         sglang = self.engine.name == "sglang"
         if "elastic" in roles and not sglang:
             raise ValueError('workers: the role "elastic" is SGLang\'s only')
+        if "elastic" in roles and not self.decode_radix_cache:
+            raise ValueError("decode_radix_cache: an elastic worker prefills from its radix cache")
         if self.mixed_chunk and not sglang:
             raise ValueError("mixed_chunk: vllm always mixes; it is a key of SGLang's only")
         if self.kv_connector and (sglang or roles != {"colocated"}):

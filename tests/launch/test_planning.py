@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deltaserve.errors import InputError
 from launch.engines import Engine
-from launch.planning import Plan, layout, plan, router_config, write_plugin
+from launch.planning import Plan, check, layout, plan, router_config, write_plugin
 from launch.topology import load_topology
 
 SGLANG = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.17"})
@@ -187,6 +187,28 @@ def test_our_plugin_is_found_by_any_python_with_the_folder_on_its_path(tmp_path:
         check=True,
     )
     assert done.stdout.strip() == "sglang_ext.plugin"
+
+
+def test_an_elastic_workers_settings_are_held_against_the_plugin(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    fake = [f"engine.python={fake_python}", "base_port=0", "router.kind=none"]
+
+    def checked(*overrides: str) -> None:
+        check(plan(load_topology("laptop-sglang-elastic", [*fake, *overrides]), tmp_path / "run"))
+
+    checked("environment.DELTASERVE_ELASTIC_INTERFERENCE=mixed")
+    checked(
+        "workers.0.environment.DELTASERVE_ELASTIC_INTERFERENCE=foo"
+    )  # read by no prefill worker
+    for override, said in (
+        ("environment.DELTASERVE_ELASTIC_INTERFERENCE=foo", "INTERFERENCE='foo': expected one of"),
+        ('workers.1.environment.DELTASERVE_ELASTIC_TARGET_ITL_MS="x"', "ITL_MS='x': expected a nu"),
+    ):
+        with pytest.raises(
+            InputError, match=rf"elastic-0: environment: DELTASERVE_ELASTIC.*{said}"
+        ):
+            checked(override)
 
 
 def test_a_missing_engine_is_answered_with_the_command_that_installs_it() -> None:

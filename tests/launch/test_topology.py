@@ -99,6 +99,12 @@ def test_a_wrong_override_is_answered_in_one_line(override: str, said: str) -> N
     assert said in one_line(error)
 
 
+def test_an_elastic_worker_has_a_radix_cache() -> None:
+    with pytest.raises(InputError, match="decode_radix_cache: an elastic worker prefills from its"):
+        load_topology("elastic-1p1d", ["decode_radix_cache=false"])
+    assert not load_topology("pd-1p1d", ["decode_radix_cache=false"]).decode_radix_cache
+
+
 NO_URLS = """10.0.0.2:30020 foo http://a http://a:0 http://a:99999 http://a:x http://:1 https://a:1
 tcp://a:1 http://a:1/v1 http://a:1?x http://u@a:1"""
 
