@@ -114,11 +114,11 @@ def noise(series: Mapping[str, Sequence[Series]]) -> Noise:
         weight = len(points) - 1
         squares += weight * float(np.var(points, ddof=1))
         pairs = [
-            float(np.nanvar(one.draws - two.draws)) / 2
-            for i, one in enumerate(runs)
-            for two in runs[:i]
+            _variance(one.draws - two.draws) / 2 for i, one in enumerate(runs) for two in runs[:i]
         ]
-        session_part += weight * float(np.mean(pairs))
+        # Repeats without a session in common show nothing of it: all their spread is the runs'.
+        known = [value for value in pairs if math.isfinite(value)]
+        session_part += weight * float(np.mean(known)) if known else 0.0
         freedom += weight
     if freedom == 0:
         return Noise(float("nan"), float("nan"), 0)
@@ -170,7 +170,7 @@ def difference(
     )
     return Difference(
         value=float(np.mean([run.point for run in other]) - np.mean([run.point for run in base])),
-        session_variance=float(np.nanvar(draws)) * sessions / max(1, sessions - 1),
+        session_variance=_variance(draws) * sessions / max(1, sessions - 1),
         run_variance=spread.run_variance * (1 / len(base) + 1 / len(other)),
         session_freedom=sessions - 1,
         run_freedom=spread.freedom,
@@ -233,7 +233,7 @@ def _compare(
     sessions = table.loc[table["request_id"].isin(common), "session_id"].nunique()
     found = difference(base, other, spread, sessions)
     delta, half_width = found.value, found.half_width()
-    floor = spread.floor(len(base), len(other))
+    floor = spread.floor(len(base), len(other)) if common else float("nan")
     return Comparison(
         measure=measure,
         baseline=baseline,
@@ -326,6 +326,12 @@ def _better_share(
         return float("nan")
     two = two.reindex(one.index)
     return float(((two < one) if measure.lower_is_better else (two > one)).mean())
+
+
+def _variance(draws: Array) -> float:
+    """Of the draws that have a value; NaN where none has."""
+    known = draws[np.isfinite(draws)]
+    return float(np.var(known)) if len(known) else float("nan")
 
 
 def _t(freedom: int, p: float) -> float:

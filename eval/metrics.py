@@ -129,10 +129,6 @@ class Cell:
     decisions: list[DecisionRow]
     engines: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def error_share(self) -> float:
-        return sum(self.errors.values()) / self.n if self.n else float("nan")
-
 
 def pool(runs: Sequence[Run]) -> pd.DataFrame:
     """All requests of `runs`, with the column `run` numbering them from 0."""

@@ -344,16 +344,7 @@ def _claims(evidence: Evidence) -> list[tuple[str, str]]:
             "allowed for (Holm): look again before relying on it."
         )
         claims.append(("none", caution))
-    if evidence.comparisons and not judged:
-        claims.append(
-            (
-                "unjudged",
-                (
-                    "Differences are shown without a verdict: every arm ran once, so nothing shows "
-                    "how much a rerun would differ. Set repeats = 2 or more."
-                ),
-            )
-        )
+    claims += [("unjudged", words) for words in _unjudged(evidence)]
     for run, found in evidence.excluded:
         claims.append(
             (
@@ -364,6 +355,34 @@ def _claims(evidence: Evidence) -> list[tuple[str, str]]:
             )
         )
     return claims
+
+
+def _unjudged(evidence: Evidence) -> list[str]:
+    """Why arms have no verdict at all."""
+    found: list[str] = []
+    pairs: dict[tuple[str, str], list[Comparison]] = {}
+    for item in evidence.comparisons:
+        pairs.setdefault((item.baseline, item.arm), []).append(item)
+    once = all(len(cell.runs) == 1 for cell in evidence.cells)
+    shown = False
+    for (baseline, arm), items in pairs.items():
+        if not any(item.requests for item in items):
+            found.append(
+                f"{arm} against {baseline}: no request in common, so nothing compares them."
+            )
+        elif all(item.verdict is Verdict.UNJUDGED for item in items):
+            shown = True
+            if not once:
+                found.append(
+                    f"{arm} against {baseline} is shown without a verdict: the requests that both "
+                    "answered in every run are of too few sessions."
+                )
+    if shown and once:
+        found.append(
+            "Differences are shown without a verdict: every arm ran once, so nothing shows "
+            "how much a rerun would differ. Set repeats = 2 or more."
+        )
+    return found
 
 
 def _headline_section(evidence: Evidence) -> Section:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+from typing import Any
 
 from launch.commands import (
     Command,
@@ -76,7 +77,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_gib(topology, tokens))
     else:
         environment |= visible_gpus(place.gpus)
-        if topology.rdma_devices:
+        if topology.rdma_devices and topology.transfer_backend == "nixl":
             environment["UCX_NET_DEVICES"] = ",".join(f"{d}:1" for d in topology.rdma_devices)
     if shape:
         environment["HF_HUB_OFFLINE"] = "1"
@@ -88,11 +89,17 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
 
 
 def _connector(topology: Topology, role: Role) -> str:
-    """``--kv-transfer-config``; NIXL's connector is the same on both sides, Mooncake's is not."""
+    """``--kv-transfer-config``; NIXL's connector is the same on both sides, Mooncake's is not,
+    and is told its RDMA devices here (NIXL's by an environment variable)."""
     if topology.transfer_backend == "nixl":
         return json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
     roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
-    return json.dumps({"kv_connector": "MooncakeConnector", "kv_role": roles.get(role, "kv_both")})
+    config: dict[str, Any] = {"kv_connector": "MooncakeConnector"}
+    config["kv_role"] = roles.get(role, "kv_both")
+    if topology.rdma_devices:
+        devices = ",".join(topology.rdma_devices)
+        config["kv_connector_extra_config"] = {"device_name": devices}
+    return json.dumps(config)
 
 
 def _kv_gib(topology: Topology, tokens: int | None) -> int:

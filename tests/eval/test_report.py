@@ -125,6 +125,38 @@ def test_one_run_an_arm_gives_no_verdict_and_says_why(make_run: MakeRun, tmp_pat
     assert "worse" not in markdown.partition("## Headline")[0]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_arms_without_a_request_in_common_are_said_to_be(
+    run_writer: RunWriter, tmp_path: Path, repeats: int
+) -> None:
+    for arm in ("a", "b"):
+        for repeat in range(1, repeats + 1):
+            folder = run_writer(tmp_path / "runs", arm=arm, repeat=repeat)
+            results = folder / "requests.jsonl"
+            lines = [json.loads(line) for line in results.read_text().splitlines()]
+            for line in lines:
+                for key in ("request_id", "session_id"):
+                    line[key] = f"{arm}-{line[key]}"
+            results.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+            (folder / "trace.json").unlink()
+    evidence = gather(find_runs([tmp_path / "runs"]))
+    markdown = write_report(evidence, tmp_path / "report")[1].read_text()
+    assert "b against a: no request in common, so nothing compares them." in markdown
+    assert "ran once" not in markdown
+    assert {item.requests for item in evidence.comparisons} == {0}
+    assert not any(np.isfinite(item.noise_floor) for item in evidence.comparisons)
+
+
+def test_once_is_said_only_where_it_is_so(make_run: MakeRun, tmp_path: Path) -> None:
+    for arm in ("a", "b"):
+        for repeat in (1, 2):
+            make_run(arm=arm, repeat=repeat, sessions=1, workers=("w0",))
+    _, markdown = written(tmp_path / "runs")
+    assert "ran once" not in markdown
+    assert "b against a is shown without a verdict: the requests" in markdown
+
+
 def test_a_report_on_invalid_runs_only_says_so(make_run: MakeRun, tmp_path: Path) -> None:
     make_run(manifest={"state": "failed", "reason": "it burnt"})
     _, markdown = written(tmp_path / "runs")

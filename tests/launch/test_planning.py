@@ -163,6 +163,21 @@ def test_vllm_workers_that_exchange_kv_have_side_channels_of_their_own_on_a_cpu_
     ]
 
 
+@pytest.mark.parametrize("name", ["vllm-pd-1p1d", "vllm-2-mooncake-both"])
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_vllm_is_told_its_rdma_devices_as_each_connector_takes_them(
+    name: str, backend: str
+) -> None:
+    for devices in ((), ("mlx5_0", "mlx5_1")):
+        overrides = [f"transfer_backend={backend}", f"rdma_devices={json.dumps(devices)}"]
+        for worker in made(name, *overrides).workers:
+            config = json.loads(value_of(worker.argv, "--kv-transfer-config"))
+            told = config.get("kv_connector_extra_config", {}).get("device_name")
+            ucx = worker.environment.get("UCX_NET_DEVICES")
+            expected = {"nixl": (None, "mlx5_0:1,mlx5_1:1"), "mooncake": ("mlx5_0,mlx5_1", None)}
+            assert (told, ucx) == (expected[backend] if devices else (None, None))
+
+
 def test_only_vllm_workers_that_exchange_kv_on_a_cpu_are_freed_from_the_core_they_choose() -> None:
     def unbound(name: str, *overrides: str) -> list[bool]:
         return [worker.unbind for worker in made(name, *overrides).workers]
