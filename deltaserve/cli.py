@@ -44,7 +44,12 @@ def build_app(called: str | None) -> typer.Typer:
         else:
             room = typer.Typer()
             room.callback(invoke_without_command=True)(lambda: None)
-        app.add_typer(room, name=name, help=text)
+        callback = room.registered_callback and room.registered_callback.callback
+        if callback and callback.__doc__:
+            # `text` would take the place of the command's own words and examples.
+            app.add_typer(room, name=name, short_help=text)
+        else:
+            app.add_typer(room, name=name, help=text)
     return app
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,15 @@ class _RouteGroup(TyperGroup):
 route_app = typer.Typer(cls=_RouteGroup, add_completion=False, rich_markup_mode=None)
 policy_app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
-_WORKER_FIELDS: dict[str, type[str] | type[int] | type[float]] = {
+
+def _flag(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
+# SGLang's own default (0.5.17), which a prefill worker listens on that was told no other.
+_DEFAULT_BOOTSTRAP_PORT = 8998
+
+_WORKER_FIELDS: dict[str, Callable[[str], Any]] = {
     "role": str,
     "engine": str,
     "id": str,
@@ -37,6 +46,7 @@ _WORKER_FIELDS: dict[str, type[str] | type[int] | type[float]] = {
     "bootstrap_port": int,
     "kv_capacity_tokens": int,
     "page_size": int,
+    "prefix_cache": _flag,
     "kv_connector": str,
     "kv_events": str,
     "kv_events_replay": str,
@@ -60,31 +70,54 @@ def parse_worker(text: str) -> dict[str, Any]:
             worker[key] = _WORKER_FIELDS[key](value)
         except ValueError:
             raise InputError(f"--worker {text}: {key}: expected a number, not {value!r}") from None
+        except KeyError:
+            message = f"--worker {text}: {key}: expected true or false, not {value!r}"
+            raise InputError(message) from None
     return worker
 
 
 def translate_worker_flags(arguments: list[str]) -> list[str]:
-    """``--worker-urls URL...``, ``--prefill URL PORT`` and ``--decode URL`` as ``--worker`` flags;
+    """``--worker-urls URL...``, ``--prefill URL [PORT]`` and ``--decode URL`` as ``--worker``;
     raises InputError."""
     translated: list[str] = []
     rest = list(arguments)
     while rest:
-        flag = rest.pop(0)
-        if flag == "--worker-urls":
-            while rest and not rest[0].startswith("--"):
-                translated += ["--worker", rest.pop(0)]
-        elif flag == "--prefill":
-            if len(rest) < 2 or not rest[1].isdecimal():
-                raise InputError(f"--prefill {' '.join(rest[:2])}: expected URL BOOTSTRAP_PORT")
-            url, port, *rest = rest
-            translated += ["--worker", f"{url},role=prefill,bootstrap_port={port}"]
-        elif flag == "--decode":
-            if not rest:
-                raise InputError("--decode: expected URL")
-            translated += ["--worker", f"{rest.pop(0)},role=decode"]
-        else:
-            translated.append(flag)
+        argument = rest.pop(0)
+        flag, separator, value = argument.partition("=")
+        if flag not in ("--worker-urls", "--prefill", "--decode"):
+            translated.append(argument)
+            continue
+        values = [value] if separator else []
+        while rest and not rest[0].startswith("-"):
+            values.append(rest.pop(0))
+        if not values or not values[0]:
+            raise InputError(f"{flag}: expected URL{_EXPECTED_AFTER_URL.get(flag, '')}")
+        translated += [
+            word for worker in _workers_of(flag, values) for word in ("--worker", worker)
+        ]
     return translated
+
+
+_EXPECTED_AFTER_URL = {"--prefill": " [BOOTSTRAP_PORT]", "--worker-urls": "..."}
+
+
+def _workers_of(flag: str, values: list[str]) -> list[str]:
+    if flag == "--worker-urls":
+        return values
+    url, *more = values
+    if flag == "--decode":
+        if more:
+            raise InputError(f"--decode {' '.join(values)}: expected one URL")
+        return [f"{url},role=decode"]
+    port = more[0] if more else "none"
+    if port.lower() == "none":
+        port = str(_DEFAULT_BOOTSTRAP_PORT)
+    if len(more) > 1 or not port.isdecimal():
+        raise InputError(
+            f"--prefill {' '.join(values)}: expected URL [BOOTSTRAP_PORT] (the worker's "
+            f"--disaggregation-bootstrap-port; without one it is {_DEFAULT_BOOTSTRAP_PORT})"
+        )
+    return [f"{url},role=prefill,bootstrap_port={port}"]
 
 
 @route_app.callback(invoke_without_command=True)
@@ -105,6 +138,32 @@ def route(
     policy_param: Annotated[
         list[str] | None, typer.Option(help="key=value; repeat for each parameter.")
     ] = None,
+    worker_urls: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL...", help="Workers that prefill and decode (SGLang's router)."),
+    ] = None,
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL [PORT]",
+            help="A prefill worker and its bootstrap port (8998 if none is given); repeat.",
+        ),
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="A decode worker; repeat.")
+    ] = None,
+    pd_disaggregation: Annotated[
+        bool,
+        typer.Option(
+            "--pd-disaggregation",
+            help="Says that there are --prefill and --decode workers, which is known without it.",
+        ),
+    ] = False,
+    prefill_policy: Annotated[
+        str | None,
+        typer.Option(help="As --decode-policy: one policy chooses both workers here."),
+    ] = None,
+    decode_policy: Annotated[str | None, typer.Option(help="As --prefill-policy.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     decision_log: Annotated[
@@ -119,12 +178,16 @@ def route(
 ) -> None:
     """Run the router until Ctrl-C or SIGTERM.
 
-    Example: deltaserve route --worker http://127.0.0.1:30000,role=prefill,bootstrap_port=8998
-    --worker http://127.0.0.1:30001,role=decode --policy pd --port 8000
+    \b
+    Examples:
+      deltaserve route --config router.toml
+      deltaserve route --policy unified --worker http://127.0.0.1:30000
+      deltaserve route --prefill http://127.0.0.1:30000 8998 --decode http://127.0.0.1:30001
 
-    The worker flags of SGLang's router work too: --worker-urls URL..., --prefill URL
-    BOOTSTRAP_PORT, --decode URL. With prefill workers and no --policy, the policy is pd.
+    With prefill workers and no --policy, the policy is pd. docs/router.md has the settings of
+    router.toml.
     """
+    del worker_urls, prefill, decode  # shown in the help; _RouteGroup made them --worker flags
     try:
         settings: dict[str, Any] = json.loads(_core.load_config(config)) if config else {}
     except ValueError as error:
@@ -132,6 +195,7 @@ def route(
     workers = [parse_worker(text) for text in worker or []]
     if workers:
         settings["workers"] = workers
+    policy = _one_policy(policy, prefill_policy, decode_policy)
     for key, value in (("policy", policy), ("host", host), ("port", port)):
         if value is not None:
             settings[key] = value
@@ -142,6 +206,9 @@ def route(
     for key, path in (("decision_log", decision_log), ("tokenizer", tokenizer)):
         if path is not None:
             settings[key] = str(path)
+    roles = {worker.get("role") for worker in settings.get("workers", [])}
+    if pd_disaggregation and not ("prefill" in roles and roles & {"decode", "elastic"}):
+        raise InputError("--pd-disaggregation: expected --prefill and --decode workers")
     if any(worker.get("role") == "prefill" for worker in workers):
         settings.setdefault("policy", "pd")
     decide = None
@@ -157,13 +224,30 @@ def route(
         return
 
 
+def _one_policy(policy: str | None, of_prefill: str | None, of_decode: str | None) -> str | None:
+    """The policy that chooses both workers of a pair; raises InputError where they differ."""
+    if of_prefill is None and of_decode is None:
+        return policy
+    both = {of_prefill or policy, of_decode or policy}
+    if len(both) == 1 and None not in both:
+        return both.pop()
+    raise InputError(
+        "--prefill-policy, --decode-policy: one policy chooses both workers here: give the same "
+        "name to both, or --policy alone (pd, for instance)"
+    )
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(text)
+
+
 def _parse_param(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator:
         raise InputError(f"--policy-param {text}: expected key=value")
     try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
+        return key, json.loads(value, parse_constant=_no_number)  # nan is no number here
+    except ValueError:
         return key, value
 
 

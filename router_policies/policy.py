@@ -132,11 +132,13 @@ class Policy(Protocol):
 def load(name: str, params: dict[str, Any]) -> Callable[[str], str]:
     """The policy ``package.module:Class`` as the Rust core calls it; raises InputError."""
     module_name, _, class_name = name.partition(":")
+    if not (module_name and class_name):
+        raise InputError(f"--policy {name}: expected package.module:Class")
     try:
         policy_class = getattr(importlib.import_module(module_name), class_name)
         policy: Policy = policy_class(**params)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise InputError(f"--policy {name}: {error}") from None
+    except Exception as error:  # the user's own code may raise whatever it likes
+        raise InputError(f"--policy {name}: {_in_one_line(error)}") from None
     if not callable(getattr(policy, "decide", None)):
         raise InputError(f"--policy {name}: expected a class with decide(view)")
 
@@ -151,6 +153,14 @@ def load(name: str, params: dict[str, Any]) -> Callable[[str], str]:
         )
 
     return decide
+
+
+def _in_one_line(error: Exception) -> str:
+    """The error with its type, unless its message says enough alone."""
+    text = " ".join(str(error).split())
+    if text and isinstance(error, ImportError | AttributeError | TypeError | InputError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _view(text: str) -> View:

@@ -1,9 +1,84 @@
 //! The router's configuration: what `router.toml` and the command line may say, and nothing else.
 
 use crate::policy::Role;
+use hyper::http::uri::Authority;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
+use std::fmt::Display;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
+
+/// Times beyond this are a mistake, or meant for ever.
+const MAX_S: f64 = 7.0 * 86_400.0;
+/// Shorter ones would keep a processor busy.
+const MIN_S: f64 = 0.001;
+const SPEEDS_TOKENS_PER_S: RangeInclusive<f64> = 0.001..=1e9;
+
+/// Reads `T` from a tree of JSON.
+///
+/// # Errors
+/// One line that names the field and what was expected.
+pub fn read<T: DeserializeOwned>(tree: serde_json::Value) -> Result<T, String> {
+    serde_path_to_error::deserialize(tree)
+        .map_err(|error| described(error.path(), &error.inner().to_string()))
+}
+
+/// serde's message with the field that it is about.
+fn described(path: &serde_path_to_error::Path, message: &str) -> String {
+    let message = plainly(message);
+    // Where a key is unknown or missing, the path is that of the table that has it or has it not.
+    match path.to_string().as_str() {
+        "." => message,
+        path if message.starts_with("unknown field") => {
+            let table = path.rsplit_once('.').map_or("", |(table, _)| table);
+            let separator = if table.is_empty() { "" } else { ": " };
+            format!("{table}{separator}{message}")
+        }
+        path => format!("{path}: {message}"),
+    }
+}
+
+/// serde's message, in one line, with its names for Rust's types as what a person would write.
+fn plainly(message: &str) -> String {
+    let mut text = message.replace('\n', " ");
+    for (rusts, plain) in [
+        ("expected u16", "expected a whole number from 0 to 65535"),
+        ("expected u64", "expected a whole number"),
+        ("expected usize", "expected a whole number"),
+        ("expected f64", "expected a number"),
+        ("expected path string", "expected a path"),
+        ("expected a string", "expected text"),
+        ("expected a boolean", "expected true or false"),
+    ] {
+        text = text.replace(rusts, plain);
+    }
+    text
+}
+
+/// Checks that `value` lies in `range`; the error names the field.
+fn within<T: PartialOrd + Display>(
+    field: &str,
+    value: T,
+    range: RangeInclusive<T>,
+) -> Result<(), String> {
+    if range.contains(&value) {
+        return Ok(());
+    }
+    let (least, most) = range.into_inner();
+    Err(format!(
+        "{field}: expected a number from {least} to {most}, not {value}"
+    ))
+}
+
+/// The host of `HOST:PORT`.
+fn host_of(authority: &str) -> Option<String> {
+    let parsed = authority.parse::<Authority>().ok()?;
+    let is_whole = parsed.port_u16().is_some_and(|port| port > 0)
+        && !matches!(parsed.host(), "" | "*")
+        && !authority.contains('@');
+    is_whole.then(|| parsed.host().to_owned())
+}
 
 /// What a worker speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -103,13 +178,23 @@ impl WorkerSpec {
             return fail("url", "expected http://HOST:PORT");
         };
         let authority = rest.trim_end_matches('/');
-        let host = match authority.parse::<hyper::http::uri::Authority>() {
-            Ok(parsed) if parsed.port().is_some() => parsed.host().to_owned(),
-            _ => return fail("url", "expected http://HOST:PORT"),
+        let Some(host) = host_of(authority) else {
+            return fail("url", "expected http://HOST:PORT");
         };
-        if self.page_size == 0 {
-            return fail("page_size", "expected at least 1 token");
-        }
+        let prefixed = |error: String| format!("worker {name}: {error}");
+        within("page_size", self.page_size, 1..=1 << 20).map_err(prefixed)?;
+        within(
+            "kv_capacity_tokens",
+            self.kv_capacity_tokens.unwrap_or(1),
+            1..=1 << 40,
+        )
+        .map_err(prefixed)?;
+        within(
+            "bootstrap_port",
+            self.bootstrap_port.unwrap_or(1),
+            1..=u16::MAX,
+        )
+        .map_err(prefixed)?;
         if self.role == Role::Prefill
             && self.engine == Engine::Sglang
             && self.bootstrap_port.is_none()
@@ -136,7 +221,9 @@ impl WorkerSpec {
             ("kv_events", &self.kv_events),
             ("kv_events_replay", &self.kv_events_replay),
         ] {
-            if value.as_ref().is_some_and(|v| !v.starts_with("tcp://")) {
+            if let Some(value) = value
+                && value.strip_prefix("tcp://").and_then(host_of).is_none()
+            {
                 return fail(field, "expected tcp://HOST:PORT");
             }
         }
@@ -147,8 +234,8 @@ impl WorkerSpec {
                 self.paced_prefill_tokens_per_s,
             ),
         ] {
-            if value.is_some_and(|v| !(v.is_finite() && v > 0.0)) {
-                return fail(field, "expected a positive number");
+            if let Some(value) = value {
+                within(field, value, SPEEDS_TOKENS_PER_S).map_err(prefixed)?;
             }
         }
         if self.bootstrap_port.is_some() && self.bootstrap_host.is_none() {
@@ -205,7 +292,7 @@ pub struct Config {
     /// Larger request bodies are refused with 413.
     #[serde(default = "default_max_body_bytes")]
     pub max_body_bytes: usize,
-    /// From dispatch to the end of the answer.
+    /// From a request's headers to the end of its answer, whatever the client does.
     #[serde(default = "default_request_timeout_s")]
     pub request_timeout_s: f64,
     #[serde(default = "default_connect_timeout_s")]
@@ -326,19 +413,55 @@ impl Config {
     pub fn from_file(path: &Path) -> Result<Self, String> {
         let shown = path.display();
         let text = std::fs::read_to_string(path).map_err(|error| format!("{shown}: {error}"))?;
-        let mut config: Self = toml::from_str(&text).map_err(|error| {
-            let line = error
-                .span()
-                .map_or(1, |span| 1 + text[..span.start].matches('\n').count());
-            let message = error.message().replace('\n', " ");
-            format!("{shown}:{line}: {message}")
+        let mut config = Self::from_toml(&text).map_err(|(line, message)| match line {
+            Some(line) => format!("{shown}:{line}: {message}"),
+            None => format!("{shown}: {message}"),
         })?;
+        let checked = config.clone().normalise();
+        checked.map_err(|error| format!("{shown}: {error}"))?;
         if let Some(folder) = path.parent() {
             for named in [&mut config.decision_log, &mut config.tokenizer] {
                 *named = named.take().map(|path| folder.join(path));
             }
         }
         Ok(config)
+    }
+
+    /// Reads TOML; an error comes with its line.
+    fn from_toml(text: &str) -> Result<Self, (Option<usize>, String)> {
+        let line = |error: &toml::de::Error| {
+            let begin = error.span()?.start;
+            Some(1 + text.get(..begin)?.matches('\n').count())
+        };
+        let table = toml::Deserializer::parse(text)
+            .map_err(|error| (line(&error), plainly(error.message())))?;
+        serde_path_to_error::deserialize(table).map_err(|error| {
+            let message = described(error.path(), error.inner().message());
+            (line(error.inner()), message)
+        })
+    }
+
+    /// Reads JSON.
+    ///
+    /// # Errors
+    /// One line that names the field and what was expected.
+    pub fn from_json(text: &str) -> Result<Self, String> {
+        // Errors of a tree that has been read have no place in a text that no person wrote.
+        let tree: serde_json::Value =
+            serde_json::from_str(text).map_err(|error| error.to_string())?;
+        read(tree.clone()).map_err(|error| {
+            // People know a worker by its name, not by its place in the list.
+            let named = || {
+                let (index, rest) = error.strip_prefix("workers[")?.split_once(']')?;
+                let worker = tree.get("workers")?.get(index.parse::<usize>().ok()?)?;
+                let name = worker.get("id").or(worker.get("url"))?.as_str()?;
+                Some(format!(
+                    "worker {name}: {}",
+                    rest.trim_start_matches(['.', ':', ' '])
+                ))
+            };
+            named().unwrap_or(error)
+        })
     }
 
     /// Checks every field and fills in what follows from others.
@@ -355,26 +478,27 @@ impl Config {
         if let Some(worker) = self.workers.iter().find(|w| !ids.insert(&w.id)) {
             return Err(format!("worker {}: id: given twice", worker.id));
         }
-        for (field, value) in [
-            ("request_timeout_s", self.request_timeout_s),
-            ("connect_timeout_s", self.connect_timeout_s),
-            ("health_interval_s", self.health_interval_s),
-            ("queue_timeout_s", self.queue_timeout_s),
+        for (field, value, least_s) in [
+            ("request_timeout_s", self.request_timeout_s, MIN_S),
+            ("connect_timeout_s", self.connect_timeout_s, MIN_S),
+            ("health_interval_s", self.health_interval_s, MIN_S),
+            ("queue_timeout_s", self.queue_timeout_s, MIN_S),
+            ("drain_timeout_s", self.drain_timeout_s, 0.0),
         ] {
-            if !(value.is_finite() && value > 0.0) {
-                return Err(format!("{field}: expected a positive number, not {value}"));
-            }
+            within(field, value, least_s..=MAX_S)?;
         }
-        for (field, value) in [
-            ("threads", self.threads),
-            ("max_inflight", self.max_inflight),
+        if self.load_interval_s != 0.0 {
+            within("load_interval_s", self.load_interval_s, MIN_S..=MAX_S)
+                .map_err(|error| format!("{error}; 0 asks for none"))?;
+        }
+        for (field, value, range) in [
+            ("threads", self.threads, 1..=1024),
+            ("max_body_bytes", self.max_body_bytes, 1..=1 << 32),
+            ("retries", self.retries, 0..=1000),
+            ("max_inflight", self.max_inflight, 1..=1_000_000),
+            ("max_queued", self.max_queued, 0..=1_000_000),
         ] {
-            if value == 0 {
-                return Err(format!("{field}: expected at least 1"));
-            }
-        }
-        if !(self.load_interval_s.is_finite() && self.load_interval_s >= 0.0) {
-            return Err("load_interval_s: expected 0 or a positive number".to_owned());
+            within(field, value, range)?;
         }
         Ok(self)
     }
@@ -440,9 +564,106 @@ mod tests {
                 "[[workers]]\nurl = \"http://a:1\"\n[[workers]]\nurl = \"http://a:1\"",
                 "given twice",
             ),
+            (
+                "[[workers]]\nurl = \"http://a:99999\"",
+                "url: expected http://HOST:PORT",
+            ),
+            ("[[workers]]\nurl = 7", "router.toml:2: workers[0].url: "),
+            (
+                "[[workers]]\nurl = \"http://a:1\"\nrole = \"cook\"",
+                "router.toml:3: workers[0].role: unknown variant `cook`",
+            ),
+            (
+                "[[workers]]\nurl = \"http://a:1\"\nbootstrap_port = 99999",
+                "bootstrap_port: invalid value: integer `99999`, expected a whole number from 0 to 65535",
+            ),
+            (
+                "[[workers]]\nurl = \"http://a:1\"\nbootstrap_port = 0",
+                "worker http://a:1: bootstrap_port: expected a number from 1 to 65535, not 0",
+            ),
+            (
+                "[[workers]]\nurl = \"http://a:1\"\nkv_events = \"tcp://foo\"",
+                "kv_events: expected tcp://HOST:PORT",
+            ),
+            (
+                "[[workers]]\nurl = \"http://a:1\"\nkv_events_replay = \"tcp://*:5557\"",
+                "kv_events_replay: expected tcp://HOST:PORT",
+            ),
+            (
+                "[[workers]]\nurl = \"http://a:1\"\nprefill_tokens_per_s = nan",
+                "prefill_tokens_per_s: expected a number from 0.001",
+            ),
+            ("port = 99999", "router.toml:1: port: invalid value"),
+            ("drain_timeout_s = nan", "drain_timeout_s: expected"),
+            ("drain_timeout_s = -1.0", "drain_timeout_s: expected"),
+            ("load_interval_s = 1e300", "load_interval_s: expected"),
+            ("health_interval_s = 1e-300", "health_interval_s: expected"),
+            ("request_timeout_s = inf", "request_timeout_s: expected"),
+            ("connect_timeout_s = 0.0", "connect_timeout_s: expected"),
+            (
+                "queue_timeout_s = \"long\"",
+                "queue_timeout_s: invalid type",
+            ),
+            (
+                "threads = 100000",
+                "threads: expected a number from 1 to 1024, not 100000",
+            ),
+            ("threads = -1", "threads: invalid value"),
+            ("max_inflight = 0", "max_inflight: expected"),
+            ("max_queued = 10000000", "max_queued: expected"),
+            ("max_body_bytes = 0", "max_body_bytes: expected"),
+            ("retries = 100000", "retries: expected"),
         ] {
             let error = parse(text).expect_err(text);
             assert!(error.contains(expected), "{error}");
+            assert!(
+                error.contains("router.toml") && !error.contains('\n'),
+                "{error}"
+            );
+            for rusts in ["u16", "f64", "usize"] {
+                assert!(!error.contains(rusts), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_error_in_json_names_the_worker_and_the_field() {
+        for (text, expected) in [
+            (
+                r#"{"workers": [{"url": "http://a:1"}, {"url": "http://b:1", "role": "cook"}]}"#,
+                "worker http://b:1: role: unknown variant `cook`",
+            ),
+            (
+                r#"{"workers": [{"url": "http://a:1", "id": "w", "colour": 1}]}"#,
+                "worker w: unknown field `colour`",
+            ),
+            (r#"{"port": 99999}"#, "port: invalid value: integer `99999`"),
+        ] {
+            let error = Config::from_json(text).expect_err(text);
+            assert!(error.starts_with(expected), "{error}");
+            assert!(!error.contains("column"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_policys_parameter_is_named() {
+        for (params, expected) in [
+            (
+                serde_json::json!({"overload_factor": "abc"}),
+                "policy_params: overload_factor: invalid type: string \"abc\", expected a number",
+            ),
+            (
+                serde_json::json!({"overload_factor": -1}),
+                "policy_params: overload_factor: expected a number of 0 or more, not -1",
+            ),
+            (
+                serde_json::json!({"factor": 1}),
+                "policy_params: unknown field `factor`, expected",
+            ),
+        ] {
+            let built = crate::policy::build("unified", params);
+            let error = built.err().expect("refused");
+            assert!(error.starts_with(expected), "{error}");
         }
     }
 }

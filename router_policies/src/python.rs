@@ -43,14 +43,15 @@ fn serve(
     announce: Py<PyAny>,
     decide: Option<Py<PyAny>>,
 ) -> PyResult<()> {
-    let config: Config =
-        serde_json::from_str(config).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let config = Config::from_json(config)
+        .and_then(Config::normalise)
+        .map_err(PyValueError::new_err)?;
     let _ = env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info"))
         .format_target(false)
         .try_init();
     py.detach(|| {
         let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(config.threads.max(1))
+            .worker_threads(config.threads)
             .enable_all()
             .build()
             .map_err(|error| PyOSError::new_err(error.to_string()))?;

@@ -18,6 +18,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name)
@@ -52,11 +54,46 @@ struct Ends {
     error_event: AtomicUsize,
     refused: AtomicUsize,
     left: AtomicUsize,
+    /// Clients that read nothing, or sent half of their request, until the router had enough.
+    cut_off: AtomicUsize,
+}
+
+/// A client that asks for more than sockets hold and reads none of it, or that never sends the rest of
+/// its request. It waits for ever: the router must end it.
+async fn stubborn_request(url: &str, reads: bool) {
+    let mut socket = TcpStream::connect(url.trim_start_matches("http://"))
+        .await
+        .expect("a connection");
+    let (body, announced) = if reads {
+        (r#"{"input_ids": [1, 2"#, 1000)
+    } else {
+        let body = r#"{"input_ids": [1, 2], "user": "flood", "stream": true}"#;
+        (body, body.len())
+    };
+    let head = format!(
+        "POST /generate HTTP/1.1\r\nhost: r\r\nconnection: close\r\ncontent-length: {announced}\r\n\r\n"
+    );
+    let _ = socket.write_all((head + body).as_bytes()).await;
+    let mut answer = Vec::new();
+    if reads {
+        let _ = socket.read_to_end(&mut answer).await;
+        assert!(answer.starts_with(b"HTTP/1.1 408"), "it is told why");
+        return;
+    }
+    // Writing, not reading, shows when the router has closed its end.
+    while socket.write_all(b"\r\n").await.is_ok() {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 /// One client request; every path through it is one way to end.
 async fn one_request(url: String, seed: u64, ends: Arc<Ends>) {
     let mut random = fastrand::Rng::with_seed(seed);
+    if random.u32(0..30) == 0 {
+        stubborn_request(&url, random.bool()).await;
+        ends.cut_off.fetch_add(1, Ordering::SeqCst);
+        return;
+    }
     let stream = random.bool();
     let body = match random.u32(0..20) {
         0 => b"{\"input_ids\": [1, 2".to_vec(),
@@ -267,12 +304,14 @@ async fn seeded_faults_leave_nothing_behind() {
     let total = counted(&ends.complete)
         + counted(&ends.error_event)
         + counted(&ends.refused)
-        + counted(&ends.left);
+        + counted(&ends.left)
+        + counted(&ends.cut_off);
     assert_eq!(
         total, sent,
         "every request ends in exactly one way, seed {seed}"
     );
     assert!(counted(&ends.complete) > 0 && counted(&ends.left) > 0 && counted(&ends.refused) > 0);
+    assert!(counted(&ends.cut_off) > 0);
     stop.send(()).expect("it serves");
     serving.await.expect("no panic");
     drop(fleet);
@@ -291,11 +330,12 @@ async fn seeded_faults_leave_nothing_behind() {
     assert_eq!(finishes.len(), decisions, "every decision finishes");
     assert!(finishes.values().all(|&count| count == 1), "once");
     println!(
-        "{sent} requests, {decisions} decisions: {} complete, {} error events, {} refused, {} left",
+        "{sent} requests, {decisions} decisions: {} complete, {} error events, {} refused, {} left, {} cut off",
         counted(&ends.complete),
         counted(&ends.error_event),
         counted(&ends.refused),
-        counted(&ends.left)
+        counted(&ends.left),
+        counted(&ends.cut_off)
     );
     std::fs::remove_dir_all(&folder).expect("removed");
 }

@@ -1055,3 +1055,163 @@ async fn with_a_token_only_its_bearer_changes_the_workers() {
     }
     assert_eq!(router.get("/workers").await.0, StatusCode::OK);
 }
+
+/// A connection on which a request has been sent, and nothing is read unless the test does it.
+async fn raw(router: &Router, request: &str) -> tokio::net::TcpStream {
+    use tokio::io::AsyncWriteExt;
+    let address = router.url.trim_start_matches("http://");
+    let mut socket = tokio::net::TcpStream::connect(address)
+        .await
+        .expect("a connection");
+    socket
+        .write_all(request.as_bytes())
+        .await
+        .expect("it is sent");
+    socket
+}
+
+/// What is on its way to the client, until the router closes the connection.
+async fn rest(mut socket: tokio::net::TcpStream) -> String {
+    use tokio::io::AsyncReadExt;
+    let mut bytes = Vec::new();
+    // A connection that was cut off may end with an error.
+    let _ = socket.read_to_end(&mut bytes).await;
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+fn post_text(body: &str) -> String {
+    format!(
+        "POST /generate HTTP/1.1\r\nhost: r\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    )
+}
+
+async fn hurried_router(mock: &MockWorker, config: Config) -> Router {
+    Router::with(Config {
+        policy: "round_robin".to_owned(),
+        workers: vec![worker(mock, "w", "colocated")],
+        request_timeout_s: 0.7,
+        ..config
+    })
+    .await
+}
+
+#[tokio::test]
+async fn at_the_deadline_a_client_that_does_not_read_loses_its_stream_and_its_worker() {
+    let mock = MockWorker::start().await;
+    let log = std::env::temp_dir().join(format!("router-unread-{:x}.jsonl", fastrand::u64(..)));
+    let config = Config {
+        decision_log: Some(log.clone()),
+        ..Config::default()
+    };
+    let router = hurried_router(&mock, config).await;
+    let body = json!({"input_ids": [1], "user": "flood", "stream": true});
+    let socket = raw(&router, &post_text(&body.to_string())).await;
+    until("it is reserved", || !router.fleet.is_idle()).await;
+    router.idle().await;
+    until("the worker is told", || {
+        mock.behaviour.aborted.load(Ordering::SeqCst) == 1
+    })
+    .await;
+    let text = rest(socket).await;
+    assert!(
+        !text.ends_with("0\r\n\r\n"),
+        "the client can tell that it is not whole"
+    );
+    let finish = || {
+        let lines = std::fs::read_to_string(&log).unwrap_or_default();
+        let last = lines.lines().last().unwrap_or_default();
+        serde_json::from_str(last).unwrap_or(Value::Null)
+    };
+    until("it is logged", || finish()["event"] == "finish").await;
+    assert_eq!(finish()["outcome"], "timeout");
+    std::fs::remove_file(&log).expect("removed");
+}
+
+#[tokio::test]
+async fn a_client_that_reads_on_is_told_by_an_event_that_its_time_is_over() {
+    let mock = MockWorker::start().await;
+    mock.behaviour.tokens.store(1_000_000, Ordering::SeqCst);
+    mock.behaviour.token_us.store(10_000, Ordering::SeqCst);
+    let router = hurried_router(&mock, Config::default()).await;
+    let (status, text) = router.post("/generate", generate(true)).await;
+    assert_eq!(status, StatusCode::OK);
+    let last = text.trim_end().rsplit("\n\n").next().expect("an event");
+    let event: Value = serde_json::from_str(last.trim_start_matches("data: ")).expect("JSON");
+    assert_eq!(event["error"]["type"], "timeout");
+    router.idle().await;
+    // The connection lives on, and so does the next request on it.
+    mock.behaviour.tokens.store(2, Ordering::SeqCst);
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    let (_, text) = router.post("/generate", generate(true)).await;
+    assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
+}
+
+#[tokio::test]
+async fn an_unread_answer_that_is_no_stream_is_cut_off_too() {
+    let mock = MockWorker::start().await;
+    mock.behaviour
+        .padding_bytes
+        .store(64 << 20, Ordering::SeqCst);
+    let router = hurried_router(&mock, Config::default()).await;
+    let socket = raw(&router, &post_text(&generate(false).to_string())).await;
+    until("it is served", || {
+        mock.behaviour.served.load(Ordering::SeqCst) == 1
+    })
+    .await;
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    let text = rest(socket).await;
+    assert!(text.len() < 64 << 20, "all {} bytes came", text.len());
+}
+
+#[tokio::test]
+async fn an_upload_that_stalls_is_answered_at_the_deadline() {
+    let mock = MockWorker::start().await;
+    let router = hurried_router(&mock, Config::default()).await;
+    for path in ["/generate", "/workers"] {
+        let request = format!(
+            "POST {path} HTTP/1.1\r\nhost: r\r\ncontent-length: 1000\r\n\r\n{{\"input_ids\": [1,"
+        );
+        let text = rest(raw(&router, &request).await).await;
+        let (head, body) = text.split_once("\r\n\r\n").expect("an answer");
+        assert!(head.starts_with("HTTP/1.1 408"), "{head}");
+        let error: Value = serde_json::from_str(body).expect("JSON");
+        assert_eq!(error["error"]["type"], "timeout");
+    }
+}
+
+#[tokio::test]
+async fn only_changes_of_the_workers_need_the_admin_token() {
+    let mock = MockWorker::start().await;
+    let router = Router::with(Config {
+        policy: "round_robin".to_owned(),
+        workers: vec![worker(&mock, "w", "colocated")],
+        admin_token: Some("secret".to_owned()),
+        ..Config::default()
+    })
+    .await;
+    let (not_found, not_allowed) = (StatusCode::NOT_FOUND, StatusCode::METHOD_NOT_ALLOWED);
+    for (method, path, expected) in [
+        ("POST", "/v1/embeddings", not_found),
+        ("GET", "/nowhere", not_found),
+        ("POST", "/health", not_allowed),
+        ("PUT", "/v1/models", not_allowed),
+        ("GET", "/generate", not_allowed),
+        ("GET", "/workers/w/drain", not_allowed),
+        ("POST", "/workers/w/drain", StatusCode::FORBIDDEN),
+        ("DELETE", "/workers/w", StatusCode::FORBIDDEN),
+        ("POST", "/workers", StatusCode::FORBIDDEN),
+    ] {
+        let request = Request::builder()
+            .method(method)
+            .uri(format!("{}{path}", router.url))
+            .body(Full::default())
+            .expect("a request");
+        let response = router.client.request(request).await.expect("an answer");
+        assert_eq!(response.status(), expected, "{method} {path}");
+        let has_methods = response.headers().contains_key("allow");
+        assert_eq!(has_methods, expected == not_allowed, "{method} {path}");
+        let body: Value = serde_json::from_str(&text(response).await).expect("JSON");
+        assert!(body["error"]["message"].is_string());
+    }
+}

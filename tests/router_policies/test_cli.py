@@ -71,6 +71,138 @@ async def test_static_pd_from_the_flags_of_sglangs_router(tmp_path: Path, mock_w
     assert events[0]["policy"] == "pd"
 
 
+@pytest.mark.parametrize(
+    ("flags", "port"),
+    [
+        (["--pd-disaggregation", "--prefill={p}", "--decode={d}"], 8998),
+        (["--prefill", "{p}", "none", "--decode", "{d}", "--policy", "power_of_two"], 8998),
+        (
+            [
+                *("--prefill-policy", "random", "--decode-policy", "random"),
+                *("--decode", "{d}", "--prefill", "{p}", "7000"),
+            ],
+            7000,
+        ),
+    ],
+)
+async def test_every_form_of_sglangs_routers_pd_flags(
+    flags: list[str], port: int, mock_worker: Any
+) -> None:
+    async with mock_worker() as prefill, mock_worker() as decode:
+        filled = [flag.format(p=prefill.url, d=decode.url) for flag in flags]
+        async with (
+            router(*filled) as (url, _),
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/generate", json={"input_ids": [1, 2]}) as answer,
+        ):
+            assert answer.status == 200
+        assert prefill.bodies == decode.bodies
+        assert decode.bodies[0]["bootstrap_port"] == port
+
+
+async def test_worker_urls_in_one_word_and_a_worker_without_a_cache(mock_worker: Any) -> None:
+    async with mock_worker() as first, mock_worker() as second:
+        arguments = [f"--worker-urls={first.url}", "--worker", f"{second.url},prefix_cache=false"]
+        async with (
+            router(*arguments) as (url, _),
+            aiohttp.ClientSession() as session,
+            session.get(f"{url}/workers") as answer,
+        ):
+            workers = (await answer.json())["workers"]
+        assert {worker["url"] for worker in workers} == {first.url, second.url}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "policy unified can place no request: no worker is configured"),
+        (["--decode", "http://127.0.0.1:1"], "there is no prefill worker"),
+        (["--prefill", "http://127.0.0.1:1"], "policy pd can place no request: there is no decode"),
+        (
+            ["--worker", "http://127.0.0.1:1", "--policy", "pd"],
+            "policy pd can place no request: these workers cannot do what it asks of them",
+        ),
+        (["--worker", "http://127.0.0.1:1"], None),
+    ],
+)
+async def test_what_is_missing_at_the_start_is_a_warning(
+    arguments: list[str], expected: str | None
+) -> None:
+    said = await said_until_listening(*arguments)
+    assert (expected or "can place no request") in said or expected is None
+    assert ("can place no request" in said) == (expected is not None)
+
+
+async def said_until_listening(*arguments: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "route", "--port", "0", *arguments, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    said = ""
+    try:
+        while "listening on" not in said:
+            line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
+            assert line, f"the router ended before it listened: {said}"
+            said += line
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+    return said
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def router_tomls() -> list[str]:
+    """Every TOML block of the documentation that has a router's workers in it."""
+    pages = [(DOCS / page).read_text() for page in ("router.md", "policies.md", "formats.md")]
+    blocks = [block.split("```")[0] for page in pages for block in page.split("```toml\n")[1:]]
+    return [block for block in blocks if "[[workers]]" in block]
+
+
+async def test_every_router_toml_of_the_documentation_starts(tmp_path: Path) -> None:
+    assert router_tomls()
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+    )
+    for block in router_tomls():
+        config = tmp_path / "router.toml"
+        config.write_text(block)
+        said = await said_until_listening("--config", str(config))
+        assert "can place no request" not in said
+
+
+def test_a_wrong_file_is_named_with_its_line_and_field(tmp_path: Path) -> None:
+    config = tmp_path / "router.toml"
+    for text, expected in [
+        ("drain_timeout_s = nan", "router.toml: drain_timeout_s: expected a number from 0 to"),
+        ("load_interval_s = 1e300", "router.toml: load_interval_s: expected a number from"),
+        ("threads = 100000", "router.toml: threads: expected a number from 1 to 1024"),
+        ('port = "x"', "router.toml:1: port: invalid type"),
+    ]:
+        config.write_text(text)
+        result = run("route", "--config", str(config))
+        assert result.returncode == 2
+        assert result.stderr.count("\n") == 1
+        assert expected in result.stderr
+
+
+def test_the_help_has_an_example_and_every_way_to_name_workers() -> None:
+    shown = run("route", "--help").stdout
+    for expected in [
+        "Run the router until Ctrl-C or SIGTERM.",
+        "deltaserve route --config router.toml\n",
+        "--worker-urls URL...",
+        "--prefill URL [PORT]",
+        "--decode URL",
+    ]:
+        assert expected in shown
+    assert "Run the router.\n" in run("--help").stdout
+    assert "Routing policies: list and explain." in run("policy", "--help").stdout
+
+
 async def test_a_configuration_file_is_enough(tmp_path: Path, mock_worker: Any) -> None:
     async with mock_worker() as worker:
         config = tmp_path / "router.toml"
@@ -93,14 +225,49 @@ async def test_a_configuration_file_is_enough(tmp_path: Path, mock_worker: Any) 
     ("arguments", "expected"),
     [
         (["--worker", "http://127.0.0.1:1,colour=red"], "colour: unknown field"),
-        (["--worker", "http://127.0.0.1:1,role=cook"], "unknown variant `cook`"),
+        (
+            ["--worker", "http://127.0.0.1:1,role=cook"],
+            "worker http://127.0.0.1:1: role: unknown variant `cook`, expected one of `colocated`",
+        ),
         (["--worker", "127.0.0.1:1"], "expected http://HOST:PORT"),
         (
+            ["--worker", "http://127.0.0.1:1,id=w,bootstrap_port=99999"],
+            "worker w: bootstrap_port: invalid value: integer `99999`, expected a whole number",
+        ),
+        (
+            ["--worker", "http://127.0.0.1:1,prefix_cache=maybe"],
+            "prefix_cache: expected true or false, not 'maybe'",
+        ),
+        (["--port", "99999"], "port: invalid value: integer `99999`, expected a whole number"),
+        (["--worker-urls"], "--worker-urls: expected URL..."),
+        (["--worker-urls", "--policy", "unified"], "--worker-urls: expected URL..."),
+        (["--prefill"], "--prefill: expected URL [BOOTSTRAP_PORT]"),
+        (
             ["--prefill", "http://127.0.0.1:1", "x"],
-            "http://127.0.0.1:1 x: expected URL BOOTSTRAP_PORT",
+            "--prefill http://127.0.0.1:1 x: expected URL [BOOTSTRAP_PORT]",
+        ),
+        (
+            ["--decode", "http://127.0.0.1:1", "http://127.0.0.1:2"],
+            "http://127.0.0.1:2: expected one URL",
+        ),
+        (
+            ["--pd-disaggregation", "--worker-urls", "http://127.0.0.1:1"],
+            "--pd-disaggregation: expected --prefill and --decode workers",
+        ),
+        (["--prefill-policy", "random"], "one policy chooses both workers here"),
+        (
+            ["--prefill-policy", "random", "--decode-policy", "round_robin"],
+            "one policy chooses both workers here",
         ),
         (["--policy", "best"], 'unknown policy "best"; known: round_robin'),
-        (["--policy-param", "overload_factor=high"], "policy_params: invalid type"),
+        (["--policy", "cache_aware"], "the nearest here: unified (cached tokens and load), or pd"),
+        (["--policy", "manual"], "the nearest here: unified"),
+        (
+            ["--policy-param", "overload_factor=high"],
+            'policy_params: overload_factor: invalid type: string "high", expected a number',
+        ),
+        (["--policy-param", "overload_factor=NaN"], "overload_factor: invalid type: string"),
+        (["--policy-param", "overload_factor=-1"], "overload_factor: expected a number of 0 or"),
         (["--config", "/nowhere/router.toml"], "/nowhere/router.toml: No such file"),
         (["--tokenizer", "/nowhere"], "tokenizer: /nowhere: No such file"),
         (["--host", "203.0.113.1", "--port", "1"], "cannot listen on 203.0.113.1:1"),
@@ -111,6 +278,7 @@ def test_wrong_input_is_answered_in_one_line(arguments: list[str], expected: str
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("\n") == 1
     assert expected in result.stderr
+    assert "column" not in result.stderr
 
 
 def test_policies_are_listed_and_explained() -> None:
@@ -151,7 +319,54 @@ async def test_a_policy_written_in_python_decides(
                 assert (await answer.json())["decisions"][0]["reason"] == "custom"
 
 
-def test_a_policy_that_cannot_be_loaded_is_named() -> None:
-    result = run("route", "--policy", "nowhere.at_all:Class")
+BROKEN_POLICIES = """
+class Raises:
+    def __init__(self) -> None:
+        raise KeyError("weights\\nof nothing")
+
+class Outside:
+    def decide(self, view):
+        from router_policies.policy import Local
+        return Local(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nowhere.at_all:Class", "No module named 'nowhere'"),
+        (":Class", "expected package.module:Class"),
+        ("broken_policies:", "expected package.module:Class"),
+        ("broken_policies:Missing", "module 'broken_policies' has no attribute 'Missing'"),
+        ("broken_policies:Raises", "KeyError: 'weights\\nof nothing'"),
+        ("not_python:Class", "SyntaxError: '(' was never closed (not_python.py, line 1)"),
+        ("json:JSONDecoder", "expected a class with decide(view)"),
+    ],
+)
+def test_a_policy_that_cannot_be_loaded_is_named(
+    name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_policies.py").write_text(BROKEN_POLICIES)
+    (tmp_path / "not_python.py").write_text("(")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = run("route", "--policy", name)
     assert result.returncode == 2
-    assert result.stderr == "error: --policy nowhere.at_all:Class: No module named 'nowhere'\n"
+    assert result.stderr == f"error: --policy {name}: {expected}\n"
+
+
+async def test_a_policy_that_chooses_no_candidate_is_in_the_log(
+    tmp_path: Path, mock_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_policies.py").write_text(BROKEN_POLICIES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with mock_worker() as worker:
+        arguments = ["--policy", "broken_policies:Outside", "--worker", worker.url]
+        async with router(*arguments) as (url, process), aiohttp.ClientSession() as session:
+            for _ in range(3):
+                async with session.post(f"{url}/generate", json={"input_ids": [1]}) as answer:
+                    assert answer.status == 503
+            process.terminate()
+            assert process.stderr is not None
+            said = (await asyncio.wait_for(process.stderr.read(), 60)).decode()
+    line = "policy broken_policies:Outside: chose slot 7, which has no worker: no candidate"
+    assert said.count(line) == 1, said

@@ -39,6 +39,7 @@ pub const ESTIMATE_BLOCK_TOKENS: usize = 16;
 /// Assumed where neither the configuration nor the engine says: bounds the estimate's memory.
 pub const DEFAULT_KV_CAPACITY_TOKENS: u64 = 1 << 20;
 const SESSIONS: usize = 1 << 17;
+const COMPLAINT_INTERVAL_S: f64 = 10.0;
 
 /// A request, as the gateway parsed it.
 #[derive(Clone, Debug)]
@@ -87,6 +88,14 @@ pub struct Fleet {
     sink: EventSink,
     clock: Clock,
     token_block: AtomicUsize,
+    complaints: Mutex<Complaints>,
+}
+
+/// Of a policy that chooses workers which are no candidates.
+#[derive(Default)]
+struct Complaints {
+    last_s: Option<f64>,
+    unsaid: u64,
 }
 
 impl Fleet {
@@ -126,6 +135,7 @@ impl Fleet {
             sink,
             clock,
             token_block: AtomicUsize::new(ESTIMATE_BLOCK_TOKENS),
+            complaints: Mutex::default(),
         }
     }
 
@@ -308,6 +318,11 @@ impl Fleet {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         state.fill_facts(&[], self.now_s());
+        self.would_place(state)
+    }
+
+    /// Whether the policy finds a place for some request among the facts that are filled in.
+    fn would_place(&self, state: &State) -> bool {
         let request = RequestFacts::default();
         let view = View {
             workers: &state.facts,
@@ -328,7 +343,62 @@ impl Fleet {
         request: &Request,
         exclude: &[String],
     ) -> Result<Reservation, Refusal> {
-        self.place(request, exclude, |policy, view| policy.decide(view))
+        let mut chosen = None;
+        let placed = self.place(request, exclude, |policy, view| {
+            let decision = policy.decide(view)?;
+            chosen = Some(decision.route);
+            Ok(decision)
+        });
+        if let (Err(Refusal::OutsideCandidates), Some(route)) = (&placed, chosen) {
+            self.complain(route);
+        }
+        placed
+    }
+
+    /// Says in the log that the policy chose workers that are no candidates; not at every request, for it
+    /// may be every request that it does so for.
+    fn complain(&self, route: Route) {
+        let mut complaints = self.complaints.lock();
+        complaints.unsaid += 1;
+        let now_s = self.now_s();
+        if complaints
+            .last_s
+            .is_some_and(|last_s| now_s - last_s < COMPLAINT_INTERVAL_S)
+        {
+            return;
+        }
+        let times = std::mem::take(&mut complaints.unsaid);
+        complaints.last_s = Some(now_s);
+        let state = self.state.lock();
+        let name = |slot: usize| match state.workers.get(slot) {
+            Some(Some(worker)) => format!("worker {}", worker.spec.id),
+            _ => format!("slot {slot}, which has no worker"),
+        };
+        let chosen = match route {
+            Route::Local { worker } => name(worker),
+            Route::PrefillDecode { prefill, decode } => {
+                format!(
+                    "{} to prefill and {} to decode",
+                    name(prefill),
+                    name(decode)
+                )
+            }
+        };
+        ::log::error!(
+            "policy {}: chose {chosen}: no candidate ({times} since the last such line)",
+            self.policy_name
+        );
+    }
+
+    /// Whether the policy could place a request if every worker were up.
+    pub fn could_place(&self) -> bool {
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        state.fill_facts(&[], self.now_s());
+        for facts in &mut state.facts {
+            facts.routable = facts.serves_local || facts.serves_prefill || facts.serves_decode;
+        }
+        self.would_place(state)
     }
 
     /// Reserves on the worker called `id`, by the decision that `choose` makes of its slot.

@@ -128,20 +128,21 @@ impl State {
             Route::Local { worker } => {
                 if let Some(worker) = self.worker_mut(worker) {
                     let paced = worker.load.decoding > 0;
-                    rates::observe_local(&mut worker.rates, tokens, pairs, paced, seconds);
+                    let (rates, prior) = (&mut worker.rates, &worker.prior);
+                    rates::observe_local(rates, prior, tokens, pairs, paced, seconds);
                 }
             }
             Route::PrefillDecode { prefill, decode } => {
-                let Some(mut of_prefill) = self.worker_mut(prefill).map(|worker| worker.rates)
+                let of_prefill = self.worker_mut(prefill);
+                let Some((mut of_prefill, prior)) = of_prefill.map(|of| (of.rates, of.prior))
                 else {
                     return;
                 };
                 if let Some(decode) = self.worker_mut(decode) {
                     let delta = share.delta_tokens;
-                    let of_decode = &mut decode.rates;
                     rates::observe_separated(
-                        &mut of_prefill,
-                        of_decode,
+                        (&mut of_prefill, &prior),
+                        (&mut decode.rates, &decode.prior),
                         tokens,
                         pairs,
                         delta,
@@ -157,7 +158,8 @@ impl State {
 
     fn learn_decode(&mut self, slot: usize, output_chunks: u64, seconds: f64) {
         if let Some(worker) = self.worker_mut(slot) {
-            rates::observe_decode(&mut worker.rates, output_chunks.saturating_sub(1), seconds);
+            let tokens = output_chunks.saturating_sub(1);
+            rates::observe_decode(&mut worker.rates, &worker.prior, tokens, seconds);
         }
         self.mean_output_tokens += 0.02 * (output_chunks as f64 - self.mean_output_tokens);
     }

@@ -3,7 +3,7 @@
 use super::circuit::Circuit;
 use super::log::PrefixSource;
 use super::prefills::PrefillQueue;
-use super::rates;
+use super::rates::{self, Prior};
 use super::{DEFAULT_KV_CAPACITY_TOKENS, abilities};
 use crate::config::{Connector, Engine, WorkerSpec};
 use crate::policy::{Rates, Role, WorkerFacts};
@@ -51,6 +51,7 @@ pub(crate) struct Worker {
     pub load: Load,
     pub kv_capacity_tokens: Option<u64>,
     pub rates: Rates,
+    pub prior: Prior,
     pub prefills: PrefillQueue,
     pub circuit: Circuit,
     pub prefix_source: PrefixSource,
@@ -106,9 +107,11 @@ pub struct WorkerSnapshot {
 
 impl Worker {
     pub fn new(spec: Arc<WorkerSpec>, serial: u64, estimate_block: usize) -> Self {
+        let prior = rates::prior(&spec);
         Self {
             kv_capacity_tokens: spec.kv_capacity_tokens,
-            rates: rates::prior(&spec),
+            rates: prior.rates,
+            prior,
             spec,
             serial,
             estimate_block,

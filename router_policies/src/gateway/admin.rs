@@ -1,8 +1,8 @@
 //! Everything but generation: liveness, readiness, metrics, workers, decisions, and questions about
 //! the model that one worker answers for all.
 
-use super::{Gateway, Reply, error, json};
-use crate::config::{WORKER_FIELDS, WorkerSpec};
+use super::{Gateway, Reply, error, json, not_allowed};
+use crate::config::{self, WORKER_FIELDS, WorkerSpec};
 use crate::fleet::WorkerSnapshot;
 use crate::policy::Role;
 use bytes::Bytes;
@@ -20,11 +20,12 @@ const MAX_ADMIN_BODY_BYTES: usize = 1 << 20;
 
 pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -> Response<Reply> {
     let method = request.method().clone();
-    if method != Method::GET && !may_change(gateway, &request) {
+    let path = request.uri().path().trim_end_matches('/').to_owned();
+    let changes = method != Method::GET && (path == "/workers" || path.starts_with("/workers/"));
+    if changes && !may_change(gateway, &request) {
         let message = "changing the workers needs the admin token as Authorization: Bearer";
         return error(StatusCode::FORBIDDEN, "forbidden", message);
     }
-    let path = request.uri().path().trim_end_matches('/').to_owned();
     match (&method, path.as_str()) {
         (&Method::GET, "/health" | "/livez" | "/liveness") => text(StatusCode::OK, "ok\n"),
         (&Method::GET, "/readyz" | "/readiness") => {
@@ -56,6 +57,13 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
             &Method::GET,
             "/v1/models" | "/model_info" | "/get_model_info" | "/server_info" | "/get_server_info",
         ) => ask_one(gateway, &path).await,
+        (_, "/workers") => not_allowed("GET, POST"),
+        (
+            _,
+            "/health" | "/livez" | "/liveness" | "/readyz" | "/readiness" | "/metrics"
+            | "/decisions" | "/v1/models" | "/model_info" | "/get_model_info" | "/server_info"
+            | "/get_server_info",
+        ) => not_allowed("GET"),
         _ => match path.strip_prefix("/workers/") {
             Some(id) => one_worker(gateway, &method, id, request).await,
             None => error(
@@ -179,7 +187,7 @@ async fn add_worker(gateway: &Arc<Gateway>, request: Request<Incoming>) -> Respo
         };
         fields.entry("role").or_insert_with(|| role.into());
     }
-    let spec: WorkerSpec = match serde_json::from_value(fields.into()) {
+    let spec: WorkerSpec = match config::read(fields.into()) {
         Ok(spec) => spec,
         Err(failure) => return refuse(&format!("body: {failure}")),
     };
@@ -237,11 +245,8 @@ async fn one_worker(
             accepted()
         }
         (&Method::DELETE, None) | (&Method::POST, Some(_)) => missing(),
-        _ => error(
-            StatusCode::METHOD_NOT_ALLOWED,
-            "invalid_request_error",
-            "expected GET or DELETE",
-        ),
+        (_, None) => not_allowed("GET, DELETE"),
+        (_, Some(_)) => not_allowed("POST"),
     }
 }
 

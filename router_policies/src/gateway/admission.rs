@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::Instant;
 
 /// Held for as long as a request runs.
 pub(crate) type Permit = OwnedSemaphorePermit;
@@ -13,6 +14,8 @@ pub(crate) type Permit = OwnedSemaphorePermit;
 pub(crate) enum NotAdmitted {
     QueueFull,
     WaitedTooLong,
+    /// Its deadline came before its turn.
+    TimeIsOver,
 }
 
 /// A bounded number of running requests, and a bounded queue before them.
@@ -40,8 +43,12 @@ impl Admission {
         }
     }
 
-    /// Waits for its turn, first come, first served.
-    pub async fn enter(&self, patience: Duration) -> Result<Permit, NotAdmitted> {
+    /// Waits for its turn, first come, first served: as long as `patience`, and not past `deadline`.
+    pub async fn enter(
+        &self,
+        patience: Duration,
+        deadline: Instant,
+    ) -> Result<Permit, NotAdmitted> {
         if let Ok(permit) = Arc::clone(&self.running).try_acquire_owned() {
             return Ok(permit);
         }
@@ -51,13 +58,35 @@ impl Admission {
             return Err(NotAdmitted::QueueFull);
         }
         let turn = Arc::clone(&self.running).acquire_owned();
-        match tokio::time::timeout(patience, turn).await {
+        let until = Instant::now() + patience;
+        match tokio::time::timeout_at(until.min(deadline), turn).await {
             Ok(Ok(permit)) => Ok(permit),
+            _ if deadline <= until => Err(NotAdmitted::TimeIsOver),
             _ => Err(NotAdmitted::WaitedTooLong),
         }
     }
 
     pub fn queued(&self) -> usize {
         self.queued.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_request_waits_no_longer_than_its_patience_and_not_past_its_deadline() {
+        let admission = Admission::new(1, 1);
+        let (short, long) = (Duration::from_millis(20), Duration::from_secs(600));
+        let soon = || Instant::now() + short;
+        let late = || Instant::now() + long;
+        let first = admission.enter(long, late()).await.expect("its turn");
+        let refusal = admission.enter(long, soon()).await.expect_err("no turn");
+        assert_eq!(refusal, NotAdmitted::TimeIsOver);
+        let refusal = admission.enter(short, late()).await.expect_err("no turn");
+        assert_eq!(refusal, NotAdmitted::WaitedTooLong);
+        drop(first);
+        assert!(admission.enter(long, late()).await.is_ok());
     }
 }

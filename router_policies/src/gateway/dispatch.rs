@@ -4,6 +4,7 @@
 use super::admission::{NotAdmitted, Permit};
 use super::body::{self, Api, Pieces, Scanned, Scanner};
 use super::buffers::NotCollected;
+use super::client::Client;
 use super::stream::{Answer, Held, PrefillHalf, usage_in};
 use super::{Gateway, Reply, describe, error};
 use crate::config::{Connector, Engine, WorkerSpec};
@@ -18,6 +19,7 @@ use hyper::header::{
 };
 use hyper::{Request, Response, StatusCode};
 use smallvec::SmallVec;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -31,30 +33,41 @@ const WORKER: HeaderName = HeaderName::from_static("x-deltaserve-worker");
 /// Answers larger than this are not held in memory.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 
+/// What a client is told at its request's deadline.
+pub(super) const TIME_IS_OVER: &str = "the request's time is over";
+
 /// As much as is kept of a prefill half's answer, which nobody gets unless it is an error.
 const DRAINED_BYTES: usize = 4096;
 
 /// Serves one generation request.
 pub(super) async fn handle(
-    gateway: &std::sync::Arc<Gateway>,
+    gateway: &Arc<Gateway>,
+    client: Arc<Client>,
+    deadline: Instant,
     api: Api,
     request: Request<Incoming>,
 ) -> Response<Reply> {
-    let deadline = Instant::now() + Duration::from_secs_f64(gateway.config.request_timeout_s);
     let (parts, incoming) = request.into_parts();
     let limit = gateway.config.max_body_bytes;
     let mut scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
     let more = |begin: &[u8], bytes| scanner.scan_ahead(begin, bytes);
-    let bytes = match gateway.buffers.collect(incoming, limit, more).await {
-        Ok(bytes) => bytes,
-        Err(NotCollected::TooLarge) => {
+    let collected = gateway.buffers.collect(incoming, limit, more);
+    let bytes = match tokio::time::timeout_at(deadline, collected).await {
+        Ok(Ok(bytes)) => bytes,
+        Err(_) => {
+            let status = StatusCode::REQUEST_TIMEOUT;
+            gateway.metrics.refused(status);
+            let message = "body: the request's time was over before its end";
+            return error(status, "timeout", message);
+        }
+        Ok(Err(NotCollected::TooLarge)) => {
             return refuse(
                 gateway,
                 StatusCode::PAYLOAD_TOO_LARGE,
                 &format!("body: expected at most {limit} bytes (max_body_bytes)"),
             );
         }
-        Err(NotCollected::Broken(failure)) => {
+        Ok(Err(NotCollected::Broken(failure))) => {
             return refuse(
                 gateway,
                 StatusCode::BAD_REQUEST,
@@ -81,18 +94,28 @@ pub(super) async fn handle(
         stream: scanned.stream,
     };
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
-    let permit = match gateway.admission.enter(patience).await {
+    let permit = match gateway.admission.enter(patience, deadline).await {
         Ok(permit) => permit,
         Err(refusal) => {
-            let (status, message) = match refusal {
-                NotAdmitted::QueueFull => (StatusCode::TOO_MANY_REQUESTS, "the queue is full"),
+            let (status, kind, message) = match refusal {
+                NotAdmitted::QueueFull => (
+                    StatusCode::TOO_MANY_REQUESTS,
+                    "overloaded",
+                    "the queue is full",
+                ),
                 NotAdmitted::WaitedTooLong => (
                     StatusCode::SERVICE_UNAVAILABLE,
+                    "overloaded",
                     "the request waited too long in the queue",
+                ),
+                NotAdmitted::TimeIsOver => (
+                    StatusCode::GATEWAY_TIMEOUT,
+                    "timeout",
+                    "the request's time was over before its turn in the queue",
                 ),
             };
             gateway.metrics.refused(status);
-            return error(status, "overloaded", message);
+            return error(status, kind, message);
         }
     };
     if let Some(encoder) = &gateway.encoder {
@@ -104,6 +127,7 @@ pub(super) async fn handle(
     }
     let exchange = Exchange {
         gateway,
+        client,
         api,
         headers: forwarded_headers(parts.headers, &placement.request_id),
         bytes,
@@ -141,7 +165,8 @@ fn forwarded_headers(mut headers: HeaderMap, request_id: &str) -> HeaderMap {
 }
 
 struct Exchange<'a> {
-    gateway: &'a std::sync::Arc<Gateway>,
+    gateway: &'a Arc<Gateway>,
+    client: Arc<Client>,
     api: Api,
     headers: HeaderMap,
     bytes: Bytes,
@@ -277,9 +302,9 @@ impl Exchange<'_> {
                 }
                 Err((reservation, failure)) => match failure {
                     Failure::Timeout => {
-                        let message = "the request's time is over";
-                        reservation.finish(Outcome::Timeout, Some(504), Some(message.to_owned()));
-                        return error(StatusCode::GATEWAY_TIMEOUT, "timeout", message);
+                        let message = Some(TIME_IS_OVER.to_owned());
+                        reservation.finish(Outcome::Timeout, Some(504), message);
+                        return error(StatusCode::GATEWAY_TIMEOUT, "timeout", TIME_IS_OVER);
                     }
                     Failure::Answering(mut fault) => {
                         fault.message = format!("worker {}: {}", answering.id, fault.message);
@@ -520,7 +545,7 @@ impl Exchange<'_> {
     ) -> (PrefillHalf, oneshot::Receiver<Fault>) {
         let (sender, receiver) = oneshot::channel();
         let client = self.gateway.client.clone();
-        let fleet = std::sync::Arc::clone(&self.gateway.fleet);
+        let fleet = Arc::clone(&self.gateway.fleet);
         let id = spec.id.clone();
         let request = self.request(spec, payload);
         let half = PrefillHalf::spawn(async move {
@@ -639,7 +664,7 @@ impl Exchange<'_> {
                         incoming,
                         reservation,
                         status,
-                        tokio::time::sleep_until(self.deadline),
+                        Arc::clone(&self.client),
                         Held { prefill, permit },
                     )))
                 })

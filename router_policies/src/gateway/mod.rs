@@ -6,6 +6,7 @@ mod admin;
 mod admission;
 pub mod body;
 mod buffers;
+mod client;
 mod dispatch;
 mod encoder;
 mod health;
@@ -18,20 +19,21 @@ mod stream;
 use crate::config::{Config, WorkerSpec};
 use crate::fleet::Fleet;
 use crate::fleet::log::EventSink;
-use crate::policy::Policy;
+use crate::policy::{Policy, Role};
 use admission::Admission;
 use body::{Api, Pieces};
 use buffers::Buffers;
 use bytes::Bytes;
+use client::Socket;
 use encoder::PromptEncoder;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
-use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
+use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioExecutor, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use metrics::Metrics;
 use std::convert::Infallible;
@@ -41,6 +43,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 pub use stream::SseProgress;
 use tokio::net::TcpListener;
+use tokio::time::Instant;
 
 /// Idle connections to workers are closed before uvicorn's keep-alive of 5 s closes them, so that
 /// no request is sent on a connection that the worker is closing.
@@ -125,6 +128,18 @@ pub(crate) fn error(status: StatusCode, kind: &str, message: &str) -> Response<R
     response
 }
 
+/// The answer to a method that a path does not have.
+pub(crate) fn not_allowed(methods: &'static str) -> Response<Reply> {
+    let mut response = error(
+        StatusCode::METHOD_NOT_ALLOWED,
+        "invalid_request_error",
+        &format!("expected {methods}"),
+    );
+    let methods = HeaderValue::from_static(methods);
+    response.headers_mut().insert(ALLOW, methods);
+    response
+}
+
 impl Gateway {
     fn new(
         config: Config,
@@ -177,7 +192,34 @@ impl Gateway {
         Ok(())
     }
 
-    async fn handle(self: Arc<Self>, request: Request<Incoming>) -> Response<Reply> {
+    /// Says what is missing where no request can be placed even once every worker is up.
+    fn warn_of_missing_workers(&self) {
+        let workers = &self.config.workers;
+        let has = |roles: &[Role]| workers.iter().any(|worker| roles.contains(&worker.role));
+        let missing = if workers.is_empty() {
+            "no worker is configured"
+        } else if self.fleet.could_place() {
+            return;
+        } else if has(&[Role::Prefill]) && !has(&[Role::Decode, Role::Elastic]) {
+            "there is no decode (or elastic) worker"
+        } else if has(&[Role::Decode, Role::Elastic]) && !has(&[Role::Prefill]) {
+            "there is no prefill worker"
+        } else {
+            "these workers cannot do what it asks of them"
+        };
+        log::warn!(
+            "policy {} can place no request: {missing}; POST /workers adds one",
+            self.fleet.policy_name()
+        );
+    }
+
+    async fn handle(
+        self: Arc<Self>,
+        client: Arc<client::Client>,
+        request: Request<Incoming>,
+    ) -> Response<Reply> {
+        let deadline = Instant::now() + Duration::from_secs_f64(self.config.request_timeout_s);
+        client.begin(deadline);
         let path = request.uri().path();
         let api = match path {
             "/generate" => Some(Api::Generate),
@@ -186,13 +228,19 @@ impl Gateway {
             _ => None,
         };
         match (request.method(), api) {
-            (&Method::POST, Some(api)) => dispatch::handle(&self, api, request).await,
-            (_, Some(_)) => error(
-                StatusCode::METHOD_NOT_ALLOWED,
-                "invalid_request_error",
-                "expected POST",
-            ),
-            _ => admin::handle(&self, request).await,
+            (&Method::POST, Some(api)) => {
+                dispatch::handle(&self, client, deadline, api, request).await
+            }
+            (_, Some(_)) => not_allowed("POST"),
+            _ => tokio::time::timeout_at(deadline, admin::handle(&self, request))
+                .await
+                .unwrap_or_else(|_| {
+                    error(
+                        StatusCode::REQUEST_TIMEOUT,
+                        "timeout",
+                        dispatch::TIME_IS_OVER,
+                    )
+                }),
         }
     }
 
@@ -275,6 +323,7 @@ impl Server {
         for spec in gateway.config.workers.clone() {
             gateway.add_worker(spec)?;
         }
+        gateway.warn_of_missing_workers();
         Ok(Self { gateway, listener })
     }
 
@@ -312,20 +361,25 @@ impl Server {
             };
             let _ = socket.set_nodelay(true);
             let shared = Arc::clone(&gateway);
+            let client = Arc::new(client::Client::default());
+            let of_requests = Arc::clone(&client);
             let service = service_fn(move |request| {
-                let shared = Arc::clone(&shared);
-                async move { Ok::<_, Infallible>(shared.handle(request).await) }
+                let handled = Arc::clone(&shared).handle(Arc::clone(&of_requests), request);
+                async move { Ok::<_, Infallible>(handled.await) }
             });
             let connection = hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(HEADER_TIMEOUT)
                 .max_buf_size(READ_BYTES)
-                .serve_connection(TokioIo::new(socket), service);
+                .serve_connection(Socket::new(socket, Arc::clone(&client)), service);
             let connection = connections.watch(connection);
             tokio::spawn(async move {
-                if let Err(error) = connection.await {
-                    log::debug!("client connection: {error}");
-                }
+                let connection = async {
+                    if let Err(error) = connection.await {
+                        log::debug!("client connection: {error}");
+                    }
+                };
+                client.drive(connection).await;
             });
         }
         drop(listener);

@@ -1,6 +1,8 @@
 //! Answers on their way to the client: counted, checked for completeness, and ended properly.
 
 use super::admission::Permit;
+use super::client::Client;
+use super::dispatch::TIME_IS_OVER;
 use crate::fleet::{Outcome, Reservation, Usage};
 use bytes::Bytes;
 use http_body::Frame;
@@ -8,10 +10,10 @@ use hyper::body::Incoming;
 use smallvec::SmallVec;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::sync::oneshot;
-use tokio::time::Sleep;
 
 /// Follows a server-sent event stream without parsing what is in it: counts events that carry data,
 /// and remembers whether the last one was `[DONE]`. However the stream is cut, the count is the same.
@@ -98,15 +100,16 @@ impl PrefillHalf {
     }
 }
 
-/// An event stream from a worker to the client. It holds the reservation: when the client leaves,
-/// hyper drops this, and with it the connections to the workers and the reservation.
+/// An event stream from a worker to the client. It holds the reservation: when the client leaves, or
+/// does not read and its request's time is over, this is dropped, and with it the connections to the
+/// workers and the reservation.
 pub struct Answer {
     first: Option<Bytes>,
     incoming: Incoming,
     progress: SseProgress,
     reservation: Option<Reservation>,
     status: u16,
-    deadline: Pin<Box<Sleep>>,
+    client: Arc<Client>,
     usage: UsageReader,
     held: Held,
 }
@@ -186,7 +189,7 @@ impl Answer {
         incoming: Incoming,
         reservation: Reservation,
         status: u16,
-        deadline: Sleep,
+        client: Arc<Client>,
         held: Held,
     ) -> Self {
         Self {
@@ -195,7 +198,7 @@ impl Answer {
             progress: SseProgress::default(),
             reservation: Some(reservation),
             status,
-            deadline: Box::pin(deadline),
+            client,
             usage: UsageReader::default(),
             held,
         }
@@ -215,6 +218,17 @@ impl Answer {
             reservation.finish(outcome, Some(self.status), Some(message.to_owned()));
         }
         error_event(outcome, message)
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        if self.client.is_over()
+            && let Some(reservation) = self.reservation.take()
+        {
+            let message = Some(TIME_IS_OVER.to_owned());
+            reservation.finish(Outcome::Timeout, Some(self.status), message);
+        }
     }
 }
 
@@ -244,6 +258,10 @@ impl http_body::Body for Answer {
         if this.reservation.is_none() {
             return Poll::Ready(None);
         }
+        if this.client.is_over() {
+            let event = this.break_off(Outcome::Timeout, TIME_IS_OVER);
+            return Poll::Ready(Some(Ok(Frame::data(event))));
+        }
         let event = match Pin::new(&mut this.incoming).poll_frame(cx) {
             Poll::Ready(Some(Ok(frame))) => {
                 if let Some(data) = frame.data_ref() {
@@ -269,12 +287,7 @@ impl http_body::Body for Answer {
                 Outcome::WorkerError,
                 &format!("the worker's stream broke: {error}"),
             ),
-            Poll::Pending => {
-                if this.deadline.as_mut().poll(cx).is_pending() {
-                    return Poll::Pending;
-                }
-                this.break_off(Outcome::Timeout, "the request's time is over")
-            }
+            Poll::Pending => return Poll::Pending,
         };
         Poll::Ready(Some(Ok(Frame::data(event))))
     }

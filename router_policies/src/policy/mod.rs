@@ -2,8 +2,9 @@
 //!
 //! Owns what a policy may know ([`View`]), what it may answer ([`Decision`], [`Refusal`]) and the
 //! table of policies ([`TABLE`]). Knows nothing of HTTP, locks or clocks: the fleet fills in the
-//! facts, checks the answer and makes the reservation. A new policy is one file and one line in
-//! [`TABLE`].
+//! facts, checks the answer and makes the reservation. A new policy is one file, its `mod` line
+//! and one line in [`TABLE`]. (A macro could make the two lines one, but rustfmt would then pass the
+//! policies' files by.)
 
 mod elastic;
 mod least_requests;
@@ -407,7 +408,7 @@ pub struct Info {
     pub build: fn(serde_json::Value) -> Result<Box<dyn Policy>, String>,
 }
 
-/// Every policy that ships. One line a policy.
+/// Every policy that ships.
 pub const TABLE: &[&Info] = &[
     &round_robin::INFO,
     &random::INFO,
@@ -423,12 +424,29 @@ pub const TABLE: &[&Info] = &[
     &elastic::INFO,
 ];
 
+/// Policies of SGLang's routers (sglang-router 0.3.2, smg 1.13.0) that are not in [`TABLE`], and what
+/// comes nearest. Not taken as other names for these: they would choose other workers.
+const STOCK: &[(&str, &str)] = &[
+    ("cache_aware", CACHE_AWARE),
+    ("prefix_hash", CACHE_AWARE),
+    ("bucket", "unified, or pd with prefill and decode workers"),
+    ("manual", BY_SESSION),
+    ("consistent_hashing", BY_SESSION),
+];
+const CACHE_AWARE: &str = "unified (cached tokens and load), or pd with prefill and decode workers";
+const BY_SESSION: &str = "unified (a session stays on its worker until that is overloaded)";
+
 /// The policy called `name` with `params` (a JSON object or null).
 ///
 /// # Errors
 /// One line that names the unknown policy or parameter and what there is.
 pub fn build(name: &str, params: serde_json::Value) -> Result<Box<dyn Policy>, String> {
     let info = TABLE.iter().find(|info| info.name == name).ok_or_else(|| {
+        if let Some((_, nearest)) = STOCK.iter().find(|(stock, _)| *stock == name) {
+            return format!(
+                "policy: {name} is one of SGLang's router; the nearest here: {nearest}"
+            );
+        }
         let names: Vec<_> = TABLE.iter().map(|info| info.name).collect();
         format!(
             "policy: unknown policy {name:?}; known: {}",
@@ -443,7 +461,16 @@ fn parse_params<P: DeserializeOwned + Default>(params: serde_json::Value) -> Res
     if params.is_null() {
         return Ok(P::default());
     }
-    serde_json::from_value(params).map_err(|error| format!("policy_params: {error}"))
+    let failed = |error: String| format!("policy_params: {error}");
+    // No parameter of any policy means anything below 0.
+    for (name, value) in params.as_object().into_iter().flatten() {
+        if value.as_f64().is_some_and(|value| value < 0.0) {
+            return Err(failed(format!(
+                "{name}: expected a number of 0 or more, not {value}"
+            )));
+        }
+    }
+    crate::config::read(params).map_err(failed)
 }
 
 /// Parameters of a policy that has none.

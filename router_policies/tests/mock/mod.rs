@@ -47,6 +47,8 @@ pub struct Behaviour {
     pub tokens: AtomicUsize,
     pub first_token_us: AtomicU64,
     pub token_us: AtomicU64,
+    /// Spaces at the end of an answer that is no stream.
+    pub padding_bytes: AtomicUsize,
     pub bodies: Mutex<Vec<Vec<u8>>>,
     pub keep_bodies: AtomicBool,
     /// Requests being answered now.
@@ -93,6 +95,7 @@ impl MockWorker {
             tokens: AtomicUsize::new(4),
             first_token_us: AtomicU64::new(0),
             token_us: AtomicU64::new(0),
+            padding_bytes: AtomicUsize::new(0),
             bodies: Mutex::new(Vec::new()),
             keep_bodies: AtomicBool::new(true),
             running: AtomicUsize::new(0),
@@ -285,7 +288,12 @@ async fn answer(
             Fault::None
         };
     }
-    let tokens = behaviour.tokens.load(Ordering::Relaxed);
+    // More than the sockets on the way to a client hold.
+    let is_flood = memchr::memmem::find(end, b"\"flood\"").is_some();
+    let tokens = match behaviour.tokens.load(Ordering::Relaxed) {
+        _ if is_flood => 500_000,
+        tokens => tokens,
+    };
     match fault {
         Fault::Status(status) => {
             running.complete = true;
@@ -332,6 +340,8 @@ async fn answer(
             return Ok(whole(200, "application/json", text));
         }
         let text = r#"{"text":"hello","meta_info":{"prompt_tokens":100,"cached_tokens":10,"completion_tokens":4}}"#;
+        let padding = behaviour.padding_bytes.load(Ordering::Relaxed);
+        let text = [text.as_bytes(), &vec![b' '; padding]].concat();
         return Ok(whole(200, "application/json", text));
     }
     let (sender, receiver) = mpsc::channel(64);

@@ -1,0 +1,150 @@
+//! A client's connection, and its end where a request's time is over and the client does not read.
+//!
+//! hyper asks an answer's body for more only while the socket takes what there is. So what is to happen
+//! at the deadline whatever the client does is done here, where the connection itself is driven: the
+//! timer is one a connection, set again only when it fires, and costs a request next to nothing.
+
+use hyper::rt::{Read, ReadBufCursor, Write};
+use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
+use std::io::{IoSlice, Result};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::net::TcpStream;
+use tokio::time::Instant;
+
+/// How long a client has to take the end of an answer whose time is over.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// What a connection, its requests and their answers tell each other.
+#[derive(Debug, Default)]
+pub(crate) struct Client {
+    /// Of the last request that came.
+    deadline: Mutex<Option<Instant>>,
+    is_over: AtomicBool,
+    /// The socket took nothing more when it was last written to.
+    is_full: AtomicBool,
+}
+
+impl Client {
+    /// A request comes; its answer must have left by `deadline`.
+    pub fn begin(&self, deadline: Instant) {
+        *self.deadline.lock() = Some(deadline);
+        self.is_over.store(false, Ordering::Relaxed);
+    }
+
+    /// Whether the last request's time is over.
+    pub fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Relaxed)
+    }
+
+    /// Drives the connection to its end. It is dropped, and all that its answer holds with it, if a
+    /// request's time is over while the client does not take what it is sent.
+    pub async fn drive(&self, connection: impl Future) {
+        let mut connection = pin!(connection);
+        let mut timer = pin!(tokio::time::sleep(Duration::ZERO));
+        let mut is_set = false;
+        std::future::poll_fn(|cx| {
+            loop {
+                if connection.as_mut().poll(cx).is_ready() {
+                    return Poll::Ready(());
+                }
+                let Some(deadline) = *self.deadline.lock() else {
+                    return Poll::Pending;
+                };
+                if !is_set {
+                    timer.as_mut().reset(deadline);
+                    is_set = true;
+                }
+                if timer.as_mut().poll(cx).is_pending() {
+                    return Poll::Pending;
+                }
+                let now = Instant::now();
+                if now < deadline {
+                    // Set for an earlier request.
+                    timer.as_mut().reset(deadline);
+                    continue;
+                }
+                let had_last_words = self.is_over.swap(true, Ordering::Relaxed);
+                if self.is_full.load(Ordering::Relaxed) {
+                    return Poll::Ready(());
+                }
+                if had_last_words {
+                    // Whatever there was to say has been taken.
+                    *self.deadline.lock() = None;
+                    is_set = false;
+                } else {
+                    // The answer, asked once more, says to the client that its time is over.
+                    timer.as_mut().reset(now + LAST_WORDS);
+                }
+            }
+        })
+        .await;
+    }
+}
+
+/// The client's socket, which notes when it is full.
+pub(super) struct Socket {
+    io: TokioIo<TcpStream>,
+    client: Arc<Client>,
+}
+
+impl Socket {
+    pub fn new(socket: TcpStream, client: Arc<Client>) -> Self {
+        Self {
+            io: TokioIo::new(socket),
+            client,
+        }
+    }
+
+    fn note<T>(&self, written: Poll<T>) -> Poll<T> {
+        let is_full = &self.client.is_full;
+        is_full.store(written.is_pending(), Ordering::Relaxed);
+        written
+    }
+}
+
+impl Read for Socket {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: ReadBufCursor<'_>,
+    ) -> Poll<Result<()>> {
+        Pin::new(&mut self.io).poll_read(cx, buffer)
+    }
+}
+
+impl Write for Socket {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<Result<usize>> {
+        let written = Pin::new(&mut self.io).poll_write(cx, bytes);
+        self.note(written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<Result<usize>> {
+        let written = Pin::new(&mut self.io).poll_write_vectored(cx, slices);
+        self.note(written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}
