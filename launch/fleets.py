@@ -231,7 +231,7 @@ class Fleet:
             time.sleep(_POLL_S)
 
     def _warm_up(self) -> None:
-        self._tell("warming up: what is compiled at first use")
+        self._tell("warming up: kernels that are compiled and workers that connect at first use")
         try:
             took_s = warm_up(self.plan.workers, self.plan.topology.chunk_tokens, self.check)
         except WarmUpError as error:

@@ -34,21 +34,26 @@ def test_steps_of_every_range_are_asked_for_with_and_without_a_multiple_of_16() 
     assert max(step_sizes(None)) == 4096
 
 
-def test_each_worker_that_prefills_is_warmed_up_and_then_emptied(
+def test_workers_prefill_every_size_and_connect_and_are_emptied_then(
     fakes: Fakes, tmp_path: Path
 ) -> None:
     with fleet(fakes("serve", "serve", overrides=PAIR), tmp_path / "run") as running:
         assert running.timings["warm_up_s"] > 0
         logs = {worker.id: asked(worker.log) for worker in running.workers}
     assert set(logs) == {"prefill-0", "elastic-0"}
+    rooms = set()
     for name, calls in logs.items():
-        *generated, (last, _) = calls
+        *generated, (_, connecting), (last, _) = calls
         assert last.startswith("/flush_cache")
         assert [len(body["input_ids"]) for _, body in generated] == list(step_sizes(512))
         # No prompt may be found in the cache that another left.
         assert len({body["input_ids"][0] for _, body in generated}) == len(generated)
         # A prefill worker would wait for a decode worker that nobody told of the request.
         assert all(("bootstrap_host" in body) == (name == "prefill-0") for _, body in generated)
+        # Both halves of one request, so that KV is sent once before anybody waits for it.
+        assert connecting["bootstrap_host"] == "127.0.0.1"
+        rooms.add((connecting["bootstrap_port"], connecting["bootstrap_room"]))
+    assert rooms == {(running.plan.workers[0].ports["bootstrap"], connecting["bootstrap_room"])}
     text = (tmp_path / "run" / "transcript.txt").read_text()
     assert "warm after" in text
 
