@@ -9,8 +9,7 @@
 use super::hash::PromptHashes;
 use smallvec::SmallVec;
 use std::borrow::Cow;
-use std::cmp::Reverse;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// Keys are already uniformly distributed.
@@ -37,18 +36,88 @@ type NodeId = u32;
 
 struct Node {
     states: Vec<u64>,
-    /// Blocks before this node.
-    depth: u32,
-    /// Who holds the whole node, and when it was last used there.
-    holders: SmallVec<[(u32, u64); 2]>,
+    /// Who holds the whole node, and its place in their [`Recency`].
+    holders: SmallVec<[(u32, Place); 2]>,
 }
 
 #[derive(Default)]
 struct Worker {
     capacity_blocks: u64,
     held_blocks: u64,
-    /// (last use, deeper first, node): what to evict next comes first.
-    lru: BTreeSet<(u64, Reverse<u32>, NodeId)>,
+    /// Of nodes used together, the deeper are the older.
+    recency: Recency,
+}
+
+type Place = u32;
+
+/// What a worker holds in the order of its last use: a linked list, so that using a node again, which
+/// every decision does with all of a prompt's, touches no more than its neighbours.
+#[derive(Default)]
+struct Recency {
+    /// Linked in a ring that begins and ends at the first, which stands for no node.
+    links: Vec<Link>,
+    free: Vec<Place>,
+}
+
+#[derive(Clone, Copy)]
+struct Link {
+    node: NodeId,
+    older: Place,
+    newer: Place,
+}
+
+impl Recency {
+    const ENDS: Place = 0;
+
+    fn push_newest(&mut self, node: NodeId) -> Place {
+        self.insert_before(Self::ENDS, node)
+    }
+
+    /// Inserts a node as the next older than that at `newer`.
+    fn insert_before(&mut self, newer: Place, node: NodeId) -> Place {
+        if self.links.is_empty() {
+            self.links.push(Link {
+                node: NodeId::MAX,
+                older: Self::ENDS,
+                newer: Self::ENDS,
+            });
+        }
+        let place = self.free.pop().unwrap_or_else(|| {
+            self.links.push(self.links[0]);
+            (self.links.len() - 1) as Place
+        });
+        self.links[place as usize].node = node;
+        self.link(place, newer);
+        place
+    }
+
+    fn make_newest(&mut self, place: Place) {
+        self.unlink(place);
+        self.link(place, Self::ENDS);
+    }
+
+    fn pop_oldest(&mut self) -> Option<NodeId> {
+        let oldest = self.links.first()?.newer;
+        if oldest == Self::ENDS {
+            return None;
+        }
+        self.unlink(oldest);
+        self.free.push(oldest);
+        Some(self.links[oldest as usize].node)
+    }
+
+    fn link(&mut self, place: Place, newer: Place) {
+        let older = std::mem::replace(&mut self.links[newer as usize].older, place);
+        self.links[older as usize].newer = place;
+        let link = &mut self.links[place as usize];
+        (link.older, link.newer) = (older, newer);
+    }
+
+    fn unlink(&mut self, place: Place) {
+        let Link { older, newer, .. } = self.links[place as usize];
+        self.links[older as usize].newer = newer;
+        self.links[newer as usize].older = older;
+    }
 }
 
 /// The tree for prompts of one unit and block size.
@@ -58,7 +127,6 @@ pub struct EstimateTree {
     free: Vec<NodeId>,
     starts: StateMap<NodeId>,
     workers: Vec<Worker>,
-    clock: u64,
 }
 
 impl EstimateTree {
@@ -84,7 +152,7 @@ impl EstimateTree {
     /// [`EstimateTree::evict_excess`], which is left for when no request waits for a decision.
     pub fn insert(&mut self, worker: usize, states: &[u64]) {
         self.ensure(worker);
-        self.clock += 1;
+        let mut path: SmallVec<[NodeId; 32]> = SmallVec::new();
         let mut at = 0;
         while at < states.len() {
             let id = match self.starts.get(&states[at]) {
@@ -95,10 +163,13 @@ impl EstimateTree {
                     }
                     id
                 }
-                None => self.add(states[at..].to_vec(), at as u32),
+                None => self.add(states[at..].to_vec()),
             };
-            self.touch(worker, id);
+            path.push(id);
             at += self.nodes[id as usize].states.len();
+        }
+        for id in path.into_iter().rev() {
+            self.touch(worker, id);
         }
     }
 
@@ -144,11 +215,10 @@ impl EstimateTree {
         }
     }
 
-    fn add(&mut self, states: Vec<u64>, depth: u32) -> NodeId {
+    fn add(&mut self, states: Vec<u64>) -> NodeId {
         let start = states[0];
         let node = Node {
             states,
-            depth,
             holders: SmallVec::new(),
         };
         let id = match self.free.pop() {
@@ -170,13 +240,11 @@ impl EstimateTree {
         let node = &mut self.nodes[id as usize];
         let tail = node.states.split_off(blocks);
         node.states.shrink_to_fit();
-        let depth = node.depth + blocks as u32;
-        let holders = node.holders.clone();
-        let new = self.add(tail, depth);
-        for &(worker, used) in &holders {
-            self.workers[worker as usize]
-                .lru
-                .insert((used, Reverse(depth), new));
+        let mut holders = node.holders.clone();
+        let new = self.add(tail);
+        for (worker, place) in &mut holders {
+            let recency = &mut self.workers[*worker as usize].recency;
+            *place = recency.insert_before(*place, new);
         }
         self.nodes[new as usize].holders = holders;
     }
@@ -184,22 +252,19 @@ impl EstimateTree {
     fn touch(&mut self, worker: usize, id: NodeId) {
         let node = &mut self.nodes[id as usize];
         let state = &mut self.workers[worker];
-        match node.holders.iter_mut().find(|h| h.0 == worker as u32) {
-            Some((_, used)) => {
-                state.lru.remove(&(*used, Reverse(node.depth), id));
-                *used = self.clock;
-            }
+        match node.holders.iter().find(|h| h.0 == worker as u32) {
+            Some(&(_, place)) => state.recency.make_newest(place),
             None => {
-                node.holders.push((worker as u32, self.clock));
+                let place = state.recency.push_newest(id);
+                node.holders.push((worker as u32, place));
                 state.held_blocks += node.states.len() as u64;
             }
         }
-        state.lru.insert((self.clock, Reverse(node.depth), id));
     }
 
     fn evict_one(&mut self, worker: usize) -> bool {
         let state = &mut self.workers[worker];
-        let Some((_, _, id)) = state.lru.pop_first() else {
+        let Some(id) = state.recency.pop_oldest() else {
             return false;
         };
         let node = &mut self.nodes[id as usize];
@@ -290,6 +355,37 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn recency_is_a_list_from_the_oldest_to_the_newest(
+            steps in proptest::collection::vec((0u8..4, any::<proptest::sample::Index>()), 0..60),
+        ) {
+            let mut recency = Recency::default();
+            let mut model: Vec<(Place, NodeId)> = Vec::new();
+            for (node, (step, which)) in (0..).zip(steps) {
+                let at = if model.is_empty() { 0 } else { which.index(model.len()) };
+                match step {
+                    1 if !model.is_empty() => {
+                        let place = recency.insert_before(model[at].0, node);
+                        model.insert(at, (place, node));
+                    }
+                    2 if !model.is_empty() => {
+                        let used = model.remove(at);
+                        recency.make_newest(used.0);
+                        model.push(used);
+                    }
+                    3 => {
+                        let oldest = (!model.is_empty()).then(|| model.remove(0).1);
+                        prop_assert_eq!(recency.pop_oldest(), oldest);
+                    }
+                    _ => model.push((recency.push_newest(node), node)),
+                }
+            }
+            for (_, node) in model {
+                prop_assert_eq!(recency.pop_oldest(), Some(node));
+            }
+            prop_assert_eq!(recency.pop_oldest(), None);
+        }
+
         /// Against a model that keeps every prompt of every worker: without a bound, the estimate
         /// is the longest common prefix with anything sent there.
         #[test]
