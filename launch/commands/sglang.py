@@ -35,6 +35,8 @@ FAILURES = (
     "Failed to apply hooks to",
 )
 
+_PREFILL_GRAPHS_UP_TO = ("--cuda-graph-max-bs-prefill", "4096")
+
 MOONCAKE_NVLINK = {
     "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK",
     "MC_INTRANODE_NVLINK": "true",
@@ -79,8 +81,8 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         argv += kv_events(place.ports)
     if topology.mixed_chunk:
         argv += ["--enable-mixed-chunk"]
-    if not topology.graphs and topology.device == "cuda":
-        argv += ["--disable-cuda-graph"]
+    if topology.device == "cuda":
+        argv += _graphs(topology, place.role)
     argv += topology.profile.sglang_flags
     argv += [*topology.flags, *group.flags]
 
@@ -107,6 +109,19 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
     if shape:
         environment["HF_HUB_OFFLINE"] = "1"
     return Command(tuple(argv), environment | topology.environment | group.environment)
+
+
+def _graphs(topology: Topology, role: Role) -> list[str]:
+    """CUDA graphs for decode unless turned off, and for prefill where the worker does any.
+
+    SGLang leaves those out in decode mode, elastic workers included. There an eager step of 48
+    layers takes 62 ms to launch, whatever its size: no ITL below it could be kept
+    (`docs/results/elastic-worker.md`). Chunks that carry decodes along are below 4,096 tokens.
+    """
+    argv = [] if topology.graphs else ["--disable-cuda-graph"]
+    if not topology.graphs or role == "decode":
+        return [*argv, "--cuda-graph-backend-prefill", "disabled"]
+    return [*argv, "--cuda-graph-backend-prefill", "breakable", *_PREFILL_GRAPHS_UP_TO]
 
 
 def _moves_over_nvlink(topology: Topology) -> bool:

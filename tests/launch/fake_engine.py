@@ -32,6 +32,7 @@ _FLAGS = (
     "--grammar-backend",
     "--mem-fraction-static",
     "--cuda-graph-backend-prefill",
+    "--cuda-graph-max-bs-prefill",
     "--disaggregation-mode",
     "--disaggregation-transfer-backend",
     "--disaggregation-bootstrap-port",

@@ -111,6 +111,18 @@ def test_mooncake_is_told_of_nvlink_where_it_has_no_rdma_device() -> None:
     assert "--disaggregation-decode-enable-radix-cache" in decode
 
 
+def test_prefill_graphs_are_captured_where_prompts_are_prefilled() -> None:
+    def graphs(topology: str, *overrides: str) -> list[str]:
+        workers = [worker.argv for worker in planned(topology, *overrides).workers]
+        return [argv[argv.index("--cuda-graph-backend-prefill") + 1] for argv in workers]
+
+    assert graphs("elastic-1p1d") == ["breakable", "breakable"]
+    assert graphs("pd-1p1d") == ["breakable", "disabled"]
+    assert graphs("colocated-1") == ["breakable"]
+    # `--disable-cuda-graph` alone would not reach what is asked for by name.
+    assert graphs("colocated-1", "graphs=false") == ["disabled"]
+
+
 @pytest.mark.parametrize(
     ("name", "override", "said"),
     [
