@@ -7,6 +7,7 @@ once it is complete, is the Rust core's business.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,13 @@ def _flag(text: str) -> bool:
     return {"true": True, "false": False}[text.lower()]
 
 
+def _speed(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # JSON has no word for it
+        raise ValueError(text)
+    return value
+
+
 # SGLang's own default (0.5.17), which a prefill worker listens on that was told no other.
 _DEFAULT_BOOTSTRAP_PORT = 8998
 
@@ -50,8 +58,8 @@ _WORKER_FIELDS: dict[str, Callable[[str], Any]] = {
     "kv_connector": str,
     "kv_events": str,
     "kv_events_replay": str,
-    "prefill_tokens_per_s": float,
-    "paced_prefill_tokens_per_s": float,
+    "prefill_tokens_per_s": _speed,
+    "paced_prefill_tokens_per_s": _speed,
 }
 
 

@@ -235,6 +235,10 @@ async def test_a_configuration_file_is_enough(tmp_path: Path, mock_worker: Any) 
             "worker w: bootstrap_port: invalid value: integer `99999`, expected a whole number",
         ),
         (
+            ["--worker", "http://127.0.0.1:1,prefill_tokens_per_s=nan"],
+            "prefill_tokens_per_s: expected a number, not 'nan'",
+        ),
+        (
             ["--worker", "http://127.0.0.1:1,prefix_cache=maybe"],
             "prefix_cache: expected true or false, not 'maybe'",
         ),
