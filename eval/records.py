@@ -61,6 +61,7 @@ _DECISION_COLUMNS = (
     "decode_worker",
     "predicted_s",
     "believed_cached_tokens",
+    "noted_cached_tokens",
     "decided_to_first_token_s",
     "outcome",
 )
@@ -275,7 +276,9 @@ def decision_table(events: Iterable[dict[str, Any]]) -> pd.DataFrame:
             )
         elif event.get("event") == "finish":
             rows.setdefault(key, {"decision_id": key}).update(
-                decided_to_first_token_s=event.get("first_token_s"), outcome=event.get("outcome")
+                decided_to_first_token_s=event.get("first_token_s"),
+                outcome=event.get("outcome"),
+                noted_cached_tokens=event.get("cached_tokens"),
             )
     return pd.DataFrame.from_records(list(rows.values()), columns=list(_DECISION_COLUMNS))
 
@@ -284,6 +287,14 @@ def _join_decisions(requests: pd.DataFrame, decisions: pd.DataFrame) -> pd.DataF
     joined = requests.merge(
         decisions.drop(columns=["request_id"]), on="decision_id", how="left", validate="m:1"
     )
+    # vLLM counts the KV that it was sent as cached; the router knows, and notes nothing then.
+    unknown = (
+        joined["kind"].eq("prefill_decode")
+        & joined["outcome"].eq("ok")
+        & joined["noted_cached_tokens"].isna()
+    )
+    joined.loc[unknown, ["cached_tokens", "new_tokens"]] = float("nan")
+    joined = joined.drop(columns=["noted_cached_tokens"])
     for name in ("predicted_s", "decided_to_first_token_s", "believed_cached_tokens"):
         joined[name] = pd.to_numeric(joined[name]).astype(float)
     return joined

@@ -160,6 +160,26 @@ def test_a_separated_request_belongs_to_its_prefill_and_its_decode_worker() -> N
     assert (second["prefill_worker"], second["decode_worker"]) == ("d0", "d0")
 
 
+def test_cached_tokens_that_a_decode_worker_was_only_sent_are_unknown(make_run: MakeRun) -> None:
+    run = make_run()
+    path = run.folder / "decisions.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    separated = {events[0]["decision_id"]: None, events[2]["decision_id"]: 5}
+    for event in events:
+        if event["decision_id"] in separated and event["event"] == "decision":
+            worker = event.pop("worker")
+            event |= {"kind": "prefill_decode", "prefill": "p0", "decode": worker}
+        elif event["decision_id"] in separated:
+            event["cached_tokens"] = separated[event["decision_id"]]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    before, after = run.requests, read_run(run.folder).requests
+    changed = after["decision_id"].eq(events[0]["decision_id"])
+    assert after.loc[changed, ["cached_tokens", "new_tokens"]].isna().all(axis=None)
+    assert after.loc[~changed, "cached_tokens"].tolist() == (
+        before.loc[~changed, "cached_tokens"].tolist()
+    )
+
+
 def test_prediction_error_is_realised_over_predicted(make_run: MakeRun) -> None:
     run = make_run()
     rows = cell_of(run).decisions
