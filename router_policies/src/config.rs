@@ -620,7 +620,7 @@ mod tests {
                 error.contains("router.toml") && !error.contains('\n'),
                 "{error}"
             );
-            for rusts in ["u16", "f64", "usize"] {
+            for rusts in ["expected u16", "expected f64", "expected usize"] {
                 assert!(!error.contains(rusts), "{error}");
             }
         }
