@@ -19,7 +19,7 @@ LIMIT_START_S=${LIMIT_START_S:-230}   # for all workers to come up
 LIMIT_TOTAL_S=${LIMIT_TOTAL_S:-540}   # for everything; phases are cut to what is left of it
 MODEL=${MODEL:-$([ "$DEVICE" = cpu ] && echo tiny-qwen3-moe || echo qwen3-coder-30b-a3b)}
 PHASES=${PHASES:-"warm identity stall tax transfer death"}
-WORKERS=${WORKERS:-"plain itl stock prefill"}
+WORKERS=${WORKERS:-"plain itl-graphs stock prefill"}
 GPUS=(${GPUS:-0})
 BACKEND=${BACKEND:-nixl}              # or mooncake
 IDENTITY_ARMS=${IDENTITY_ARMS:-all}   # or mixed: only the arm that takes both ways
