@@ -20,6 +20,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from deltaserve.errors import InputError
@@ -94,7 +95,7 @@ def _refusal(
 ) -> str | None:
     """None where the router could place a request, its error where it does not start, and an empty
     text where it would answer every request with 503. Without workers only the start counts."""
-    with _stand_in() as url, tempfile.TemporaryFile() as log:
+    with _stand_in() as url, tempfile.NamedTemporaryFile() as said:
         argv = [sys.executable, "-m", "deltaserve", "route", "--host", "127.0.0.1", "--port", "0"]
         argv += ["--policy", policy]
         for param in params:
@@ -106,39 +107,40 @@ def _refusal(
             env=os.environ | dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=log,
+            stderr=said,
         )
+        # Read by a handle of its own: the router's knows where the router writes next.
+        log = Path(said.name)
         try:
             deadline_s = time.monotonic() + _PATIENCE_S
             while time.monotonic() < deadline_s:
-                said = _read(log)
-                if router.poll() is not None:
-                    lines = said.strip().splitlines() or [f"it exits with {router.returncode}"]
+                died = router.poll() is not None
+                told = log.read_text(errors="replace")
+                if died:
+                    lines = told.strip().splitlines() or [f"it exits with {router.returncode}"]
                     return lines[-1].removeprefix("error: ")
-                address, ended, _ = said.partition(_ANNOUNCED)[2].partition("\n")
-                if ended:
-                    if not workers:
-                        return None
-                    if (ready := _ready(address)) is not None:
-                        return None if ready else ""
+                address, announced, _ = told.partition(_ANNOUNCED)[2].partition("\n")
+                if announced and not workers:
+                    return None
+                if announced and (ready := _ready(address)) is not None:
+                    return None if ready else ""
                 time.sleep(0.02)
-            return f"it does not answer within {_PATIENCE_S:g} s: {_read(log)[-300:]!r}"
+            last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+            return f"it is not ready within {_PATIENCE_S:g} s; the last it said: {last}"
         finally:
             router.kill()
             router.wait()
 
 
-def _read(log: Any) -> str:
-    log.seek(0)
-    return str(log.read().decode(errors="replace"))
-
-
 def _ready(address: str) -> bool | None:
     """Whether the router could place a request; None before it has seen all of its workers."""
-    workers = json.loads(_get(address, "/workers")[1])["workers"]
-    if not all(worker["is_healthy"] for worker in workers):
+    try:
+        workers = json.loads(_get(address, "/workers")[1])["workers"]
+        if not all(worker["is_healthy"] for worker in workers):
+            return None
+        return _get(address, "/readyz")[0] == 200
+    except (OSError, http.client.HTTPException):  # it ends meanwhile
         return None
-    return _get(address, "/readyz")[0] == 200
 
 
 def _get(address: str, path: str) -> tuple[int, bytes]:

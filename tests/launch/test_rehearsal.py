@@ -42,6 +42,7 @@ def check(name: str, *overrides: str) -> None:
         ("laptop-sglang", "unified"),
         ("laptop-sglang-pd", "pd"),
         ("laptop-sglang-elastic", "elastic"),
+        ("elastic-1p7d", "offload"),
         ("laptop-vllm-pd", "pd"),
         ("vllm-2-mooncake-both", "selective"),
     ],
