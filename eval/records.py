@@ -91,7 +91,7 @@ class _Manifest(BaseModel):
     imported: dict[str, Any] = {}
     git: dict[str, Any] | None = None
     replay: dict[str, Any] | None = None
-    workers: list[dict[str, Any]] | None = None
+    workers: list[Any] | None = None
     slo: Slo = Slo()
     validity: ValidityRules = ValidityRules()
 

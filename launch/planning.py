@@ -322,6 +322,8 @@ def router_config(made: Plan) -> str:
             host = urlsplit(worker.url).hostname
             for name in ("kv_events", "kv_events_replay"):
                 lines += [_line(name, f"tcp://{host}:{worker.ports[name]}")]
+        if speed := topology.prefill_tokens_per_s(group):
+            lines += [_line("prefill_tokens_per_s", speed)]
         page_tokens = topology.page_size or _ENGINES[made.engine.name].PAGE_TOKENS
         lines += [_line("page_size", page_tokens)]
     return "\n".join(lines) + "\n"

@@ -240,6 +240,13 @@ class Topology(_Strict):
         """What the hardware is; that of a Hopper GPU where a CUDA topology does not say."""
         return PROFILES[self.hardware or ("cpu" if self.device == "cpu" else "h200")]
 
+    def prefill_tokens_per_s(self, group: WorkerGroup) -> float | None:
+        """What to expect of a worker of `group` that has not been seen yet; None where nothing was
+        measured: another model, more GPUs a worker, GPUs that the topology does not name."""
+        if group.tensor_parallel > 1 or (self.device == "cuda" and self.hardware is None):
+            return None
+        return self.profile.speed.of(self.model)
+
 
 def catalog() -> dict[str, str]:
     """The shipped topologies: name → what it is for."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from deltaserve.errors import InputError
 from launch.engines import Engine
+from launch.hardware import PROFILES
 from launch.planning import Plan, check, layout, plan, router_config, write_plugin
 from launch.topology import load_topology
 
@@ -114,6 +115,7 @@ def test_the_routers_file_says_what_the_plan_says() -> None:
         "bootstrap_port": planned.workers[0].ports["bootstrap"],
         "kv_capacity_tokens": 131072,
         "page_size": 1,
+        "prefill_tokens_per_s": PROFILES["cpu"].speed.prefill_tokens_per_s,
     }
     assert "bootstrap_port" not in decode
 
@@ -126,6 +128,24 @@ def test_the_router_knows_a_decode_worker_that_keeps_no_cache() -> None:
     assert "prefix_cache" not in kept["workers"][1]
     assert dropped["workers"][1]["prefix_cache"] is False
     assert "prefix_cache" not in dropped["workers"][0]
+
+
+def test_the_router_is_told_what_to_expect_of_workers_of_hardware_that_was_measured() -> None:
+    def told(name: str, *overrides: str) -> list[float | None]:
+        config = tomllib.loads(router_config(made(name, *overrides)))
+        return [worker.get("prefill_tokens_per_s") for worker in config["workers"]]
+
+    h200, h20, cpu = (PROFILES[kind].speed.prefill_tokens_per_s for kind in ("h200", "h20", "cpu"))
+    assert len({h200, h20, cpu}) == 3
+    assert told("elastic-1p1d") == [h200, h200]
+    assert told("elastic-1p1d", "hardware=h20") == [h20, h20]
+    assert told("elastic-1p1d", "model=/models/Qwen3-Coder-30B-A3B-Instruct") == [h200, h200]
+    assert told("laptop-sglang-elastic") == [cpu, cpu]
+    # Nothing is said of what was not measured: the router's belief is then free to go further.
+    assert told("elastic-1p1d", "model=/models/Qwen3-8B") == [None, None]
+    assert told("elastic-1p1d", "workers.1.tensor_parallel=2") == [h200, None]
+    gpus = load_topology("elastic-1p1d").model_copy(update={"hardware": None})
+    assert "prefill_tokens_per_s" not in router_config(layout(gpus, Path("/run/x"), SGLANG, 4))
 
 
 @pytest.mark.parametrize("name", ["laptop-sglang", "laptop-vllm"])
