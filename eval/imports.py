@@ -71,9 +71,9 @@ def import_file(source: Path, file_format: str, arm: str, output: Path) -> list[
         TypeAdapter(Name).validate_python(arm)
     except ValidationError as error:
         raise InputError(f"--arm {arm}: {one_line(error, {})}") from None
-    make_folder(output)
     if not source.is_file():
         raise InputError(f"{source}: no such file")
+    make_folder(output)
     folders = []
     # All of the file is read first: what is wrong with a later line leaves nothing behind.
     for run in list(FORMATS[file_format](source)):
