@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -32,7 +33,6 @@ from launch.hardware import check_gpus
 from launch.models import is_shape, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import check_free, free_base, worker_ports
-from launch.rehearsal import rehearse
 from launch.topology import Role, Topology, WorkerGroup
 
 _ENGINES = {"sglang": sglang, "vllm": vllm}
@@ -403,15 +403,18 @@ def _attached(
 
 
 def _check_router(made: Plan) -> None:
-    """Raises `InputError` where the router would refuse its policy, parameters or flags."""
-    where, router, choice = f"{made.topology.name}.toml", made.router, made.topology.router
+    """Raises `InputError` where the router would refuse its policy, parameters or flags, or could
+    place no request on these workers."""
+    router, choice = made.router, made.topology.router
     if router is None:
         return
     if choice.kind == "deltaserve":
-        rehearse(router_config(made), router.environment, where)
-        return
-    if refused := routers.refusal(choice, router.argv):
-        raise InputError(f"{where}: {refused}")
+        config = tomllib.loads(router_config(made))
+        refused = routers.our_refusal(config, router.environment)
+    else:
+        refused = routers.stock_refusal(choice, router.argv)
+    if refused:
+        raise InputError(f"{made.topology.name}.toml: {refused}")
 
 
 def _check_flags(made: Plan) -> None:

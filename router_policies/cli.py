@@ -183,6 +183,14 @@ def route(
             help="The model's tokenizer.json, or its folder: text prompts are routed by tokens."
         ),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Start nothing: exit with 2 where the router would not start, or could place no "
+            "request with all of its workers up.",
+        ),
+    ] = False,
 ) -> None:
     """Run the router until Ctrl-C or SIGTERM.
 
@@ -224,6 +232,9 @@ def route(
         sys.path.insert(0, "")  # the user's own module, from where the router was started
         decide = load_policy(settings["policy"], settings.pop("policy_params", None) or {})
     try:
+        if check:
+            _core.check(json.dumps(settings), decide)
+            return
         _core.serve(json.dumps(settings), _announce, decide)
     except ValueError as error:
         raise InputError(str(error)) from None

@@ -6,11 +6,15 @@ The stock routers are arms to compare with: `sglang-router` (0.3.2) and its succ
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import deltaserve
 from launch.engines import ENVIRONMENTS
@@ -21,6 +25,9 @@ import importlib, sys
 importlib.import_module(sys.argv[1] + ".launch_router").parse_router_args(sys.argv[2:])
 """
 
+_CHECKED = ("id", "role", "engine", "kv_connector", "bootstrap_port", "page_size")
+"""What our router is told of a worker when it is only asked whether it could serve it."""
+
 STOCK_PORTS = {"http": 0, "metrics": 1}
 """Ports of a stock router, from the topology's base port."""
 
@@ -28,6 +35,64 @@ STOCK_PORTS = {"http": 0, "metrics": 1}
 def ours(config: Path) -> tuple[str, ...]:
     """The command of our router; it reads everything from `config`."""
     return (sys.executable, "-m", "deltaserve", "route", "--config", str(config))
+
+
+def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
+    """Why our router would not start with `config` (the content of its file) and `environment` (on
+    top of the caller's), or could place no request, after the key of the topology that says so;
+    None where it could. The policy itself is asked, a Python class too.
+    """
+    params = config.get("policy_params", {})
+    said = _said_by_ours(
+        config["policy"],
+        tuple(f"{name}={json.dumps(value)}" for name, value in params.items()),
+        tuple(
+            ",".join(
+                [
+                    "http://127.0.0.1:1",
+                    *(f"{key}={worker[key]}" for key in _CHECKED if key in worker),
+                ]
+            )
+            for worker in config["workers"]
+        ),
+        tuple(sorted(environment.items())),
+    )
+    if said is None:
+        return None
+    for ours, of_topology in (
+        (r"policy_params: (\w+): ", r"router.params.\1: "),
+        (r"policy_params: ", "router.params: "),
+        (r"policy (?=\S+ can place no request)", "router.policy: "),
+    ):
+        told, found = re.subn(f"^{ours}", of_topology, said)
+        if found:
+            return told
+    return f"router: {said}"
+
+
+@lru_cache(maxsize=256)
+def _said_by_ours(
+    policy: str,
+    params: tuple[str, ...],
+    workers: tuple[str, ...],
+    environment: tuple[tuple[str, str], ...],
+) -> str | None:
+    argv = [sys.executable, "-m", "deltaserve", "route", "--check", "--policy", policy]
+    for flag, values in (("--policy-param", params), ("--worker", workers)):
+        for value in values:
+            argv += [flag, value]
+    done = subprocess.run(
+        argv,
+        env=os.environ | dict(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines() or [f"it exits with {done.returncode}"]
+    return lines[-1].removeprefix("error: ")
 
 
 def python_path(router: RouterChoice) -> str:
@@ -61,7 +126,7 @@ def stock(topology: Topology, workers: Sequence[tuple[Role, str, int | None]]) -
     return (*argv, *topology.router.flags)
 
 
-def refusal(router: RouterChoice, argv: Sequence[str]) -> str | None:
+def stock_refusal(router: RouterChoice, argv: Sequence[str]) -> str | None:
     """What a stock router's own argument parser finds wrong with its command `argv`, after the key
     of the topology that says so; None where it takes it."""
     environment = ENVIRONMENTS[router.kind]

@@ -33,6 +33,17 @@ impl Policy for PythonPolicy {
     }
 }
 
+/// Raises ValueError with one line where a router of `config` would not start, or could place no
+/// request with all its workers up. `decide` as in `serve`.
+#[pyfunction]
+#[pyo3(signature = (config, decide=None))]
+fn check(py: Python<'_>, config: &str, decide: Option<Py<PyAny>>) -> PyResult<()> {
+    let config = Config::from_json(config).map_err(PyValueError::new_err)?;
+    let policy = decide.map(|decide| Box::new(PythonPolicy(decide)) as Box<dyn Policy>);
+    py.detach(|| crate::gateway::check(config, policy))
+        .map_err(PyValueError::new_err)
+}
+
 /// Serves until SIGINT or SIGTERM. `announce` is called with the address once it is bound; `decide`
 /// takes the place of the configured policy.
 #[pyfunction]
@@ -105,6 +116,7 @@ fn policies() -> PyResult<String> {
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     m.add_function(wrap_pyfunction!(load_config, m)?)?;
+    m.add_function(wrap_pyfunction!(check, m)?)?;
     m.add_function(wrap_pyfunction!(serve, m)?)?;
     m.add_function(wrap_pyfunction!(policies, m)?)
 }

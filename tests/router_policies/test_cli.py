@@ -120,17 +120,21 @@ async def test_worker_urls_in_one_word_and_a_worker_without_a_cache(mock_worker:
         (["--prefill", "http://127.0.0.1:1"], "policy pd can place no request: there is no decode"),
         (
             ["--worker", "http://127.0.0.1:1", "--policy", "pd"],
-            "policy pd can place no request: these workers cannot do what it asks of them",
+            "policy pd can place no request: there are no prefill and decode (or elastic) workers",
         ),
         (["--worker", "http://127.0.0.1:1"], None),
     ],
 )
-async def test_what_is_missing_at_the_start_is_a_warning(
+async def test_what_is_missing_is_a_warning_at_the_start_and_an_error_of_check(
     arguments: list[str], expected: str | None
 ) -> None:
     said = await said_until_listening(*arguments)
     assert (expected or "can place no request") in said or expected is None
     assert ("can place no request" in said) == (expected is not None)
+    checked = run("route", "--check", *arguments)
+    assert checked.returncode == (2 if expected else 0)
+    assert (expected or "") in checked.stderr
+    assert "listening" not in checked.stderr
 
 
 async def said_until_listening(*arguments: str) -> str:

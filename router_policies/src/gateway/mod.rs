@@ -192,27 +192,6 @@ impl Gateway {
         Ok(())
     }
 
-    /// Says what is missing where no request can be placed even once every worker is up.
-    fn warn_of_missing_workers(&self) {
-        let workers = &self.config.workers;
-        let has = |roles: &[Role]| workers.iter().any(|worker| roles.contains(&worker.role));
-        let missing = if workers.is_empty() {
-            "no worker is configured"
-        } else if self.fleet.could_place() {
-            return;
-        } else if has(&[Role::Prefill]) && !has(&[Role::Decode, Role::Elastic]) {
-            "there is no decode (or elastic) worker"
-        } else if has(&[Role::Decode, Role::Elastic]) && !has(&[Role::Prefill]) {
-            "there is no prefill worker"
-        } else {
-            "these workers cannot do what it asks of them"
-        };
-        log::warn!(
-            "policy {} can place no request: {missing}; POST /workers adds one",
-            self.fleet.policy_name()
-        );
-    }
-
     async fn handle(
         self: Arc<Self>,
         client: Arc<client::Client>,
@@ -286,6 +265,48 @@ pub(crate) fn describe(error: impl std::error::Error) -> String {
     text
 }
 
+/// What is missing where `fleet` could place no request of any kind even with every worker up.
+fn missing(config: &Config, fleet: &Fleet) -> Option<String> {
+    if fleet.could_place() {
+        return None;
+    }
+    let has = |roles: &[Role]| {
+        let workers = &config.workers;
+        workers.iter().any(|worker| roles.contains(&worker.role))
+    };
+    let missing = if config.workers.is_empty() {
+        "no worker is configured"
+    } else if has(&[Role::Prefill]) && !has(&[Role::Decode, Role::Elastic]) {
+        "there is no decode (or elastic) worker"
+    } else if has(&[Role::Decode, Role::Elastic]) && !has(&[Role::Prefill]) {
+        "there is no prefill worker"
+    } else if has(&[Role::Prefill]) {
+        "there is no colocated (or elastic) worker, as one that serves a request on one worker needs"
+    } else {
+        "there are no prefill and decode (or elastic) workers, as one that separates needs"
+    };
+    let policy = fleet.policy_name();
+    Some(format!("policy {policy} can place no request: {missing}"))
+}
+
+/// Whether a router of `config` would start and could place a request, without starting it.
+///
+/// # Errors
+/// One line that names the field, or what is missing.
+pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<(), String> {
+    let policy = match policy {
+        Some(policy) => policy,
+        None => crate::policy::build(&config.policy, config.policy_params.clone())?,
+    };
+    let config = config.normalise()?;
+    let fleet = Fleet::new(policy, config.policy.clone(), EventSink::in_memory(), 0);
+    let fleet = Arc::new(fleet);
+    for spec in &config.workers {
+        fleet.add_worker(spec.clone().normalise()?)?;
+    }
+    missing(&config, &fleet).map_or(Ok(()), Err)
+}
+
 /// A bound router, not serving yet.
 pub struct Server {
     gateway: Arc<Gateway>,
@@ -323,7 +344,9 @@ impl Server {
         for spec in gateway.config.workers.clone() {
             gateway.add_worker(spec)?;
         }
-        gateway.warn_of_missing_workers();
+        if let Some(missing) = missing(&gateway.config, &gateway.fleet) {
+            log::warn!("{missing}; POST /workers adds one");
+        }
         Ok(Self { gateway, listener })
     }
 
