@@ -19,9 +19,9 @@ pub const PRIOR: Rates = Rates {
     decode_step_s: 0.015,
 };
 
-/// Of an elastic worker, which holds its prefills back for the sake of those that decode: 5,000 to
-/// 9,000 tokens/s where 28,000 are possible.
-const ELASTIC_SLOWDOWN: f64 = 4.0;
+/// Of an elastic worker, which holds its prefills back for the sake of those that decode: 1.39 s for
+/// 32,000 tokens beside eight decodes where 1.12 s are possible (docs/results/elastic-worker.md).
+const ELASTIC_SLOWDOWN: f64 = 1.25;
 
 /// Share of the log difference that one sample moves the belief by.
 const GAIN: f64 = 0.2;
