@@ -515,7 +515,7 @@ fn elastic_finds_the_cheapest_of_all_pairs() {
             (w.pending_prefill_tokens + input - w.cached_tokens) as f64 / 10_000.0
         };
         let stall_s = |w: &WorkerFacts| {
-            0.5 * f64::from(w.decoding) * (input - w.cached_tokens) as f64 / 10_000.0
+            0.2 * f64::from(w.decoding) * (input - w.cached_tokens) as f64 / 10_000.0
         };
         let crowd_s = |w: &WorkerFacts| {
             let lacking =
