@@ -157,36 +157,46 @@ mod x86 {
 
     /// [`super::take`] in the instructions that this processor has; none if it has no more than all.
     pub fn take(text: &[u8], at: usize, hasher: &mut TokenHasher) -> Option<usize> {
-        let has_avx2 = is_x86_feature_detected!("avx2")
-            && is_x86_feature_detected!("bmi1")
-            && is_x86_feature_detected!("bmi2")
-            && is_x86_feature_detected!("lzcnt")
-            && is_x86_feature_detected!("popcnt");
-        let has_avx512 = has_avx2
-            && is_x86_feature_detected!("avx512bw")
+        let has_avx512 = is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512cd")
             && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512vbmi")
             && is_x86_feature_detected!("avx512vbmi2");
+        if !(has_avx512 && has_avx2()) {
+            return take_with_avx2(text, at, hasher);
+        }
         #[expect(
             unsafe_code,
             reason = "the processor has what the function is compiled for"
         )]
-        match (has_avx512, has_avx2) {
-            (true, _) => Some(unsafe { take_avx512(text, at, hasher) }),
-            (_, true) => Some(unsafe { take_avx2(text, at, hasher) }),
-            _ => None,
-        }
+        Some(unsafe { take_avx512(text, at, hasher) })
+    }
+
+    /// [`super::take`] in AVX2, if this processor has it.
+    pub fn take_with_avx2(text: &[u8], at: usize, hasher: &mut TokenHasher) -> Option<usize> {
+        #[expect(
+            unsafe_code,
+            reason = "the processor has what the function is compiled for"
+        )]
+        has_avx2().then(|| unsafe { take_avx2(text, at, hasher) })
+    }
+
+    fn has_avx2() -> bool {
+        is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("bmi1")
+            && is_x86_feature_detected!("bmi2")
+            && is_x86_feature_detected!("lzcnt")
+            && is_x86_feature_detected!("popcnt")
     }
 
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
-    pub fn take_avx2(text: &[u8], at: usize, hasher: &mut TokenHasher) -> usize {
+    fn take_avx2(text: &[u8], at: usize, hasher: &mut TokenHasher) -> usize {
         take_with(text, at, hasher, ids_in)
     }
 
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
     #[target_feature(enable = "avx512bw,avx512cd,avx512f,avx512vbmi,avx512vbmi2")]
-    pub fn take_avx512(text: &[u8], at: usize, hasher: &mut TokenHasher) -> usize {
+    fn take_avx512(text: &[u8], at: usize, hasher: &mut TokenHasher) -> usize {
         take_with(text, at, hasher, |window, ids| ids_in_avx512(window, ids))
     }
 
@@ -265,7 +275,14 @@ mod tests {
 
     /// Every way in which this processor can.
     fn ways() -> Vec<Take> {
-        vec![take, |text, at, hasher| take_with(text, at, hasher, ids_in)]
+        vec![
+            take,
+            #[cfg(target_arch = "x86_64")]
+            |text, at, hasher| {
+                x86::take_with_avx2(text, at, hasher).unwrap_or_else(|| take(text, at, hasher))
+            },
+            |text, at, hasher| take_with(text, at, hasher, ids_in),
+        ]
     }
 
     #[test]
