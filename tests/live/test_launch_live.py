@@ -91,7 +91,7 @@ def test_a_fleet_of_each_kind_answers_and_the_router_knows_what_it_holds(
         for _ in range(20):  # events arrive a moment after the answer that made them
             second = cached_of(running, asked)
             last = decisions(tmp_path / "run")[-1]
-            if second and last["prefix_source"] == source:
+            if second and last["prefix_source"] == source and last["cached_tokens"]:
                 break
             time.sleep(0.2)
         assert second >= 500
