@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from urllib.parse import urlsplit
 from deltaserve import __version__
 from deltaserve.errors import InputError
 from launch import commands
+from launch.asking import refusal
 from launch.cache import make_folder, write_atomically
 from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
@@ -456,15 +456,8 @@ def _check_elastic(made: Plan) -> None:
         if worker.role != "elastic" or worker.attached or not settings or settings in asked:
             continue
         asked.add(settings)
-        done = subprocess.run(
-            [sys.executable, "-c", "import sglang_ext.elastic"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            reason = (done.stderr.strip().splitlines() or ["the plugin does not import"])[-1]
+        plugin = [sys.executable, "-c", "import sglang_ext.elastic"]
+        if reason := refusal(plugin, environment, silent="the plugin does not import"):
             raise InputError(f"{made.topology.name}.toml: {worker.id}: environment: {reason}")
 
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from deltaserve.errors import InputError
+from launch.asking import refusal
 from launch.commands.routers import python_path
 from launch.topology import RouterChoice, Topology
 
@@ -77,13 +78,7 @@ def _known() -> dict[str, tuple[str, ...]]:
 
 
 def _check_class(router: RouterChoice, where: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORT, router.policy, json.dumps(router.params)],
-        env=os.environ | {"PYTHONPATH": python_path(router)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["it does not import"])[-1]
+    load = [sys.executable, "-c", _IMPORT, router.policy, json.dumps(router.params)]
+    environment = os.environ | {"PYTHONPATH": python_path(router)}
+    if reason := refusal(load, environment, silent="it does not import"):
         raise InputError(f"{where}: router.policy: {router.policy}: {reason}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import deltaserve
+from launch.asking import refusal
 from launch.engines import ENVIRONMENTS
 from launch.topology import Role, RouterChoice, Topology
 
@@ -81,18 +81,8 @@ def _said_by_ours(
     for flag, values in (("--policy-param", params), ("--worker", workers)):
         for value in values:
             argv += [flag, value]
-    done = subprocess.run(
-        argv,
-        env=os.environ | dict(environment),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == 0:
-        return None
-    lines = done.stderr.strip().splitlines() or [f"it exits with {done.returncode}"]
-    return lines[-1].removeprefix("error: ")
+    said = refusal(argv, os.environ | dict(environment), silent="it does not run")
+    return said and said.removeprefix("error: ")
 
 
 def python_path(router: RouterChoice) -> str:
@@ -131,16 +121,16 @@ def stock_refusal(router: RouterChoice, argv: Sequence[str]) -> str | None:
     of the topology that says so; None where it takes it."""
     environment = ENVIRONMENTS[router.kind]
     flags = argv[argv.index("--host") :]
-    done = subprocess.run(
-        [environment.python, "-c", _PARSE, router.kind.replace("-", "_"), *flags],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == 0:
+    parse: list[str | Path] = [
+        environment.python,
+        "-c",
+        _PARSE,
+        router.kind.replace("-", "_"),
+        *flags,
+    ]
+    said = refusal(parse, silent="it does not run")
+    if said is None:
         return None
-    said = (done.stderr.strip().splitlines() or ["it does not run"])[-1]
     reason = said.partition("error: ")[2] or said
     about = f"{router.kind} {environment.version}"
     policy, is_policy, choices = reason.partition("argument --policy: invalid choice: ")
