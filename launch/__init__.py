@@ -9,12 +9,14 @@ plugin to a worker by entry point only; knows nothing of traces, policies or met
 """
 
 from launch.fleets import Fleet, FleetError, Worker, fleet
+from launch.keep import KeptWorkers
 from launch.planning import Plan, Process, plan
 from launch.topology import Topology, catalog, load_topology
 
 __all__ = [
     "Fleet",
     "FleetError",
+    "KeptWorkers",
     "Plan",
     "Process",
     "Topology",

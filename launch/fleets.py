@@ -85,6 +85,8 @@ class Fleet:
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds: ``check_s``, ``start_s``, ``warm_up_s`` where there is one, ``stop_s``, and
     ``ready_s.<id>`` (start to readiness)."""
+    behind: Fleet | None = None
+    """The fleet whose workers this one is attached to, where they are of this process."""
 
     def __post_init__(self) -> None:
         self._members = [_Member(process) for process in self.plan.processes]
@@ -103,6 +105,8 @@ class Fleet:
     @property
     def workers(self) -> tuple[Worker, ...]:
         """The workers, in the plan's order."""
+        if self.behind is not None:
+            return self.behind.workers
         found = []
         for member in self._members:
             p = member.plan
@@ -114,10 +118,14 @@ class Fleet:
     @property
     def engine_versions(self) -> dict[str, str]:
         """Versions of what matters in the engine's environment, by package."""
+        if self.behind is not None:
+            return self.behind.engine_versions
         return dict(self.plan.engine.versions)
 
     def check(self) -> None:
         """Raises `FleetError` when a process has died since it was started."""
+        if self.behind is not None:
+            self.behind.check()
         for member in self._members:
             if member.running and (status := member.running.exit_status()) is not None:
                 self._fail(member, f"{member.plan.id} died ({_status(status)})", status)
@@ -323,9 +331,14 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(
-    topology: Topology, run_dir: Path, on_progress: Progress | None = None
+    topology: Topology,
+    run_dir: Path,
+    on_progress: Progress | None = None,
+    behind: Fleet | None = None,
 ) -> Iterator[Fleet]:
     """Brings `topology` up, its files under `run_dir`, and ends it when the block ends in any way.
+
+    `behind` is the fleet whose workers `topology` is attached to, where this process started them.
 
     Raises `InputError` when it cannot be started as asked, `FleetError` when a process dies.
     """
@@ -333,7 +346,7 @@ def fleet(
     with claim(run_dir):
         made = planning.plan(topology, run_dir)
         with reserved(made.ports, made.gpu_plan):
-            running = Fleet(made, on_progress or (lambda _: None))
+            running = Fleet(made, on_progress or (lambda _: None), behind=behind)
             try:
                 running.start()
                 yield running

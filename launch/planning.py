@@ -303,8 +303,8 @@ def router_config(made: Plan) -> str:
     if topology.router.params:
         lines += ["", "[policy_params]"]
         lines += [_line(key, value) for key, value in topology.router.params.items()]
-    groups = [group for group in topology.workers for _ in range(group.size)]
-    for worker, group in zip(made.workers, groups, strict=True):
+    groups = [(group, at) for group in topology.workers for at in range(group.size)]
+    for worker, (group, at) in zip(made.workers, groups, strict=True):
         lines += ["", "[[workers]]", _line("id", worker.id), _line("url", worker.url)]
         lines += [_line("role", worker.role), _line("engine", made.engine.name)]
         on_vllm = made.engine.name == "vllm"
@@ -318,9 +318,11 @@ def router_config(made: Plan) -> str:
             lines += [_line("kv_capacity_tokens", tokens)]
         if worker.role in ("decode", "elastic") and not on_vllm and not topology.decode_radix_cache:
             lines += [_line("prefix_cache", False)]
-        if topology.kv_events and not worker.attached:
-            host = urlsplit(worker.url).hostname
-            for name in ("kv_events", "kv_events_replay"):
+        host = urlsplit(worker.url).hostname
+        for name in ("kv_events", "kv_events_replay"):
+            if endpoints := getattr(group, name):
+                lines += [_line(name, endpoints[at])]
+            elif topology.kv_events and not worker.attached:
                 lines += [_line(name, f"tcp://{host}:{worker.ports[name]}")]
         if speed := topology.prefill_tokens_per_s(group):
             lines += [_line("prefill_tokens_per_s", speed)]

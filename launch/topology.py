@@ -67,13 +67,16 @@ class WorkerGroup(_Strict):
     """Workers that are alike. Each takes `tensor_parallel` GPUs, from `gpus` where given.
 
     With `urls` (one a worker) they are attached instead: workers that run already, here or on
-    another machine, and that a fleet neither starts nor ends.
+    another machine, and that a fleet neither starts nor ends. `kv_events` and `kv_events_replay`
+    are then the ZMQ endpoints (``tcp://HOST:PORT``) that they publish at, one a worker.
     """
 
     role: Role = "colocated"
     count: _Positive = 1
     urls: tuple[_Url, ...] = ()
     bootstrap_ports: tuple[_Port, ...] = ()
+    kv_events: tuple[_Text, ...] = ()
+    kv_events_replay: tuple[_Text, ...] = ()
     gpus: tuple[_Gpu, ...] = ()
     tensor_parallel: _Positive = 1
     max_total_tokens: _Positive | None = None
@@ -194,6 +197,10 @@ class Topology(_Strict):
         for index, group in enumerate(self.workers):
             if group.urls and (group.gpus or group.count not in (1, len(group.urls))):
                 raise ValueError(f"workers.{index}.urls: attached workers have no gpus and count")
+            for key in ("kv_events", "kv_events_replay"):
+                endpoints = getattr(group, key)
+                if endpoints and len(endpoints) != len(group.urls):
+                    raise ValueError(f"workers.{index}.{key}: for attached workers, one a url")
             if group.urls and group.role == "prefill" and sglang:
                 if len(group.bootstrap_ports) != len(group.urls):
                     raise ValueError(f"workers.{index}.bootstrap_ports: one a url is needed")

@@ -37,6 +37,7 @@ _FLAGS = (
     "--disaggregation-transfer-backend",
     "--disaggregation-bootstrap-port",
     "--max-running-requests",
+    "--kv-events-config",
 )
 _SWITCHES = (
     "--enable-metrics",
