@@ -193,6 +193,10 @@ class Experiment(_Table):
     repeats: Count = 1
     baseline: Name | None = None
     output: str | None = None
+    keep_workers: bool = Field(
+        default=False,
+        description="runs whose workers would be started alike share them, with empty caches",
+    )
     budget_minutes: Positive | None = None
     run_minutes: Positive | None = Field(
         default=None, description="what a run is expected to take, until one has been measured"

@@ -53,20 +53,27 @@ class Fleet(Protocol):
     def timings(self) -> Mapping[str, float]: ...
 
 
+FleetMaker = Callable[[Any, Path, Callable[[str], None]], AbstractContextManager[Fleet]]
+
+
 @dataclass(frozen=True)
 class Site:
     """How fleets are made here.
 
     `load` makes a topology from a name and overrides, and `check` raises `InputError` for one that
-    cannot be started here; `vocab_size` is of its model, None where unknown.
+    cannot be started here; `vocab_size` is of its model, None where unknown. `keeping` gives what
+    makes fleets whose workers, started under a folder, are kept for the next fleet while it wants
+    the same ones (`worker_key` is then equal).
     """
 
     load: Callable[[str, list[str]], Any]
     check: Callable[[Any], object]
-    fleet: Callable[[Any, Path, Callable[[str], None]], AbstractContextManager[Fleet]]
+    fleet: FleetMaker
     describe: Callable[[Any], dict[str, Any]]
     vocab_size: Callable[[Any], int | None]
     end: Callable[[Path], int]
+    keeping: Callable[[Path], AbstractContextManager[FleetMaker]]
+    worker_key: Callable[[Any], bytes]
     replay: Sequence[str] = (*DELTASERVE, "replay", "run")
     clock: Callable[[], float] = time.monotonic
 
@@ -75,6 +82,7 @@ def launch_site() -> Site:
     """The real site: topologies and fleets of `launch`."""
     import launch
     from launch.control import down
+    from launch.keep import worker_key
     from launch.models import is_shape, shape_config
     from launch.policies import with_policy
 
@@ -93,6 +101,14 @@ def launch_site() -> Site:
             return None if found is None else int(found)
         return None
 
+    @contextlib.contextmanager
+    def keeping(folder: Path) -> Iterator[FleetMaker]:
+        kept = launch.KeptWorkers(folder)
+        try:
+            yield kept.fleet
+        finally:
+            kept.close()
+
     return Site(
         load=load,
         check=lambda topology: launch.plan(topology, Path()),
@@ -100,6 +116,8 @@ def launch_site() -> Site:
         describe=lambda topology: topology.model_dump(mode="json"),
         vocab_size=vocab_size,
         end=lambda folder: down(folder) if (folder / "fleet.json").is_file() else 0,
+        keeping=keeping,
+        worker_key=worker_key,
     )
 
 
@@ -152,6 +170,21 @@ def run_experiment(
     recorded with its reason, and the rest goes on. KeyboardInterrupt (and SIGTERM) stops the
     fleet and propagates; the interrupted run is redone next time.
     """
+    if experiment.keep_workers:
+        with site.keeping(output / "workers") as kept:
+            site = dataclasses.replace(site, fleet=kept)
+            return _run_all(experiment, output, site, source, progress, only)
+    return _run_all(experiment, output, site, source, progress, only)
+
+
+def _run_all(
+    experiment: Experiment,
+    output: Path,
+    site: Site,
+    source: Mapping[str, Any],
+    progress: Progress,
+    only: list[str] | None,
+) -> Summary:
     runs = plan_runs(experiment, only)
     topologies = load_topologies(site, experiment, runs)
     for topology in topologies.values():
@@ -159,6 +192,10 @@ def run_experiment(
     vocab_size = shared_vocab(site, topologies.values())
     make_folder(output)
     todo = [run for run in runs if not is_complete(output / run.folder, run)]
+    if experiment.keep_workers:
+        keys = [site.worker_key(topologies[run.cell]) for run in runs]
+        # By the workers that they need, which come in the order that was drawn.
+        todo.sort(key=lambda run: keys.index(site.worker_key(topologies[run.cell])))
     trace = prepare_trace(experiment, output)
     (output / "experiment.json").write_bytes(
         orjson.dumps(

@@ -33,7 +33,14 @@ from eval.experiment import (
 from eval.preview import preview
 from eval.progress import Progress
 from eval.provenance import read_manifest
-from eval.runner import Site, Summary, replay_command, run_experiment, topology_overrides
+from eval.runner import (
+    FleetMaker,
+    Site,
+    Summary,
+    replay_command,
+    run_experiment,
+    topology_overrides,
+)
 from eval.traces import (
     planned_trace,
     possible_cached_tokens,
@@ -81,6 +88,7 @@ class FakeSite:
     down: list[str] = field(default_factory=list)
     run_s: float = 0.0
     now_s: float = 0.0
+    kept: list[str] = field(default_factory=list)
 
     def end(self, folder: Path) -> int:
         """A folder with a file `left` stands for one with a fleet that its runner left behind."""
@@ -107,6 +115,12 @@ class FakeSite:
                 self.now_s += self.run_s
                 self.down.append(f"{folder.parent.name}/{folder.name}")
 
+        @contextlib.contextmanager
+        def keeping(folder: Path) -> Iterator[FleetMaker]:
+            self.kept.append(f"up {folder.name}")
+            yield fleet
+            self.kept.append("down")
+
         return Site(
             load=load,
             check=lambda _topology: None,
@@ -114,9 +128,30 @@ class FakeSite:
             describe=dict,
             vocab_size=lambda _topology: 1024,
             end=self.end,
+            keeping=keeping,
+            worker_key=lambda topology: str(topology["name"]).encode(),
             clock=lambda: self.now_s,
             replay=FAKE_REPLAY,
         )
+
+
+def test_runs_that_want_the_same_workers_follow_each_other_where_workers_are_kept(
+    tmp_path: Path, small_trace: Path
+) -> None:
+    path = tmp_path / "kept.toml"
+    arms = "".join(
+        f'[[arms]]\nname = "a{n}"\ntopology = "t-{"one" if n % 2 else "two"}"\n' for n in range(6)
+    )
+    path.write_text(
+        f'name = "kept"\nrepeats = 2\nkeep_workers = true\n[trace]\npath = "{small_trace}"\n{arms}'
+    )
+    fakes = FakeSite()
+    summary, _ = execute(load_experiment(str(path))[0], tmp_path / "out", fakes)
+    assert summary.complete == 12
+    assert fakes.kept == ["up workers", "down"]
+    odd = [int(run[1]) % 2 for run in fakes.up]
+    assert odd in ([0] * 6 + [1] * 6, [1] * 6 + [0] * 6)
+    assert [run[-1] for run in fakes.up] == ["1"] * 3 + ["2"] * 3 + ["1"] * 3 + ["2"] * 3
 
 
 @pytest.fixture
