@@ -37,6 +37,15 @@ _FLAGS = (
     "--disaggregation-transfer-backend",
     "--disaggregation-bootstrap-port",
     "--max-running-requests",
+    "--served-model-name",
+    "--kv-cache-dtype",
+    "--radix-eviction-policy",
+    "--schedule-policy",
+    "--hicache-ratio",
+    "--hicache-size",
+    "--hicache-write-policy",
+    "--hicache-io-backend",
+    "--hicache-mem-layout",
 )
 _SWITCHES = (
     "--enable-metrics",
@@ -46,6 +55,8 @@ _SWITCHES = (
     "--sleep-on-idle",
     "--disaggregation-decode-enable-radix-cache",
     "--enable-mixed-chunk",
+    "--enable-hierarchical-cache",
+    "--incremental-streaming-output",
 )
 
 
