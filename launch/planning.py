@@ -30,6 +30,7 @@ from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, options, require
 from launch.hardware import check_gpus
+from launch.kv import worker_kv
 from launch.models import is_shape, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import check_free, free_base, worker_ports
@@ -303,6 +304,9 @@ def router_config(made: Plan) -> str:
     if topology.router.params:
         lines += ["", "[policy_params]"]
         lines += [_line(key, value) for key, value in topology.router.params.items()]
+    if topology.router.residency:
+        lines += ["", "[residency]"]
+        lines += [_line(key, value) for key, value in topology.router.residency.items()]
     groups = [(group, at) for group in topology.workers for at in range(group.size)]
     for worker, (group, at) in zip(made.workers, groups, strict=True):
         lines += ["", "[[workers]]", _line("id", worker.id), _line("url", worker.url)]
@@ -314,8 +318,11 @@ def router_config(made: Plan) -> str:
         if mooncake or (worker.role == "prefill" and not on_vllm):
             lines += [_line("bootstrap_host", urlsplit(worker.url).hostname)]
             lines += [_line("bootstrap_port", worker.ports["bootstrap"])]
-        if tokens := group.max_total_tokens or topology.max_total_tokens:
-            lines += [_line("kv_capacity_tokens", tokens)]
+        kv = worker_kv(topology, group)
+        if kv.capacity_tokens:
+            lines += [_line("kv_capacity_tokens", kv.capacity_tokens)]
+        if kv.host_tokens:
+            lines += [_line("host_kv_tokens", kv.host_tokens)]
         if worker.role in ("decode", "elastic") and not on_vllm and not topology.decode_radix_cache:
             lines += [_line("prefix_cache", False)]
         host = urlsplit(worker.url).hostname
@@ -326,8 +333,7 @@ def router_config(made: Plan) -> str:
                 lines += [_line(name, f"tcp://{host}:{worker.ports[name]}")]
         if speed := topology.prefill_tokens_per_s(group):
             lines += [_line("prefill_tokens_per_s", speed)]
-        page_tokens = topology.page_size or _ENGINES[made.engine.name].PAGE_TOKENS
-        lines += [_line("page_size", page_tokens)]
+        lines += [_line("page_size", kv.page_tokens)]
     return "\n".join(lines) + "\n"
 
 

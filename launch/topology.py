@@ -63,7 +63,30 @@ class EngineChoice(_Strict):
     python: Path | None = None
 
 
-class WorkerGroup(_Strict):
+class KvKeys(_Strict):
+    """Keys of a worker's KV cache: of all workers where the topology has them, of a group's where
+    the group has. None leaves the engine its own default; a host tier of 0 is none.
+
+    `max_total_tokens` are on the worker's GPUs, `host_kv_tokens` or `host_kv_gb` (GB of 10^9 bytes)
+    in its host's memory. `radix_eviction_policy` and `schedule_policy` are SGLang's.
+    """
+
+    max_total_tokens: _Positive | None = None
+    page_size: _Positive | None = None
+    host_kv_tokens: Annotated[int, Field(ge=0)] | None = None
+    host_kv_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] | None = None
+    radix_eviction_policy: _Text | None = None
+    schedule_policy: _Text | None = None
+
+    @model_validator(mode="after")
+    def _check_host_tier(self) -> Self:
+        if self.host_kv_tokens is not None and self.host_kv_gb is not None:
+            raise ValueError("host_kv_tokens: give it or host_kv_gb, not both")
+        return self
+
+
+class WorkerGroup(KvKeys):
     """Workers that are alike. Each takes `tensor_parallel` GPUs, from `gpus` where given.
 
     With `urls` (one a worker) they are attached instead: workers that run already, here or on
@@ -79,7 +102,6 @@ class WorkerGroup(_Strict):
     kv_events_replay: tuple[_Text, ...] = ()
     gpus: tuple[_Gpu, ...] = ()
     tensor_parallel: _Positive = 1
-    max_total_tokens: _Positive | None = None
     chunk_tokens: _Positive | None = None
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = {}
@@ -109,7 +131,9 @@ class Placement(_Strict):
 class RouterChoice(_Strict):
     """The router in front; `none` leaves the workers to be called directly.
 
-    `params` are of our policies, `flags` of the stock routers. `python_path` is where a policy that
+    `params` are of our policies, `flags` of the stock routers. `residency` is the ``[residency]``
+    table of our router's configuration (its rule and the rule's parameters), which the router
+    checks. `python_path` is where a policy that
     is a Python class (``package.module:Class``) is looked for. `tokenizer` is the model's, for
     text prompts: a ``tokenizer.json`` or a folder with one; ``auto`` is that of the model's folder
     where it has one, ``none`` leaves text to be compared by its bytes.
@@ -118,12 +142,13 @@ class RouterChoice(_Strict):
     kind: Literal["deltaserve", "sglang-router", "smg", "none"] = "deltaserve"
     policy: _Text = "round_robin"
     params: dict[str, Any] = {}
+    residency: dict[str, Any] = {}
     python_path: tuple[Path, ...] = ()
     tokenizer: _Text = "auto"
     flags: tuple[str, ...] = ()
 
 
-class Topology(_Strict):
+class Topology(KvKeys):
     """A whole topology. Keys that are None leave the engine its own default.
 
     `gpus` are those that its workers take, in order: how several topologies share one machine.
@@ -137,9 +162,8 @@ class Topology(_Strict):
     model: _Text
     load_format: _Text | None = None
     dtype: _Text = "bfloat16"
+    served_model_name: _Text | None = None
     context_tokens: _Positive | None = None
-    max_total_tokens: _Positive | None = None
-    page_size: _Positive | None = None
     chunk_tokens: _Positive | None = None
     mixed_chunk: bool = False
     graphs: bool = True
@@ -149,6 +173,7 @@ class Topology(_Strict):
     kv_connector: bool = False
     kv_events: bool = False
     telemetry: bool = False
+    incremental_streaming_output: bool = True
     warm_up: bool | None = None
     host: _Text = "127.0.0.1"
     base_port: Annotated[int, Field(ge=0, le=60000)] = 30000
@@ -193,6 +218,10 @@ class Topology(_Strict):
             raise ValueError(f"router.kind: {self.router.kind} knows no elastic workers")
         if self.router.kind not in ("deltaserve", "none") and not sglang and "prefill" in roles:
             raise ValueError(f"router.kind: {self.router.kind} does not separate with vllm workers")
+        if self.router.residency and self.router.kind != "deltaserve":
+            raise ValueError(f"router.residency: {self.router.kind} has none")
+        for index, group in enumerate(self.workers):
+            self._check_kv(index, group)
         self._check_gpus()
         for index, group in enumerate(self.workers):
             if group.urls and (group.gpus or group.count not in (1, len(group.urls))):
@@ -207,6 +236,39 @@ class Topology(_Strict):
             elif group.bootstrap_ports:
                 raise ValueError(f"workers.{index}.bootstrap_ports: for attached prefill workers")
         return self
+
+    def _check_kv(self, index: int, group: WorkerGroup) -> None:
+        keys = self.kv_keys(group)
+        has_host_tier = bool(keys.host_kv_tokens or keys.host_kv_gb)
+        host_key = "host_kv_tokens" if keys.host_kv_tokens else "host_kv_gb"
+        where = f"workers.{index}.{host_key}" if host_key in group.model_fields_set else host_key
+        if self.engine.name != "sglang":
+            for key in ("radix_eviction_policy", "schedule_policy"):
+                if getattr(keys, key) is not None:
+                    raise ValueError(f"{key}: it is a key of SGLang's only")
+            if has_host_tier and self.device == "cpu":
+                raise ValueError(f"{where}: vllm offloads KV from GPUs only, not on a CPU")
+            if has_host_tier and (self.kv_connector or group.role != "colocated"):
+                raise ValueError(
+                    f"{where}: vllm takes one connector a worker, and this one has the one that "
+                    "transfers KV between workers"
+                )
+        elif has_host_tier and group.role == "elastic":
+            raise ValueError(
+                f"{where}: an elastic worker has no host tier (its prefill and decode share one "
+                f"radix cache that HiCache does not know); workers.{index}.{host_key} = 0 leaves "
+                "it out there"
+            )
+
+    def kv_keys(self, group: WorkerGroup) -> KvKeys:
+        """The keys of the KV cache of the workers of `group`: its own, else the topology's."""
+        found = {key: getattr(group, key) for key in KvKeys.model_fields}
+        own_host_tier = group.host_kv_tokens is not None or group.host_kv_gb is not None
+        for key, value in found.items():
+            is_host_tier = key in ("host_kv_tokens", "host_kv_gb")
+            if value is None and not (is_host_tier and own_host_tier):
+                found[key] = getattr(self, key)
+        return KvKeys(**found)
 
     def _check_gpus(self) -> None:
         started = {f"workers.{i}.gpus": g for i, g in enumerate(self.workers) if not g.urls}
@@ -230,6 +292,12 @@ class Topology(_Strict):
             taken |= set(gpus)
         if not self.gpus and 0 < len(given) < len(started):
             raise ValueError("workers: give gpus to every group or to none")
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in every engine's answers and requests, whatever folder it lies in."""
+        is_folder = self.model.startswith(("/", ".", "~"))
+        return self.served_model_name or (Path(self.model).name if is_folder else self.model)
 
     @property
     def worker_count(self) -> int:

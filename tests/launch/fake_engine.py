@@ -38,6 +38,15 @@ _FLAGS = (
     "--disaggregation-bootstrap-port",
     "--max-running-requests",
     "--kv-events-config",
+    "--served-model-name",
+    "--kv-cache-dtype",
+    "--radix-eviction-policy",
+    "--schedule-policy",
+    "--hicache-ratio",
+    "--hicache-size",
+    "--hicache-write-policy",
+    "--hicache-io-backend",
+    "--hicache-mem-layout",
 )
 _SWITCHES = (
     "--enable-metrics",
@@ -47,6 +56,8 @@ _SWITCHES = (
     "--sleep-on-idle",
     "--disaggregation-decode-enable-radix-cache",
     "--enable-mixed-chunk",
+    "--enable-hierarchical-cache",
+    "--incremental-streaming-output",
 )
 
 
