@@ -27,6 +27,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 _Positive = Annotated[int, Field(gt=0)]
 _Port = Annotated[int, Field(gt=0, lt=65536)]
 _Gpu = Annotated[int, Field(ge=0)]
+_Setting = Annotated[str, Field(coerce_numbers_to_str=True)]
 _Text = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -104,7 +105,7 @@ class WorkerGroup(KvKeys):
     tensor_parallel: _Positive = 1
     chunk_tokens: _Positive | None = None
     flags: tuple[str, ...] = ()
-    environment: dict[str, str] = {}
+    environment: dict[str, _Setting] = {}
 
     @property
     def size(self) -> int:
@@ -183,7 +184,7 @@ class Topology(KvKeys):
     sample_interval_s: Annotated[float, Field(ge=0)] = 2.0
     ready_timeout_s: Annotated[float, Field(gt=0)] = 900.0
     flags: tuple[str, ...] = ()
-    environment: dict[str, str] = {}
+    environment: dict[str, _Setting] = {}
     placement: Placement = Placement()
     workers: Annotated[tuple[WorkerGroup, ...], Field(min_length=1)]
     router: RouterChoice = RouterChoice()
@@ -204,8 +205,6 @@ class Topology(KvKeys):
             raise ValueError("mixed_chunk: vllm always mixes; it is a key of SGLang's only")
         if self.kv_connector and (sglang or roles != {"colocated"}):
             raise ValueError("kv_connector: only for vllm workers that are colocated")
-        if self.warm_up and not sglang:
-            raise ValueError("warm_up: vllm compiles before it is ready; it is a key of SGLang's")
         if self.hardware != AUTO and PROFILES[self.hardware].device != self.device:
             raise ValueError(f"hardware: {self.hardware} does not have device {self.device!r}")
         if self.router.params and self.router.kind != "deltaserve":
@@ -301,10 +300,8 @@ class Topology(KvKeys):
 
     @property
     def warms_up(self) -> bool:
-        """Whether SGLang's workers are warmed up: by default on GPUs, where Triton compiles."""
-        if self.warm_up is None:
-            return self.engine.name == "sglang" and self.device == "cuda"
-        return self.warm_up
+        """Whether workers are warmed up: by default on GPUs, where kernels compile at first use."""
+        return self.device == "cuda" if self.warm_up is None else self.warm_up
 
     @property
     def profile(self) -> Profile:

@@ -134,7 +134,6 @@ def test_prefill_graphs_are_captured_where_prompts_are_prefilled() -> None:
     ("name", "override", "said"),
     [
         ("vllm-8", "mixed_chunk=true", "mixed_chunk: vllm always mixes"),
-        ("vllm-8", "warm_up=true", "warm_up: vllm compiles before it is ready"),
         ("vllm-8", "workers.0.role=elastic", 'the role "elastic" is SGLang\'s only'),
         ("colocated-8", "kv_connector=true", "only for vllm workers"),
         ("colocated-8", "hardware=cpu", "hardware: cpu does not have device 'cuda'"),
