@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +20,9 @@ from launch import control, engines, planning
 from launch.cache import make_folder
 from launch.fleets import FleetError, fleet
 from launch.hardware import sample_gpus
+from launch.listing import listing
 from launch.planning import Plan
-from launch.topology import catalog, load_topology
+from launch.topology_files import load_topology
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,7 +34,7 @@ app = typer.Typer(
 _Name = Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A shipped name or a .toml file.")]
 _Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. workers.0.count=2."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key: workers.prefill.count=2."),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
 _ENGINES = f"Of: {', '.join(engines.ENVIRONMENTS)}."
@@ -66,14 +68,19 @@ def plugin_command(
 
 @app.command("list", epilog="Example: deltaserve launch list")
 def list_command(as_json: _Json = False) -> None:
-    """List the shipped topologies."""
-    found = catalog()
+    """List the shipped kinds of topology, and in which size each fits this machine."""
+    found = listing()
     if as_json:
-        _print_json(found)
+        _print_json([asdict(kind) for kind in found])
         return
-    width = max(map(len, found))
-    for name, described in found.items():
-        print(f"{name:{width}}  {described}")
+    table = Table("topology", "runs here as", "what it is", box=None, pad_edge=False)
+    for kind in found:
+        table.add_row(kind.name, kind.here, kind.description)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print(
+        "\nA size follows the name: workers (sglang:2), or prefill and other workers "
+        "(sglang-pd:1p3d)."
+    )
 
 
 @app.command("check", epilog="Example: deltaserve launch check laptop-sglang-pd")

@@ -17,6 +17,7 @@ import psutil
 from deltaserve.errors import InputError
 from launch.cache import cache_dir
 from launch.supervised import GRACE_S, is_running, members, sweep, terminate
+from launch.topology_files import path_name
 
 _CPU_SAMPLE_S = 0.3
 
@@ -52,7 +53,7 @@ class FleetStatus:
 
 def default_run_dir(name: str) -> Path:
     """Where a topology runs unless told otherwise."""
-    return cache_dir() / "fleets" / name
+    return cache_dir() / "fleets" / path_name(name)
 
 
 def find_run_dir(name_or_path: str) -> Path:

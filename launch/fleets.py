@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import http.client
 import os
 import re
 import socket
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
-from urllib.parse import urlsplit
 
 import orjson
 import psutil
@@ -27,7 +25,9 @@ from deltaserve import __version__
 from deltaserve.errors import InputError
 from launch import planning
 from launch.cache import make_folder, write_atomically
+from launch.caches import FlushError, flush
 from launch.hardware import GpuSample, sample_gpus, sample_until_free
+from launch.http_calls import FAILURES, call, reason
 from launch.planning import Plan, Process
 from launch.reservations import reserved
 from launch.sampling import Engines, Sampler
@@ -129,6 +129,16 @@ class Fleet:
         for member in self._members:
             if member.running and (status := member.running.exit_status()) is not None:
                 self._fail(member, f"{member.plan.id} died ({_status(status)})", status)
+
+    def flush_caches(self) -> None:
+        """Empties every worker's prefix cache and host tier, attached workers' too, so that a run
+        after another starts cold. Raises `FleetError` where a worker cannot."""
+        for worker in self.workers:
+            try:
+                flush(self.plan.engine.name, worker.url)
+            except FlushError as error:
+                raise FleetError(f"{worker.id} ({worker.url}): {error}") from error
+        self._transcript.tell("caches flushed")
 
     def start(self) -> None:
         """Checks the plan, then starts the workers and, when all are ready, the router."""
@@ -241,7 +251,7 @@ class Fleet:
     def _warm_up(self) -> None:
         self._tell("warming up: kernels that are compiled and workers that connect at first use")
         try:
-            took_s = warm_up(self.plan.workers, self.plan.topology.chunk_tokens, self.check)
+            took_s = warm_up(self.plan, self.check)
         except WarmUpError as error:
             self._fail(next(m for m in self._members if m.plan is error.worker), str(error))
         self.timings["warm_up_s"] = took_s
@@ -404,16 +414,11 @@ def _record(member: _Member) -> dict[str, Any]:
 
 def _silence(url: str) -> str | None:
     """Why `url` does not count as answered, or None where it does."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=2.0)
     try:
-        connection.request("GET", parts.path)
-        status = connection.getresponse().status
-        return None if status == 200 else f"HTTP {status}"
-    except (OSError, http.client.HTTPException) as error:
-        return str(error) or type(error).__name__
-    finally:
-        connection.close()
+        status, _ = call("GET", url, timeout_s=2.0)
+    except FAILURES as error:
+        return reason(error)
+    return None if status == 200 else f"HTTP {status}"
 
 
 def _said(log: Path, failures: tuple[str, ...]) -> str | None:

@@ -17,8 +17,9 @@ from launch.models import is_shape, shape_config
 from launch.topology import KvKeys, Topology, WorkerGroup
 
 HICACHE_PAGE_TOKENS = 64
-"""Page of SGLang workers with a host tier: their transfers copy page by page, and pages of one
-token make them slower than recomputing."""
+"""Page of SGLang's GPU workers with a host tier: their transfers copy page by page, and pages of
+one token make them slow. On a CPU pages stay at one token: SGLang's allocator of longer ones is a
+Triton kernel."""
 
 _DEFAULT_PAGE_TOKENS = {"sglang": 1, "vllm": 16}
 _DTYPE_BYTES = {
@@ -67,7 +68,7 @@ def worker_kv(topology: Topology, group: WorkerGroup) -> WorkerKv:
     has_host = bool(keys.host_kv_tokens or keys.host_kv_gb)
     page_tokens = keys.page_size
     if page_tokens is None:
-        hicache = has_host and topology.engine.name == "sglang"
+        hicache = has_host and topology.engine.name == "sglang" and topology.device == "cuda"
         page_tokens = HICACHE_PAGE_TOKENS if hicache else _DEFAULT_PAGE_TOKENS[topology.engine.name]
     bytes_per_token = _bytes_per_token(topology, keys)
     host_tokens = keys.host_kv_tokens

@@ -29,11 +29,12 @@ from launch.cache import make_folder, write_atomically
 from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, options, require
-from launch.hardware import check_gpus
+from launch.hardware import allowed_gpus, check_gpus, hardware_of
 from launch.kv import worker_kv
 from launch.models import is_shape, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import check_free, free_base, worker_ports
+from launch.profiles import AUTO
 from launch.topology import Role, Topology, WorkerGroup
 
 _ENGINES = {"sglang": sglang, "vllm": vllm}
@@ -143,6 +144,7 @@ def plan(topology: Topology, run_dir: Path) -> Plan:
     if topology.base_port == 0:
         base = free_base(topology.worker_count)
         topology = topology.model_copy(update={"base_port": base})
+    topology = _on_gpus(topology)
     nodes: list[Node] = []
     if topology.placement.kind == "ray":
         nodes = assign(topology, cluster_nodes(topology.placement, f"{topology.name}.toml"))
@@ -358,6 +360,38 @@ def _found(topology: Topology) -> Topology:
         tokenizer = str(file)
     router = topology.router.model_copy(update={"tokenizer": tokenizer})
     return topology.model_copy(update={"model": model, "router": router})
+
+
+def _on_gpus(topology: Topology) -> Topology:
+    """`topology` with the GPUs that it takes, where ``CUDA_VISIBLE_DEVICES`` leaves only some to
+    this process, and with the profile that they have, where that is not said.
+
+    Raises `InputError` for GPUs that are not left to it.
+    """
+    started = [group for group in topology.workers if not group.urls]
+    if topology.device == "cpu" or topology.placement.kind == "ray" or not started:
+        return topology
+    where = f"{topology.name}.toml"
+    allowed = allowed_gpus()
+    wanted = topology.gpus or tuple(gpu for group in started for gpu in group.gpus)
+    needed = sum(group.gpu_count for group in started)
+    if allowed is not None:
+        left = ", ".join(map(str, allowed)) or "none"
+        if barred := [gpu for gpu in wanted if gpu not in allowed]:
+            raise InputError(
+                f"{where}: gpus: GPU {barred[0]} is not among those that CUDA_VISIBLE_DEVICES "
+                f"allows ({left})"
+            )
+        if needed > len(allowed):
+            raise InputError(
+                f"{where}: {needed} GPUs are needed; CUDA_VISIBLE_DEVICES allows {left}"
+            )
+    if not wanted and allowed is not None:
+        wanted = allowed[:needed]
+        topology = topology.model_copy(update={"gpus": wanted})
+    if topology.hardware == AUTO and (kind := hardware_of(wanted or tuple(range(needed)), where)):
+        topology = topology.model_copy(update={"hardware": kind})
+    return topology
 
 
 def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Process:

@@ -8,7 +8,6 @@ killed run keeps what it had. Knows processes only by their guardians' pids, and
 from __future__ import annotations
 
 import csv
-import http.client
 import re
 import threading
 import time
@@ -17,11 +16,11 @@ from contextlib import ExitStack
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import psutil
 
 from launch.hardware import GpuSample, sample_gpus
+from launch.http_calls import FAILURES, call
 from launch.supervised import members
 
 if TYPE_CHECKING:
@@ -98,17 +97,11 @@ class Sampler:
 def engine_load(url: str, gauges: tuple[str, ...]) -> list[float | None]:
     """The gauges as the engine at `url` has them now, summed over their labels (a data-parallel
     engine has one each); None where it does not answer or has no such gauge."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(
-        parts.hostname or "", parts.port, timeout=_ANSWER_WITHIN_S
-    )
     try:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode(errors="replace")
-    except (OSError, http.client.HTTPException):
+        _, body = call("GET", f"{url}/metrics", timeout_s=_ANSWER_WITHIN_S)
+    except FAILURES:
         return [None] * len(gauges)
-    finally:
-        connection.close()
+    text = body.decode(errors="replace")
     found: list[float | None] = []
     for gauge in gauges:
         values = re.findall(rf"^{gauge}(?:{{[^}}]*}})? ([-+.\deE]+)$", text, re.M)

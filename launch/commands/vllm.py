@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 from launch.commands import (
+    LOOPBACK,
     Command,
     Paths,
     Place,
@@ -76,6 +77,9 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "",
     }
+    if topology.host in LOOPBACK:
+        # For `launch.caches`. The calls that come with it shall not be open to a network.
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
     if topology.device == "cpu":
         # Bounded, not bound: a worker tied to a core waits whenever the client is on it.
         environment[_BINDING] = "nobind"

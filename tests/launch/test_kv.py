@@ -14,7 +14,7 @@ from launch.commands import routers
 from launch.engines import Engine
 from launch.kv import worker_kv
 from launch.planning import Plan, layout, router_config
-from launch.topology import load_topology
+from launch.topology_files import load_topology
 
 KV_BYTES = 98_304  # of a token of qwen3-coder-30b-a3b in bfloat16
 
@@ -59,6 +59,14 @@ def test_a_host_tier_in_gb_is_told_to_the_router_in_tokens_of_the_models_kv() ->
     # SGLang's flag is of one GPU.
     pair = planned("colocated-1", "host_kv_gb=60", "workers.0.tensor_parallel=2")
     assert value_of(pair.workers[0].argv, "--hicache-size") == "30"
+
+
+def test_on_a_cpu_pages_stay_at_one_token() -> None:
+    made = planned("laptop-sglang-1", "host_kv_tokens=160000")
+    argv = made.workers[0].argv
+    assert value_of(argv, "--hicache-ratio") == "4"
+    assert value_of(argv, "--page-size") == "1"
+    assert told(made)[0]["page_size"] == 1
 
 
 def test_a_host_tier_without_a_known_pool_is_rounded_up_to_whole_gb() -> None:
