@@ -8,7 +8,6 @@ each. Owns the life of such workers; how a fleet starts and ends is in `launch.f
 from __future__ import annotations
 
 import contextlib
-import http.client
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,13 +15,9 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from launch.fleets import Fleet, FleetError, Worker, fleet
+from launch.fleets import Fleet, FleetError, fleet
 from launch.topology import RouterChoice, Topology, WorkerGroup
 
-_FLUSH_PATHS = {"sglang": "/flush_cache?timeout=30", "vllm": "/reset_prefix_cache"}
-_FLUSH_TIMEOUT_S = 60.0
-# vLLM empties its cache only where it serves what it calls development endpoints.
-_VLLM_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 _TABLES = ("gpu.csv", "processes.csv")
 
 
@@ -49,7 +44,7 @@ class KeptWorkers:
         """
         workers = self._started_for(topology, on_progress)
         try:
-            empty_caches(workers)
+            workers.flush_caches()
             recording = _Recording(workers.plan.run_dir)
             with fleet(_attached(topology, workers), run_dir, on_progress, behind=workers) as front:
                 try:
@@ -71,9 +66,6 @@ class KeptWorkers:
             self.close()
             self._started += 1
             alone = topology.model_copy(update={"router": RouterChoice(kind="none")})
-            if topology.engine.name == "vllm":
-                environment = _VLLM_ENVIRONMENT | topology.environment
-                alone = alone.model_copy(update={"environment": environment})
             run_dir = self._folder / f"w{self._started}"
             self._workers = self._open.enter_context(fleet(alone, run_dir, on_progress))
             self._key = key
@@ -84,30 +76,6 @@ def worker_key(topology: Topology) -> bytes:
     """Equal for two topologies whose workers would be started alike."""
     content = topology.model_dump(mode="json", exclude={"router", "name", "description"})
     return orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
-
-
-def empty_caches(running: Fleet) -> None:
-    """Empties the prefix caches of a fleet's workers; raises `FleetError` for one that does not."""
-    path = _FLUSH_PATHS[running.plan.engine.name]
-    for worker in running.workers:
-        _flush(worker, path)
-
-
-def _flush(worker: Worker, path: str) -> None:
-    parts = urlsplit(worker.url)
-    connection = http.client.HTTPConnection(
-        parts.hostname or "", parts.port, timeout=_FLUSH_TIMEOUT_S
-    )
-    try:
-        connection.request("POST", path, b"", {"content-length": "0"})
-        answer = connection.getresponse()
-        said = f"{answer.status} {answer.read(300).decode(errors='replace')}"
-    except (OSError, http.client.HTTPException) as error:
-        raise FleetError(f"{worker.id}: {worker.url}{path}: {error!r}") from error
-    finally:
-        connection.close()
-    if answer.status != http.client.OK:
-        raise FleetError(f"{worker.id}: {worker.url}{path}: {said}")
 
 
 def _attached(topology: Topology, workers: Fleet) -> Topology:
