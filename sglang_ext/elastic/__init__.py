@@ -113,9 +113,24 @@ def _abort(original: Callable[..., None], scheduler: Any, request: Any) -> None:
         original(scheduler, request)
 
 
-def _is_fully_idle(idle: bool, scheduler: Any, for_health_check: bool = False) -> bool:
+def _is_fully_idle(
+    original: Callable[..., bool], scheduler: Any, for_health_check: bool = False
+) -> bool:
     worker = _worker(scheduler)
-    return idle and (worker is None or worker.is_idle())
+    if worker is None:
+        return original(scheduler, for_health_check)
+    if not scheduler._engine_paused or for_health_check:
+        return original(scheduler, for_health_check) and worker.is_idle()
+    # Nobody is served while a worker is paused. Local prompts in line own no memory: they are no
+    # reason to refuse the flush of the cache that a weight update does, and insists on.
+    with worker.hiding_local():
+        return original(scheduler, for_health_check) and worker.is_idle()
+
+
+def _paused(_result: None, scheduler: Any, _request: Any) -> None:
+    worker = _worker(scheduler)
+    if worker is not None:
+        worker.sit_out_quarantine()
 
 
 def _internal_state(answer: Any, scheduler: Any, *_: Any) -> Any:
@@ -172,6 +187,12 @@ def _transfer_budget(
     return worker.transfer_budget(tokens, for_retracted=not count_retracted)
 
 
+def _before_allocation(queue: Any, *_: Any, **__: Any) -> None:
+    worker = _worker(queue.scheduler)
+    if worker is not None:
+        worker.before_allocation()
+
+
 def _handshakes(_result: None, queue: Any, *_: Any, **__: Any) -> None:
     worker = _worker(queue.scheduler)
     if worker is not None:
@@ -179,14 +200,16 @@ def _handshakes(_result: None, queue: Any, *_: Any, **__: Any) -> None:
 
 
 def _poll(polls: list[int], queue: Any) -> list[int]:
-    return polls if _worker(queue.scheduler) is None else fallback.give_up_failed(polls, queue)
+    worker = _worker(queue.scheduler)
+    return polls if worker is None else fallback.give_up_failed(worker, polls, queue)
 
 
 def _commit(original: Callable[..., None], queue: Any, entry: Any) -> None:
-    if _worker(queue.scheduler) is None:
+    worker = _worker(queue.scheduler)
+    if worker is None:
         original(queue, entry)
     else:
-        fallback.commit(original, queue, entry)
+        fallback.commit(worker, original, queue, entry)
 
 
 def _transferred(handed_on: list[Any], queue: Any, *_: Any, **__: Any) -> list[Any]:
@@ -243,7 +266,8 @@ HOOKS = (
     Hook(f"{_SCHEDULER}.run_batch", "around", _launch, "(self, batch, pp_proxy_tensors=None)"),
     Hook(f"{_SCHEDULER}.process_batch_result", "after", _learn, "(self, batch, result)"),
     Hook(f"{_SCHEDULER}.abort_request", "around", _abort, "(self, recv_req)"),
-    Hook(f"{_SCHEDULER}.is_fully_idle", "after", _is_fully_idle, "(self, for_health_check=False)"),
+    Hook(f"{_SCHEDULER}.is_fully_idle", "around", _is_fully_idle, "(self, for_health_check=False)"),
+    Hook(f"{_SCHEDULER}.pause_generation", "after", _paused, "(self, recv_req)"),
     Hook(f"{_SCHEDULER}.get_internal_state", "after", _internal_state, "(self, recv_req)"),
     Hook(
         "sglang.srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer.get_loads",
@@ -270,6 +294,12 @@ HOOKS = (
         _transfer_budget,
         "(self, retractable_tokens=None, count_retracted=True, extra_reserved_reqs=0, "
         "reserved_tokens=None, hicache_reserved_tokens=0)",
+    ),
+    Hook(
+        f"{_PREALLOCATION}._pre_alloc",
+        "before",
+        _before_allocation,
+        "(self, req, prefix_indices=None, prefix_len=None, total_prefix_len=None)",
     ),
     Hook(
         f"{_PREALLOCATION}._update_handshake_waiters",

@@ -179,19 +179,43 @@ def recover_handshakes(worker: ElasticWorker, queue: Any) -> None:
         queue.pending_reqs = [entry for entry in queue.pending_reqs if id(entry) not in gone]
 
 
-def give_up_failed(polls: list[int], queue: Any) -> list[int]:
-    """Marks the transfers that failed and reports them as done, so that they are handed on."""
+def give_up_failed(worker: ElasticWorker, polls: list[int], queue: Any) -> list[int]:
+    """Marks the transfers that failed and reports them as done, so that they are handed on.
+
+    Also those that brought another request's metadata on any rank. SGLang would find that out
+    rank by rank, when it commits them, and the ranks would no longer hold the same requests.
+    """
     from sglang.srt.disaggregation.base import KVPoll
 
     reported = list(polls)
+    arrived = []
     for i, (entry, poll) in enumerate(zip(queue.queue, polls, strict=True)):
         if poll == KVPoll.Failed:
             setattr(entry.req, _GIVEN_UP, ("transfer", _failure_message(entry.kv_receiver)))
             reported[i] = int(KVPoll.Success)
+        elif poll == KVPoll.Success and worker.is_separated(entry.req):
+            arrived.append(entry)
+    good = worker.agree([int(_brought_room(queue, entry) == _room(entry)) for entry in arrived])
+    for entry, is_good in zip(arrived, good, strict=True):
+        if not is_good:
+            message = f"metadata of room {_brought_room(queue, entry)} came for room {_room(entry)}"
+            if _brought_room(queue, entry) == _room(entry):
+                message = "another rank got another room's metadata"
+            setattr(entry.req, _GIVEN_UP, ("metadata", message))
     return reported
 
 
-def commit(original: Callable[..., None], queue: Any, entry: Any) -> None:
+def _brought_room(queue: Any, entry: Any) -> int:
+    rooms = queue.metadata_buffers.bootstrap_room
+    return int(rooms[entry.metadata_buffer_index, 0].item())
+
+
+def _room(entry: Any) -> int:
+    room = entry.req.bootstrap_room
+    return 0 if room is None else int(room)
+
+
+def commit(worker: ElasticWorker, original: Callable[..., None], queue: Any, entry: Any) -> None:
     """Commits a transfer that succeeded; drops the receiver of one that was given up."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -199,6 +223,12 @@ def commit(original: Callable[..., None], queue: Any, entry: Any) -> None:
     if getattr(req, _GIVEN_UP, None) is None:
         original(queue, entry)
         if isinstance(req.finished_reason, FINISH_ABORT):
+            # A late write has changed the metadata since `give_up_failed` looked at it.
+            if worker.scheduler.ps.attn_tp_size > 1:
+                raise RuntimeError(
+                    f"{req.rid}: {req.finished_reason.message}, on this rank and after the ranks "
+                    "agreed that it was good: they no longer hold the same requests"
+                )
             setattr(req, _GIVEN_UP, ("metadata", str(req.finished_reason.message)))
             req.finished_reason = None
     if entry.kv_receiver is not None and getattr(req, _GIVEN_UP, None) is not None:

@@ -14,8 +14,10 @@ must form the same batch.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -81,6 +83,7 @@ class ElasticWorker:
         self._arrivals = itertools.count()
         self._last_result_s: float | None = None
         self._decodes_waited = False
+        self._waited_for_step = False
         self._full_at: tuple[int, int] | None = None
         self._full_for_steps = 0
 
@@ -93,6 +96,15 @@ class ElasticWorker:
             self.scheduler.waiting_queue if self._set_aside is None else self._set_aside
         )
         return queue
+
+    @contextmanager
+    def hiding_local(self) -> Iterator[None]:
+        """Within it, SGLang sees none of the prompts that wait to be prefilled here."""
+        queue, self.scheduler.waiting_queue = self.scheduler.waiting_queue, []
+        try:
+            yield
+        finally:
+            self.scheduler.waiting_queue = queue
 
     @contextmanager
     def showing_transferred(self) -> Iterator[None]:
@@ -247,6 +259,16 @@ class ElasticWorker:
         """
         self.quarantine.append((time.monotonic() + self.settings.quarantine_s, req))
 
+    def sit_out_quarantine(self) -> None:
+        """Waits until every quarantine is over and ends them.
+
+        For a paused worker: no step runs that would end them, and until then it is not idle, which
+        a weight update takes for granted.
+        """
+        for until_s, _ in self.quarantine:
+            time.sleep(max(0.0, until_s - time.monotonic()))
+        self._end_quarantine()
+
     def _end_quarantine(self) -> None:
         if not self.quarantine:
             return
@@ -345,13 +367,7 @@ class ElasticWorker:
             # With nothing else on the worker the reserve has nobody to protect, and a request
             # close to the pool's size could never be let in.
             preallocation.num_reserved_decode_tokens = 1
-        if preallocation.retracted_queue or any(
-            entry.waiting_for_input for entry in preallocation.queue
-        ):
-            # The step in flight still writes a token for each request that has just ended, into
-            # pages that are free by now. A transfer or a copy from the host could get them, and be
-            # overwritten.
-            self._wait_for_step_in_flight()
+        self._waited_for_step = False
         self.scheduling = True
         try:
             s.process_decode_queue()
@@ -368,6 +384,16 @@ class ElasticWorker:
                 # against the tree now, as SGLang would, swaps in pages that it does not hold a
                 # lock on and forgets its own.
                 req.last_node = s.tree_cache.root_node
+
+    def before_allocation(self) -> None:
+        """Waits, once a step, for the step in flight before pages go to a transfer.
+
+        That step still writes a token for each request that has just ended, into pages that are
+        free by now. A transfer or a copy from the host could get them, and be overwritten.
+        """
+        if not self._waited_for_step:
+            self._waited_for_step = True
+            self._wait_for_step_in_flight()
 
     def _wait_for_step_in_flight(self) -> None:
         s = self.scheduler
@@ -461,8 +487,9 @@ class ElasticWorker:
             tokens = self._paced_tokens(running_batch if decoding else None)
 
         riding = running_batch.batch_size() if mixed and decoding else 0
+        granule = self._granule_tokens()
         if tokens is not None and self.settings.interference is not Interference.STOCK:
-            tokens = fit_to_pages(tokens, s.page_size, riding, self.pacer.largest_tokens)
+            tokens = fit_to_pages(tokens, granule, riding, self.pacer.largest_tokens)
         if chunked is None:
             return _Chunk(tokens, mixed)
 
@@ -470,6 +497,7 @@ class ElasticWorker:
         wanted = remaining if tokens is None else min(remaining, tokens - riding)
         fitting = chunk_that_fits(
             chunk=wanted,
+            granule_tokens=granule,
             page_size=s.page_size,
             decode_growth=growth,
             available=self.room(),
@@ -479,6 +507,14 @@ class ElasticWorker:
                 self._requeue_chunked("there is no memory for its next chunk")
             return None
         return _Chunk(tokens if fitting == wanted else fitting + riding, mixed)
+
+    def _granule_tokens(self) -> int:
+        """What a chunk is a multiple of: a page, or what deterministic inference splits prompts at.
+
+        SGLang passes over a prompt whose chunk is smaller than that, for as long as anyone decodes.
+        """
+        s = self.scheduler
+        return math.lcm(s.page_size, s.truncation_align_size or 1)
 
     def _paced_tokens(self, decoding: Any) -> int:
         pacer = self.pacer
@@ -502,13 +538,13 @@ class ElasticWorker:
         if known is None:
             from sglang.srt.managers.schedule_policy import match_prefix_for_req
 
+            # The look-up writes where it ended into the request. This one may stand elsewhere in
+            # the tree, with a lock there that has to be given back: a stand-in is looked up.
+            stand_in = copy.copy(req)
             match_prefix_for_req(
-                self.scheduler.tree_cache,
-                req,
-                req.origin_input_ids + req.output_ids,
-                include_req=True,
+                self.scheduler.tree_cache, stand_in, req.origin_input_ids + req.output_ids
             )
-            known = len(req.prefix_indices)
+            known = len(stand_in.prefix_indices)
             req.deltaserve_cached_tokens = known
         return known
 
@@ -676,6 +712,7 @@ def attach(scheduler: Any, settings: Settings) -> ElasticWorker:
         )
     unsupported = {
         "pipeline parallelism": scheduler.ps.pp_size > 1,
+        "context parallelism": scheduler.ps.attn_cp_size > 1,
         "hierarchical cache": scheduler.enable_decode_hicache
         or scheduler.enable_hierarchical_cache,
         "the staging buffer": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
