@@ -76,7 +76,7 @@ def may_fall_back(worker: ElasticWorker, req: Any) -> bool:
     if not worker.settings.fallback or getattr(req, _ABORTED, False):
         return False
     deadline_s = _deadline_s(worker, req)
-    return deadline_s is None or _age_s(req) + worker.expected_prefill_s(req) <= deadline_s
+    return deadline_s is None or _age_s(req) + worker.paced.expected_s(req) <= deadline_s
 
 
 def _take_back_boundary_token(req: Any) -> None:
@@ -120,7 +120,7 @@ def _fall_back(worker: ElasticWorker, req: Any, message: str, stage: str) -> Non
         message,
     )
     _start_over(req)
-    worker.add_local(req)
+    worker.queues.add_local(req)
 
 
 def resume_here(worker: ElasticWorker, req: Any) -> None:
@@ -129,7 +129,7 @@ def resume_here(worker: ElasticWorker, req: Any) -> None:
     SGLang would have its KV recomputed by the prefill worker that it came from.
     """
     _take_back_boundary_token(req)
-    worker.add_local(req)
+    worker.queues.add_local(req)
 
 
 def _failure_message(receiver: Any) -> str:
@@ -193,7 +193,7 @@ def give_up_failed(worker: ElasticWorker, polls: list[int], queue: Any) -> list[
         if poll == KVPoll.Failed:
             setattr(entry.req, _GIVEN_UP, ("transfer", _failure_message(entry.kv_receiver)))
             reported[i] = int(KVPoll.Success)
-        elif poll == KVPoll.Success and worker.is_separated(entry.req):
+        elif poll == KVPoll.Success and worker.queues.comes_by_transfer(entry.req):
             arrived.append(entry)
     good = worker.agree([int(_brought_room(queue, entry) == _room(entry)) for entry in arrived])
     for entry, is_good in zip(arrived, good, strict=True):
@@ -253,7 +253,7 @@ def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[An
         stage, message = getattr(req, _GIVEN_UP)
         setattr(req, _GIVEN_UP, None)
         holder = copy.copy(req)
-        worker.hold(holder)
+        worker.quarantine.hold(holder)
         if verdict:
             req.req_pool_idx = None
             req.kv = None

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.elastic.settings import Interference, Settings
+from sglang_ext.elastic.settings import Settings
 from sglang_ext.guards import PluginMismatch
+from sglang_ext.pacing.settings import Interference
 from tests.sglang_ext.fake_sglang import (
     FAILED,
     SUCCESS,
@@ -87,7 +88,7 @@ def test_looking_a_prompt_up_leaves_the_request_as_it_was(make_scheduler: MakeSc
     scheduler.running_batch = Batch([Req("decoding", prompt(10))])
     req = Req("A", prompt(2000))
     scheduler._add_request_to_queue(req)
-    scheduler.deltaserve_elastic.expected_prefill_s(req)
+    scheduler.deltaserve_elastic.paced.expected_s(req)
     assert req.last_node is None
     assert req.prefix_indices == []
 
@@ -227,7 +228,9 @@ class Ranks:
     def __init__(self, worker: Any, other: Callable[[list[int]], list[int]]) -> None:
         self.asked: list[int] = []
         self._other = other
-        worker.agree = self.agree
+        for part in (worker, worker.paced, worker.quarantine):
+            name = "agree" if part is worker else "_agree"
+            setattr(part, name, self.agree)
 
     def agree(self, values: list[int]) -> list[int]:
         if not values:
