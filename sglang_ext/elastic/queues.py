@@ -68,6 +68,9 @@ class Queues:
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
         req.deltaserve_local = True
+        if req.bootstrap_room not in (None, LOCAL_ROOM):
+            # Telemetry names it: what was sent for this request has it too.
+            req.deltaserve_room = req.bootstrap_room
         req.bootstrap_room = None
         # Its phases are those of a colocated request; in decode mode they would be named, and
         # measured, after a transfer that never was.
