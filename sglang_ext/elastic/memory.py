@@ -35,7 +35,7 @@ class Memory:
     def _local_head(self) -> Waiting | None:
         from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
-        head = self._queues.head(self._queues.local)
+        head = self._queues.local_head
         if head is None:
             return None
         remaining = head.sampling_params.max_new_tokens - len(head.output_ids)
@@ -64,8 +64,11 @@ class Memory:
             transfer_head=self._transfer_head(),
         )
 
-    def reserve_from_local(self, running_batch: Any) -> int:
-        """What a local prompt must leave alone: the others' next tokens, and who goes before it."""
+    def reserve_from_local(self, running_batch: Any, *, before_retracted: bool = False) -> int:
+        """What a local prompt must leave alone: the others' next tokens, and who goes before it.
+
+        A prompt that goes `before_retracted` requests need not leave them what they come back to.
+        """
         preallocation = self._scheduler.disagg_decode_prealloc_queue
         growth = 0
         if not running_batch.is_empty():
@@ -74,7 +77,9 @@ class Memory:
             decode_reserve=preallocation.num_reserved_decode_tokens,
             transfers=len(self._scheduler.disagg_decode_transfer_queue.queue)
             + len(self._queues.transferred),
-            retracted=sum(
+            retracted=0
+            if before_retracted
+            else sum(
                 preallocation._prealloc_required_tokens(req)[0]
                 for req in preallocation.retracted_queue
             ),

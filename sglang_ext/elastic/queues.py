@@ -64,7 +64,10 @@ class Queues:
         return req.bootstrap_host is None and req.bootstrap_room in (None, LOCAL_ROOM)
 
     def add_local(self, req: Any, *, first: bool = False) -> None:
-        """Puts `req` in line to be prefilled here, at the front where `first`."""
+        """Puts `req` in line to be prefilled here: at its place by arrival, or `first`.
+
+        Its place, because a request that falls back has waited before.
+        """
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
         req.deltaserve_local = True
@@ -76,11 +79,19 @@ class Queues:
         # measured, after a transfer that never was.
         req.time_stats.disagg_mode = DisaggregationMode.NULL
         self.number(req)
-        if first:
-            self.local.insert(0, req)
-        else:
-            self.local.append(req)
-        req.time_stats.set_wait_queue_entry_time()
+        queue = self.local
+        at = 0
+        if not first:
+            at = len(queue)
+            while at and self._arrival(queue[at - 1]) > self._arrival(req):
+                at -= 1
+        queue.insert(at, req)
+        stats = req.time_stats
+        waiting_since_s = stats.wait_queue_entry_time or stats.decode_prealloc_queue_entry_time
+        stats.set_wait_queue_entry_time()
+        if self._scheduler.enable_priority_scheduling and waiting_since_s:
+            # SGLang then sorts the queue itself: by priority, and by this.
+            stats.wait_queue_entry_time = waiting_since_s
 
     def comes_by_transfer(self, req: Any) -> bool:
         """Whether a prefill worker sends the KV of `req`, which is not local.
@@ -122,14 +133,32 @@ class Queues:
         if getattr(req, "deltaserve_arrival", None) is None:
             req.deltaserve_arrival = next(self._arrivals)
 
+    def _arrival(self, req: Any) -> int:
+        return getattr(req, "deltaserve_arrival", None) or 0
+
     def place(self, req: Any) -> Place:
         """The place of `req` in line: its priority, then when it arrived."""
         s = self._scheduler
         priority = 0
         if s.enable_priority_scheduling and req.priority is not None:
             priority = req.priority if s.schedule_low_priority_values_first else -req.priority
-        return Place(priority, getattr(req, "deltaserve_arrival", None) or 0)
+        return Place(priority, self._arrival(req))
 
     def head(self, queue: list[Any]) -> Any:
         """The request of `queue` that is first in line, None of an empty one."""
         return min(queue, key=self.place) if queue else None
+
+    @property
+    def local_head(self) -> Any:
+        """The local prompt that SGLang will try first, None where none waits.
+
+        It stops at the first one that does not fit: room kept for another would help nobody.
+        """
+        if not self.local:
+            return None
+        if not self._scheduler.enable_priority_scheduling:
+            return self.local[0]
+        return min(
+            self.local,
+            key=lambda req: (self.place(req).priority, req.time_stats.wait_queue_entry_time),
+        )

@@ -83,11 +83,14 @@ class Steps:
             return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
         s.chunked_prefill_size, s.is_mixed_chunk = chunk.tokens, chunk.mixed
-        self.extra_reserved_tokens = self._memory.reserve_from_local(running_batch)
+        held_back = self._behind_retracted()
+        if held_back:
+            behind = {id(req) for req in held_back}
+            s.waiting_queue = [req for req in s.waiting_queue if id(req) not in behind]
+        self.extra_reserved_tokens = self._memory.reserve_from_local(
+            running_batch, before_retracted=bool(s.waiting_queue)
+        )
         self._retry_when_room(running_batch)
-        held_back: list[Any] = []
-        if s.disagg_decode_prealloc_queue.retracted_queue:
-            held_back, s.waiting_queue = s.waiting_queue, held_back
         own, had_decodes = self._paced.own, bool(running_batch.reqs)
         try:
             plan = original(s, running_batch)
@@ -101,6 +104,22 @@ class Steps:
         self._paced.chosen(had_decodes, plan.batch_to_run)
         return plan
 
+    def _behind_retracted(self) -> list[Any]:
+        """The local prompts that wait until the retracted requests are back.
+
+        All but more important ones. A prompt that fits beside what the retracted ones need to come
+        back would have let them come back, earlier in this step; one that only fits without that
+        would take what they wait for, and after it the next.
+        """
+        s = self._scheduler
+        retracted = s.disagg_decode_prealloc_queue.retracted_queue
+        if not retracted:
+            return []
+        most_important = min(self._queues.place(req).priority for req in retracted)
+        return [
+            req for req in s.waiting_queue if self._queues.place(req).priority >= most_important
+        ]
+
     def _take_in_transfers(self) -> None:
         s = self._scheduler
         preallocation = s.disagg_decode_prealloc_queue
@@ -111,10 +130,11 @@ class Steps:
             and not s.disagg_decode_transfer_queue.queue
             and not self._queues.transferred
             and not len(self._quarantine)
+            and len(preallocation.queue) + len(preallocation.retracted_queue) == 1
         )
         if alone:
             # With nothing else on the worker the reserve has nobody to protect, and a request
-            # close to the pool's size could never be let in.
+            # close to the pool's size could never be let in. Several at once would fill the pool.
             preallocation.num_reserved_decode_tokens = 1
         self._waited_for_step = False
         self.taking_in = True
@@ -155,7 +175,7 @@ class Steps:
             return running_batch
         places = min(s.req_to_token_pool.size, s.max_running_requests)
         free = places - running_batch.batch_size()
-        local, arrived = self._queues.head(self._queues.local), self._queues.head(s.waiting_queue)
+        local, arrived = self._queues.local_head, self._queues.head(s.waiting_queue)
         slots = slots_for_transferred(
             free=free,
             chunk_in_flight=s.chunked_req is not None,

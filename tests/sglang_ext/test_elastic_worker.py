@@ -294,3 +294,89 @@ def test_context_parallelism_is_refused(make_scheduler: MakeScheduler) -> None:
     ranks = SimpleNamespace(pp_size=1, attn_tp_size=1, attn_cp_size=2)
     with pytest.raises(PluginMismatch, match="context parallel"):
         make_scheduler(ps=ranks)
+
+
+# ------------------------------------------------------------------ order and memory
+
+
+def test_a_request_that_falls_back_takes_its_place_by_arrival(
+    make_scheduler: MakeScheduler,
+) -> None:
+    """It may have waited for minutes: who came meanwhile must not be served before it."""
+    scheduler = make_scheduler(tokens=2000)
+    entry = transferring(scheduler, Req("F", prompt(50), room=7))
+    scheduler._add_request_to_queue(Req("B", prompt(3000, start=5000)))
+    scheduler._add_request_to_queue(Req("C", prompt(20, start=9000)))
+    entry.kv_receiver.status = FAILED
+    step(scheduler)
+    assert scheduler.formed[-1].queue == ["F", "B", "C"]
+    assert scheduler.formed[-1].admitted == ["F"]
+
+
+def test_under_priorities_a_fallback_keeps_its_place_among_its_equals(
+    make_scheduler: MakeScheduler,
+) -> None:
+    scheduler = make_scheduler(enable_priority_scheduling=True)
+    fallen = Req("F", prompt(50), room=7)
+    equal, urgent = Req("equal", prompt(60, start=100)), Req("urgent", prompt(60, start=300))
+    fallen.priority = equal.priority = 1
+    urgent.priority = 0
+    fallen.time_stats.decode_prealloc_queue_entry_time = 0.5
+    entry = transferring(scheduler, fallen)
+    for req in (equal, urgent):
+        scheduler._add_request_to_queue(req)
+    entry.kv_receiver.status = FAILED
+    step(scheduler)
+    assert scheduler.formed[-1].queue == ["urgent", "F", "equal"]
+
+
+def test_room_is_kept_for_the_prompt_that_is_tried_first(make_scheduler: MakeScheduler) -> None:
+    """A prompt put back half-prefilled is first in line, whoever came before it."""
+    scheduler = make_scheduler(tokens=2000)
+    queues = scheduler.deltaserve_elastic.queues
+    queues.add_local(Req("small", prompt(10)))
+    queues.add_local(Req("large", prompt(1900, start=100)), first=True)
+    younger = Req("T", prompt(300, start=4000), room=3)
+    scheduler._add_request_to_queue(younger)
+    scheduler.running_batch = Batch([Req("decoding", prompt(5))])
+    scheduler.pool.free = 1800
+    step(scheduler)
+    assert scheduler.disagg_decode_prealloc_queue.queue, "a younger transfer took the large one's"
+
+
+def test_a_burst_on_an_idle_worker_leaves_each_room_to_decode(
+    make_scheduler: MakeScheduler,
+) -> None:
+    """Without that, the pool is full of prompts, and the first steps throw half of them out."""
+    scheduler = make_scheduler(tokens=1000)
+    for number in range(20):
+        req = Req(f"A{number}", prompt(50, start=100 * number), room=number + 1)
+        scheduler._add_request_to_queue(req)
+    step(scheduler)
+    admitted = len(scheduler.disagg_decode_transfer_queue.queue)
+    reserve = scheduler.disagg_decode_prealloc_queue.num_reserved_decode_tokens
+    assert admitted > 5
+    assert scheduler.pool.free >= admitted * reserve - reserve
+
+
+def test_alone_a_request_close_to_the_pools_size_is_let_in(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(tokens=1000)
+    scheduler._add_request_to_queue(Req("A", prompt(990), room=1))
+    step(scheduler)
+    assert len(scheduler.disagg_decode_transfer_queue.queue) == 1
+
+
+def test_only_more_important_prompts_go_before_a_retracted_request(
+    make_scheduler: MakeScheduler,
+) -> None:
+    scheduler = make_scheduler(tokens=500, enable_priority_scheduling=True)
+    retracted = Req("retracted", prompt(600))
+    retracted.output_ids.append(1)
+    urgent, equal = Req("urgent", prompt(20, start=1000)), Req("equal", prompt(20, start=2000))
+    retracted.priority, urgent.priority, equal.priority = 5, 1, 5
+    scheduler._add_request_to_queue(retracted, is_retracted=True)
+    for req in (equal, urgent):
+        scheduler._add_request_to_queue(req)
+    step(scheduler)
+    assert scheduler.formed[-1].admitted == ["urgent"]
+    assert [req.rid for req in scheduler.waiting_queue] == ["equal"]
