@@ -17,10 +17,20 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.cpu import host_tier
-from sglang_ext.guards import Hook
+from sglang_ext.guards import Hook, PluginMismatch
 
 _KV_MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 _PAUSE_S = 0.0005
+
+
+def _refuse_other_devices(_result: None, scheduler: Any) -> None:
+    """Ends a worker that computes on another device: its KV is not in host memory."""
+    device = str(scheduler.server_args.device)
+    if device != "cpu":
+        raise PluginMismatch(
+            f"DELTASERVE_SGLANG asks for cpu, and this worker runs on {device}: its KV would be "
+            "registered as host memory. Take cpu out, or start the worker with --device cpu"
+        )
 
 
 def _use_host_memory(
@@ -50,6 +60,12 @@ def _give_up_the_core(_result: None, scheduler: Any) -> None:
 
 
 HOOKS = (
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_output_streamer",
+        kind="after",
+        function=_refuse_other_devices,
+        signature="(self)",
+    ),
     Hook(
         target=f"{_KV_MANAGER}.__init__",
         kind="around",

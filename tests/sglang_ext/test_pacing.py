@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.elastic.pacing import ChunkPacer, Step, StepTimes, fit_to_pages
+from sglang_ext.pacing.pacer import ChunkPacer, fit_to_pages
+from sglang_ext.pacing.step_times import Step, StepTimes
 
 
 def engine_s(step: Step) -> float:
