@@ -115,12 +115,32 @@ class Trace(_Table):
         return self
 
 
+Where = Literal["cold", "mid"]
+
+
+class Phases(_Table):
+    """Which part of a run is measured: where the first sessions begin, how long the load warms up
+    and how long the measured window is; whether sessions are played again so that as many stay in
+    flight."""
+
+    start: Where | None = None
+    start_share: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    prime_parallel: Count | None = None
+    warm_up_s: Annotated[float, Field(ge=0)] | None = None
+    measure_s: Positive | None = None
+    drain_s: Annotated[float, Field(ge=0)] | None = None
+    recycle: bool = False
+    recycle_start: Where | None = None
+
+
 class Replay(_Table):
     """How the trace is replayed; every key but `fit_input_tokens` is a flag of ``replay run``."""
 
-    mode: Literal["open", "closed"] = "open"
+    preset: Literal["agentx", "think-10", "think-60"] | None = None
+    mode: Literal["open", "closed", "sessions"] | None = None
     api: Literal["auto", "sglang", "openai", "chat"] | None = None
     max_inflight_sessions: Count | None = None
+    sessions_per_hour: Positive | None = None
     time_scale: Positive | None = None
     think_scale: Annotated[float, Field(ge=0)] | None = None
     max_think_s: Annotated[float, Field(ge=0)] | None = None
@@ -134,17 +154,26 @@ class Replay(_Table):
     max_input_tokens: Count | None = None
     timeout_s: Positive | None = None
     vocab_size: Count | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=0)] | None = None
     processes: Count | None = None
-    splice_outputs: bool = False
+    splice_outputs: bool = True
 
     @model_validator(mode="after")
     def _one_scale(self) -> Replay:
         if self.length_scale is not None and self.fit_input_tokens is not None:
             raise ValueError("give length_scale or fit_input_tokens, not both")
-        if self.mode == "open" and self.max_inflight_sessions is not None:
+        if self.max_inflight_sessions is not None and self.mode_used == "open":
             raise ValueError('max_inflight_sessions needs mode = "closed"')
+        if (self.sessions_per_hour is not None) != (self.mode == "sessions"):
+            raise ValueError('sessions_per_hour needs mode = "sessions", and the other way round')
+        if self.splice_outputs and self.api == "chat":
+            raise ValueError('api = "chat" sends text: set splice_outputs = false')
         return self
+
+    @property
+    def mode_used(self) -> str:
+        """The mode: the file's, else the preset's, else open."""
+        return self.mode or ("closed" if self.preset == "agentx" else "open")
 
 
 class Load(_Table):
@@ -204,6 +233,7 @@ class Experiment(_Table):
     trace: Trace
     set: dict[str, Any] = Field(default_factory=dict)
     replay: Replay = Field(default_factory=Replay)
+    phases: Phases | None = None
     slo: Slo = Field(default_factory=Slo)
     validity: ValidityRules = Field(default_factory=ValidityRules)
     loads: list[Load] = Field(default_factory=list)
@@ -263,6 +293,7 @@ class PlannedRun:
     replay: Replay
     set: dict[str, Any] = field(default_factory=dict)
     """Keys of the topology: the experiment's, then the arm's, then the load's."""
+    phases: Phases | None = None
 
     @property
     def cell(self) -> str:
@@ -281,6 +312,7 @@ class PlannedRun:
             "load": self.load,
             "replay": self.replay.model_dump(),
             "set": self.set,
+            "phases": self.phases.model_dump() if self.phases is not None else None,
         }
         return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
@@ -312,7 +344,9 @@ def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[Pla
         for repeat in range(1, experiment.repeats + 1):
             rng.shuffle(cells)
             runs += [
-                PlannedRun(arm, name, repeat, experiment.replay_of(arm, name), keys)
+                PlannedRun(
+                    arm, name, repeat, experiment.replay_of(arm, name), keys, experiment.phases
+                )
                 for arm, name, keys in cells
                 if not only or arm.name in only
             ]

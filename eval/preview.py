@@ -66,7 +66,9 @@ def _commands(
         replay = replay.model_copy(update={"vocab_size": vocab_size})
     described = site.describe(topology)
     url = f"http://{described.get('host', '127.0.0.1')}:{described.get('base_port', 0) or 'PORT'}"
-    command = replay_command(("deltaserve", "replay", "run"), trace, folder, url, replay)
+    command = replay_command(
+        ("deltaserve", "replay", "run"), trace, folder, url, replay, run.phases
+    )
     if replay.fit_input_tokens is not None:
         command += ["--length-scale", f"SO_THAT_{replay.fit_input_tokens}_TOKENS_FIT"]
     yield shlex.join(command)

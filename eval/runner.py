@@ -21,7 +21,7 @@ import orjson
 
 from deltaserve.errors import InputError
 from eval import provenance
-from eval.experiment import Experiment, PlannedRun, Replay, plan_runs
+from eval.experiment import Experiment, Phases, PlannedRun, Replay, plan_runs
 from eval.progress import Progress
 from eval.records import TraceFacts, read_run
 from eval.traces import (
@@ -36,6 +36,7 @@ from eval.traces import (
 from eval.validity import cold_checks, violations
 from launch.cache import make_folder
 from launch.supervised import Supervised
+from replay.options import NOTHING_ANSWERED
 
 _LOOK_EVERY_S = 0.25
 
@@ -314,7 +315,9 @@ def _execute(
             manifest["workers"] = [_plain(worker) for worker in fleet.workers]
             if fleet.router_url is None:
                 raise InputError(f"{run.arm.topology}: has no router")
-            command = replay_command(site.replay, trace, folder, fleet.router_url, replay)
+            command = replay_command(
+                site.replay, trace, folder, fleet.router_url, replay, run.phases
+            )
             manifest["replay_command"] = command
             provenance.write_manifest(folder, manifest)
             replay_began_s = time.monotonic()
@@ -378,11 +381,20 @@ def _conclude(
 
 
 def replay_command(
-    program: Sequence[str], trace: Path, folder: Path, url: str, replay: Replay
+    program: Sequence[str],
+    trace: Path,
+    folder: Path,
+    url: str,
+    replay: Replay,
+    phases: Phases | None = None,
 ) -> list[str]:
     """The `replay run` command line of one run."""
     settings = replay.model_dump(exclude={"fit_input_tokens"}, exclude_none=True)
-    return [*program, str(trace), "--url", url, "--output", str(folder), *flags(settings)]
+    if phases is not None:
+        settings |= phases.model_dump(exclude_none=True)
+    words = [*program, str(trace), "--url", url, "--output", str(folder), *flags(settings)]
+    # Said where it is off, too: a preset may have it on.
+    return words if replay.splice_outputs else [*words, "--no-splice-outputs"]
 
 
 def shared_vocab(site: Site, topologies: Iterable[Any]) -> int | None:
@@ -406,7 +418,8 @@ def _replay(command: list[str], folder: Path, planned: int, progress: Progress) 
         process.stop()
     done = results.count()
     progress.count("replayed", done, planned)
-    if status == 0:
+    # Where every request failed that is a result: the arm carried nothing.
+    if status in (0, NOTHING_ANSWERED):
         return None
     if status > 128:
         name = signal.Signals(status - 128).name

@@ -137,13 +137,16 @@ def take_excerpt(trace: Path, excerpt: Excerpt) -> Iterator[Request]:
             yield request
 
 
-def flags(settings: dict[str, Scalar]) -> list[str]:
-    """Settings as long options: `time_scale=2.0` → `--time-scale 2.0`, True → the bare flag."""
+def flags(settings: Mapping[str, Scalar | list[float]]) -> list[str]:
+    """Settings as long options: `time_scale=2.0` → `--time-scale 2.0`, True → the bare flag, a list
+    → the option with each of its values."""
     words: list[str] = []
     for name, value in settings.items():
         option = "--" + name.replace("_", "-")
         if value is True:
             words.append(option)
+        elif isinstance(value, list):
+            words += [option, *map(str, value)]
         elif value is not False:
             words += [option, str(value)]
     return words

@@ -27,8 +27,9 @@ import numpy as np
 import orjson
 
 from replay.engines import Api, BodyMaker
-from replay.plan import Planned, PlannedRequests
-from replay.prompts import PromptMaker
+from replay.plan import Planned
+from replay.plays import Plays
+from replay.prompts import PromptMaker, play_seed
 
 Body = bytes | memoryview
 
@@ -62,7 +63,7 @@ class BodyFactory:
         self._as_text = options.as_text or options.api == "chat"
         record_ids = options.record_output_ids or options.splice_outputs
         self._around = BodyMaker(options.api, options.model, record_ids)
-        self._prompts = PromptMaker(options.vocab_size, options.seed)
+        self._plays: dict[int, PromptMaker] = {}
         # SGLang aborts by prefix of the id, and up to 2 s after an answer a new request of its id:
         # an id must be no other's prefix, and no other run's.
         self._run_id = secrets.token_hex(4)
@@ -70,41 +71,60 @@ class BodyFactory:
 
     def make(self, request: Planned) -> bytes:
         """The body of a request."""
+        prompts = self._prompts_of(request.play)
         if self._options.splice_outputs:
-            self._splice(request)
+            self._splice(request, prompts)
         ids = request.hash_ids.tolist()
         engine_id = f"{request.request_id}~{self._run_id}"
         head, tail = self._around.around(request.output_length, engine_id, text=self._as_text)
         if self._as_text:
-            words = self._prompts.text(ids, request.block_size, request.input_length)
+            words = prompts.text(ids, request.block_size, request.input_length)
             return head + orjson.dumps(words) + tail
-        return self._prompts.json_tokens(ids, request.block_size, request.input_length, head, tail)
+        return prompts.json_tokens(ids, request.block_size, request.input_length, head, tail)
 
     def answered(self, request: Planned, output_ids: Sequence[int]) -> None:
         """Notes an answer, to be spliced into the session's next prompt."""
         self._answers[request.session_id] = (request, output_ids)
 
-    def _splice(self, request: Planned) -> None:
+    def _prompts_of(self, play: int) -> PromptMaker:
+        """The prompts of a play: those of the trace, with tokens that no other play has."""
+        if play not in self._plays:
+            # Few sessions of the play before the last are still going on; theirs are made again.
+            for older in self._plays:
+                if older < play - 1:
+                    self._plays[older].forget()
+            seed = play_seed(self._options.seed, play)
+            self._plays[play] = PromptMaker(self._options.vocab_size, seed)
+        return self._plays[play]
+
+    def _splice(self, request: Planned, prompts: PromptMaker) -> None:
         """Puts the previous answer's tokens where the trace has a stand-in for them: the blocks of
         this prompt after those that the previous one filled begin with the previous prompt's
         started block and the answer. Left alone when this prompt does not continue the previous one
         (the agent compacted its context)."""
         previous, output_ids = self._answers.pop(request.session_id, (None, []))
-        if previous is None or previous.block_size != request.block_size:
+        if previous is None or not continues(previous, len(output_ids), request):
             return
         size = request.block_size
         full = previous.input_length // size
         end = previous.input_length + len(output_ids)
-        if request.input_length < end or not np.array_equal(
-            previous.hash_ids[:full], request.hash_ids[:full]
-        ):
-            return
-        tail = self._prompts.tokens(
+        tail = prompts.tokens(
             previous.hash_ids[full:].tolist(), size, previous.input_length - full * size
         )
         spliced = np.concatenate([tail, np.asarray(output_ids, dtype=np.int64)])
         for number, hash_id in enumerate(request.hash_ids[full : -(-end // size)].tolist()):
-            self._prompts.override(hash_id, size, spliced[number * size : (number + 1) * size])
+            prompts.override(hash_id, size, spliced[number * size : (number + 1) * size])
+
+
+def continues(previous: Planned, answer_tokens: int, request: Planned) -> bool:
+    """Whether a prompt can hold the previous prompt and its answer: it begins with all blocks that
+    the previous prompt filled, and is long enough."""
+    full = previous.input_length // previous.block_size
+    return (
+        previous.block_size == request.block_size
+        and request.input_length >= previous.input_length + answer_tokens
+        and np.array_equal(previous.hash_ids[:full], request.hash_ids[:full])
+    )
 
 
 class Bodies(Protocol):
@@ -136,7 +156,7 @@ class BodiesAhead:
     inside the loop.
     """
 
-    def __init__(self, options: BodyOptions, requests: PlannedRequests) -> None:
+    def __init__(self, options: BodyOptions, requests: Plays) -> None:
         self._requests = requests
         orders, self._orders = os.pipe()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -193,7 +213,7 @@ class BodiesAhead:
         self._send([request.index, output_ids])
 
     def _order(self, index: int, due_s: float) -> None:
-        self._asked[index] = _BYTES_A_TOKEN * self._requests.input_length[index]
+        self._asked[index] = _BYTES_A_TOKEN * self._requests.input_length(index)
         self._asked_bytes += self._asked[index]
         self._send([index, due_s])
 

@@ -11,10 +11,9 @@ import orjson
 import typer
 
 from deltaserve.errors import InputError
+from replay.cli_run import run
 
 app = typer.Typer(no_args_is_help=True, help="Traces: convert, make, sample, describe, replay.")
-
-_INTERRUPTED = 130  # the shell's status for a process that Ctrl-C ended
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 OutputTrace = Annotated[
@@ -36,18 +35,6 @@ class SampleMethod(StrEnum):
 class Thinning(StrEnum):
     families = "families"
     sessions = "sessions"
-
-
-class Mode(StrEnum):
-    open = "open"
-    closed = "closed"
-
-
-class ApiChoice(StrEnum):
-    auto = "auto"
-    sglang = "sglang"
-    openai = "openai"
-    chat = "chat"
 
 
 def _print_json(record: dict[str, Any]) -> None:
@@ -256,115 +243,4 @@ def stats(
         print("\n".join(stats_lines(record)))
 
 
-@app.command()
-def run(
-    trace: Annotated[Path, typer.Argument(help="The trace to replay.")],
-    url: Annotated[str, typer.Option(help="The server: an engine or a router.")],
-    output: Annotated[Path, typer.Option(help="The run's folder.")],
-    api: Annotated[
-        ApiChoice,
-        typer.Option(
-            help="sglang: /generate; openai: /v1/completions; chat: /v1/chat/completions, as text; "
-            "auto: what the server is.",
-        ),
-    ] = ApiChoice.auto,
-    model: Annotated[
-        str | None, typer.Option(help="The model's name; default: the server's first.")
-    ] = None,
-    mode: Annotated[
-        Mode, typer.Option(help="open: at the trace's times; closed: as sessions become free.")
-    ] = Mode.open,
-    max_inflight_sessions: Annotated[
-        int, typer.Option(help="Closed loop: conversations in flight at a time.")
-    ] = 8,
-    time_scale: Annotated[
-        float, typer.Option(help="Trace seconds that pass in one second (2: twice as fast).")
-    ] = 1.0,
-    think_scale: Annotated[
-        float, typer.Option(help="Closed loop: factor for think times; 0 drops them.")
-    ] = 1.0,
-    max_think_s: Annotated[
-        float | None, typer.Option(help="Closed loop: longest think time, in seconds.")
-    ] = None,
-    request_limit: Annotated[
-        int | None, typer.Option(help="Send only the first so many requests.")
-    ] = None,
-    session_limit: Annotated[
-        int | None,
-        typer.Option(help="Send only the first so many conversations (sub-agents included)."),
-    ] = None,
-    length_scale: Annotated[
-        float,
-        typer.Option(help="Factor (≤ 1) for input and output lengths; block sharing is kept."),
-    ] = 1.0,
-    max_input_tokens: Annotated[
-        int | None,
-        typer.Option(help="Cut a session at its first prompt longer than this, after scaling."),
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(help="Token ids are below this; default: the served model's vocabulary."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts' tokens.")] = 0,
-    record_output_ids: Annotated[
-        bool, typer.Option(help="Keep the generated tokens in the results.")
-    ] = False,
-    splice_outputs: Annotated[
-        bool,
-        typer.Option(
-            help="Put generated answers into later prompts, in place of the trace's stand-ins."
-        ),
-    ] = False,
-    text: Annotated[bool, typer.Option("--text", help="Send words in place of token ids.")] = False,
-    timeout_s: Annotated[float, typer.Option(help="For one request, in seconds.")] = 600.0,
-    processes: Annotated[
-        int | None,
-        typer.Option(help="Client processes that share the schedule; default: by load and cores."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option(help="Go on with the run in --output: send what has no good result.")
-    ] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Replay a trace against a server and record every request.
-
-    Example: deltaserve replay run trace.jsonl --url http://127.0.0.1:8000 --output out/run1
-    --mode closed --max-inflight-sessions 4
-    """
-    from replay.runner import RunOptions
-    from replay.runner import run as replay_run
-    from replay.tables import summary_lines
-
-    summary = replay_run(
-        RunOptions(
-            trace=trace,
-            url=url.rstrip("/"),
-            output=output,
-            api=api.value,
-            model=model,
-            mode=mode.value,
-            max_inflight_sessions=max_inflight_sessions,
-            time_scale=time_scale,
-            think_scale=think_scale,
-            max_think_s=max_think_s,
-            request_limit=request_limit,
-            session_limit=session_limit,
-            length_scale=length_scale,
-            max_input_tokens=max_input_tokens,
-            vocab_size=vocab_size,
-            seed=seed,
-            record_output_ids=record_output_ids,
-            splice_outputs=splice_outputs,
-            as_text=text,
-            timeout_s=timeout_s,
-            processes=processes,
-            resume=resume,
-        )
-    )
-    if as_json:
-        _print_json(summary)
-    else:
-        print("\n".join(summary_lines(summary)))
-        print(f"results in {output}")
-    if summary["interrupted"]:
-        raise typer.Exit(_INTERRUPTED)
+app.command("run")(run)

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from replay.bodies import Bodies, BodiesOnDemand, BodyOptions
+from replay.endless import EndlessCache
 from replay.engines import PATHS, Answer, Parser, StreamError, parser_for
 from replay.http import Head, ProtocolError, Server
 from replay.plan import Planned
-from replay.results import ErrorInfo, ErrorKind, Result
+from replay.results import ErrorInfo, ErrorKind, Phase, Result
 
 _ERROR_TEXT_BYTES = 2000
 
@@ -25,6 +26,7 @@ class ClientOptions(BodyOptions):
 
     url: str
     timeout_s: float
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 class Client:
@@ -37,7 +39,12 @@ class Client:
         on_result: Callable[[Result], None],
         on_first_token: Callable[[float], None] = lambda ttft_s: None,
         bodies: Bodies | None = None,
+        endless: EndlessCache | None = None,
+        phase_of: Callable[[float], Phase] = lambda scheduled_s: "measure",
     ) -> None:
+        self._endless = endless
+        self._phase_of = phase_of
+        self.why_stopped: ErrorInfo = ErrorInfo(kind="cancelled", message="the run was stopped")
         self._options = options
         self._clock = clock
         self._on_result = on_result
@@ -59,13 +66,15 @@ class Client:
             turn=request.turn,
             input_length=request.input_length,
             output_length=request.output_length,
+            play=request.play,
+            best_cached_tokens=self._endless.cached_tokens(request) if self._endless else None,
             trace_s=request.trace_s,
             scheduled_s=scheduled_s,
         )
         try:
             await self._exchange(request, result)
         except asyncio.CancelledError:
-            result.error = ErrorInfo(kind="cancelled", message="the run was stopped")
+            result.error = self.why_stopped
             raise
         except TimeoutError:
             result.error = ErrorInfo(
@@ -83,10 +92,13 @@ class Client:
         finally:
             if result.finished_s is None:
                 result.finished_s = self._clock()
+            # Only now is it known when the window begins, which may be after this was sent.
+            result.phase = "prime" if request.primes else self._phase_of(scheduled_s)
             self._on_result(result)
 
     async def _exchange(self, request: Planned, result: Result) -> None:
         headers = {"x-session-id": request.session_id, "x-request-id": request.request_id}
+        headers.update(self._options.headers)
         stream = _Stream(
             result,
             parser_for(self._options.api, self._record_ids),
@@ -105,19 +117,27 @@ class Client:
             return
         answer = stream.parser.close()
         self._check(request, result, answer)
-        if self._options.splice_outputs and answer.output_ids and result.error is None:
+        spliced = self._options.splice_outputs and not request.primes
+        if spliced and answer.output_ids and result.error is None:
             self._bodies.answered(request, answer.output_ids)
+            if self._endless:
+                self._endless.answered(request, len(answer.output_ids))
 
     def _check(self, request: Planned, result: Result, answer: Answer) -> None:
         result.prompt_tokens = answer.prompt_tokens
         result.cached_tokens = answer.cached_tokens
         if self._options.record_output_ids:
             result.output_ids = answer.output_ids
-        if result.output_tokens < request.output_length:
-            whole = "" if answer.done else "; the stream ended early"
+        result.counted_by = answer.counted_by
+        result.output_tokens = max(result.output_tokens, answer.tokens)
+        # Without any usage how many tokens the chunks held is not known.
+        known = answer.counted_by == "usage" or answer.has_usage
+        whole = result.output_tokens >= request.output_length if known else answer.done
+        if not whole:
+            ending = "" if answer.done else "; the stream ended early"
             result.error = ErrorInfo(
                 kind="short_output" if answer.done else "disconnect",
-                message=f"{result.output_tokens} of {request.output_length} tokens{whole}",
+                message=f"{result.output_tokens} of {request.output_length} tokens{ending}",
             )
 
 

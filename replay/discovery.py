@@ -20,21 +20,24 @@ GUESSED_VOCAB_SIZE = 32_000
 """Of a model that no one says the vocabulary of: fewer than those of most."""
 
 
-def find_engine(url: str, timeout_s: float = 10.0) -> tuple[Api, str]:
+Headers = tuple[tuple[str, str], ...]
+
+
+def find_engine(url: str, headers: Headers = (), timeout_s: float = 10.0) -> tuple[Api, str]:
     """The dialect and the model's name that a server answers to, from its `/v1/models`."""
-    model = _models(url, timeout_s)[0]
+    model = _models(url, headers, timeout_s)[0]
     return ("sglang" if model.get("owned_by") == "sglang" else "openai"), model["id"]
 
 
-def find_vocab_size(url: str, timeout_s: float = 10.0) -> int | None:
+def find_vocab_size(url: str, headers: Headers = (), timeout_s: float = 10.0) -> int | None:
     """The vocabulary of the model that a server serves, from the `config.json` of the folder that
     SGLang's `/model_info` or the `root` in `/v1/models` (vLLM) names; None where no such file can
     be read here."""
     try:
-        folders = [_get(f"{url}/model_info", timeout_s).get("model_path")]
+        folders = [_get(f"{url}/model_info", headers, timeout_s).get("model_path")]
     except (OSError, http.client.HTTPException, ValueError, AttributeError):
         folders = []  # not SGLang
-    folders += [model.get("root") for model in _models(url, timeout_s)]
+    folders += [model.get("root") for model in _models(url, headers, timeout_s)]
     for folder in folders:
         if not isinstance(folder, str):
             continue
@@ -49,10 +52,10 @@ def find_vocab_size(url: str, timeout_s: float = 10.0) -> int | None:
     return None
 
 
-def _models(url: str, timeout_s: float) -> list[dict[str, Any]]:
+def _models(url: str, headers: Headers, timeout_s: float) -> list[dict[str, Any]]:
     address = f"{url}/v1/models"
     try:
-        models: list[dict[str, Any]] = _get(address, timeout_s)["data"]
+        models: list[dict[str, Any]] = _get(address, headers, timeout_s)["data"]
     except urllib.error.HTTPError as error:
         raise InputError(f"--url {url}: {address} answered {error.code}, expected 200") from None
     except (OSError, http.client.HTTPException) as error:
@@ -66,6 +69,7 @@ def _models(url: str, timeout_s: float) -> list[dict[str, Any]]:
     return models
 
 
-def _get(address: str, timeout_s: float) -> Any:
-    with urllib.request.urlopen(address, timeout=timeout_s) as response:
+def _get(address: str, headers: Headers, timeout_s: float) -> Any:
+    request = urllib.request.Request(address, headers=dict(headers))
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
         return orjson.loads(response.read())

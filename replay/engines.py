@@ -21,6 +21,7 @@ PATHS: dict[Api, str] = {
 _COMPLETION_TOKENS = b'"completion_tokens":'
 _DATA = b"data:"
 _DONE = b"[DONE]"
+_TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 @dataclass(slots=True)
@@ -71,9 +72,12 @@ class StreamError(Exception):
 @dataclass(slots=True)
 class Answer:
     """What a stream has said so far. `tokens` counts those generated, as the engine reports
-    them."""
+    them; where it does not (`counted_by` "chunks"), each chunk of text as one until the end, where
+    `has_usage` says whether the engine told how many they were."""
 
     tokens: int = 0
+    counted_by: Literal["usage", "chunks"] = "usage"
+    has_usage: bool = False
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_ids: list[int] | None = None
@@ -187,25 +191,48 @@ class SGLangParser:
 @dataclass(slots=True)
 class OpenAIParser:
     """The stream of OpenAI's completions and chat, with usage in every event
-    (`stream_options.continuous_usage_stats`, which vLLM and SGLang have)."""
+    (`stream_options.continuous_usage_stats`, which vLLM and SGLang have).
+
+    Of other servers, whose usage comes at the end or not at all, chunks of text are counted: their
+    first one is the first token all the same, and must not be taken for the end of the answer."""
 
     record_output_ids: bool
     answer: Answer = field(default_factory=Answer)
     _events: _Events = field(default_factory=_Events)
     _usage: dict[str, Any] | None = None
+    _chunks: int = 0
     _ids: list[int] = field(default_factory=list)
 
     def feed(self, data: bytes) -> int:
         for event in self._events.payloads(data, self.answer):
             at = event.rfind(_COMPLETION_TOKENS)
             if at < 0:
-                if b'"error"' in event:
-                    raise StreamError(_error_message(event))
+                self._count_chunk(event)
                 continue
-            self.answer.tokens = _leading_int(event, at + len(_COMPLETION_TOKENS))
-            if self.record_output_ids or b'"choices":[]' in event:
+            tokens = _leading_int(event, at + len(_COMPLETION_TOKENS))
+            ends = b'"choices":[]' in event or b'"choices": []' in event
+            if self._chunks or (ends and not self.answer.tokens):
+                # The only usage, at the end: what came before was counted by chunks.
+                self._usage = orjson.loads(event).get("usage")
+                continue
+            self.answer.tokens = tokens
+            if self.record_output_ids or ends:
                 self._read(event)
-        return self.answer.tokens
+        return self._chunks or self.answer.tokens
+
+    def _count_chunk(self, event: bytes) -> None:
+        """Counts an event without usage, if it holds text."""
+        try:
+            record = orjson.loads(event)
+            if "error" in record:
+                raise StreamError(_error_message(event))
+            for choice in record["choices"]:
+                delta = choice.get("delta") or {}
+                self._ids.extend(choice.get("token_ids") or [])
+                texts = (choice.get("text"), *(delta.get(name) for name in _TEXT_FIELDS))
+                self._chunks += any(texts)
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+            raise StreamError(_error_message(event)) from None
 
     def _read(self, event: bytes) -> None:
         record = orjson.loads(event)
@@ -216,6 +243,10 @@ class OpenAIParser:
 
     def close(self) -> Answer:
         answer = self.answer
+        answer.has_usage = self._usage is not None
+        if self._chunks or (answer.has_usage and not answer.tokens):
+            answer.counted_by = "chunks"
+            answer.tokens = (self._usage or {}).get("completion_tokens") or self._chunks
         if self._usage:
             answer.prompt_tokens = self._usage.get("prompt_tokens")
             details = self._usage.get("prompt_tokens_details") or {}

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 # sent on one that is just being closed would count as the engine's failure.
 _KEEPALIVE_S = 2.0
 _HEAD_END = b"\r\n\r\n"
+_IDS = ("x-session-id", "x-request-id")
 _VISIBLE = "".join(chr(code) for code in range(33, 127) if chr(code) != "%")
 
 
@@ -221,8 +222,9 @@ class Server:
         body: bytes | memoryview,
         watcher: Watcher,
     ) -> None:
-        """Posts JSON. Raises OSError where no connection is made, `ProtocolError`, or what
-        `watcher` raises."""
+        """Posts JSON. Of ids (`x-session-id`, `x-request-id`) characters that no header can have
+        are percent-encoded; other headers are sent as they are. Raises OSError where no connection
+        is made, `ProtocolError`, or what `watcher` raises."""
         place = urlsplit(self.url)
         lines = [
             f"POST {place.path}{path} HTTP/1.1",
@@ -230,7 +232,10 @@ class Server:
             "content-type: application/json",
             f"content-length: {len(body)}",
         ]
-        lines += [f"{name}: {quote(value, safe=_VISIBLE)}" for name, value in headers.items()]
+        lines += [
+            f"{name}: {quote(value, safe=_VISIBLE) if name in _IDS else value}"
+            for name, value in headers.items()
+        ]
         head = "\r\n".join(lines).encode() + _HEAD_END
         connection = await self._connection()
         connection.begin(head, body, watcher)

@@ -58,7 +58,8 @@ def scale_for(factor: float, block_size: int) -> Scale:
 class Planned:
     """One request of a run. `trace_s` is its time in the trace, `waits_for` the positions in the
     plan of the requests whose answers must have ended first, and `tree` the conversation that it
-    belongs to: a session with its sub-agents."""
+    belongs to: a session with its sub-agents. `play` counts how often its session was begun before
+    (each time with other prompts); `primes` marks a request that only fills caches."""
 
     index: int
     request_id: str
@@ -72,6 +73,8 @@ class Planned:
     think_time_s: float
     waits_for: tuple[int, ...]
     tree: int
+    play: int = 0
+    primes: bool = False
 
 
 class _Strings:
@@ -160,6 +163,10 @@ class PlannedRequests(Sequence[Planned]):
             self.waits_for(index),
             self.tree[index],
         )
+
+    def session(self, index: int) -> int:
+        """The number of a request's session."""
+        return self._session[index]
 
     def request_ids(self) -> Iterator[str]:
         """The name of each request."""

@@ -38,6 +38,12 @@ class Sketch:
                 return math.exp((step - 0.5) * _SKETCH_STEP)
         return None
 
+    def summary(self) -> dict[str, float] | None:
+        """The 50th, 90th and 99th percentile and the largest value; None of none."""
+        found = [self.percentile(percent) for percent in (50, 90, 99, 100)]
+        names = ("p50", "p90", "p99", "max")
+        return {name: value for name, value in zip(names, found, strict=True) if value} or None
+
 
 @dataclass(slots=True)
 class Counters:
@@ -48,6 +54,7 @@ class Counters:
     errors: int = 0
     ttft_s: Sketch = field(default_factory=Sketch)
     lateness_s: Sketch = field(default_factory=Sketch)
+    loop_lag_s: Sketch = field(default_factory=Sketch)
 
     def add(self, other: Counters) -> None:
         self.sent += other.sent
@@ -55,12 +62,13 @@ class Counters:
         self.errors += other.errors
         self.ttft_s.counts += other.ttft_s.counts
         self.lateness_s.counts += other.lateness_s.counts
+        self.loop_lag_s.counts += other.loop_lag_s.counts
 
 
 class Display:
-    """Shows totals on stderr."""
+    """Shows totals on stderr; `total` None: nobody knows how many requests there will be."""
 
-    def __init__(self, total: int, quiet: bool) -> None:
+    def __init__(self, total: int | None, quiet: bool) -> None:
         self.total = total
         self.counters = Counters()
         self._began_s = time.monotonic()
@@ -96,7 +104,7 @@ class Display:
         counters = self.counters
         return [
             ("elapsed", f"{time.monotonic() - self._began_s:.0f} s"),
-            ("sent", f"{counters.sent}/{self.total}"),
+            ("sent", f"{counters.sent}" + (f"/{self.total}" if self.total is not None else "")),
             ("in flight", f"{counters.sent - counters.done}"),
             ("done", f"{counters.done}"),
             ("errors", f"{counters.errors}"),

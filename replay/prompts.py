@@ -102,8 +102,7 @@ class PromptMaker:
             cache.update(zip(missing, rows[2:-2].split(b"],["), strict=True))
         parts = [cache[hash_id] for hash_id in whole]
         if self._cached_bytes > self._cache_bytes:
-            self._json.clear()
-            self._cached_bytes = 0
+            self.forget()
         if full * block_size < input_length:
             last = self.block_tokens(hash_ids[full : full + 1], block_size)
             cut = last[0, : input_length - full * block_size]
@@ -119,6 +118,11 @@ class PromptMaker:
         low = self.tokens(hash_ids, block_size, input_length) % _WORD_COUNT
         return " ".join([words[word] for word in low.tolist()])
 
+    def forget(self) -> None:
+        """Lets go of the memory of encoded blocks; what was overridden stays so."""
+        self._json.clear()
+        self._cached_bytes = 0
+
     def override(self, hash_id: int, block_size: int, head: NDArray[np.int64]) -> None:
         """From now on the block `hash_id` begins with the tokens `head`, unless it was overridden
         before or `head` is empty."""
@@ -128,6 +132,15 @@ class PromptMaker:
         block[: len(head)] = head
         self._overrides[hash_id] = block
         self._json.get(block_size, {}).pop(hash_id, None)
+
+
+def play_seed(seed: int, play: int) -> int:
+    """The seed of a trace's prompts when it is played again: play 0 has the run's own."""
+    if not play:
+        return seed
+    with np.errstate(over="ignore"):
+        mixed = _mix(np.array([seed], dtype=np.uint64) ^ (np.uint64(play) * _GOLDEN))
+    return int(mixed[0])
 
 
 def _below(values: NDArray[np.uint64], bound: np.uint64) -> NDArray[np.uint64]:

@@ -96,6 +96,13 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     errors = ", ".join(f"{count} {kind}" for kind, count in summary["errors"].items()) or "none"
     rows = [
         ("requests", f"{summary['ok']:,} of {summary['planned']:,} well; errors: {errors}"),
+        *(
+            (
+                phase.replace("_", "-"),
+                f"{part['requests']:,}, not measured; {part['errors']} failed",
+            )
+            for phase, part in summary["not_measured"].items()
+        ),
         ("duration", f"{summary['duration_s']:.1f} s"),
         ("tokens", f"{summary['input_tokens']:,} in, {summary['output_tokens']:,} out"),
     ]

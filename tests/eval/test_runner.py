@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -551,3 +552,36 @@ def test_replay_settings_become_flags_and_unset_ones_are_left_to_replay() -> Non
         *("replay", "t.jsonl", "--url", "http://r", "--output", "run"),
         *("--mode", "closed", "--max-inflight-sessions", "3", "--splice-outputs"),
     ]
+
+
+def test_phases_and_a_preset_reach_the_replay_and_the_runs_digest(tmp_path: Path) -> None:
+    text = TEXT.format(trace=tmp_path / "t.jsonl")
+    phases = """
+[phases]
+start = "mid"
+start_share = [0.1, 0.9]
+warm_up_s = 30
+measure_s = 900
+recycle = true
+[replay]
+preset = "agentx"
+max_inflight_sessions = 12
+splice_outputs = false
+"""
+    (tmp_path / "e.toml").write_text(text)
+    plain = plan_runs(load_experiment(str(tmp_path / "e.toml"))[0])[0]
+    (tmp_path / "e.toml").write_text(text + phases)
+    run = plan_runs(load_experiment(str(tmp_path / "e.toml"))[0])[0]
+    command = replay_command(
+        ["replay"], Path("t.jsonl"), Path("run"), "http://r", run.replay, run.phases
+    )
+    assert command == [
+        *("replay", "t.jsonl", "--url", "http://r", "--output", "run"),
+        *("--preset", "agentx", "--max-inflight-sessions", "12"),
+        *("--start", "mid", "--start-share", "0.1", "0.9"),
+        *("--warm-up-s", "30.0", "--measure-s", "900.0", "--recycle", "--no-splice-outputs"),
+    ]
+    assert plain.replay.splice_outputs
+    assert plain.phases is None
+    shorter = dataclasses.replace(run, phases=run.phases.model_copy(update={"measure_s": 901.0}))
+    assert len({plain.digest, run.digest, shorter.digest}) == 3

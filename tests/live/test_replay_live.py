@@ -11,8 +11,9 @@ import orjson
 import pytest
 
 from launch import Fleet, fleet, load_topology
+from replay.options import RunOptions
 from replay.results import Result, read_results
-from replay.runner import RunOptions, run
+from replay.runner import run
 from replay.stats import TraceStats
 from replay.synth import load_profile, synthesise
 from replay.trace import Request, write_trace

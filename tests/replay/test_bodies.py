@@ -14,6 +14,7 @@ import pytest
 
 from replay.bodies import BodiesAhead, BodiesOnDemand, BodyOptions
 from replay.plan import PlannedRequests, make_plan
+from replay.plays import Plays
 from replay.trace import Request
 
 # Of one to 40,000 tokens: small bodies and large ones come in different ways.
@@ -48,7 +49,7 @@ def _options(**values: Any) -> BodyOptions:
 
 @contextlib.contextmanager
 def _ahead(requests: PlannedRequests, **values: Any) -> Iterator[BodiesAhead]:
-    with contextlib.closing(BodiesAhead(_options(**values), requests)) as bodies:
+    with contextlib.closing(BodiesAhead(_options(**values), Plays(requests))) as bodies:
         yield bodies
 
 

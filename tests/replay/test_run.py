@@ -18,10 +18,12 @@ import psutil
 import pytest
 
 from deltaserve.errors import InputError
+from replay.options import RunOptions
 from replay.plan import make_plan
 from replay.prompts import PromptMaker
 from replay.results import ErrorInfo, Result, read_results
-from replay.runner import RunOptions, default_processes, run, summarise
+from replay.runner import default_processes, run
+from replay.summary import summarise
 from replay.trace import Request, write_trace
 
 TraceOf = Callable[..., list[Request]]
@@ -152,7 +154,7 @@ def test_token_ids_are_of_the_served_models_vocabulary(
 def test_a_server_that_went_away_gives_connection_errors(
     tmp_path: Path, trace_of: TraceOf, engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.runner.find_engine", lambda url: ("sglang", "tiny"))
+    monkeypatch.setattr("replay.runner.find_engine", lambda url, headers: ("sglang", "tiny"))
     options = _options(tmp_path, trace_of(4, requests=5), "http://127.0.0.1:9")
     assert run(options, quiet=True)["errors"] == {"connect": 5}
 
@@ -366,7 +368,6 @@ def test_the_default_number_of_processes_grows_with_the_load_up_to_half_the_core
     assert processes(1000, 64, time_scale=0.01) == 1
     assert processes(1000, 4) == 2
     assert processes(1000, 1) == 1
-    assert processes(1000, 64, splice_outputs=True) == 1
     assert processes(10, 64, mode="closed", max_inflight_sessions=2000) == 4
 
 
@@ -418,7 +419,14 @@ def test_summary_percentiles_are_numpys(tmp_path: Path) -> None:
         ({"time_scale": 0.0}, "--time-scale 0.0"),
         ({"vocab_size": 1}, "--vocab-size 1"),
         ({"url": "localhost:1"}, "--url localhost:1: expected http"),
-        ({"splice_outputs": True, "processes": 2}, "--splice-outputs"),
+        ({"mode": "sessions"}, "--sessions-per-hour"),
+        ({"sessions_per_hour": 5.0}, "--mode sessions"),
+        ({"mode": "open", "start": "mid"}, "--start"),
+        ({"mode": "closed", "recycle": True}, "--measure-s"),
+        ({"mode": "closed", "warm_up_s": 1.0, "resume": True}, "--resume"),
+        ({"start_share": (0.5, 0.2)}, "--start-share 0.5 0.2"),
+        ({"headers": ("Authorization=Bearer @NO_SUCH_VARIABLE",)}, "NO_SUCH_VARIABLE"),
+        ({"headers": ("secret",)}, "--header"),
         ({"splice_outputs": True, "as_text": True}, "--splice-outputs"),
         ({"mode": "closed", "processes": 9}, "--processes 9"),
         ({"max_input_tokens": 1, "url": "http://x"}, "no request left to send"),

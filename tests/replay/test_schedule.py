@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replay.lanes import Lanes
+from replay.open_loop import OpenLoop
 from replay.plan import Plan, Planned, make_plan
-from replay.schedule import Schedule, TreeQueue
+from replay.plays import Order, Plays, TicketCounter
 from replay.trace import Request
 
 TraceOf = Callable[..., list[Request]]
@@ -64,13 +66,27 @@ def _replay(
         time_scale = options.pop("time_scale", 1.0)
         shift_s = options.pop("shift_s", 0.0)
         mine = options.pop("mine", None)
-        schedule = Schedule(
-            plan.requests, log.send, clock, time_scale=time_scale, mine=mine, prepare=log.prepare
-        )
         if slots is None:
-            await schedule.open_loop(shift_s)
+            await OpenLoop(
+                plan.requests,
+                log.send,
+                clock,
+                mine=mine,
+                prepare=log.prepare,
+                time_scale=time_scale,
+                **options,
+            ).run(shift_s)
         else:
-            await schedule.closed_loop(TreeQueue(range(plan.trees)), slots, **options)
+            await Lanes(
+                Plays(plan.requests),
+                log.send,
+                clock,
+                Order(plan.trees, 0, shuffled=False),
+                TicketCounter(plan.trees),
+                mine=mine,
+                prepare=log.prepare,
+                **options,
+            ).closed(slots)
 
     run_virtually(main)
     return logs[0]
@@ -84,11 +100,14 @@ def test_open_loop_sends_at_the_traces_time_or_when_the_answer_before_ended(
     trace_of: TraceOf, run_virtually: Virtually, seed: int, scale: float
 ) -> None:
     plan = make_plan(trace_of(seed))
-    log = _replay(run_virtually, plan, seed, time_scale=scale)
+    log = _replay(run_virtually, plan, seed, time_scale=scale, max_think_s=0.7)
     assert set(log.sent) == {request.index for request in plan.requests}
     for request in plan.requests:
         ready = max((log.ended[parent] for parent in request.waits_for), default=0.0)
-        assert log.due[request.index] == max(request.trace_s / scale, ready)
+        # A late turn keeps its think time: its tools run all the same.
+        ready += min(request.think_time_s / scale, 0.7) if request.waits_for else 0.0
+        due_s = max(request.trace_s / scale, ready)
+        assert log.due[request.index] == pytest.approx(due_s, abs=1e-6)
         assert 0 <= log.sent[request.index] - log.due[request.index] < 1e-6
 
 
