@@ -48,8 +48,8 @@ class Result(BaseModel):
     parent's answer ended (closed loop: plus think time) if that is later. `sent_s - scheduled_s` is
     the client's own lateness. `arrivals` holds the time of each chunk and the tokens received so
     far. `phase` says which part of the run the request was scheduled in, `play` which replay of its
-    session it belongs to (from 0), `best_cached_tokens` what a cache that never evicts would hold of
-    its prompt, where the replayer knew.
+    session it belongs to (from 0), `best_cached_tokens` what a cache that never evicts would hold
+    of its prompt, where the replayer knew.
     """
 
     model_config = ConfigDict(extra="ignore")
