@@ -148,7 +148,7 @@ def by_session(run: Run, alone: Alone | None = None) -> pd.DataFrame:
         }
     )
     took_s = found["took_s"].where(~found["failed"], np.inf).where(found["known"])
-    found["completion_s"] = took_s.where([name not in cut for name in found.index])
+    found["completion_s"] = took_s.where(~found.index.isin(list(cut)))
     found["stretch"] = np.nan
     if alone is not None:
         before_s = sessions["finished_s"].shift(1)
@@ -206,9 +206,10 @@ def _rate(run: Run, measure: Measure, slo: Slo) -> Sample:
     seconds = end_s - start_s
     if measure.per_gpu:
         seconds *= run.gpus if run.gpus is not None else float("nan")
+    values: Array
     if measure.column == "good":
         table = run.requests
-        values = good(table, slo).astype(float)
+        values = good(table, slo).astype(np.float64)
     else:
         cancelled = run.all_requests["error_kind"].eq("cancelled")
         table = run.all_requests[run.all_requests["ok"] | cancelled]
