@@ -19,9 +19,11 @@ from typing import Any, Protocol
 
 import orjson
 
+import deltaserve
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.experiment import Experiment, Phases, PlannedRun, Replay, plan_runs
+from eval.identity import engine_words
 from eval.progress import Progress
 from eval.records import TraceFacts, read_run
 from eval.traces import (
@@ -37,6 +39,7 @@ from eval.validity import cold_checks, violations
 from launch.cache import make_folder
 from launch.supervised import Supervised
 from replay.options import NOTHING_ANSWERED
+from replay.trace import digest
 
 _LOOK_EVERY_S = 0.25
 
@@ -52,6 +55,8 @@ class Fleet(Protocol):
     def engine_versions(self) -> Mapping[str, str]: ...
     @property
     def timings(self) -> Mapping[str, float]: ...
+    def check(self) -> None:
+        """Raises when a process of the fleet has died since it was started."""
 
 
 FleetMaker = Callable[[Any, Path, Callable[[str], None]], AbstractContextManager[Fleet]]
@@ -62,9 +67,10 @@ class Site:
     """How fleets are made here.
 
     `load` makes a topology from a name and overrides, and `check` raises `InputError` for one that
-    cannot be started here; `vocab_size` is of its model, None where unknown. `keeping` gives what
-    makes fleets whose workers, started under a folder, are kept for the next fleet while it wants
-    the same ones (`worker_key` is then equal).
+    cannot be started here; `vocab_size` is of its model, None where unknown; `engine` the versions
+    of the engine that it would start, empty where that is known only once it runs. `keeping` gives
+    what makes fleets whose workers, started under a folder, are kept for the next fleet while it
+    wants the same ones (`worker_key` is then equal).
     """
 
     load: Callable[[str, list[str]], Any]
@@ -77,6 +83,7 @@ class Site:
     worker_key: Callable[[Any], bytes]
     replay: Sequence[str] = (*DELTASERVE, "replay", "run")
     clock: Callable[[], float] = time.monotonic
+    engine: Callable[[Any], Mapping[str, str]] = lambda _topology: {}
 
 
 def launch_site() -> Site:
@@ -119,6 +126,7 @@ def launch_site() -> Site:
         end=lambda folder: down(folder) if (folder / "fleet.json").is_file() else 0,
         keeping=keeping,
         worker_key=worker_key,
+        engine=lambda topology: launch.plan(topology, Path()).engine.versions,
     )
 
 
@@ -187,17 +195,31 @@ def _run_all(
     only: list[str] | None,
 ) -> Summary:
     runs = plan_runs(experiment, only)
-    topologies = load_topologies(site, experiment, runs)
-    for topology in topologies.values():
-        site.check(topology)
+    topologies = load_topologies(site, experiment, plan_runs(experiment))
+    cells = {run.cell for run in runs}
+    for cell in cells:
+        site.check(topologies[cell])
+    engines = {cell: site.engine(topologies[cell]) for cell in cells}
+    # Of all arms, those left out with `only` as well: their prompts must be the same ones.
     vocab_size = shared_vocab(site, topologies.values())
     make_folder(output)
-    todo = [run for run in runs if not is_complete(output / run.folder, run)]
+    traces = {
+        repeat: prepare_trace(experiment.with_draw(repeat), output)
+        for repeat in sorted({run.repeat for run in runs})
+    }
+    todo = [
+        run
+        for run in runs
+        if not is_complete(
+            output / run.folder,
+            run,
+            identity(run, traces[run.repeat], vocab_size, engines[run.cell]),
+        )
+    ]
     if experiment.keep_workers:
         keys = [site.worker_key(topologies[run.cell]) for run in runs]
         # By the workers that they need, which come in the order that was drawn.
         todo.sort(key=lambda run: keys.index(site.worker_key(topologies[run.cell])))
-    trace = prepare_trace(experiment, output)
     (output / "experiment.json").write_bytes(
         orjson.dumps(
             {"experiment": experiment.model_dump(), "source": dict(source)},
@@ -229,7 +251,7 @@ def _run_all(
             run,
             experiment,
             output,
-            trace,
+            traces[run.repeat],
             topologies[run.cell],
             site=site,
             source=source,
@@ -283,6 +305,7 @@ def _execute(
     manifest: dict[str, Any] = {
         "state": "running",
         "digest": run.digest,
+        "identity": identity(run, trace, vocab_size, {}),
         "experiment": experiment.name,
         "source": dict(source),
         "arm": run.arm.model_dump(),
@@ -299,6 +322,7 @@ def _execute(
         "length_scale": facts.length_scale,
         "slo": experiment.slo.model_dump(),
         "validity": experiment.validity.model_dump(),
+        "analysis": experiment.analysis.model_dump(),
         "hardware": provenance.hardware(),
         "versions": provenance.versions(),
         "git": provenance.git(),
@@ -312,6 +336,7 @@ def _execute(
             manifest["timings"]["fleet_up_s"] = time.monotonic() - began_s
             manifest["timings"]["fleet"] = dict(fleet.timings)
             manifest["versions"]["engines"] = dict(fleet.engine_versions)
+            manifest["identity"] = identity(run, trace, vocab_size, fleet.engine_versions)
             manifest["workers"] = [_plain(worker) for worker in fleet.workers]
             if fleet.router_url is None:
                 raise InputError(f"{run.arm.topology}: has no router")
@@ -321,7 +346,7 @@ def _execute(
             manifest["replay_command"] = command
             provenance.write_manifest(folder, manifest)
             replay_began_s = time.monotonic()
-            failure = _replay(command, folder, facts.planned, progress)
+            failure = _replay(command, folder, facts.planned, progress, fleet.check)
             manifest["timings"]["replay_s"] = time.monotonic() - replay_began_s
             down_began_s = time.monotonic()
         manifest["timings"]["fleet_down_s"] = time.monotonic() - down_began_s
@@ -344,7 +369,7 @@ def cell_order(experiment: Experiment, run: PlannedRun) -> int:
 
 def _with_possible(folder: Path, trace: Path, replay: Replay, facts: TraceFacts) -> TraceFacts:
     """`facts` with what this run's own requests can have left in caches, by when they were sent."""
-    requests = read_run(folder).requests
+    requests = read_run(folder).all_requests
     sent = requests[requests["sent_s"].notna()]
     answered = requests[requests["first_token_s"].notna()]
     return dataclasses.replace(
@@ -371,9 +396,9 @@ def _conclude(
         with contextlib.suppress(orjson.JSONDecodeError):
             manifest["replay"] = orjson.loads(replayed.read_bytes())
     run = read_run(folder)
-    manifest["results"] = len(run.requests)
+    manifest["results"] = len(run.all_requests)
     manifest["broken_lines"] = run.broken_lines
-    manifest["coldness"] = [vars(first) for first in cold_checks(run.requests)]
+    manifest["coldness"] = [vars(first) for first in cold_checks(run.all_requests)]
     manifest["state"] = "complete" if failure is None else "failed"
     manifest["reason"] = failure
     run.manifest.update(manifest)
@@ -403,8 +428,18 @@ def shared_vocab(site: Site, topologies: Iterable[Any]) -> int | None:
     return min(sizes, default=None)
 
 
-def _replay(command: list[str], folder: Path, planned: int, progress: Progress) -> str | None:
-    """Runs the replay; None, or why it failed. It ends with this process, whatever ends that."""
+def _replay(
+    command: list[str],
+    folder: Path,
+    planned: int,
+    progress: Progress,
+    check_fleet: Callable[[], None],
+) -> str | None:
+    """Runs the replay; None, or why it failed. It ends with this process, whatever ends that.
+
+    `check_fleet` raises when a process of the fleet has died: it is asked all the while and once
+    more at the end, for a run on seven of eight workers measured something else than its arm.
+    """
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     log_path = logs / "replay.log"
@@ -412,10 +447,12 @@ def _replay(command: list[str], folder: Path, planned: int, progress: Progress) 
     process = Supervised(command, os.environ, log_path, Path.cwd())
     try:
         while (status := process.exit_status()) is None:
+            check_fleet()
             progress.count("replaying", results.count(), planned)
             time.sleep(_LOOK_EVERY_S)
     finally:
         process.stop()
+    check_fleet()
     done = results.count()
     progress.count("replayed", done, planned)
     # Where every request failed that is a result: the arm carried nothing.
@@ -428,8 +465,23 @@ def _replay(command: list[str], folder: Path, planned: int, progress: Progress) 
     return f"the replay exited with {status}: {last or 'see logs/replay.log'}"
 
 
-def is_complete(folder: Path, run: PlannedRun) -> bool:
-    """Whether `folder` holds the finished run; `InputError` where it was one of other settings."""
+def identity(
+    run: PlannedRun, trace: Path, vocab_size: int | None, engine: Mapping[str, str]
+) -> dict[str, Any]:
+    """What the run is a run of, beside its settings: goes into its manifest."""
+    return {
+        "trace_sha256": digest(trace),
+        "seed": run.replay.seed,
+        "vocab_size": run.replay.vocab_size or vocab_size,
+        "splice_outputs": run.replay.splice_outputs,
+        "engine": engine_words(engine),
+        "deltaserve": deltaserve.__version__,
+    }
+
+
+def is_complete(folder: Path, run: PlannedRun, expected: Mapping[str, Any] | None = None) -> bool:
+    """Whether `folder` holds the finished run; `InputError` where it was one of other settings, or
+    its identity, as far as both say, is not what is `expected` now."""
     manifest = provenance.read_manifest(folder)
     if manifest is None or manifest.get("state") != "complete":
         return False
@@ -438,6 +490,13 @@ def is_complete(folder: Path, run: PlannedRun) -> bool:
             f"{folder}: holds a finished run with other settings than {run.cell} has now; "
             "choose another --output, or remove that folder"
         )
+    was = manifest.get("identity") or {}
+    for name, value in (expected or {}).items():
+        if value is not None and was.get(name) is not None and was[name] != value:
+            raise InputError(
+                f"{folder}: holds a finished run with {name.replace('_', ' ')} {was[name]}, which "
+                f"is {value} now; choose another --output, or remove that folder"
+            )
     return True
 
 
