@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 import orjson
 
+from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.experiment import Experiment, PlannedRun, Replay, plan_runs
 from eval.progress import Progress
 from eval.records import TraceFacts, read_run
 from eval.traces import (
-    DELTASERVE,
     flags,
     possible_cached_tokens,
     prepare_trace,
