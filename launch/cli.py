@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,13 +19,15 @@ from rich.console import Console
 from rich.table import Table
 
 from deltaserve.child import DELTASERVE
+from deltaserve.errors import InputError
 from launch import control, engines, planning
 from launch.cache import make_folder
-from launch.fleets import FleetError, fleet
+from launch.fleets import FleetError, fleet, log_tail
 from launch.hardware import sample_gpus
 from launch.listing import listing
 from launch.planning import Plan
 from launch.redaction import redacted
+from launch.serving import keep_serving
 from launch.supervised import keep_previous
 from launch.topology_files import load_topology
 
@@ -32,6 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Engines: install, check, start, watch and stop a topology.",
 )
 
@@ -99,9 +103,17 @@ def check_command(
 ) -> None:
     """Check a topology against this machine and the installed engine; start nothing."""
     topology = load_topology(name, overrides or ())
-    made = planning.plan(topology, run_dir or control.default_run_dir(topology.name))
+    folder = run_dir or control.default_run_dir(topology.name)
+    made = planning.plan(topology, folder)
+    if print_commands and not as_json:
+        _print_commands(made)
     has_gpus = not made.gpu_plan or bool(sample_gpus())
-    planning.check(made, gpus=has_gpus)
+    was_there = folder.exists()
+    try:
+        planning.check(made, gpus=has_gpus)
+    finally:
+        if not was_there:  # what was asked was a question
+            shutil.rmtree(folder, ignore_errors=True)
     if as_json:
         _print_json(redacted(_described(made)))
         return
@@ -111,13 +123,6 @@ def check_command(
         ports = ", ".join(f"{name} {port}" for name, port in process.ports.items())
         table.add_row(process.id, process.url, ports, ", ".join(map(str, process.gpus)) or "-")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    if print_commands:
-        for process in made.processes:
-            environment = redacted(process.environment)
-            argv = redacted(process.argv)
-            settings = " ".join(f"{k}={_quoted(v)}" for k, v in environment.items())
-            where = f" (on {process.node}, by Ray)" if process.node else ""
-            print(f"\n# {process.id}{where}\n{settings} {' '.join(map(_quoted, argv))}")
     print("OK" if has_gpus else "OK, but for the GPUs: there is no NVIDIA driver here")
 
 
@@ -129,6 +134,10 @@ def up_command(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when ready; end it with `down`.")
     ] = False,
+    serving_on: Annotated[
+        bool,
+        typer.Option("--keep-serving", help="Start a process that dies again; not to measure by."),
+    ] = False,
     set_from_stdin: Annotated[bool, typer.Option("--set-from-stdin", hidden=True)] = False,
     as_json: _Json = False,
 ) -> None:
@@ -138,7 +147,7 @@ def up_command(
     topology = load_topology(name, overrides or ())
     folder = (run_dir or control.default_run_dir(topology.name)).absolute()
     if detach:
-        _detach(name, overrides or [], folder)
+        _detach(name, overrides or [], folder, ["--keep-serving"] if serving_on else [])
         _show(control.status(folder), as_json)
         return
     signal.signal(signal.SIGTERM, _leave)
@@ -147,6 +156,8 @@ def up_command(
         with fleet(topology, folder, _say) as running:
             _show(control.status(folder), as_json)
             _say("Press Ctrl-C to end it.")
+            if serving_on:
+                keep_serving(running, _say)
             while True:
                 time.sleep(0.5)
                 running.check()
@@ -202,11 +213,29 @@ def down_command(
     )
 
 
-def _detach(name: str, overrides: list[str], folder: Path) -> None:
+@app.command("logs", epilog="Example: deltaserve launch logs laptop-sglang colocated-0")
+def logs_command(
+    name: Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology or a run folder.")],
+    process: Annotated[
+        str | None, typer.Argument(metavar="[PROCESS]", help="Of one process; all without it.")
+    ] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of each.")] = 20,
+) -> None:
+    """Print the ends of a fleet's logs."""
+    processes = control.status(control.find_run_dir(name)).processes
+    ids = [row.id for row in processes]
+    if process is not None and process not in ids:
+        raise InputError(f"{name} has no process {process!r}; it has: {', '.join(ids)}")
+    for row in processes:
+        if process in (None, row.id):
+            print(f"==> {row.log} <==\n{log_tail(Path(row.log), lines)}\n")
+
+
+def _detach(name: str, overrides: list[str], folder: Path, flags: list[str]) -> None:
     """Starts `up` in a session of its own and follows it until the fleet is ready."""
     make_folder(folder)
     log = folder / "supervisor.log"
-    argv = [*DELTASERVE, "launch", "up", name, "--run-dir", str(folder), "--set-from-stdin"]
+    argv = [*DELTASERVE, "launch", "up", name, "--run-dir", str(folder), "--set-from-stdin", *flags]
     keep_previous(log)
     with log.open("wb") as output:
         supervisor = subprocess.Popen(
@@ -246,6 +275,15 @@ def _is_ready(folder: Path, supervisor_pid: int) -> bool:
 
 def _leave(number: int, _frame: object) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _print_commands(made: Plan) -> None:
+    """Before anything is checked: what is wrong with a command is best seen in it."""
+    for process in made.processes:
+        environment, argv = redacted(process.environment), redacted(process.argv)
+        settings = " ".join(f"{k}={_quoted(v)}" for k, v in environment.items())
+        where = f" (on {process.node}, by Ray)" if process.node else ""
+        print(f"# {process.id}{where}\n{settings} {' '.join(map(_quoted, argv))}\n")
 
 
 def _described(made: Plan) -> dict[str, Any]:

@@ -86,6 +86,7 @@ class Fleet:
         self._ended_unix_s: float | None = None
         self._reason: str | None = None
         self._sampler: Sampler | None = None
+        self._guardians: dict[str, tuple[int, float]] = {}
         self._transcript = Transcript(
             self.plan.run_dir / "transcript.txt", self.plan.topology.name, self.plan.engine
         )
@@ -149,8 +150,50 @@ class Fleet:
         self._tell(f"{self.plan.topology.name} ready in {self.timings['start_s']:.0f} s")
         self._transcript.table(self._table())
 
+    def died(self) -> dict[str, str]:
+        """Process id → why, of those that have died and were not started again."""
+        found = {}
+        for member in self._members:
+            if member.running and (status := member.running.exit_status()) is not None:
+                found[member.plan.id] = f"{member.plan.id} died ({_status(status)})"
+                if member.state != "failed":
+                    member.state, member.exit_status = "failed", status
+                    member.reason, member.ended_unix_s = found[member.plan.id], time.time()
+                    self._write()
+        return found
+
+    def restart(self, process_id: str) -> None:
+        """Starts a process that died again, at the same address; its log begins anew."""
+        member = self._member(process_id)
+        if member.running:
+            member.running.stop()
+        self._start(member)
+        if member.running and member.plan.id in self._guardians:
+            self._guardians[process_id] = (member.running.pid, member.running.started_unix_s)
+
+    def is_ready_again(self, process_id: str) -> bool:
+        """Whether a process that was started again is ready; ends it where that takes longer than
+        `ready_timeout_s`, so that it counts as died."""
+        member = self._member(process_id)
+        port = member.plan.ports.get("http")
+        member.silence = _silence(member.plan.health_url)
+        is_its_own = member.running and (port is None or member.running.listens_on(port))
+        if member.silence is None and (is_its_own or member.plan.node is not None):
+            if member.plan.unbind and member.running:
+                member.running.unbind()
+            member.state = "ready"
+            self._write()
+            return True
+        waited_s = time.monotonic() - member.started_s
+        if member.running and waited_s > self.plan.topology.ready_timeout_s:
+            member.running.stop()
+        return False
+
+    def _member(self, process_id: str) -> _Member:
+        return next(member for member in self._members if member.plan.id == process_id)
+
     def stop(self) -> None:
-        """Ends every process."""
+        """Ends every process; raises `FleetError` where one could not be killed."""
         began_s = time.monotonic()
         self._transcript.tell("stopping")
         if self._sampler:
@@ -223,13 +266,13 @@ class Fleet:
         return rows
 
     def _sample_every(self, interval_s: float) -> Sampler:
-        guardians = {
+        self._guardians |= {
             m.plan.id: (m.running.pid, m.running.started_unix_s)
             for m in self._members
             if m.running and m.plan.node is None
         }
         engines = Engines({w.id: w.url for w in self.plan.workers}, self.plan.load_gauges)
-        return Sampler(self.plan.run_dir, guardians, engines, self.plan.gpu_plan, interval_s)
+        return Sampler(self.plan.run_dir, self._guardians, engines, self.plan.gpu_plan, interval_s)
 
     def _start_all(self, waiting: list[_Member]) -> None:
         starting: list[_Member] = []
@@ -334,8 +377,7 @@ def fleet(
 ) -> Iterator[Fleet]:
     """Brings `topology` up, its files under `run_dir`, and ends it when the block ends in any way.
 
-    Raises `InputError` when it cannot be started as asked, `FleetError` when a process dies, or
-    cannot be killed in the end.
+    Raises `InputError` when it cannot be started as asked, `FleetError` when a process dies.
     """
     run_dir = run_dir.absolute()
     with claim(run_dir):
