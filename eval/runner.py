@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import orjson
 
 import deltaserve
+from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.experiment import Experiment, Phases, PlannedRun, Replay, plan_runs
@@ -27,7 +28,6 @@ from eval.identity import engine_words
 from eval.progress import Progress
 from eval.records import TraceFacts, read_run
 from eval.traces import (
-    DELTASERVE,
     flags,
     possible_cached_tokens,
     prepare_trace,

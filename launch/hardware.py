@@ -20,6 +20,10 @@ _FREE_BELOW_BYTES = 2 * 2**30
 _FREE_WITHIN_S = 30.0
 
 
+class GpuError(InputError):
+    """The driver does not answer for a GPU, as for one that has fallen off its bus."""
+
+
 @dataclass(frozen=True)
 class GpuSample:
     """One GPU at one moment. NVLink counts are since the driver started; None where it has none."""
@@ -40,11 +44,14 @@ class GpuSample:
 
 
 def sample_gpus() -> list[GpuSample]:
-    """Every GPU now; empty where there is no NVIDIA driver."""
+    """Every GPU now; empty where there is no NVIDIA driver. Raises `GpuError`."""
     with _nvml() as nvml:
         if nvml is None:
             return []
-        return [_sample(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        try:
+            return [_sample(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        except nvml.NVMLError as error:
+            raise GpuError(f"NVML: {error}") from error
 
 
 def allowed_gpus() -> tuple[int, ...] | None:

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deltaserve import __version__
+from deltaserve.child import PYTHON
 from deltaserve.errors import InputError
-from launch import commands
+from launch import cluster, commands
 from launch.asking import refusal
 from launch.cache import make_folder, write_atomically
 from launch.cluster import Node, assign, cluster_nodes, launcher
@@ -74,7 +74,8 @@ class Process:
         """What is started here for it: arguments and the whole environment."""
         if not self.launcher:
             return self.argv, self.full_environment()
-        return (*self.launcher, *self.argv), _inherited()
+        placed = {cluster.ENVIRONMENT: json.dumps(self.environment)}
+        return (*self.launcher, *self.argv), _inherited() | placed
 
     def full_environment(self) -> dict[str, str]:
         """The caller's environment with this process's on top."""
@@ -210,7 +211,6 @@ def layout(
                     node,
                     wanted,
                     run_dir,
-                    command.environment,
                     known.STOP_SIGNAL,
                 )
             processes.append(
@@ -498,7 +498,7 @@ def _check_elastic(made: Plan) -> None:
         if worker.role != "elastic" or worker.attached or not settings or settings in asked:
             continue
         asked.add(settings)
-        plugin = [sys.executable, "-c", "import sglang_ext.elastic"]
+        plugin = [*PYTHON, "-c", "import sglang_ext.elastic"]
         if reason := refusal(plugin, environment, silent="the plugin does not import"):
             raise InputError(f"{made.topology.name}.toml: {worker.id}: environment: {reason}")
 

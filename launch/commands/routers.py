@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import deltaserve
+from deltaserve.child import DELTASERVE
 from launch.asking import refusal
 from launch.engines import ENVIRONMENTS
 from launch.topology import Role, RouterChoice, Topology
@@ -34,7 +34,7 @@ STOCK_PORTS = {"http": 0, "metrics": 1}
 
 def ours(config: Path) -> tuple[str, ...]:
     """The command of our router; it reads everything from `config`."""
-    return (sys.executable, "-m", "deltaserve", "route", "--config", str(config))
+    return (*DELTASERVE, "route", "--config", str(config))
 
 
 def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
@@ -89,7 +89,7 @@ def _said_by_ours(
     workers: tuple[str, ...],
     environment: tuple[tuple[str, str], ...],
 ) -> str | None:
-    argv = [sys.executable, "-m", "deltaserve", "route", "--check", "--policy", policy]
+    argv = [*DELTASERVE, "route", "--check", "--policy", policy]
     argv += residency
     for flag, values in (("--policy-param", params), ("--worker", workers)):
         for value in values:
