@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_ext.guards import PluginMismatch
 from sglang_ext.pacing.pacer import ChunkPacer, fit_to_pages
 from sglang_ext.pacing.settings import Interference, PacingSettings
 from sglang_ext.pacing.step_times import Step, StepTimes
@@ -236,6 +237,26 @@ def _graph_tokens(scheduler: Any) -> int | None:
     if prefill.backend == "disabled" or not prefill.bs:
         return None
     return max(prefill.bs)
+
+
+def check_chunking(scheduler: Any, settings: PacingSettings, prefix: str) -> None:
+    """Raises `PluginMismatch` where prompts are to be paced and SGLang must not cut or mix them.
+
+    The user said so, or the model or the attention does: SGLang turns chunks or mixing off then.
+    `prefix` is that of the variables that `settings` came from.
+    """
+    if settings.interference is Interference.STOCK:
+        return
+    if scheduler.chunked_prefill_size is None:
+        raise PluginMismatch(
+            "paced prefill works in chunks, and chunked prefill is off on this worker: give it a "
+            f"--chunked-prefill-size, or set {prefix}INTERFERENCE=stock"
+        )
+    if scheduler.server_args.attention_backend == "dual_chunk_flash_attn":
+        raise PluginMismatch(
+            "paced prefill carries decodes along, which --attention-backend dual_chunk_flash_attn "
+            f"does not allow: set {prefix}INTERFERENCE=stock, or take another backend"
+        )
 
 
 def is_decoding(running_batch: Any) -> bool:
