@@ -1,4 +1,4 @@
-"""Paced prefill on a colocated worker, with real SGLang on a CPU: same tokens, and decodes go on."""
+"""Paced prefill on a colocated worker, with real SGLang on a CPU."""
 
 from __future__ import annotations
 
