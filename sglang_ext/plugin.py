@@ -16,6 +16,7 @@ from sglang_ext.guards import Hook, PluginMismatch, check_applied, check_hooks, 
 FEATURES = {
     "cpu": "sglang_ext.cpu",
     "elastic": "sglang_ext.elastic",
+    "paced": "sglang_ext.paced",
     "telemetry": "sglang_ext.telemetry",
 }
 """Feature name → module with a tuple `HOOKS`."""

@@ -76,7 +76,10 @@ def may_fall_back(worker: ElasticWorker, req: Any) -> bool:
     if not worker.settings.fallback or getattr(req, _ABORTED, False):
         return False
     deadline_s = _deadline_s(worker, req)
-    return deadline_s is None or _age_s(req) + worker.paced.expected_s(req) <= deadline_s
+    if deadline_s is None:
+        return True
+    ahead = worker.queues.ahead_of(req)
+    return _age_s(req) + worker.paced.expected_s(req, ahead) <= deadline_s
 
 
 def _take_back_boundary_token(req: Any) -> None:
@@ -101,6 +104,7 @@ def _start_over(req: Any) -> None:
     req.finished_reason = None
     req.to_finish = None
     req.cached_tokens = 0
+    vars(req).pop("deltaserve_cached_tokens", None)
     req.full_untruncated_fill_ids = array("q")
     if req.return_logprob:
         # An aborted request gets empty lists here, which would be sent for the prompt's logprobs.

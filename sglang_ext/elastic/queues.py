@@ -148,6 +148,11 @@ class Queues:
         """The request of `queue` that is first in line, None of an empty one."""
         return min(queue, key=self.place) if queue else None
 
+    def ahead_of(self, req: Any) -> list[Any]:
+        """The local prompts in line that would be prefilled before `req`."""
+        place = self.place(req)
+        return [other for other in self.local if self.place(other) < place]
+
     @property
     def local_head(self) -> Any:
         """The local prompt that SGLang will try first, None where none waits.

@@ -17,10 +17,10 @@ from sglang_ext import ranks
 from sglang_ext.elastic.memory import Memory
 from sglang_ext.elastic.quarantine import Quarantine
 from sglang_ext.elastic.queues import Queues
-from sglang_ext.elastic.settings import Settings
+from sglang_ext.elastic.settings import PREFIX, Settings
 from sglang_ext.elastic.steps import Steps
 from sglang_ext.guards import PluginMismatch
-from sglang_ext.pacing.prefill import PacedPrefill
+from sglang_ext.pacing.prefill import PacedPrefill, check_chunking
 
 
 class ElasticWorker:
@@ -89,6 +89,7 @@ def attach(scheduler: Any, settings: Settings) -> ElasticWorker:
     for what, asked in unsupported.items():
         if asked:
             raise PluginMismatch(f"an elastic worker does not support {what}: turn one of them off")
+    check_chunking(scheduler, settings, PREFIX)
     worker = ElasticWorker(scheduler, settings)
     # SGLang leaves the logprobs of prompt tokens to the prefill worker; here that is this one.
     # Requests that came over the wire have none, and nothing is sent for them.

@@ -9,13 +9,17 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_ext.guards import PluginMismatch
 from sglang_ext.pacing.pacer import ChunkPacer, fit_to_pages
 from sglang_ext.pacing.settings import Interference, PacingSettings
-from sglang_ext.pacing.step_times import Step
+from sglang_ext.pacing.step_times import Step, StepTimes
+
+_LOOKED_AT = 16
+_LOOK_AGAIN_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,20 @@ class PacedPrefill:
             target_s=settings.target_itl_s,
             smallest_tokens=settings.min_chunk_tokens,
             largest_tokens=largest,
+            times=StepTimes(graph_tokens=_graph_tokens(scheduler)),
         )
         self.chunk_tokens: int | None = None
         """The pacer's last choice."""
         self._last_result_s: float | None = None
         self._decodes_waited = False
+        self._choices = 0
 
     # ---------------------------------------------------------------- choosing
 
     def choose(self, running_batch: Any) -> Chunk | None:
         """The next prefill batch's size, or None where it is the decodes' turn."""
         s = self._scheduler
+        self._choices += 1
         if s.chunked_req is None and not s.waiting_queue:
             return self.own
         decoding = is_decoding(running_batch)
@@ -104,19 +111,29 @@ class PacedPrefill:
         if self._settings.interference is Interference.MIXED or decoding is None:
             return pacer.largest_tokens
         s = self._scheduler
-        prefix = 0 if s.chunked_req is None else len(s.chunked_req.prefix_indices)
-        if s.chunked_req is None:
-            prefix = self.cached_tokens(s.waiting_queue[0])
+        prompts = []
+        if s.chunked_req is not None:
+            prefix = len(s.chunked_req.prefix_indices)
+            prompts.append((max(1, int(s.chunked_req.seqlen) - prefix), prefix))
+        looked_at = s.waiting_queue[:_LOOKED_AT]
+        prompts += [self._new_and_cached(req) for req in looked_at]
         tokens = pacer.chunk_tokens(
-            prefix, len(decoding.reqs), sum(req.seqlen for req in decoding.reqs)
+            prompts, len(decoding.reqs), sum(req.seqlen for req in decoding.reqs)
         )
+        if len(looked_at) < len(s.waiting_queue):
+            # Nothing is known of who comes after them: they do not come in.
+            tokens = min(tokens, max(pacer.smallest_tokens, sum(new for new, _ in prompts)))
         self.chunk_tokens = self._agree([tokens])[0]
         return self.chunk_tokens
 
+    def _new_and_cached(self, req: Any) -> tuple[int, int]:
+        cached = self.cached_tokens(req)
+        return max(1, int(req.seqlen) - cached), cached
+
     def cached_tokens(self, req: Any) -> int:
-        """Tokens of `req` that the radix cache holds, looked up once."""
+        """Tokens of `req` that the radix cache holds, looked up every now and then."""
         known: int | None = getattr(req, "deltaserve_cached_tokens", None)
-        if known is None:
+        if known is None or self._choices - req.deltaserve_looked_up_at >= _LOOK_AGAIN_STEPS:
             from sglang.srt.managers.schedule_policy import match_prefix_for_req
 
             # The look-up writes where it ended into the request. This one may stand elsewhere in
@@ -127,6 +144,7 @@ class PacedPrefill:
             )
             known = len(stand_in.prefix_indices)
             req.deltaserve_cached_tokens = known
+            req.deltaserve_looked_up_at = self._choices
         return known
 
     # ---------------------------------------------------------------- learning
@@ -174,13 +192,8 @@ class PacedPrefill:
             )
             if id(req) not in riding
         ]
-        tokens = sum(length for length, _ in prompts)
-        if tokens == 0:
-            return
-        attended = sum(length * prefix for length, prefix in prompts) / tokens
         context = sum(req.seqlen for req in batch.decoding_reqs or ())
-        step = Step(tokens, attended, len(riding), context)
-        self.pacer.observe(step, duration_s, launch_s)
+        self.pacer.observe(Step.of(prompts, len(riding), context), duration_s, launch_s)
 
     def nothing_runs(self) -> None:
         """Notes that the next step does not begin where the last one ended."""
@@ -196,10 +209,54 @@ class PacedPrefill:
             "chunk_tokens": self.chunk_tokens,
         }
 
-    def expected_s(self, req: Any) -> float:
-        """Seconds that prefilling `req` here would take, by the steps seen so far."""
-        cached = self.cached_tokens(req)
-        return self.pacer.prefill_s([(max(1, int(req.seqlen) - cached), cached)])
+    def expected_s(self, req: Any, ahead: Sequence[Any] = ()) -> float:
+        """Seconds until `req` would be prefilled here, after those `ahead` of it in line.
+
+        By the steps seen so far; what those ahead have in the cache counts where it is known.
+        """
+        s = self._scheduler
+        prompts = []
+        if s.chunked_req is not None:
+            prefix = len(s.chunked_req.prefix_indices)
+            prompts.append((max(1, int(s.chunked_req.seqlen) - prefix), prefix))
+        for other in ahead:
+            cached = getattr(other, "deltaserve_cached_tokens", 0)
+            prompts.append((max(1, int(other.seqlen) - cached), cached))
+        prompts.append(self._new_and_cached(req))
+        running = s.running_batch.reqs
+        if self._settings.interference is not Interference.ITL:
+            running = ()
+        return self.pacer.prefill_s(prompts, len(running), sum(r.seqlen for r in running))
+
+
+def _graph_tokens(scheduler: Any) -> int | None:
+    """Most tokens of a prefill step that a CUDA graph was captured for, None without graphs."""
+    if str(scheduler.server_args.device) != "cuda":
+        return None
+    prefill = scheduler.server_args.cuda_graph_config.prefill
+    if prefill.backend == "disabled" or not prefill.bs:
+        return None
+    return max(prefill.bs)
+
+
+def check_chunking(scheduler: Any, settings: PacingSettings, prefix: str) -> None:
+    """Raises `PluginMismatch` where prompts are to be paced and SGLang must not cut or mix them.
+
+    The user said so, or the model or the attention does: SGLang turns chunks or mixing off then.
+    `prefix` is that of the variables that `settings` came from.
+    """
+    if settings.interference is Interference.STOCK:
+        return
+    if scheduler.chunked_prefill_size is None:
+        raise PluginMismatch(
+            "paced prefill works in chunks, and chunked prefill is off on this worker: give it a "
+            f"--chunked-prefill-size, or set {prefix}INTERFERENCE=stock"
+        )
+    if scheduler.server_args.attention_backend == "dual_chunk_flash_attn":
+        raise PluginMismatch(
+            "paced prefill carries decodes along, which --attention-backend dual_chunk_flash_attn "
+            f"does not allow: set {prefix}INTERFERENCE=stock, or take another backend"
+        )
 
 
 def is_decoding(running_batch: Any) -> bool:

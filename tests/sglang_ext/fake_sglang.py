@@ -394,11 +394,14 @@ def classes() -> SimpleNamespace:
                 disaggregation_decode_enable_offload_kvcache=False,
                 device="cpu",
                 attn_cp_size=1,
+                attention_backend="triton",
             )
             self.disaggregation_mode = DECODE
             self.ps = SimpleNamespace(pp_size=1, attn_tp_size=1, attn_cp_size=1)
             self.enable_decode_hicache = self.enable_hierarchical_cache = False
             self.dllm_config = None
+            self.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+            self.is_hybrid_swa = self.is_hybrid_ssm = False
             self.chunked_prefill_size: int | None = 8192
             self.is_mixed_chunk = False
             self.max_prefill_tokens = 16_384
@@ -516,6 +519,8 @@ def classes() -> SimpleNamespace:
 
         def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any: ...
 
+        def on_idle(self) -> None: ...
+
         def process_batch_result(self, batch: Any, result: Any) -> None: ...
 
         def abort_request(self, recv_req: Any) -> None: ...
@@ -561,7 +566,7 @@ def classes() -> SimpleNamespace:
     return SimpleNamespace(**{n: v for n, v in locals().items() if isinstance(v, type)})
 
 
-DECODE = "decode"
+DECODE, PLAIN = "decode", "null"
 
 
 def release_kv_cache(req: Req, tree_cache: Tree, is_insert: bool = True) -> None:
@@ -627,7 +632,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, hooks: Iterable[Hook]) -> Iterato
         },
         "disaggregation.base": {"KVPoll": SimpleNamespace(Failed=FAILED, Success=SUCCESS)},
         "disaggregation.utils": {
-            "DisaggregationMode": SimpleNamespace(DECODE=DECODE, NULL="null"),
+            "DisaggregationMode": SimpleNamespace(DECODE=DECODE, NULL=PLAIN),
             "FAKE_BOOTSTRAP_HOST": FAKE_HOST,
             "prepare_abort": prepare_abort,
         },

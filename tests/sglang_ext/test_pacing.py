@@ -42,6 +42,11 @@ def learnt() -> StepTimes:
     return times
 
 
+def one(prefix_tokens: int) -> list[tuple[int, int]]:
+    """A single prompt, longer than any chunk, after so many tokens that are in the cache."""
+    return [(1_000_000, prefix_tokens)]
+
+
 def trained(target_s: float = 0.08) -> ChunkPacer:
     return ChunkPacer(
         target_s=target_s,
@@ -74,7 +79,7 @@ def test_on_a_noisy_engine_steps_keep_the_target_on_the_whole() -> None:
     durations = []
     for i in range(600):
         prefix = 1000 * (i % 30)
-        step = Step(pacer.chunk_tokens(prefix, 8, 128_000), prefix, 8, 128_000)
+        step = Step(pacer.chunk_tokens(one(prefix), 8, 128_000), prefix, 8, 128_000)
         duration_s = engine_s(step) * rng.lognormvariate(0, 0.4)
         durations.append(duration_s)
         pacer.observe(step, duration_s)
@@ -85,10 +90,10 @@ def test_on_a_noisy_engine_steps_keep_the_target_on_the_whole() -> None:
 
 def test_one_compilation_does_not_change_the_chunks() -> None:
     pacer = trained()
-    before = pacer.chunk_tokens(20_000, 8, 128_000)
+    before = pacer.chunk_tokens(one(20_000), 8, 128_000)
     for duration_s in (30.0, 0.08, 30.0):
         pacer.observe(Step(before, 20_000, 8, 128_000), duration_s)
-    assert pacer.chunk_tokens(20_000, 8, 128_000) == pytest.approx(before, rel=0.05)
+    assert pacer.chunk_tokens(one(20_000), 8, 128_000) == pytest.approx(before, rel=0.05)
 
 
 @given(
@@ -97,42 +102,42 @@ def test_one_compilation_does_not_change_the_chunks() -> None:
     context=st.integers(0, 2_000_000),
     target_ms=st.integers(20, 400),
 )
-def test_a_chunk_keeps_the_target_wherever_the_smallest_would(
+def test_a_chunk_keeps_the_target_wherever_the_smallest_leaves_time_for_it(
     prefix: int, decodes: int, context: int, target_ms: int
 ) -> None:
     pacer = trained()
     pacer.target_s = target_ms / 1000
-    tokens = pacer.chunk_tokens(prefix, decodes, context)
+    tokens = pacer.chunk_tokens(one(prefix), decodes, context)
     assert 128 <= tokens <= 8192
     smallest_s = pacer.times.predict(Step(128, prefix, decodes, context))
     takes_s = pacer.times.predict(Step(tokens, prefix, decodes, context))
-    if smallest_s * (1 + pacer.times.error) <= pacer.target_s:
+    if smallest_s * (1 + pacer.times.error) <= 0.81 * pacer.target_s:
         assert takes_s <= pacer.target_s
     else:
-        assert takes_s <= 1.5 * smallest_s
+        assert takes_s <= max(pacer.target_s, 1.5 * smallest_s)
 
 
 def test_a_target_that_no_chunk_can_keep_does_not_make_chunks_tiny() -> None:
     pacer = trained(target_s=0.01)
-    tokens = pacer.chunk_tokens(1000, 8, 128_000)
+    tokens = pacer.chunk_tokens(one(1000), 8, 128_000)
     assert tokens > 500
     assert engine_s(Step(tokens, 1000, 8, 128_000)) < 1.6 * engine_s(Step(128, 1000, 8, 128_000))
 
 
 def test_a_chunk_uses_the_target_up() -> None:
     pacer = trained()
-    tokens = pacer.chunk_tokens(20_000, 8, 128_000)
+    tokens = pacer.chunk_tokens(one(20_000), 8, 128_000)
     assert engine_s(Step(tokens, 20_000, 8, 128_000)) == pytest.approx(0.08, rel=0.1)
 
 
 def test_later_chunks_of_a_prompt_are_smaller_because_they_attend_to_more() -> None:
     pacer = trained()
-    chunks = [pacer.chunk_tokens(prefix, 8, 128_000) for prefix in (0, 30_000, 60_000)]
+    chunks = [pacer.chunk_tokens(one(prefix), 8, 128_000) for prefix in (0, 30_000, 60_000)]
     assert chunks[0] > chunks[1] > chunks[2]
 
 
 def test_without_decodes_there_is_nobody_to_keep_waiting() -> None:
-    assert trained(target_s=0.001).chunk_tokens(50_000, 0, 0) == 8192
+    assert trained(target_s=0.001).chunk_tokens(one(50_000), 0, 0) == 8192
 
 
 def launch_bound_s(step: Step) -> float:
@@ -147,7 +152,7 @@ def test_what_can_be_computed_while_launching_costs_nothing() -> None:
     sizes: list[int] = []
     for i in range(300):
         prefix = 1000 * (i % 30)
-        step = Step(pacer.chunk_tokens(prefix, 8, 16_000), prefix, 8, 16_000)
+        step = Step(pacer.chunk_tokens(one(prefix), 8, 16_000), prefix, 8, 16_000)
         # A launch waits where the GPU is behind.
         duration_s = launch_bound_s(step) * rng.uniform(0.97, 1.03)
         durations.append(duration_s)
@@ -167,7 +172,7 @@ def test_launches_that_others_on_the_machine_hold_up_do_not_shrink_the_chunks() 
     sizes: list[int] = []
     for i in range(400):
         prefix = 1000 * (i % 30)
-        step = Step(pacer.chunk_tokens(prefix, 8, 16_000), prefix, 8, 16_000)
+        step = Step(pacer.chunk_tokens(one(prefix), 8, 16_000), prefix, 8, 16_000)
         sizes.append(step.prefill_tokens)
         held_up_s = rng.uniform(0.062, 0.115)
         duration_s = max(held_up_s, engine_s(step) - 0.020)
@@ -179,7 +184,7 @@ def test_launches_that_others_on_the_machine_hold_up_do_not_shrink_the_chunks() 
 def test_a_target_below_what_launching_takes_gets_what_launching_leaves_time_for() -> None:
     pacer = trained(target_s=0.01)
     pacer.times.launch_s = 0.062
-    tokens = pacer.chunk_tokens(20_000, 8, 128_000)
+    tokens = pacer.chunk_tokens(one(20_000), 8, 128_000)
     assert engine_s(Step(tokens, 20_000, 8, 128_000)) == pytest.approx(0.062, rel=0.05)
 
 
@@ -187,7 +192,7 @@ def test_the_first_chunks_grow_step_by_step() -> None:
     pacer = ChunkPacer(target_s=10.0, smallest_tokens=128, largest_tokens=8192)
     sizes = []
     for _ in range(8):
-        sizes.append(pacer.chunk_tokens(0, 4, 1000))
+        sizes.append(pacer.chunk_tokens(one(0), 4, 1000))
         step = Step(sizes[-1], 0, 4, 1000)
         pacer.observe(step, engine_s(step))
     assert sizes[0] == 512
@@ -231,3 +236,85 @@ def test_a_prompt_part_is_whole_pages(
     assert part % page_size == 0
     assert page_size <= part <= max(page_size, largest)
     assert part > min(tokens, largest) - page_size
+
+
+def test_decodes_that_near_the_target_pass_into_those_that_miss_it_without_a_jump() -> None:
+    """Around the target a few percent of noise must not decide between 128 tokens and thousands."""
+    pacer = trained()
+    steps = [Step(128, 1000, 8, context) for context in range(0, 12_000_000, 20_000)]
+    budgets = []
+    for step in steps:
+        chunk = pacer.chunk_tokens(one(1000), 8, step.decode_context_tokens)
+        budgets.append(pacer.times.predict(Step(chunk, 1000, 8, step.decode_context_tokens)))
+    smallest = [pacer.times.predict(step) for step in steps]
+    assert smallest[0] < 0.5 * pacer.target_s
+    assert smallest[-1] > 1.5 * pacer.target_s
+    assert all(later / earlier < 1.03 for earlier, later in itertools.pairwise(budgets))
+    assert all(later > 0.99 * earlier for earlier, later in itertools.pairwise(budgets))
+    near = next(i for i, s in enumerate(smallest) if s > 0.95 * pacer.target_s)
+    assert budgets[near] > 1.15 * smallest[near], "chunks are tiny just below the target"
+
+
+def engine_of_prompts_s(prompts: list[tuple[int, int]], decodes: int, context: int) -> float:
+    """A step with several prompts on the imagined GPU: each reads its own prefix."""
+    return (
+        0.020
+        + sum(2.0e-5 * new + 4.0e-10 * new * (old + new / 2) + 1.0e-8 * old for new, old in prompts)
+        + 1.0e-4 * decodes
+        + 1.0e-8 * context
+    )
+
+
+def test_a_step_of_many_short_turns_on_long_prefixes_is_predicted_as_what_it_is() -> None:
+    """Ten turns of 200 tokens on 100,000 each read a million tokens of KV, not 100,000."""
+    times = StepTimes()
+    rng = random.Random(6)
+    for _ in range(300):
+        prompts = [
+            (rng.randrange(50, 600), rng.randrange(0, 120_000)) for _ in range(rng.randrange(1, 12))
+        ]
+        times.observe(Step.of(prompts, 8, 100_000), engine_of_prompts_s(prompts, 8, 100_000))
+    for prompts in ([(200, 100_000)] * 10, [(128, 0)] * 20, [(2000, 50_000)]):
+        expected_s = engine_of_prompts_s(prompts, 8, 100_000)
+        assert times.predict(Step.of(prompts, 8, 100_000)) == pytest.approx(expected_s, rel=0.05)
+
+
+def test_a_chunk_allows_for_the_prompts_behind_the_first() -> None:
+    pacer = trained()
+    alone = pacer.chunk_tokens([(200, 0)], 8, 128_000)
+    for tokens in range(1, 30):
+        pacer.observe(
+            Step.of([(50 * tokens, 100_000)], 8, 128_000),
+            engine_s(Step(50 * tokens, 100_000, 8, 128_000)) + 0.001,
+        )
+    followed = pacer.chunk_tokens([(200, 0)] + [(200, 200_000)] * 9, 8, 128_000)
+    assert followed < 0.7 * alone
+
+
+def test_beyond_the_graphs_a_launch_that_misses_the_target_is_learnt_and_tried_again() -> None:
+    """Launching takes 62 ms where there is no graph: 25 ms of computing do not show that."""
+    pacer = ChunkPacer(
+        target_s=0.04,
+        smallest_tokens=128,
+        largest_tokens=8192,
+        times=StepTimes(graph_tokens=4096),
+    )
+    sizes: list[int] = []
+    for _ in range(700):
+        tokens = pacer.chunk_tokens(one(0), 8, 16_000)
+        launch_s = 0.003 if tokens + 8 <= 4096 else 0.062
+        duration_s = max(launch_s, 0.005 + 4.5e-6 * tokens)
+        sizes.append(tokens)
+        pacer.observe(Step(tokens, 0, 8, 16_000), duration_s, launch_s)
+    eager = [tokens for tokens in sizes[20:] if tokens + 8 > 4096]
+    assert 1 <= len(eager) < 10
+    assert sorted(sizes)[len(sizes) // 2] == 4096 - 8
+
+
+def test_a_prompt_beside_decodes_is_expected_to_take_its_paced_chunks() -> None:
+    pacer = trained()
+    alone_s = pacer.prefill_s([(20_000, 10_000)])
+    paced_s = pacer.prefill_s([(20_000, 10_000)], 8, 128_000)
+    assert paced_s > 1.2 * alone_s
+    behind_s = pacer.prefill_s([(20_000, 10_000), (20_000, 10_000)], 8, 128_000)
+    assert behind_s == pytest.approx(2 * paced_s)
