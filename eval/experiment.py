@@ -139,6 +139,7 @@ class Phases(_Table):
     start: Where | None = None
     start_share: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
     prime_parallel: Count | None = None
+    prime_timeout_s: Positive | None = None
     warm_up_s: Annotated[float, Field(ge=0)] | None = None
     measure_s: Positive | None = None
     drain_s: Annotated[float, Field(ge=0)] | None = None

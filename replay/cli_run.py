@@ -114,6 +114,13 @@ def run(
         int | None,
         typer.Option(help="Conversations primed at a time; default: an eighth of those in flight."),
     ] = None,
+    prime_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="A conversation goes on after so many seconds though its priming is not answered: "
+            "a server that admits only what fits answers some of them much later."
+        ),
+    ] = 60.0,
     warm_up_s: Annotated[
         float | None, typer.Option(help="Seconds between priming and the measured window.")
     ] = None,

@@ -26,6 +26,7 @@ class ClientOptions(BodyOptions):
 
     url: str
     timeout_s: float
+    prime_timeout_s: float
     headers: tuple[tuple[str, str], ...] = ()
 
 
@@ -78,7 +79,7 @@ class Client:
             raise
         except TimeoutError:
             result.error = ErrorInfo(
-                kind="timeout", message=f"no complete answer within {self._options.timeout_s:g} s"
+                kind="timeout", message=f"no complete answer within {self._limit_s(request):g} s"
             )
         except ProtocolError as error:
             result.error = ErrorInfo(kind="disconnect", message=str(error))
@@ -105,7 +106,7 @@ class Client:
             self._clock,
             self._on_first_token,
         )
-        async with asyncio.timeout(self._options.timeout_s):
+        async with asyncio.timeout(self._limit_s(request)):
             # The body has no name here: it is let go of when it is sent.
             await self._server.post(self._path, headers, await self._bodies.take(request), stream)
         result.finished_s = self._clock()
@@ -122,6 +123,10 @@ class Client:
             self._bodies.answered(request, answer.output_ids)
             if self._endless:
                 self._endless.answered(request, len(answer.output_ids))
+
+    def _limit_s(self, request: Planned) -> float:
+        limit_s = self._options.timeout_s
+        return min(limit_s, self._options.prime_timeout_s) if request.primes else limit_s
 
     def _check(self, request: Planned, result: Result, answer: Answer) -> None:
         result.prompt_tokens = answer.prompt_tokens

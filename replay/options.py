@@ -47,6 +47,7 @@ class RunOptions:
     start: Where = "cold"
     start_share: tuple[float, float] = (0.25, 0.75)
     prime_parallel: int | None = None
+    prime_timeout_s: float = 60.0
     warm_up_s: float | None = None
     measure_s: float | None = None
     drain_s: float | None = None
@@ -154,7 +155,7 @@ def check(options: RunOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise InputError(f"{_flag(name)} {value}: expected at least {least}")
-    for name in ("time_scale", "timeout_s", "measure_s", "sessions_per_hour"):
+    for name in ("time_scale", "timeout_s", "prime_timeout_s", "measure_s", "sessions_per_hour"):
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"{_flag(name)} {value}: expected more than 0")

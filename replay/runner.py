@@ -89,6 +89,7 @@ def run(options: RunOptions, quiet: bool = False) -> dict[str, Any]:
                 vocab_size=vocab_size,
                 seed=options.seed,
                 timeout_s=options.timeout_s,
+                prime_timeout_s=options.prime_timeout_s,
                 record_output_ids=options.record_output_ids,
                 splice_outputs=options.splice_outputs,
                 as_text=options.as_text,

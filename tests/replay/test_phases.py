@@ -178,6 +178,32 @@ def test_what_is_measured_and_hangs_is_a_timeout_and_the_rest_is_cancelled(
     assert {r.error.kind for r in drained if r.error} <= {"timeout", "cancelled"}
 
 
+def test_a_session_whose_priming_is_not_answered_goes_on_without_it(
+    tmp_path: Path, engine: StartEngine
+) -> None:
+    """As behind a router that admits only what fits: waiting for all would measure nothing."""
+    fake = engine("sglang")
+    fake.faults = {f"{number}.{turn}~prime": "hang" for number in range(3) for turn in range(8)}
+    options = _options(
+        tmp_path,
+        fake.url,
+        _trace(),
+        start="mid",
+        prime_parallel=6,
+        prime_timeout_s=0.3,
+        warm_up_s=0.0,
+        measure_s=0.5,
+        timeout_s=20.0,
+    )
+    run(options, quiet=True)
+    results = read_results(options.output)
+    unprimed = {r.session_id for r in results if r.phase == "prime" and r.error}
+    assert unprimed
+    assert {r.error.kind for r in results if r.phase == "prime" and r.error} == {"timeout"}
+    assert unprimed <= {r.session_id for r in results if r.phase == "measure"}
+    assert _phases(options.output)["window_start_s"] == pytest.approx(0.3, abs=0.2)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_sessions_arrive_while_the_window_lasts(
     tmp_path: Path, engine: StartEngine, processes: int
