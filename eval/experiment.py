@@ -244,6 +244,31 @@ class Analysis(_Table):
         return self
 
 
+class SearchBounds(_Table):
+    """How much load each arm carries: which replay key is the load, where the search looks, how
+    often a level at the edge is repeated. `alone` also runs one session in flight, which is what
+    every session's stretch is held against; without it that is predicted from the other levels."""
+
+    over: Literal["replay.max_inflight_sessions", "replay.sessions_per_hour"]
+    start: Positive = 4.0
+    low: Positive = 1.0
+    high: Positive = 256.0
+    tolerance: Positive = 0.05
+    repeats: Count = 2
+    alone: bool = True
+
+    @model_validator(mode="after")
+    def _in_order(self) -> SearchBounds:
+        if not self.low <= self.start <= self.high:
+            raise ValueError("expected low <= start <= high")
+        return self
+
+    @property
+    def whole(self) -> bool:
+        """Whether the load is a whole number."""
+        return self.over == "replay.max_inflight_sessions"
+
+
 class ValidityRules(_Table):
     """When a run is excluded by rule (never by hand). `max_error_share` is of requests that failed
     by the client's or the machine's fault; what servers fail is an outcome."""
@@ -277,6 +302,7 @@ class Experiment(_Table):
     slo: Slo = Field(default_factory=Slo)
     validity: ValidityRules = Field(default_factory=ValidityRules)
     analysis: Analysis = Field(default_factory=Analysis)
+    search: SearchBounds | None = None
     loads: list[Load] = Field(default_factory=list)
     arms: Annotated[list[Arm], Field(min_length=1)]
 
@@ -297,6 +323,8 @@ class Experiment(_Table):
             )
         if self.baseline is not None and self.baseline not in [arm.name for arm in self.arms]:
             raise ValueError(f"baseline: no arm is named {self.baseline!r}")
+        if self.search is not None and (self.loads or any(arm.loads for arm in self.arms)):
+            raise ValueError("search: chooses the loads itself; take loads out")
         known = [load.name for load in self.loads]
         for arm in self.arms:
             for load in arm.loads or []:
@@ -379,6 +407,16 @@ class PlannedRun:
             "phases": self.phases.model_dump() if self.phases is not None else None,
         }
         return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def level_run(experiment: Experiment, arm: Arm, load: float, repeat: int) -> PlannedRun:
+    """One level of a search."""
+    assert experiment.search is not None
+    key = experiment.search.over.removeprefix("replay.")
+    value = round(load) if experiment.search.whole else load
+    replay = _drawn(experiment, arm, None, repeat).model_copy(update={key: value})
+    keys = _merged(experiment.set, arm.set)
+    return PlannedRun(arm, f"{load:g}", repeat, replay, keys, experiment.phases)
 
 
 def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[PlannedRun]:

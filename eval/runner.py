@@ -179,7 +179,7 @@ def run_experiment(
     recorded with its reason, and the rest goes on. KeyboardInterrupt (and SIGTERM) stops the
     fleet and propagates; the interrupted run is redone next time.
     """
-    if experiment.keep_workers:
+    if experiment.keep_workers or experiment.search is not None:
         with site.keeping(output / "workers") as kept:
             site = dataclasses.replace(site, fleet=kept)
             return _run_all(experiment, output, site, source, progress, only)
@@ -195,73 +195,162 @@ def _run_all(
     only: list[str] | None,
 ) -> Summary:
     runs = plan_runs(experiment, only)
-    topologies = load_topologies(site, experiment, plan_runs(experiment))
-    cells = {run.cell for run in runs}
-    for cell in cells:
-        site.check(topologies[cell])
-    engines = {cell: site.engine(topologies[cell]) for cell in cells}
-    # Of all arms, those left out with `only` as well: their prompts must be the same ones.
-    vocab_size = shared_vocab(site, topologies.values())
-    make_folder(output)
-    traces = {
-        repeat: prepare_trace(experiment.with_draw(repeat), output)
-        for repeat in sorted({run.repeat for run in runs})
-    }
-    todo = [
-        run
-        for run in runs
-        if not is_complete(
-            output / run.folder,
-            run,
-            identity(run, traces[run.repeat], vocab_size, engines[run.cell]),
-        )
-    ]
+    matrix = _Matrix(experiment, output, site, source, progress, runs)
+    if experiment.search is not None:
+        return _search_all(experiment, output, matrix, progress, runs)
+    todo = [run for run in runs if not matrix.is_complete(run)]
     if experiment.keep_workers:
-        keys = [site.worker_key(topologies[run.cell]) for run in runs]
+        keys = [site.worker_key(matrix.topology(run)) for run in runs]
         # By the workers that they need, which come in the order that was drawn.
-        todo.sort(key=lambda run: keys.index(site.worker_key(topologies[run.cell])))
-    (output / "experiment.json").write_bytes(
-        orjson.dumps(
-            {"experiment": experiment.model_dump(), "source": dict(source)},
-            option=orjson.OPT_INDENT_2,
-        )
-    )
-    summary = Summary(kept=len(runs) - len(todo))
-    if summary.kept:
-        progress.say(f"{summary.kept} of {len(runs)} runs are complete already and are kept")
+        todo.sort(key=lambda run: keys.index(site.worker_key(matrix.topology(run))))
+    matrix.summary.kept = len(runs) - len(todo)
+    if matrix.summary.kept:
+        progress.say(f"{matrix.summary.kept} of {len(runs)} runs are complete already and are kept")
     for run in todo:
-        left = site.end(output / run.folder)
-        if left:
-            progress.say(f"{run.folder}: ended {left} processes that an earlier runner left")
-    started_s = site.clock()
+        matrix.end_left_behind(run)
     spent_s = measured_s(output, runs)
     for index, run in enumerate(todo, start=1):
-        expected_s = expected_run_s(experiment, run, spent_s)
-        left_s = _budget_left_s(experiment, site.clock() - started_s)
-        if expected_s > left_s:
-            summary.skipped.append(str(run.folder))
-            progress.say(
-                f"{run.folder}: skipped, about {expected_s / 60:.1f} min but only "
-                f"{max(left_s, 0) / 60:.1f} min of the budget are left"
-            )
+        if not matrix.fits_budget(run, expected_run_s(experiment, run, spent_s)):
             continue
         progress.say(f"[{index}/{len(todo)}] {run.folder}")
         began_s = site.clock()
+        matrix.execute(run, order=runs.index(run) + 1)
+        spent_s.setdefault(run.cell, []).append(site.clock() - began_s)
+    return matrix.summary
+
+
+def _search_all(
+    experiment: Experiment,
+    output: Path,
+    matrix: _Matrix,
+    progress: Progress,
+    arms: Sequence[PlannedRun],
+) -> Summary:
+    """Each arm's search, in the file's order."""
+    from eval.search import search_arm
+
+    for arm in dict.fromkeys(run.arm.name for run in sorted(arms, key=_in_order(experiment))):
+        told = next(run.arm for run in arms if run.arm.name == arm)
+        done: list[PlannedRun] = []
+
+        def execute(run: PlannedRun, done: list[PlannedRun] = done) -> bool:
+            if matrix.is_complete(run):
+                matrix.summary.kept += 1
+                done.append(run)
+                return True
+            matrix.end_left_behind(run)
+            spent_s = measured_s(output, done)
+            if not matrix.fits_budget(run, expected_run_s(experiment, run, spent_s)):
+                return False
+            progress.say(str(run.folder))
+            done.append(run)
+            manifest = matrix.execute(run, order=len(done))
+            return bool(manifest["state"] == "complete")
+
+        found = search_arm(experiment, told, output, execute)
+        if found is not None:
+            progress.say(f"{arm}: carries {found.value:g} ({found.low:g} to {found.high:g})")
+    return matrix.summary
+
+
+def _in_order(experiment: Experiment) -> Callable[[PlannedRun], int]:
+    return lambda run: cell_order(experiment, run)
+
+
+class _Matrix:
+    """What all runs of one experiment here have in common, and how one of them is executed.
+
+    Raises `InputError` for a topology or trace that is wrong before anything is started.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        output: Path,
+        site: Site,
+        source: Mapping[str, Any],
+        progress: Progress,
+        runs: Sequence[PlannedRun],
+    ) -> None:
+        self.summary = Summary()
+        self._experiment, self._output = experiment, output
+        self._site, self._source, self._progress = site, source, progress
+        self._topologies = load_topologies(site, experiment, plan_runs(experiment))
+        cells = {run.cell for run in runs}
+        for cell in cells:
+            site.check(self._topologies[cell])
+        self._engines = {cell: site.engine(self._topologies[cell]) for cell in cells}
+        # Of all arms, those left out with `only` as well: their prompts must be the same ones.
+        self._vocab_size = shared_vocab(site, self._topologies.values())
+        make_folder(output)
+        self._traces: dict[int, Path] = {}
+        for repeat in sorted({run.repeat for run in runs}):
+            self._trace(repeat)
+        (output / "experiment.json").write_bytes(
+            orjson.dumps(
+                {"experiment": experiment.model_dump(), "source": dict(source)},
+                option=orjson.OPT_INDENT_2,
+            )
+        )
+        self._started_s = site.clock()
+
+    def topology(self, run: PlannedRun) -> Any:
+        """The topology of the run's cell; of its arm, for a level of a search."""
+        return self._topologies[self._cell(run)]
+
+    def is_complete(self, run: PlannedRun) -> bool:
+        """Whether the run's folder holds it, finished; `InputError` where it holds another."""
+        return is_complete(
+            self._output / run.folder,
+            run,
+            identity(
+                run, self._trace(run.repeat), self._vocab_size, self._engines[self._cell(run)]
+            ),
+        )
+
+    def end_left_behind(self, run: PlannedRun) -> None:
+        """Ends what a runner that was killed left of the run."""
+        if left := self._site.end(self._output / run.folder):
+            self._progress.say(f"{run.folder}: ended {left} processes that an earlier runner left")
+
+    def fits_budget(self, run: PlannedRun, expected_s: float) -> bool:
+        """Whether there is time for the run; says so where there is not."""
+        elapsed_s = self._site.clock() - self._started_s
+        left_s = _budget_left_s(self._experiment, elapsed_s)
+        if expected_s <= left_s:
+            return True
+        self.summary.skipped.append(str(run.folder))
+        self._progress.say(
+            f"{run.folder}: skipped, about {expected_s / 60:.1f} min but only "
+            f"{max(left_s, 0) / 60:.1f} min of the budget are left"
+        )
+        return False
+
+    def execute(self, run: PlannedRun, order: int) -> dict[str, Any]:
+        """Executes the run; its manifest."""
         manifest = _execute(
             run,
-            experiment,
-            output,
-            traces[run.repeat],
-            topologies[run.cell],
-            site=site,
-            source=source,
-            vocab_size=vocab_size,
-            order=runs.index(run) + 1,
-            progress=progress,
+            self._experiment,
+            self._output,
+            self._trace(run.repeat),
+            self.topology(run),
+            site=self._site,
+            source=self._source,
+            vocab_size=self._vocab_size,
+            order=order,
+            progress=self._progress,
         )
-        spent_s.setdefault(run.cell, []).append(site.clock() - began_s)
-        _account(summary, run, manifest, progress)
-    return summary
+        _account(self.summary, run, manifest, self._progress)
+        return manifest
+
+    def _cell(self, run: PlannedRun) -> str:
+        return run.cell if run.cell in self._topologies else run.arm.name
+
+    def _trace(self, repeat: int) -> Path:
+        if repeat not in self._traces:
+            drawn = self._experiment.with_draw(repeat)
+            self._traces[repeat] = prepare_trace(drawn, self._output)
+        return self._traces[repeat]
 
 
 def _account(
@@ -362,7 +451,11 @@ def _execute(
 
 
 def cell_order(experiment: Experiment, run: PlannedRun) -> int:
-    """The place of the run's cell in the file's own order of loads and arms."""
+    """The place of the run's cell in the file's own order of loads and arms; levels of a search
+    come by arm and load."""
+    if experiment.search is not None:
+        arms = [arm.name for arm in experiment.arms]
+        return arms.index(run.arm.name) * 1_000_000 + round(float(run.load or 0) * 100)
     cells = [(load, arm.name) for arm in experiment.arms for load in experiment.loads_of(arm)]
     return cells.index((run.load, run.arm.name))
 

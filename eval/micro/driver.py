@@ -177,6 +177,7 @@ async def driver(target: Bench, timeout_s: float = 600.0) -> AsyncIterator[Drive
         vocab_size=target.vocab_size,
         seed=0,
         timeout_s=timeout_s,
+        prime_timeout_s=timeout_s,
         record_output_ids=False,
         splice_outputs=False,
         as_text=False,

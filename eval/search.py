@@ -1,0 +1,176 @@
+"""Searches how much load each arm carries, on workers that stay up between levels.
+
+Owns the runs of a search: which one is next (`eval.capacity` says), where it is kept, and
+``capacity.json``, the answer so far, written after every level. A level is a run like any other in
+a folder of its own (``ARM@LOAD/r1``), so that reports show the curve over load and a search that
+was interrupted goes on. Knows runs and their outcomes; not how a run is executed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from eval.capacity import (
+    Capacity,
+    Judgement,
+    Level,
+    Objective,
+    Search,
+    SessionOutcome,
+    capacity,
+    next_load,
+)
+from eval.experiment import Arm, Experiment, PlannedRun, Slo, level_run
+from eval.outcomes import MEASURES, by_session, estimate, good, sample
+from eval.records import Run, read_run
+from eval.stats import SessionBootstrap
+from eval.steady import not_sustained
+from eval.stretch import Alone, alone_from
+from launch.cache import write_atomically
+
+Execute = Callable[[PlannedRun], bool]
+"""Runs a level where its folder is not complete yet; false where that failed or time ran out."""
+
+CAPACITY_FILE = "capacity.json"
+_DRAWS = 200
+_SHOWN = (
+    "ttft_p50",
+    "ttft_p90",
+    "ttft_p99",
+    "tpot_p90",
+    "worst_gap_p90",
+    "requests_per_s",
+    "throughput_output_tps",
+    "apc",
+    "recomputed_share",
+)
+
+
+def search_arm(experiment: Experiment, arm: Arm, output: Path, execute: Execute) -> Capacity | None:
+    """Runs levels until the search is over, and returns the arm's capacity; None where a level
+    failed, or time ran out, before any was measured."""
+    assert experiment.search is not None
+    search = bounds(experiment)
+    done: dict[float, list[PlannedRun]] = {}
+    found: Capacity | None = None
+    while True:
+        runs = {load: [read_run(output / run.folder) for run in done[load]] for load in done}
+        alone = alone_from([run for level in runs.values() for run in level])
+        slo = experiment.slo
+        levels = [level_of(level, load, slo, alone) for load, level in sorted(runs.items())]
+        if levels:
+            found = capacity(levels, search, objective(slo))
+            _write(output, experiment, arm, found, runs, alone)
+        load = next_load(levels, search, objective(slo))
+        if load is None and experiment.search.alone and 1.0 not in done:
+            load = 1.0  # what every session's stretch is held against
+        if load is None:
+            return found
+        run = level_run(experiment, arm, load, repeat=len(done.get(load, [])) + 1)
+        if not execute(run):
+            return found
+        done.setdefault(load, []).append(run)
+
+
+def bounds(experiment: Experiment) -> Search:
+    """Where the experiment's search looks."""
+    given = experiment.search
+    assert given is not None
+    return Search(
+        start=given.start,
+        low=given.low,
+        high=given.high,
+        tolerance=given.tolerance,
+        repeats=given.repeats,
+        whole=given.whole,
+    )
+
+
+def objective(slo: Slo) -> Objective:
+    """What it means to carry a load."""
+    return Objective(slo.attainment, slo.stretch_p90)
+
+
+def level_of(runs: Sequence[Run], load: float, slo: Slo, alone: Alone | None) -> Level:
+    """The outcomes of all repeats of one load, session by session."""
+    sessions = []
+    for run in runs:
+        counted = run.requests[run.requests["ok"] | run.requests["failed"]]
+        turns = Counter(counted["conversation"])
+        met = Counter(counted.loc[good(counted, slo), "conversation"])
+        stretch = by_session(run, alone).groupby("conversation")["stretch"].max().to_dict()
+        sessions += [
+            SessionOutcome(met[name], turns[name], float(stretch.get(name, math.nan)))
+            for name in sorted({*turns, *stretch})
+        ]
+    return Level(load, sessions, sustained=not_sustained(runs) is None, repeats=len(runs))
+
+
+def _write(
+    output: Path,
+    experiment: Experiment,
+    arm: Arm,
+    found: Capacity,
+    runs: Mapping[float, Sequence[Run]],
+    alone: Alone | None,
+) -> None:
+    assert experiment.search is not None
+    first = next(iter(runs.values()))[0]
+    record = {
+        "arm": arm.name,
+        "over": experiment.search.over,
+        "agents": found.value,
+        "low": found.low,
+        "high": _finite(found.high),
+        "gpus": first.gpus,
+        "workers": len(first.manifest.get("workers") or []),
+        "per_gpu": found.value / first.gpus if first.gpus else None,
+        "slo": experiment.slo.model_dump(),
+        "alone": alone.source if alone else None,
+        "levels": [
+            {
+                "load": verdict.load,
+                "repeats": len(runs[verdict.load]),
+                "meets": verdict.meets,
+                "sure": verdict.sure,
+                "sustained": not_sustained(runs[verdict.load]) is None,
+                **_figures(verdict, runs[verdict.load], experiment.slo),
+            }
+            for verdict in found.judgements
+        ],
+    }
+    folder = output / arm.name
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        folder / CAPACITY_FILE,
+        orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY),
+    )
+
+
+def _figures(verdict: Judgement, runs: Sequence[Run], slo: Slo) -> dict[str, Any]:
+    """The level's measures by name, and their intervals beside them. Unknown ones, and those that
+    failures put beyond every bound, are null."""
+    names = [name for run in runs for name in run.all_requests["conversation"]]
+    boot = SessionBootstrap(names, draws=_DRAWS)
+    found = {"attainment": verdict.attainment, "stretch_p90": verdict.stretch_p90}
+    for measure in MEASURES:
+        if measure.key in _SHOWN:
+            found[measure.key] = estimate(
+                boot, [sample(run, measure, slo) for run in runs], measure
+            )
+    return {
+        **{key: _finite(value.value) for key, value in found.items()},
+        "intervals": {
+            key: [_finite(value.low), _finite(value.high)] for key, value in found.items()
+        },
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
