@@ -184,8 +184,11 @@ def sample(
         return Sample(list(known["conversation"]), known[measure.column].to_numpy(dtype=float))
     if measure.key == "attainment":
         counted = table[table["ok"] | table["failed"]]
-        values = good(counted, slo).astype(float)
-        return Sample(list(counted["conversation"]), values, np.ones(len(counted)))
+        return Sample(
+            list(counted["conversation"]),
+            np.asarray(good(counted, slo), dtype=np.float64),
+            np.ones(len(counted)),
+        )
     counted = table[table["ok"]]
     tokens = (
         recomputed_tokens(counted) if measure.key == "recomputed_share" else counted[measure.column]
@@ -209,16 +212,17 @@ def _rate(run: Run, measure: Measure, slo: Slo) -> Sample:
     values: Array
     if measure.column == "good":
         table = run.requests
-        values = good(table, slo).astype(np.float64)
+        values = np.asarray(good(table, slo), dtype=np.float64)
     else:
         cancelled = run.all_requests["error_kind"].eq("cancelled")
         table = run.all_requests[run.all_requests["ok"] | cancelled]
         table = table[table["phase"].ne("prime")]
         if measure.column == "completed":
             inside = table["finished_s"].between(start_s, end_s)
-            values = (table["ok"] & (inside | (run.window is None))).to_numpy(dtype=float)
+            done = table["ok"] & (inside | (run.window is None))
+            values = np.asarray(done, dtype=np.float64)
         else:
-            values = table["window_tokens"].to_numpy(dtype=float)
+            values = np.asarray(table["window_tokens"], dtype=np.float64)
     return Sample(list(table["conversation"]), values, float(seconds))
 
 

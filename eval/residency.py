@@ -207,10 +207,9 @@ def capacity_tokens(run: Run) -> float:
     path = run.folder / "router.toml"
     try:
         workers: list[dict[str, Any]] = tomllib.loads(path.read_text())["workers"]
-        sizes = [worker.get("kv_capacity_tokens") for worker in workers]
-        if sizes and all(size is not None for size in sizes):
-            host = sum(float(worker.get("host_kv_tokens") or 0) for worker in workers)
-            return float(sum(sizes)) + host
+        own = [float(worker["kv_capacity_tokens"]) for worker in workers]
+        if own:
+            return sum(own) + sum(float(worker.get("host_kv_tokens") or 0) for worker in workers)
     except (OSError, KeyError, TypeError, ValueError, AttributeError):
         pass
     totals = step_table(run.folder / "steps", None).groupby("worker_id")["kv_total_tokens"].max()
@@ -229,7 +228,7 @@ def best_replacement(
     """
     if not capacity > 0:
         return None
-    sessions = requests["session_id"].to_numpy()
+    sessions = list(requests["session_id"])
     prompt = requests["prompt_tokens"].to_numpy(dtype=float)
     best = np.minimum(requests["best_cached_tokens"].to_numpy(dtype=float), prompt)
     after = prompt + requests["output_tokens"].to_numpy(dtype=float)
@@ -243,10 +242,11 @@ def best_replacement(
     room = max(0.0, capacity - common)
     held: dict[str, float] = {}
     due: dict[str, float] = {}
-    served = 0.0
+    served = total = 0.0
     for i, session in enumerate(sessions):
         own = shared[session]
-        have = own + held.pop(session, 0.0)
+        kept = held.pop(session, 0.0)
+        have, total = own + kept, total - kept
         due.pop(session, None)
         if counted[i]:
             served += min(best[i], have) if capacity >= common else min(best[i], capacity)
@@ -254,10 +254,12 @@ def best_replacement(
             continue
         held[session] = max(0.0, after[i] - own)
         due[session] = next_at[i]
-        excess = sum(held.values()) - room
+        total += held[session]
+        excess = total - room
         for victim in sorted(held, key=lambda name: -due[name]) if excess > 0 else ():
             given = min(held[victim], excess)
             held[victim] -= given
+            total -= given
             excess -= given
             if excess <= 0:
                 break

@@ -111,7 +111,7 @@ def test_a_session_is_complete_when_its_last_answer_ends(tmp_path: Path) -> None
             turn("a", 1, 10.0),
             turn("b", 0, 5.0),
             turn("b", 1, 9.0, **FAILED),
-            turn("a#1", 0, 50.0, play=1, request_id="a:0"),
+            turn("a#1", 0, 50.0, play=1, request_id="a:0#1"),
         ],
     )
     found = by_session(run)
