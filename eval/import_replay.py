@@ -7,6 +7,7 @@ are whatever answered: their engine and GPUs are known only if they are given.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,14 @@ def import_replay(source: Path, folder: Path, manifest: dict[str, Any]) -> None:
         facts = trace_facts(path, replay)
         write_facts(
             folder,
-            facts.with_possible(
-                possible_cached_tokens(
+            replace(
+                facts,
+                possible_cached_tokens=possible_cached_tokens(
                     path,
                     replay,
                     {r.request_id: r.sent_s for r in results if r.sent_s is not None},
                     {r.request_id: r.first_token_s for r in results if r.first_token_s is not None},
-                )
+                ),
             ),
         )
     finished = "summary" in record

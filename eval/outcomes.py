@@ -124,8 +124,9 @@ def recomputed_tokens(requests: pd.DataFrame) -> pd.Series[float]:
     return (best - requests["cached_tokens"]).clip(lower=0)
 
 
-def by_session(run: Run, alone: Alone | None = None) -> pd.DataFrame:
-    """One row a session and play: `conversation`, `completion_s`, `stretch`.
+def by_session(run: Run, alone: Alone | None = None, slo: Slo | None = None) -> pd.DataFrame:
+    """One row a session and play: `conversation`, `turns` (measured, but for the client's own
+    faults), `met` (those of them that kept the SLO), `completion_s`, `stretch`.
 
     Completion: from when the first measured turn was due to the end of the last; unknown for a
     session that the window cuts (it has turns before or after). Stretch: the same time (of measured
@@ -133,20 +134,23 @@ def by_session(run: Run, alone: Alone | None = None) -> pd.DataFrame:
     session with a failed turn was never completed: both are infinite.
     """
     requests = run.requests[run.requests["scheduled_s"].notna()].sort_values("scheduled_s")
-    columns = ["conversation", "completion_s", "stretch"]
+    columns = ["conversation", "turns", "met", "completion_s", "stretch"]
     if requests.empty:
         return pd.DataFrame({name: pd.Series(dtype=float) for name in columns})
     outside = run.all_requests["phase"].isin(["warm_up", "drain"])
     cut = set(run.all_requests.loc[outside, "session_id"])
+    requests = requests.assign(met=good(requests, slo or Slo()))
     sessions = requests.groupby("session_id", sort=True)
     found = pd.DataFrame(
         {
             "conversation": sessions["conversation"].first(),
             "took_s": sessions["finished_s"].max() - sessions["scheduled_s"].min(),
             "failed": sessions["failed"].any(),
-            "known": sessions["ok"].sum() + sessions["failed"].sum() == sessions.size(),
+            "turns": sessions["ok"].sum() + sessions["failed"].sum(),
+            "met": sessions["met"].sum(),
         }
     )
+    found["known"] = found["turns"] == sessions.size()
     took_s = found["took_s"].where(~found["failed"], np.inf).where(found["known"])
     found["completion_s"] = took_s.where(~found.index.isin(list(cut)))
     found["stretch"] = np.nan

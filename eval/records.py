@@ -8,7 +8,7 @@ with what. A line cut off by a kill is skipped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +174,6 @@ class TraceFacts:
     def planned(self) -> int:
         """Requests that every run was to send."""
         return len(self.best_cached_tokens)
-
-    def with_possible(self, possible_cached_tokens: dict[str, int]) -> TraceFacts:
-        """The same with what one run's own requests can have left in caches."""
-        return replace(self, possible_cached_tokens=possible_cached_tokens)
 
 
 @dataclass(frozen=True)

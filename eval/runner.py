@@ -7,6 +7,7 @@ goes down" and replay as a command that writes a folder; measures nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -331,13 +332,14 @@ def _with_possible(folder: Path, trace: Path, replay: Replay, facts: TraceFacts)
     requests = read_run(folder).all_requests
     sent = requests[requests["sent_s"].notna()]
     answered = requests[requests["first_token_s"].notna()]
-    return facts.with_possible(
-        possible_cached_tokens(
+    return dataclasses.replace(
+        facts,
+        possible_cached_tokens=possible_cached_tokens(
             trace,
             replay,
             dict(zip(sent["request_id"], sent["sent_s"], strict=True)),
             dict(zip(answered["request_id"], answered["first_token_s"], strict=True)),
-        )
+        ),
     )
 
 
