@@ -172,12 +172,11 @@ def iter_results(path: Path) -> Iterator[Result]:
 
 
 def read_results(path: Path) -> list[Result]:
-    """All of `iter_results`; of two results for one request of one play the later counts."""
-    results: dict[tuple[str, int, bool], Result] = {}
+    """All of `iter_results`; of two results for one request the later counts."""
+    results: dict[str, Result] = {}
     for result in iter_results(path):
-        key = (result.request_id, result.play, result.phase == "prime")
-        results.pop(key, None)
-        results[key] = result
+        results.pop(result.request_id, None)
+        results[result.request_id] = result
     return list(results.values())
 
 

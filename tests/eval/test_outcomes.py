@@ -111,12 +111,14 @@ def test_a_session_is_complete_when_its_last_answer_ends(tmp_path: Path) -> None
             turn("a", 1, 10.0),
             turn("b", 0, 5.0),
             turn("b", 1, 9.0, **FAILED),
-            turn("a#1", 0, 50.0, play=1, request_id="a:0"),
+            turn("a#1", 0, 50.0, play=1, request_id="a:0#1"),
         ],
     )
     found = by_session(run)
     assert found["conversation"].tolist() == ["a", "a", "b"]
     assert found["completion_s"].tolist() == pytest.approx([11.2, 1.2, np.inf])
+    assert found["turns"].tolist() == [2, 1, 2]
+    assert found["met"].tolist() == [2, 1, 1]
 
 
 def test_a_session_that_the_window_cuts_has_a_stretch_and_no_completion(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_what_was_not_sustained_has_no_averages_and_no_verdict(tmp_path: Path) -
 
 def test_a_window_that_says_nothing_sensible_is_named(tmp_path: Path) -> None:
     folder = write_queue(tmp_path, load=0.3).folder
-    (folder / PHASES_FILE).write_text('{"window_start_s": 5}')
+    (folder / PHASES_FILE).write_text('{"window_end_s": 5}')
     with pytest.raises(InputError, match=r"phases\.json: not what a replay writes there"):
         read_run(folder)
     (folder / PHASES_FILE).write_text('{"window_start_s": 5, "window_end_s": 4, "measure_s": 9}')
