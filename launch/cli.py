@@ -188,7 +188,11 @@ def status_command(
         _print_json({"fleets": [f.as_dict() for f in found]})
         return
     for each in found:
-        _show(each, False)
+        if each.alive:
+            _show(each, False)
+    for each in found:
+        if not each.alive:  # they stay listed for their logs until their folder is removed
+            print(f"{each.name}: {each.state} since {_at(each.since_unix_s)} ({each.run_dir})")
     if not found:
         _say("No fleet was brought up.")
 

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from deltaserve import __version__
@@ -35,9 +34,13 @@ from launch.models import is_shape, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import check_free, free_base, worker_ports
 from launch.profiles import AUTO
+from launch.toml_text import line as _line
 from launch.topology import Role, Topology, WorkerGroup
 
 _ENGINES = {"sglang": sglang, "vllm": vllm}
+
+# Flags that are given unless a key says otherwise, and that older releases lack.
+_LEFT_OUT_BY = {"--incremental-streaming-output": "incremental_streaming_output = false"}
 
 _ELASTIC_PREFIX = "DELTASERVE_ELASTIC_"
 
@@ -476,6 +479,8 @@ def _check_flags(made: Plan) -> None:
             if option is None:
                 close = difflib.get_close_matches(flag, known, 1)
                 hint = f" (did you mean {close[0]}?)" if close else ""
+                if flag in _LEFT_OUT_BY:
+                    hint = f"; {_LEFT_OUT_BY[flag]} leaves it out"
                 raise InputError(f"{where}: {worker.id}: {about} has no flag {spelled}{hint}")
             if not sign:
                 value = following[at + 1]
@@ -503,16 +508,3 @@ def _check_elastic(made: Plan) -> None:
 
 def _inherited() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in _DROPPED}
-
-
-def _line(key: str, value: Any) -> str:
-    return f"{json.dumps(key) if not key.isidentifier() else key} = {_toml(value)}"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        inner = ", ".join(_line(key, item) for key, item in value.items())
-        return f"{{ {inner} }}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    return json.dumps(value)

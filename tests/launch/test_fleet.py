@@ -261,6 +261,16 @@ def test_flags_are_held_against_the_installed_engine(
     assert "\n" not in str(error.value)
 
 
+def test_an_older_engine_is_answered_with_the_key_that_leaves_a_flag_out(
+    fakes: Fakes, fake_python: Path, tmp_path: Path
+) -> None:
+    python = fake_python.read_text()
+    fake_python.write_text(python.replace('"--incremental-streaming-output",', ""))
+    said = "has no flag --incremental-streaming-output; incremental_streaming_output = false leaves"
+    with pytest.raises(InputError, match=said), fleet(fakes("serve"), tmp_path / "run"):
+        pass
+
+
 def test_a_run_folder_holds_one_fleet_at_a_time(fakes: Fakes, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     taken = pytest.raises(InputError, match="is running there; run: deltaserve launch down")
