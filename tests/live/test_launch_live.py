@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import Fleet, FleetError, catalog, control, fleet, load_topology, plan, planning
+from launch import Fleet, FleetError, catalog, checking, control, fleet, load_topology, plan
 from launch.engines import ENVIRONMENTS, environment_for, install
 from launch.http_calls import call
 from tests.live.conftest import (
@@ -45,7 +45,7 @@ def test_every_flag_of_a_shipped_topology_is_one_of_the_installed_engines(
         pytest.skip(f"{python} is not installed")
     # vLLM for a CPU has the same parser as vLLM for CUDA.
     topology = load_topology(name, [f"engine.python={python}", "base_port=0"])
-    planning.check(plan(topology, tmp_path / "run"), gpus=False)
+    checking.check(plan(topology, tmp_path / "run"), gpus=False)
 
 
 def test_kill_9_of_the_supervisor_leaves_no_process_of_a_real_engine_and_no_port(
