@@ -22,6 +22,7 @@ from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from launch import control, engines, planning
 from launch.cache import make_folder
+from launch.checking import check
 from launch.fleets import FleetError, fleet, log_tail
 from launch.hardware import sample_gpus
 from launch.listing import listing
@@ -110,7 +111,7 @@ def check_command(
     has_gpus = not made.gpu_plan or bool(sample_gpus())
     was_there = folder.exists()
     try:
-        planning.check(made, gpus=has_gpus)
+        check(made, gpus=has_gpus)
     finally:
         if not was_there:  # what was asked was a question
             shutil.rmtree(folder, ignore_errors=True)
@@ -188,7 +189,11 @@ def status_command(
         _print_json({"fleets": [f.as_dict() for f in found]})
         return
     for each in found:
-        _show(each, False)
+        if each.alive:
+            _show(each, False)
+    for each in found:
+        if not each.alive:  # they stay listed for their logs until their folder is removed
+            print(f"{each.name}: {each.state} since {_at(each.since_unix_s)} ({each.run_dir})")
     if not found:
         _say("No fleet was brought up.")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from deltaserve.errors import InputError
-from launch import guard, planning
+from launch import checking, guard, planning
 from launch.cache import make_folder
 from launch.caches import FlushError, flush
 from launch.hardware import GpuError, GpuSample, sample_gpus, sample_until_free
@@ -139,7 +139,7 @@ class Fleet:
     def start(self) -> None:
         """Checks the plan, then starts the workers and, when all are ready, the router."""
         began_s = time.monotonic()
-        planning.check(self.plan)
+        checking.check(self.plan)
         planning.write_files(self.plan)
         self.timings["check_s"] = time.monotonic() - began_s
         self._transcript.tell("checked: engine, flags, ports")

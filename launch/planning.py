@@ -1,13 +1,11 @@
 """From a topology to the exact processes: commands, environments, ports, log files.
 
-Owns the layout of a run's folder. `layout` is a pure function; `plan` finds the engine for it, and
-`check` holds the result against what is really there (engine's options, ports, model). Nothing is
-started here.
+Owns the layout of a run's folder. `layout` is a pure function; `plan` finds the engine for it. What
+is planned is held against the machine in `launch.checking`. Nothing is started here.
 """
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import os
@@ -17,29 +15,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from deltaserve import __version__
-from deltaserve.child import PYTHON
 from deltaserve.errors import InputError
 from launch import cluster, commands
-from launch.asking import refusal
 from launch.cache import make_folder, write_atomically
 from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
-from launch.engines import ENVIRONMENTS, Engine, find, options, require
-from launch.hardware import allowed_gpus, check_gpus, hardware_of
+from launch.engines import ENVIRONMENTS, Engine, find, require
+from launch.gpus import on_gpus
 from launch.kv import worker_kv
 from launch.models import is_shape, shape_folder, write_shape
 from launch.policies import with_policy
-from launch.ports import check_free, free_base, worker_ports
-from launch.profiles import AUTO
+from launch.ports import free_base, worker_ports
+from launch.toml_text import line as _line
 from launch.topology import Role, Topology, WorkerGroup
 
 _ENGINES = {"sglang": sglang, "vllm": vllm}
-
-_ELASTIC_PREFIX = "DELTASERVE_ELASTIC_"
 
 # Variables of the caller that would point an engine at our own packages.
 _DROPPED = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH")
@@ -145,7 +138,7 @@ def plan(topology: Topology, run_dir: Path) -> Plan:
     if topology.base_port == 0:
         base = free_base(topology.worker_count)
         topology = topology.model_copy(update={"base_port": base})
-    topology = _on_gpus(topology)
+    topology = on_gpus(topology)
     nodes: list[Node] = []
     if topology.placement.kind == "ray":
         nodes = assign(topology, cluster_nodes(topology.placement, f"{topology.name}.toml"))
@@ -239,22 +232,6 @@ def layout(
     # An engine's start is three imports of torch side by side.
     parallel_starts = topology.parallel_starts or max(1, cores // 3)
     return Plan(topology, engine, run_dir, tuple(processes), parallel_starts)
-
-
-def check(made: Plan, *, gpus: bool = True) -> None:
-    """Raises `InputError` for the first thing that would keep `made` from starting.
-
-    With `gpus` False the GPUs are left out: a topology can be checked where there are none.
-    """
-    make_folder(made.run_dir)
-    if is_shape(made.topology.model):
-        write_shape(made.topology.model)
-    write_plugin(made.plugin_dir)
-    _check_flags(made)
-    _check_elastic(made)
-    check_free(made.ports)
-    if gpus and made.gpu_plan:
-        check_gpus(made.gpu_plan, made.topology.hardware, f"{made.topology.name}.toml")
 
 
 def write_files(made: Plan) -> None:
@@ -362,38 +339,6 @@ def _found(topology: Topology) -> Topology:
     return topology.model_copy(update={"model": model, "router": router})
 
 
-def _on_gpus(topology: Topology) -> Topology:
-    """`topology` with the GPUs that it takes, where ``CUDA_VISIBLE_DEVICES`` leaves only some to
-    this process, and with the profile that they have, where that is not said.
-
-    Raises `InputError` for GPUs that are not left to it.
-    """
-    started = [group for group in topology.workers if not group.urls]
-    if topology.device == "cpu" or topology.placement.kind == "ray" or not started:
-        return topology
-    where = f"{topology.name}.toml"
-    allowed = allowed_gpus()
-    wanted = topology.gpus or tuple(gpu for group in started for gpu in group.gpus)
-    needed = sum(group.gpu_count for group in started)
-    if allowed is not None:
-        left = ", ".join(map(str, allowed)) or "none"
-        if barred := [gpu for gpu in wanted if gpu not in allowed]:
-            raise InputError(
-                f"{where}: gpus: GPU {barred[0]} is not among those that CUDA_VISIBLE_DEVICES "
-                f"allows ({left})"
-            )
-        if needed > len(allowed):
-            raise InputError(
-                f"{where}: {needed} GPUs are needed; CUDA_VISIBLE_DEVICES allows {left}"
-            )
-    if not wanted and allowed is not None:
-        wanted = allowed[:needed]
-        topology = topology.model_copy(update={"gpus": wanted})
-    if topology.hardware == AUTO and (kind := hardware_of(wanted or tuple(range(needed)), where)):
-        topology = topology.model_copy(update={"hardware": kind})
-    return topology
-
-
 def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Process:
     url = f"http://{topology.host}:{topology.base_port}"
     environment = commands.local_only(topology.host)
@@ -459,62 +404,5 @@ def _check_router(made: Plan) -> None:
         raise InputError(f"{made.topology.name}.toml: {refused}")
 
 
-def _check_flags(made: Plan) -> None:
-    where = f"{made.topology.name}.toml"
-    about = f"{made.engine.name} {made.engine.version}"
-    started = [worker for worker in made.workers if not worker.attached]
-    if not started:
-        return
-    known = options(made.engine, started[0].full_environment())
-    for worker in started:
-        following = [*worker.argv[1:], ""]
-        for at, token in enumerate(following):
-            if not token.startswith("--"):
-                continue
-            spelled, sign, value = token.partition("=")
-            # vLLM takes underscores for dashes, and --option.key for a key of a JSON option.
-            flag = spelled.split(".")[0].replace("_", "-")
-            option = known.get(flag) or known.get(spelled)
-            if option is None:
-                close = difflib.get_close_matches(flag, known, 1)
-                hint = f" (did you mean {close[0]}?)" if close else ""
-                raise InputError(f"{where}: {worker.id}: {about} has no flag {spelled}{hint}")
-            if not sign:
-                value = following[at + 1]
-            if option.takes_value and option.choices and value not in option.choices:
-                raise InputError(
-                    f"{where}: {worker.id}: {about}: {spelled} cannot be {value!r}; "
-                    f"expected one of: {', '.join(option.choices)}"
-                )
-
-
-def _check_elastic(made: Plan) -> None:
-    """Raises `InputError` where the plugin would refuse what an elastic worker's environment says;
-    the plugin is asked."""
-    asked: set[tuple[tuple[str, str], ...]] = set()
-    for worker in made.workers:
-        environment = worker.full_environment()
-        settings = tuple((k, v) for k, v in environment.items() if k.startswith(_ELASTIC_PREFIX))
-        if worker.role != "elastic" or worker.attached or not settings or settings in asked:
-            continue
-        asked.add(settings)
-        plugin = [*PYTHON, "-c", "import sglang_ext.elastic"]
-        if reason := refusal(plugin, environment, silent="the plugin does not import"):
-            raise InputError(f"{made.topology.name}.toml: {worker.id}: environment: {reason}")
-
-
 def _inherited() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in _DROPPED}
-
-
-def _line(key: str, value: Any) -> str:
-    return f"{json.dumps(key) if not key.isidentifier() else key} = {_toml(value)}"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        inner = ", ".join(_line(key, item) for key, item in value.items())
-        return f"{{ {inner} }}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    return json.dumps(value)

@@ -257,9 +257,9 @@ class Topology(KvKeys):
                 )
         elif has_host_tier and group.role == "elastic":
             raise ValueError(
-                f"{where}: an elastic worker has no host tier (its prefill and decode share one "
-                f"radix cache that HiCache does not know); workers.{index}.{host_key} = 0 leaves "
-                "it out there"
+                f"{where}: an elastic worker has no host tier (the plugin's admission of local "
+                "prompts was not written for the room that SGLang keeps for KV that it loads "
+                f"back); workers.{index}.{host_key} = 0 leaves it out there"
             )
 
     def kv_keys(self, group: WorkerGroup) -> KvKeys:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import deltaserve
 from deltaserve.child import DELTASERVE
 from launch.asking import refusal
 from launch.engines import ENVIRONMENTS
+from launch.toml_text import line
 from launch.topology import Role, RouterChoice, Topology
 
 _PARSE = """
@@ -46,7 +48,7 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
     said = _said_by_ours(
         config["policy"],
         tuple(f"{name}={json.dumps(value)}" for name, value in params.items()),
-        _residency(config.get("residency", {})),
+        "\n".join(line(key, value) for key, value in config.get("residency", {}).items()),
         tuple(
             ",".join(
                 [
@@ -72,30 +74,25 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
     return f"router: {said}"
 
 
-def _residency(table: Mapping[str, Any]) -> tuple[str, ...]:
-    """The router's flags for its ``[residency]`` table."""
-    flags = ["--residency", str(table["rule"])] if "rule" in table else []
-    for name, value in table.items():
-        if name != "rule":
-            flags += ["--residency-param", f"{name}={json.dumps(value)}"]
-    return tuple(flags)
-
-
 @lru_cache(maxsize=256)
 def _said_by_ours(
     policy: str,
     params: tuple[str, ...],
-    residency: tuple[str, ...],
+    residency: str,
     workers: tuple[str, ...],
     environment: tuple[tuple[str, str], ...],
 ) -> str | None:
     argv = [*DELTASERVE, "route", "--check", "--policy", policy]
-    argv += residency
     for flag, values in (("--policy-param", params), ("--worker", workers)):
         for value in values:
             argv += [flag, value]
-    said = refusal(argv, os.environ | dict(environment), silent="it does not run")
-    return said and said.removeprefix("error: ")
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
+        if residency:
+            config.write(f"[residency]\n{residency}\n")
+            config.flush()
+            argv += ["--config", config.name]
+        said = refusal(argv, os.environ | dict(environment), silent="it does not run")
+        return said and re.sub(rf"^(error: )?({re.escape(config.name)}(:\d+)?: )?", "", said)
 
 
 def python_path(router: RouterChoice) -> str:

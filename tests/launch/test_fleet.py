@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from deltaserve.errors import InputError
-from launch import FleetError, control, fleet, guard, planning, supervised
+from launch import FleetError, checking, control, fleet, guard, supervised
 from launch.ports import free_base, worker_ports
 from launch.reservations import reserved
 from tests.processes import wait_until, working_in
@@ -211,7 +211,7 @@ def test_a_stranger_that_answers_on_a_workers_port_is_not_taken_for_it(
     topology = topology.model_copy(update={"base_port": base_port})
     argv = [sys.executable, "-m", "http.server", "--directory", str(tmp_path)]
     (tmp_path / "health").touch()
-    monkeypatch.setattr(planning, "check_free", lambda _: None)
+    monkeypatch.setattr(checking, "check_free", lambda _: None)
     stranger = subprocess.Popen(
         [*argv, str(worker_ports(base_port, 0)["http"])], stderr=subprocess.DEVNULL
     )
@@ -259,6 +259,16 @@ def test_flags_are_held_against_the_installed_engine(
         pass
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_an_older_engine_is_answered_with_the_key_that_leaves_a_flag_out(
+    fakes: Fakes, fake_python: Path, tmp_path: Path
+) -> None:
+    python = fake_python.read_text()
+    fake_python.write_text(python.replace('"--incremental-streaming-output",', ""))
+    said = "has no flag --incremental-streaming-output; incremental_streaming_output = false leaves"
+    with pytest.raises(InputError, match=said), fleet(fakes("serve"), tmp_path / "run"):
+        pass
 
 
 def test_a_run_folder_holds_one_fleet_at_a_time(fakes: Fakes, tmp_path: Path) -> None:

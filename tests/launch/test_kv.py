@@ -196,17 +196,16 @@ def test_the_residency_rule_reaches_the_routers_file_and_is_asked_of_the_router(
     config = tomllib.loads(router_config(made))
     assert config["residency"] == {"rule": "cap", "sessions": 3}
     assert "residency" not in tomllib.loads(router_config(planned("colocated-1")))
-    asked: list[Sequence[str]] = []
+    asked: list[dict[str, object]] = []
 
     def refuse(argv: Sequence[str], *_: object, **__: object) -> str:
-        asked.append(argv)
-        return "error: residency: sessions: expected 1 or more"
+        file = Path(value_of(argv, "--config"))
+        asked.append(tomllib.loads(file.read_text()))
+        return f"error: {file}:2: residency: sessions: expected 1 or more"
 
     monkeypatch.setattr(routers, "refusal", refuse)
-    assert routers.our_refusal(config, {}) == ("router.residency: sessions: expected 1 or more")
-    (argv,) = asked
-    at = argv.index("--residency")
-    assert list(argv[at : at + 4]) == ["--residency", "cap", "--residency-param", "sessions=3"]
+    assert routers.our_refusal(config, {}) == "router.residency: sessions: expected 1 or more"
+    assert asked == [{"residency": {"rule": "cap", "sessions": 3}}]
 
 
 def test_every_engine_serves_the_model_by_the_same_name() -> None:

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltaserve.errors import InputError
+from launch.checking import check
 from launch.engines import Engine
-from launch.planning import Plan, check, layout, plan, router_config, write_plugin
+from launch.planning import Plan, layout, plan, router_config, write_plugin
 from launch.profiles import PROFILES
 from launch.topology_files import load_topology
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -18,8 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import Fleet, FleetError, catalog, control, fleet, load_topology, plan, planning
+from launch import Fleet, FleetError, catalog, checking, control, fleet, load_topology, plan
 from launch.engines import ENVIRONMENTS, environment_for, install
+from launch.http_calls import call
 from tests.live.conftest import (
     cached_of,
     check_ports_are_free,
@@ -43,7 +45,7 @@ def test_every_flag_of_a_shipped_topology_is_one_of_the_installed_engines(
         pytest.skip(f"{python} is not installed")
     # vLLM for a CPU has the same parser as vLLM for CUDA.
     topology = load_topology(name, [f"engine.python={python}", "base_port=0"])
-    planning.check(plan(topology, tmp_path / "run"), gpus=False)
+    checking.check(plan(topology, tmp_path / "run"), gpus=False)
 
 
 def test_kill_9_of_the_supervisor_leaves_no_process_of_a_real_engine_and_no_port(
@@ -258,3 +260,30 @@ def test_kill_9_of_the_supervisor_leaves_nothing_on_the_cluster(
     assert len(working_in(run_dir)) >= 4
     os.kill(json.loads((run_dir / "fleet.json").read_text())["supervisor"]["pid"], signal.SIGKILL)
     wait_until_none_works_in(run_dir)
+
+
+def test_the_host_tier_on_a_cpu_gives_back_what_was_evicted_until_it_is_flushed(
+    tmp_path: Path,
+) -> None:
+    overrides = ["base_port=0", "router.kind=none", "kv_cache_dtype=fp8_e4m3"]
+    pools = ["max_total_tokens=10000", "context_tokens=8192", "host_kv_tokens=40000"]
+    prompts = [random.Random(number).choices(range(16, 1000), k=3000) for number in range(6)]
+    with fleet(load_topology("laptop-sglang-1", [*overrides, *pools]), tmp_path / "run") as running:
+
+        def ask(prompt: list[int]) -> tuple[list[int], dict[str, int]]:
+            sampling = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 0}
+            body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
+            url = f"{running.workers[0].url}/generate"
+            status, answer = call("POST", url, body, timeout_s=60.0)
+            assert status == 200, answer
+            told = json.loads(answer)
+            return told["output_ids"], told["meta_info"]["cached_tokens_details"] or {}
+
+        cold = [ask(prompt) for prompt in prompts]
+        # The pool holds three of them, so each has gone when its turn comes again.
+        warm = [ask(prompt) for prompt in prompts]
+        assert not any(cached for _, cached in cold)
+        assert [cached for _, cached in warm] == [{"device": 0, "host": 2999}] * 6
+        assert [output for output, _ in warm] == [output for output, _ in cold]
+        running.flush_caches()
+        assert ask(prompts[0]) == cold[0]

@@ -1,0 +1,86 @@
+"""A plan held against what is really there: engine's options, ports, GPUs, the plugin's settings.
+
+Nothing is started here. What our router thinks of a plan is asked when it is made
+(`launch.planning.plan`).
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from deltaserve.child import PYTHON
+from deltaserve.errors import InputError
+from launch.asking import refusal
+from launch.cache import make_folder
+from launch.engines import options
+from launch.hardware import check_gpus
+from launch.models import is_shape, write_shape
+from launch.planning import Plan, write_plugin
+from launch.ports import check_free
+
+# Flags that are given unless a key says otherwise, and that older releases lack.
+_LEFT_OUT_BY = {"--incremental-streaming-output": "incremental_streaming_output = false"}
+
+_ELASTIC_PREFIX = "DELTASERVE_ELASTIC_"
+
+
+def check(made: Plan, *, gpus: bool = True) -> None:
+    """Raises `InputError` for the first thing that would keep `made` from starting.
+
+    With `gpus` False the GPUs are left out: a topology can be checked where there are none.
+    """
+    make_folder(made.run_dir)
+    if is_shape(made.topology.model):
+        write_shape(made.topology.model)
+    write_plugin(made.plugin_dir)
+    _check_flags(made)
+    _check_elastic(made)
+    check_free(made.ports)
+    if gpus and made.gpu_plan:
+        check_gpus(made.gpu_plan, made.topology.hardware, f"{made.topology.name}.toml")
+
+
+def _check_flags(made: Plan) -> None:
+    where = f"{made.topology.name}.toml"
+    about = f"{made.engine.name} {made.engine.version}"
+    started = [worker for worker in made.workers if not worker.attached]
+    if not started:
+        return
+    known = options(made.engine, started[0].full_environment())
+    for worker in started:
+        following = [*worker.argv[1:], ""]
+        for at, token in enumerate(following):
+            if not token.startswith("--"):
+                continue
+            spelled, sign, value = token.partition("=")
+            # vLLM takes underscores for dashes, and --option.key for a key of a JSON option.
+            flag = spelled.split(".")[0].replace("_", "-")
+            option = known.get(flag) or known.get(spelled)
+            if option is None:
+                close = difflib.get_close_matches(flag, known, 1)
+                hint = f" (did you mean {close[0]}?)" if close else ""
+                if flag in _LEFT_OUT_BY:
+                    hint = f"; {_LEFT_OUT_BY[flag]} leaves it out"
+                raise InputError(f"{where}: {worker.id}: {about} has no flag {spelled}{hint}")
+            if not sign:
+                value = following[at + 1]
+            if option.takes_value and option.choices and value not in option.choices:
+                raise InputError(
+                    f"{where}: {worker.id}: {about}: {spelled} cannot be {value!r}; "
+                    f"expected one of: {', '.join(option.choices)}"
+                )
+
+
+def _check_elastic(made: Plan) -> None:
+    """Raises `InputError` where the plugin would refuse what an elastic worker's environment says;
+    the plugin is asked."""
+    asked: set[tuple[tuple[str, str], ...]] = set()
+    for worker in made.workers:
+        environment = worker.full_environment()
+        settings = tuple((k, v) for k, v in environment.items() if k.startswith(_ELASTIC_PREFIX))
+        if worker.role != "elastic" or worker.attached or not settings or settings in asked:
+            continue
+        asked.add(settings)
+        plugin = [*PYTHON, "-c", "import sglang_ext.elastic"]
+        if reason := refusal(plugin, environment, silent="the plugin does not import"):
+            raise InputError(f"{made.topology.name}.toml: {worker.id}: environment: {reason}")
