@@ -25,6 +25,19 @@ Name = Annotated[str, Field(pattern=_NAME, max_length=64)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Scalar = str | int | float | bool
+_LATENCY_NAMES = ("ttft", "tpot", "worst_gap", "e2e")
+_RATE_NAMES = ("throughput_output_tps", "requests_per_s", "goodput_rps")
+MEASURE_NAMES = (
+    *(f"{name}_p{percent}" for name in _LATENCY_NAMES for percent in (50, 90, 99)),
+    *_RATE_NAMES,
+    *(f"{name}_per_gpu" for name in _RATE_NAMES),
+    "attainment",
+    "session_completion_p50",
+    "session_completion_p90",
+    "stretch_p90",
+    "apc",
+    "recomputed_share",
+)
 TRACE_SOURCES = ("path", "synth", "convert", "prefixes")
 
 
@@ -199,14 +212,40 @@ class Arm(_Table):
 
 
 class Slo(_Table):
-    """What counts towards goodput: both bounds held by a request that did not fail."""
+    """What a turn must keep to count as good: it did not fail, its first token came within
+    `ttft_s` + `ttft_s_per_new_token` × new tokens (of its prompt, those that an endless cache would
+    not hold), its tokens at `tpot_s` each on average and never further apart than `worst_gap_s`.
 
-    ttft_s: Positive = 5.0
-    tpot_s: Positive = 0.1
+    A load is carried where the share of good turns is at least `attainment` and the p90 of the
+    sessions' stretch at most `stretch_p90`.
+    """
+
+    ttft_s: Positive = 3.0
+    ttft_s_per_new_token: Annotated[float, Field(ge=0)] = 0.0001
+    tpot_s: Positive = 0.05
+    worst_gap_s: Positive = 1.0
+    attainment: Annotated[float, Field(gt=0, le=1)] = 0.9
+    stretch_p90: Annotated[float, Field(ge=1)] = 2.0
+
+
+class Analysis(_Table):
+    """How runs are compared: the few measures that the experiment is about, to which the correction
+    for many comparisons applies, and what is drawn anew in every round (the same for all arms)."""
+
+    primary: list[str] = Field(default_factory=lambda: ["ttft_p90", "tpot_p90", "goodput_rps"])
+    vary: list[Literal["trace.seed", "replay.seed"]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _known_measures(self) -> Analysis:
+        for name in self.primary:
+            if name not in MEASURE_NAMES:
+                raise ValueError(f"primary: unknown measure {name!r}; {', '.join(MEASURE_NAMES)}")
+        return self
 
 
 class ValidityRules(_Table):
-    """When a run is excluded by rule (never by hand)."""
+    """When a run is excluded by rule (never by hand). `max_error_share` is of requests that failed
+    by the client's or the machine's fault; what servers fail is an outcome."""
 
     cold_slack_tokens: Annotated[int, Field(ge=0)] = 64
     max_client_lag_p99_s: Positive = 0.25
@@ -222,6 +261,10 @@ class Experiment(_Table):
     repeats: Count = 1
     baseline: Name | None = None
     output: str | None = None
+    keep_workers: bool = Field(
+        default=False,
+        description="runs whose workers would be started alike share them, with empty caches",
+    )
     budget_minutes: Positive | None = None
     run_minutes: Positive | None = Field(
         default=None, description="what a run is expected to take, until one has been measured"
@@ -232,6 +275,7 @@ class Experiment(_Table):
     phases: Phases | None = None
     slo: Slo = Field(default_factory=Slo)
     validity: ValidityRules = Field(default_factory=ValidityRules)
+    analysis: Analysis = Field(default_factory=Analysis)
     loads: list[Load] = Field(default_factory=list)
     arms: Annotated[list[Arm], Field(min_length=1)]
 
@@ -244,6 +288,12 @@ class Experiment(_Table):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{what}: the name {twice[0]!r} is used twice")
+        drawn = self.trace.synth or self.trace.prefixes or self.trace.sample
+        if "trace.seed" in self.analysis.vary and drawn is None:
+            raise ValueError(
+                "analysis.vary: trace.seed changes nothing of this trace; add trace.sample, or "
+                "vary replay.seed"
+            )
         if self.baseline is not None and self.baseline not in [arm.name for arm in self.arms]:
             raise ValueError(f"baseline: no arm is named {self.baseline!r}")
         known = [load.name for load in self.loads]
@@ -254,6 +304,22 @@ class Experiment(_Table):
             for name in self.loads_of(arm):
                 self.replay_of(arm, name)
         return self
+
+    def with_draw(self, repeat: int) -> Experiment:
+        """The experiment as round `repeat` (from 1) runs it: what `analysis.vary` names is drawn
+        anew, the same for every arm."""
+        shift = repeat - 1
+        changed: dict[str, Any] = {}
+        if "trace.seed" in self.analysis.vary:
+            drawn = {
+                name: part.model_copy(
+                    update={"seed": (self.seed if part.seed is None else part.seed) + shift}
+                )
+                for name in ("synth", "prefixes", "sample")
+                if (part := getattr(self.trace, name)) is not None
+            }
+            changed["trace"] = self.trace.model_copy(update=drawn)
+        return self.model_copy(update=changed) if changed and shift else self
 
     def loads_of(self, arm: Arm) -> list[str | None]:
         """The names of the loads that `arm` runs under; one None where the file names no loads."""
@@ -302,7 +368,8 @@ class PlannedRun:
 
     @property
     def digest(self) -> str:
-        """Changes when anything that the run measures changes."""
+        """Changes when a setting of the run changes. What the settings led to (the trace's content,
+        the vocabulary, the engine's version) is checked beside it: `eval.runner.is_complete`."""
         content = {
             "arm": self.arm.model_dump(exclude={"loads", "priority", "set"}),
             "load": self.load,
@@ -341,12 +408,26 @@ def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[Pla
             rng.shuffle(cells)
             runs += [
                 PlannedRun(
-                    arm, name, repeat, experiment.replay_of(arm, name), keys, experiment.phases
+                    arm,
+                    name,
+                    repeat,
+                    _drawn(experiment, arm, name, repeat),
+                    keys,
+                    experiment.phases,
                 )
                 for arm, name, keys in cells
                 if not only or arm.name in only
             ]
     return runs
+
+
+def _drawn(experiment: Experiment, arm: Arm, load: str | None, repeat: int) -> Replay:
+    """The replay settings of a round: prompts of its own where `replay.seed` varies."""
+    replay = experiment.replay_of(arm, load)
+    if "replay.seed" not in experiment.analysis.vary:
+        return replay
+    first = experiment.seed if replay.seed is None else replay.seed
+    return replay.model_copy(update={"seed": first + repeat - 1})
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

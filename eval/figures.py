@@ -107,8 +107,9 @@ def repeats_strip(cells: Sequence[Cell]) -> go.Figure:
     figure = go.Figure()
     for cell in cells:
         points = [
-            float(np.quantile(run.requests.loc[run.requests["ok"], "ttft_s"], 0.9))
+            float(np.quantile(answered, 0.9)) if len(answered) else None
             for run in cell.runs
+            for answered in [run.requests.loc[run.requests["ok"], "ttft_s"]]
         ]
         figure.add_scatter(
             name=cell.name,
@@ -239,7 +240,8 @@ def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
 
 def running_requests(run: Run) -> tuple[list[float], list[float], list[float]]:
     """Times, requests sent but without a token, and requests decoding, as step functions."""
-    table = run.requests[run.requests["sent_s"].notna() & run.requests["finished_s"].notna()]
+    table = run.all_requests
+    table = table[table["sent_s"].notna() & table["finished_s"].notna()]
     if table.empty:
         return [], [], []
     first = table["first_token_s"].fillna(table["finished_s"])

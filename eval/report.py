@@ -15,15 +15,15 @@ from typing import Any
 
 from deltaserve.errors import InputError
 from eval import figures, provenance
-from eval.compare import Comparison, Verdict, compare_cells, holm
+from eval.compare import Comparison, Verdict, compare_cells
 from eval.document import Document, Figure, Section, write_document
-from eval.experiment import Slo, ValidityRules
+from eval.experiment import Analysis, Slo, ValidityRules
 from eval.formatting import (
     DASH,
     Entry,
     Table,
-    change,
-    change_interval,
+    effect,
+    effect_interval,
     number,
     percent,
     percent_entry,
@@ -31,10 +31,17 @@ from eval.formatting import (
     seconds_entry,
     size,
 )
+from eval.identity import check_repeats
 from eval.machine import GIB, machine_use, read_samples
-from eval.metrics import INTERFERING_PREFILL_TOKENS, QUANTILES, Cell, measure
+from eval.metrics import (
+    INTERFERING_PREFILL_TOKENS,
+    QUANTILES,
+    Cell,
+    alone_by_arm,
+    measure,
+    session_bootstrap,
+)
 from eval.records import Run, read_run, read_steps
-from eval.stats import SessionBootstrap
 from eval.validity import Violation, cold_checks, violations
 
 DRAWS = 1000
@@ -90,13 +97,17 @@ def gather(runs: Sequence[Run], draws: int = DRAWS) -> Evidence:
             excluded.append((run, found))
         else:
             valid.setdefault(run.cell, []).append(run)
-    sessions = [
-        name for group in valid.values() for run in group for name in run.requests["session_id"]
-    ]
-    boot = SessionBootstrap(sessions, draws)
+    check_repeats(valid)
+    boot = session_bootstrap([run for group in valid.values() for run in group], draws)
     names = _in_order(runs)
     slo = Slo.model_validate(runs[0].manifest.get("slo", {}))
-    cells = [measure(valid[name], boot, slo.ttft_s, slo.tpot_s) for name in names if name in valid]
+    analysis = Analysis.model_validate(runs[0].manifest.get("analysis", {}))
+    alone = alone_by_arm(valid)
+    cells = [
+        measure(valid[name], boot, slo, alone[valid[name][0].arm])
+        for name in names
+        if name in valid
+    ]
     baseline = _baseline(runs, cells)
     pairs = [
         (base.name, cell.name)
@@ -110,7 +121,14 @@ def gather(runs: Sequence[Run], draws: int = DRAWS) -> Evidence:
         for theirs in cells
         if ours.load == theirs.load and (_engine(ours), _engine(theirs)) == ("sglang", "vllm")
     ]
-    every = compare_cells(valid, list(dict.fromkeys(pairs + across)), boot)
+    every = compare_cells(
+        valid,
+        list(dict.fromkeys(pairs + across)),
+        boot,
+        slo=slo,
+        alone=alone,
+        primary=analysis.primary,
+    )
     return Evidence(
         runs=list(runs),
         excluded=excluded,
@@ -194,7 +212,11 @@ def summary_json(evidence: Evidence) -> dict[str, Any]:
                 "measure": item.measure.key,
                 "baseline": item.baseline,
                 "arm": item.arm,
-                "ratio": estimate(item.ratio),
+                "effect": estimate(item.effect),
+                "in_points": item.measure.in_points,
+                "primary": item.primary,
+                "holds": item.holds,
+                "reason": item.reason,
                 "noise_floor": _finite(item.noise_floor),
                 "p_value": _finite(item.p_value),
                 "verdict": str(item.verdict),
@@ -223,7 +245,7 @@ def headline(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Table:
         item = by_key.get((key, cell.name))
         if item is None:
             return entry
-        words = change(item.ratio.value)
+        words = effect(item.measure, item.effect.value)
         if item.verdict is Verdict.NONE:
             words += ", within noise"
         elif item.verdict is not Verdict.UNJUDGED:
@@ -231,12 +253,17 @@ def headline(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Table:
         return Entry(entry.text, entry.interval, _TAGS[item.verdict], words)
 
     rows = []
-    for name in ("ttft", "tpot", "e2e"):
+    for name, title in (
+        ("ttft", "TTFT"),
+        ("tpot", "TPOT"),
+        ("worst_gap", "Worst gap"),
+        ("e2e", "E2E"),
+    ):
         for i, q in enumerate(QUANTILES):
             label = f"p{round(q * 100)}"
             rows.append(
                 [
-                    Entry(f"{name.upper()} {label}"),
+                    Entry(f"{title} {label}"),
                     *(
                         judged(seconds_entry(cell.latency[name][i]), f"{name}_{label}", cell)
                         for cell in cells
@@ -322,7 +349,6 @@ def _claims(evidence: Evidence) -> list[tuple[str, str]]:
     if not evidence.cells:
         claims.append(("unjudged", "No run is valid: there is nothing to compare."))
     judged = [item for item in evidence.comparisons if item.verdict is not Verdict.UNJUDGED]
-    strict = _after_holm(evidence.comparisons)
     for baseline, arm in dict.fromkeys((item.baseline, item.arm) for item in judged):
         pair = [item for item in judged if (item.baseline, item.arm) == (baseline, arm)]
         for verdict in (Verdict.BETTER, Verdict.WORSE, Verdict.NONE):
@@ -332,15 +358,16 @@ def _claims(evidence: Evidence) -> list[tuple[str, str]]:
             words = [
                 item.measure.label
                 if verdict is Verdict.NONE
-                else f"{item.measure.label} {change(item.ratio.value)} "
-                f"({change_interval(item.ratio)}){'' if strict.get(id(item)) else '*'}"
+                else f"{item.measure.label} {effect(item.measure, item.effect.value)} "
+                f"({effect_interval(item.measure, item.effect)})"
+                f"{'*' if item.holds is False else ''}"
                 for item in same
             ]
             line = f"{arm} against {baseline}, {verdict}: {', '.join(words)}."
             claims.append((_TAGS[verdict], line))
     if any("*" in claim for _, claim in claims):
         caution = (
-            f"* does not hold any more once all {len(judged)} comparisons of this report are "
+            "* does not hold any more once all comparisons of primary measures in this report are "
             "allowed for (Holm): look again before relying on it."
         )
         claims.append(("none", caution))
@@ -366,22 +393,23 @@ def _unjudged(evidence: Evidence) -> list[str]:
     once = all(len(cell.runs) == 1 for cell in evidence.cells)
     shown = False
     for (baseline, arm), items in pairs.items():
-        if not any(item.requests for item in items):
-            found.append(
-                f"{arm} against {baseline}: no request in common, so nothing compares them."
-            )
-        elif all(item.verdict is Verdict.UNJUDGED for item in items):
+        if any(item.verdict is not Verdict.UNJUDGED for item in items):
+            continue
+        if once and any(item.requests for item in items):
             shown = True
-            if not once:
-                found.append(
-                    f"{arm} against {baseline} is shown without a verdict: the requests that both "
-                    "answered in every run are of too few sessions."
-                )
-    if shown and once:
+            continue
+        reasons = list(dict.fromkeys(item.reason for item in items if item.reason))
+        found.append(f"{arm} against {baseline}: {'; '.join(reasons)}.")
+    if shown:
         found.append(
             "Differences are shown without a verdict: every arm ran once, so nothing shows "
             "how much a rerun would differ. Set repeats = 2 or more."
         )
+    found += [
+        f"{cell.name}: {cell.unsustained}; no latency or rate of it is given."
+        for cell in evidence.cells
+        if cell.unsustained is not None
+    ]
     return found
 
 
@@ -423,18 +451,20 @@ def _headline_section(evidence: Evidence) -> Section:
 def _comparison_section(evidence: Evidence) -> Section | None:
     if not evidence.comparisons:
         return None
-    judged = [item for item in evidence.comparisons if math.isfinite(item.p_value)]
+    judged = [item for item in evidence.comparisons if item.holds is not None]
     section = Section("comparison", "Arms compared on the same requests")
-    keep = _after_holm(evidence.comparisons)
     rows = []
     for item in evidence.comparisons:
         floor = f"±{percent(item.noise_floor)}" if math.isfinite(item.noise_floor) else "unknown"
-        strict = DASH if id(item) not in keep else "yes" if keep[id(item)] else "no"
+        strict = DASH if item.holds is None else "yes" if item.holds else "no"
         rows.append(
             [
                 Entry(item.arm),
                 Entry(item.measure.label),
-                Entry(change(item.ratio.value), change_interval(item.ratio)),
+                Entry(
+                    effect(item.measure, item.effect.value),
+                    effect_interval(item.measure, item.effect),
+                ),
                 Entry(floor),
                 Entry(percent(item.better_share)),
                 Entry(str(item.requests)),
@@ -462,9 +492,9 @@ def _comparison_section(evidence: Evidence) -> Section | None:
     if len(judged) > 1:
         expected = 0.05 * len(judged)
         section.text.append(
-            f"{len(judged)} comparisons were made: with no real difference anywhere, about "
-            f"{expected:.1f} would still look significant at 5 %. The last column keeps the chance "
-            "of any false one at 5 % (Holm)."
+            f"{len(judged)} comparisons are of primary measures: with no real difference anywhere, "
+            f"about {expected:.1f} would still look significant at 5 %. The last column keeps the "
+            "chance of any false one at 5 % (Holm)."
         )
     return section
 
@@ -486,8 +516,8 @@ def _framework_section(evidence: Evidence) -> Section | None:
             words = "" if item.verdict is Verdict.UNJUDGED else str(item.verdict)
             row.append(
                 Entry(
-                    change(item.ratio.value),
-                    change_interval(item.ratio),
+                    effect(item.measure, item.effect.value),
+                    effect_interval(item.measure, item.effect),
                     _TAGS[item.verdict],
                     words.replace("no difference beyond noise", "within noise"),
                 )
@@ -500,13 +530,6 @@ def _framework_section(evidence: Evidence) -> Section | None:
         ["Change from the vLLM arm to the SGLang arm, on the requests that both answered."],
         [("", Table(["SGLang", "vLLM", *labels], rows))],
     )
-
-
-def _after_holm(comparisons: Sequence[Comparison]) -> dict[int, bool]:
-    """By identity, which comparisons stay significant when all of them are allowed for."""
-    judged = [item for item in comparisons if math.isfinite(item.p_value)]
-    kept = holm([item.p_value for item in judged])
-    return {id(item): keep for item, keep in zip(judged, kept, strict=True)}
 
 
 def _class_section(evidence: Evidence) -> Section | None:
@@ -617,8 +640,8 @@ def _worker_section(evidence: Evidence) -> Section | None:
                 Entry(cell.name),
                 Entry(f"{cell.hotspot:.2f}" if math.isfinite(cell.hotspot) else DASH),
                 Entry(f"{found.index.value:.2f}" if found.index.known else DASH, interval),
-                Entry(seconds(found.beside_tpot_p90_s), f"{found.beside_n} requests"),
-                Entry(seconds(found.apart_tpot_p90_s), f"{found.apart_n} requests"),
+                Entry(seconds(found.beside_tpot_s), f"{found.beside_n} requests"),
+                Entry(seconds(found.expected_tpot_s), f"{found.apart_n} requests never beside one"),
             ]
         )
     section.tables.append(
@@ -629,17 +652,18 @@ def _worker_section(evidence: Evidence) -> Section | None:
                     "Arm",
                     "Hotspot index",
                     "Interference index",
-                    "TPOT p90 beside a long prefill",
-                    "TPOT p90 otherwise",
+                    "Seconds a token beside a long prefill",
+                    "Expected at the same batch without",
                 ],
                 rows,
             ),
         )
     )
     section.text.append(
-        "Hotspot index: TTFT p90 of the busiest worker over the median worker's; 1 is even. "
-        "Interference index: TPOT p90 of requests that decoded while a long prefill was in hand on "
-        "the same worker, over that of the others; 1 is none."
+        "Hotspot index: TTFT p90 of the busiest worker over the median worker's, the mean over "
+        "runs; 1 is even. Interference index: the pace of decodes while a long prefill was in hand "
+        "on the same worker, over that expected of the same requests at the same batch without "
+        "one; 1 is none."
     )
     return section
 
@@ -821,7 +845,7 @@ def _run_section(evidence: Evidence) -> Section:
         ok = run.requests[run.requests["ok"]]
         cold = ", ".join(
             f"{check.worker}: {check.cached_tokens:.0f} of {check.possible_tokens:.0f}"
-            for check in cold_checks(run.requests)
+            for check in cold_checks(run.all_requests)
         )
         timings = manifest.get("timings", {})
         found = broken.get(id(run))
@@ -877,12 +901,26 @@ def _definitions(first: Run) -> list[tuple[str, str]]:
     least = INTERFERING_PREFILL_TOKENS * first.length_scale
     return [
         ("TTFT", "first token less scheduled time; the client's own lateness is inside it"),
-        ("TPOT", "(last token − first token) / (tokens − 1)"),
+        (
+            "TPOT",
+            (
+                "(last arrival − first arrival) / (tokens after the first arrival); unknown where "
+                "all came at once"
+            ),
+        ),
+        ("Worst gap", "the longest time between two arrivals of one answer"),
+        ("Failed requests", "slower than any quantile of those that were answered, never goodput"),
         ("ITL", "time between two arrivals over the tokens that the later one brought"),
         ("E2E", "end of the answer less scheduled time"),
         ("APC", "cached over prompt tokens, both as the engine reports them"),
         ("Best possible APC", "one infinite cache, in arrival order"),
-        ("Goodput", f"answered with TTFT ≤ {slo.ttft_s:g} s and TPOT ≤ {slo.tpot_s:g} s"),
+        (
+            "Goodput",
+            (
+                f"answered with TTFT ≤ {slo.ttft_s:g} s + {slo.ttft_s_per_new_token:g} s a new "
+                f"token, TPOT ≤ {slo.tpot_s:g} s, worst gap ≤ {slo.worst_gap_s:g} s"
+            ),
+        ),
         ("Long prefill", f"at least {least:.0f} new tokens"),
         (
             "Valid run",

@@ -19,13 +19,15 @@ from typing import Any, Protocol
 
 import orjson
 
+import deltaserve
+from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.experiment import Experiment, Phases, PlannedRun, Replay, plan_runs
+from eval.identity import engine_words
 from eval.progress import Progress
 from eval.records import TraceFacts, read_run
 from eval.traces import (
-    DELTASERVE,
     flags,
     possible_cached_tokens,
     prepare_trace,
@@ -37,6 +39,7 @@ from eval.validity import cold_checks, violations
 from launch.cache import make_folder
 from launch.supervised import Supervised
 from replay.options import NOTHING_ANSWERED
+from replay.trace import digest
 
 _LOOK_EVERY_S = 0.25
 
@@ -52,6 +55,11 @@ class Fleet(Protocol):
     def engine_versions(self) -> Mapping[str, str]: ...
     @property
     def timings(self) -> Mapping[str, float]: ...
+    def check(self) -> None:
+        """Raises when a process of the fleet has died since it was started."""
+
+
+FleetMaker = Callable[[Any, Path, Callable[[str], None]], AbstractContextManager[Fleet]]
 
 
 @dataclass(frozen=True)
@@ -59,23 +67,30 @@ class Site:
     """How fleets are made here.
 
     `load` makes a topology from a name and overrides, and `check` raises `InputError` for one that
-    cannot be started here; `vocab_size` is of its model, None where unknown.
+    cannot be started here; `vocab_size` is of its model, None where unknown; `engine` the versions
+    of the engine that it would start, empty where that is known only once it runs. `keeping` gives
+    what makes fleets whose workers, started under a folder, are kept for the next fleet while it
+    wants the same ones (`worker_key` is then equal).
     """
 
     load: Callable[[str, list[str]], Any]
     check: Callable[[Any], object]
-    fleet: Callable[[Any, Path, Callable[[str], None]], AbstractContextManager[Fleet]]
+    fleet: FleetMaker
     describe: Callable[[Any], dict[str, Any]]
     vocab_size: Callable[[Any], int | None]
     end: Callable[[Path], int]
+    keeping: Callable[[Path], AbstractContextManager[FleetMaker]]
+    worker_key: Callable[[Any], bytes]
     replay: Sequence[str] = (*DELTASERVE, "replay", "run")
     clock: Callable[[], float] = time.monotonic
+    engine: Callable[[Any], Mapping[str, str]] = lambda _topology: {}
 
 
 def launch_site() -> Site:
     """The real site: topologies and fleets of `launch`."""
     import launch
     from launch.control import down
+    from launch.keep import worker_key
     from launch.models import is_shape, shape_config
     from launch.policies import with_policy
 
@@ -94,6 +109,14 @@ def launch_site() -> Site:
             return None if found is None else int(found)
         return None
 
+    @contextlib.contextmanager
+    def keeping(folder: Path) -> Iterator[FleetMaker]:
+        kept = launch.KeptWorkers(folder)
+        try:
+            yield kept.fleet
+        finally:
+            kept.close()
+
     return Site(
         load=load,
         check=lambda topology: launch.plan(topology, Path()),
@@ -101,6 +124,9 @@ def launch_site() -> Site:
         describe=lambda topology: topology.model_dump(mode="json"),
         vocab_size=vocab_size,
         end=lambda folder: down(folder) if (folder / "fleet.json").is_file() else 0,
+        keeping=keeping,
+        worker_key=worker_key,
+        engine=lambda topology: launch.plan(topology, Path()).engine.versions,
     )
 
 
@@ -153,14 +179,47 @@ def run_experiment(
     recorded with its reason, and the rest goes on. KeyboardInterrupt (and SIGTERM) stops the
     fleet and propagates; the interrupted run is redone next time.
     """
+    if experiment.keep_workers:
+        with site.keeping(output / "workers") as kept:
+            site = dataclasses.replace(site, fleet=kept)
+            return _run_all(experiment, output, site, source, progress, only)
+    return _run_all(experiment, output, site, source, progress, only)
+
+
+def _run_all(
+    experiment: Experiment,
+    output: Path,
+    site: Site,
+    source: Mapping[str, Any],
+    progress: Progress,
+    only: list[str] | None,
+) -> Summary:
     runs = plan_runs(experiment, only)
-    topologies = load_topologies(site, experiment, runs)
-    for topology in topologies.values():
-        site.check(topology)
+    topologies = load_topologies(site, experiment, plan_runs(experiment))
+    cells = {run.cell for run in runs}
+    for cell in cells:
+        site.check(topologies[cell])
+    engines = {cell: site.engine(topologies[cell]) for cell in cells}
+    # Of all arms, those left out with `only` as well: their prompts must be the same ones.
     vocab_size = shared_vocab(site, topologies.values())
     make_folder(output)
-    todo = [run for run in runs if not is_complete(output / run.folder, run)]
-    trace = prepare_trace(experiment, output)
+    traces = {
+        repeat: prepare_trace(experiment.with_draw(repeat), output)
+        for repeat in sorted({run.repeat for run in runs})
+    }
+    todo = [
+        run
+        for run in runs
+        if not is_complete(
+            output / run.folder,
+            run,
+            identity(run, traces[run.repeat], vocab_size, engines[run.cell]),
+        )
+    ]
+    if experiment.keep_workers:
+        keys = [site.worker_key(topologies[run.cell]) for run in runs]
+        # By the workers that they need, which come in the order that was drawn.
+        todo.sort(key=lambda run: keys.index(site.worker_key(topologies[run.cell])))
     (output / "experiment.json").write_bytes(
         orjson.dumps(
             {"experiment": experiment.model_dump(), "source": dict(source)},
@@ -192,7 +251,7 @@ def run_experiment(
             run,
             experiment,
             output,
-            trace,
+            traces[run.repeat],
             topologies[run.cell],
             site=site,
             source=source,
@@ -246,6 +305,7 @@ def _execute(
     manifest: dict[str, Any] = {
         "state": "running",
         "digest": run.digest,
+        "identity": identity(run, trace, vocab_size, {}),
         "experiment": experiment.name,
         "source": dict(source),
         "arm": run.arm.model_dump(),
@@ -262,6 +322,7 @@ def _execute(
         "length_scale": facts.length_scale,
         "slo": experiment.slo.model_dump(),
         "validity": experiment.validity.model_dump(),
+        "analysis": experiment.analysis.model_dump(),
         "hardware": provenance.hardware(),
         "versions": provenance.versions(),
         "git": provenance.git(),
@@ -275,6 +336,7 @@ def _execute(
             manifest["timings"]["fleet_up_s"] = time.monotonic() - began_s
             manifest["timings"]["fleet"] = dict(fleet.timings)
             manifest["versions"]["engines"] = dict(fleet.engine_versions)
+            manifest["identity"] = identity(run, trace, vocab_size, fleet.engine_versions)
             manifest["workers"] = [_plain(worker) for worker in fleet.workers]
             if fleet.router_url is None:
                 raise InputError(f"{run.arm.topology}: has no router")
@@ -284,7 +346,7 @@ def _execute(
             manifest["replay_command"] = command
             provenance.write_manifest(folder, manifest)
             replay_began_s = time.monotonic()
-            failure = _replay(command, folder, facts.planned, progress)
+            failure = _replay(command, folder, facts.planned, progress, fleet.check)
             manifest["timings"]["replay_s"] = time.monotonic() - replay_began_s
             down_began_s = time.monotonic()
         manifest["timings"]["fleet_down_s"] = time.monotonic() - down_began_s
@@ -307,7 +369,7 @@ def cell_order(experiment: Experiment, run: PlannedRun) -> int:
 
 def _with_possible(folder: Path, trace: Path, replay: Replay, facts: TraceFacts) -> TraceFacts:
     """`facts` with what this run's own requests can have left in caches, by when they were sent."""
-    requests = read_run(folder).requests
+    requests = read_run(folder).all_requests
     sent = requests[requests["sent_s"].notna()]
     answered = requests[requests["first_token_s"].notna()]
     return dataclasses.replace(
@@ -334,9 +396,9 @@ def _conclude(
         with contextlib.suppress(orjson.JSONDecodeError):
             manifest["replay"] = orjson.loads(replayed.read_bytes())
     run = read_run(folder)
-    manifest["results"] = len(run.requests)
+    manifest["results"] = len(run.all_requests)
     manifest["broken_lines"] = run.broken_lines
-    manifest["coldness"] = [vars(first) for first in cold_checks(run.requests)]
+    manifest["coldness"] = [vars(first) for first in cold_checks(run.all_requests)]
     manifest["state"] = "complete" if failure is None else "failed"
     manifest["reason"] = failure
     run.manifest.update(manifest)
@@ -366,8 +428,18 @@ def shared_vocab(site: Site, topologies: Iterable[Any]) -> int | None:
     return min(sizes, default=None)
 
 
-def _replay(command: list[str], folder: Path, planned: int, progress: Progress) -> str | None:
-    """Runs the replay; None, or why it failed. It ends with this process, whatever ends that."""
+def _replay(
+    command: list[str],
+    folder: Path,
+    planned: int,
+    progress: Progress,
+    check_fleet: Callable[[], None],
+) -> str | None:
+    """Runs the replay; None, or why it failed. It ends with this process, whatever ends that.
+
+    `check_fleet` raises when a process of the fleet has died: it is asked all the while and once
+    more at the end, for a run on seven of eight workers measured something else than its arm.
+    """
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     log_path = logs / "replay.log"
@@ -375,10 +447,12 @@ def _replay(command: list[str], folder: Path, planned: int, progress: Progress) 
     process = Supervised(command, os.environ, log_path, Path.cwd())
     try:
         while (status := process.exit_status()) is None:
+            check_fleet()
             progress.count("replaying", results.count(), planned)
             time.sleep(_LOOK_EVERY_S)
     finally:
         process.stop()
+    check_fleet()
     done = results.count()
     progress.count("replayed", done, planned)
     # Where every request failed that is a result: the arm carried nothing.
@@ -391,8 +465,23 @@ def _replay(command: list[str], folder: Path, planned: int, progress: Progress) 
     return f"the replay exited with {status}: {last or 'see logs/replay.log'}"
 
 
-def is_complete(folder: Path, run: PlannedRun) -> bool:
-    """Whether `folder` holds the finished run; `InputError` where it was one of other settings."""
+def identity(
+    run: PlannedRun, trace: Path, vocab_size: int | None, engine: Mapping[str, str]
+) -> dict[str, Any]:
+    """What the run is a run of, beside its settings: goes into its manifest."""
+    return {
+        "trace_sha256": digest(trace),
+        "seed": run.replay.seed,
+        "vocab_size": run.replay.vocab_size or vocab_size,
+        "splice_outputs": run.replay.splice_outputs,
+        "engine": engine_words(engine),
+        "deltaserve": deltaserve.__version__,
+    }
+
+
+def is_complete(folder: Path, run: PlannedRun, expected: Mapping[str, Any] | None = None) -> bool:
+    """Whether `folder` holds the finished run; `InputError` where it was one of other settings, or
+    its identity, as far as both say, is not what is `expected` now."""
     manifest = provenance.read_manifest(folder)
     if manifest is None or manifest.get("state") != "complete":
         return False
@@ -401,6 +490,13 @@ def is_complete(folder: Path, run: PlannedRun) -> bool:
             f"{folder}: holds a finished run with other settings than {run.cell} has now; "
             "choose another --output, or remove that folder"
         )
+    was = manifest.get("identity") or {}
+    for name, value in (expected or {}).items():
+        if value is not None and was.get(name) is not None and was[name] != value:
+            raise InputError(
+                f"{folder}: holds a finished run with {name.replace('_', ' ')} {was[name]}, which "
+                f"is {value} now; choose another --output, or remove that folder"
+            )
     return True
 
 

@@ -10,7 +10,6 @@ import hashlib
 import math
 import random
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -19,13 +18,12 @@ from typing import Any
 
 import orjson
 
+from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from eval.experiment import Excerpt, Experiment, Prefixes, Replay, Scalar, Trace
 from eval.records import TraceFacts
 from replay.plan import Plan, make_plan
 from replay.trace import Request, digest, read_trace, write_trace
-
-DELTASERVE = (sys.executable, "-m", "deltaserve")
 
 
 def prepare_trace(experiment: Experiment, output: Path) -> Path:

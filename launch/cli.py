@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,24 +18,31 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from deltaserve.child import DELTASERVE
+from deltaserve.errors import InputError
 from launch import control, engines, planning
 from launch.cache import make_folder
-from launch.fleets import FleetError, fleet
+from launch.fleets import FleetError, fleet, log_tail
 from launch.hardware import sample_gpus
+from launch.listing import listing
 from launch.planning import Plan
-from launch.topology import catalog, load_topology
+from launch.redaction import redacted
+from launch.serving import keep_serving
+from launch.supervised import keep_previous
+from launch.topology_files import load_topology
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Engines: install, check, start, watch and stop a topology.",
 )
 
 _Name = Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A shipped name or a .toml file.")]
 _Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. workers.0.count=2."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key: workers.prefill.count=2."),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
 _ENGINES = f"Of: {', '.join(engines.ENVIRONMENTS)}."
@@ -66,14 +76,19 @@ def plugin_command(
 
 @app.command("list", epilog="Example: deltaserve launch list")
 def list_command(as_json: _Json = False) -> None:
-    """List the shipped topologies."""
-    found = catalog()
+    """List the shipped kinds of topology, and in which size each fits this machine."""
+    found = listing()
     if as_json:
-        _print_json(found)
+        _print_json([asdict(kind) for kind in found])
         return
-    width = max(map(len, found))
-    for name, described in found.items():
-        print(f"{name:{width}}  {described}")
+    table = Table("topology", "runs here as", "what it is", box=None, pad_edge=False)
+    for kind in found:
+        table.add_row(kind.name, kind.here, kind.description)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print(
+        "\nA size follows the name: workers (sglang:2), or prefill and other workers "
+        "(sglang-pd:1p3d)."
+    )
 
 
 @app.command("check", epilog="Example: deltaserve launch check laptop-sglang-pd")
@@ -88,11 +103,19 @@ def check_command(
 ) -> None:
     """Check a topology against this machine and the installed engine; start nothing."""
     topology = load_topology(name, overrides or ())
-    made = planning.plan(topology, run_dir or control.default_run_dir(topology.name))
+    folder = run_dir or control.default_run_dir(topology.name)
+    made = planning.plan(topology, folder)
+    if print_commands and not as_json:
+        _print_commands(made)
     has_gpus = not made.gpu_plan or bool(sample_gpus())
-    planning.check(made, gpus=has_gpus)
+    was_there = folder.exists()
+    try:
+        planning.check(made, gpus=has_gpus)
+    finally:
+        if not was_there:  # what was asked was a question
+            shutil.rmtree(folder, ignore_errors=True)
     if as_json:
-        _print_json(_described(made))
+        _print_json(redacted(_described(made)))
         return
     print(f"{topology.name}: {made.engine.name} {made.engine.version} ({made.engine.python})")
     table = Table("process", "url", "ports", "GPUs", box=None, pad_edge=False)
@@ -100,11 +123,6 @@ def check_command(
         ports = ", ".join(f"{name} {port}" for name, port in process.ports.items())
         table.add_row(process.id, process.url, ports, ", ".join(map(str, process.gpus)) or "-")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    if print_commands:
-        for process in made.processes:
-            settings = " ".join(f"{k}={_quoted(v)}" for k, v in process.environment.items())
-            where = f" (on {process.node}, by Ray)" if process.node else ""
-            print(f"\n# {process.id}{where}\n{settings} {' '.join(map(_quoted, process.argv))}")
     print("OK" if has_gpus else "OK, but for the GPUs: there is no NVIDIA driver here")
 
 
@@ -116,13 +134,20 @@ def up_command(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when ready; end it with `down`.")
     ] = False,
+    serving_on: Annotated[
+        bool,
+        typer.Option("--keep-serving", help="Start a process that dies again; not to measure by."),
+    ] = False,
+    set_from_stdin: Annotated[bool, typer.Option("--set-from-stdin", hidden=True)] = False,
     as_json: _Json = False,
 ) -> None:
     """Bring a topology up; Ctrl-C (or `down`) ends it and everything it started."""
+    if set_from_stdin:
+        overrides = [*(overrides or ()), *orjson.loads(sys.stdin.buffer.read())]
     topology = load_topology(name, overrides or ())
     folder = (run_dir or control.default_run_dir(topology.name)).absolute()
     if detach:
-        _detach(name, overrides or [], folder)
+        _detach(name, overrides or [], folder, ["--keep-serving"] if serving_on else [])
         _show(control.status(folder), as_json)
         return
     signal.signal(signal.SIGTERM, _leave)
@@ -131,6 +156,8 @@ def up_command(
         with fleet(topology, folder, _say) as running:
             _show(control.status(folder), as_json)
             _say("Press Ctrl-C to end it.")
+            if serving_on:
+                keep_serving(running, _say)
             while True:
                 time.sleep(0.5)
                 running.check()
@@ -148,9 +175,13 @@ def status_command(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Show a fleet's processes; without a name, those of every fleet in the default place."""
+    """Show a fleet's processes, and exit 1 where it failed; without a name, every fleet's in the
+    default place."""
     if name is not None:
-        _show(control.status(control.find_run_dir(name)), as_json)
+        shown = control.status(control.find_run_dir(name))
+        _show(shown, as_json)
+        if shown.has_failed:
+            raise typer.Exit(1)
         return
     found = [control.status(run_dir) for run_dir in control.known_fleets()]
     if as_json:
@@ -165,30 +196,59 @@ def status_command(
 @app.command("down", epilog="Example: deltaserve launch down laptop-sglang-pd")
 def down_command(
     name: Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology or a run folder.")],
+    as_json: _Json = False,
 ) -> None:
     """End a fleet; afterwards no process of it runs and no port is held."""
     run_dir = control.find_run_dir(name)
-    count = control.down(run_dir)
+    try:
+        count = control.down(run_dir)
+    except FleetError as error:
+        _say(f"error: {error}")
+        raise typer.Exit(1) from None
+    if as_json:
+        _print_json({"run_dir": str(run_dir), "processes_ended": count})
+        return
     _say(
         f"{run_dir.name}: {count} processes ended" if count else f"{run_dir.name}: was not running"
     )
 
 
-def _detach(name: str, overrides: list[str], folder: Path) -> None:
+@app.command("logs", epilog="Example: deltaserve launch logs laptop-sglang colocated-0")
+def logs_command(
+    name: Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology or a run folder.")],
+    process: Annotated[
+        str | None, typer.Argument(metavar="[PROCESS]", help="Of one process; all without it.")
+    ] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of each.")] = 20,
+) -> None:
+    """Print the ends of a fleet's logs."""
+    processes = control.status(control.find_run_dir(name)).processes
+    ids = [row.id for row in processes]
+    if process is not None and process not in ids:
+        raise InputError(f"{name} has no process {process!r}; it has: {', '.join(ids)}")
+    for row in processes:
+        if process in (None, row.id):
+            print(f"==> {row.log} <==\n{log_tail(Path(row.log), lines)}\n")
+
+
+def _detach(name: str, overrides: list[str], folder: Path, flags: list[str]) -> None:
     """Starts `up` in a session of its own and follows it until the fleet is ready."""
     make_folder(folder)
     log = folder / "supervisor.log"
-    argv = [sys.executable, "-m", "deltaserve", "launch", "up", name, "--run-dir", str(folder)]
-    for override in overrides:
-        argv += ["--set", override]
+    argv = [*DELTASERVE, "launch", "up", name, "--run-dir", str(folder), "--set-from-stdin", *flags]
+    keep_previous(log)
     with log.open("wb") as output:
         supervisor = subprocess.Popen(
             argv,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=output,
             start_new_session=True,
         )
+    # Not as arguments: anybody on the machine can read a command line, and one may be a secret.
+    assert supervisor.stdin is not None
+    with supervisor.stdin as told_overrides:
+        told_overrides.write(orjson.dumps(overrides))
     try:
         with log.open() as told:
             while True:
@@ -217,6 +277,15 @@ def _leave(number: int, _frame: object) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
+def _print_commands(made: Plan) -> None:
+    """Before anything is checked: what is wrong with a command is best seen in it."""
+    for process in made.processes:
+        environment, argv = redacted(process.environment), redacted(process.argv)
+        settings = " ".join(f"{k}={_quoted(v)}" for k, v in environment.items())
+        where = f" (on {process.node}, by Ray)" if process.node else ""
+        print(f"# {process.id}{where}\n{settings} {' '.join(map(_quoted, argv))}\n")
+
+
 def _described(made: Plan) -> dict[str, Any]:
     return {
         "topology": made.topology.model_dump(mode="json"),
@@ -240,7 +309,9 @@ def _show(fleet_status: control.FleetStatus, as_json: bool) -> None:
     if as_json:
         _print_json(fleet_status.as_dict())
         return
-    title = f"{fleet_status.name}: {fleet_status.state} ({fleet_status.run_dir})"
+    since = f" since {_at(fleet_status.since_unix_s)}" if fleet_status.since_unix_s else ""
+    where = f"on {fleet_status.host}, " if fleet_status.host != socket.gethostname() else ""
+    title = f"{fleet_status.name}: {fleet_status.state}{since} ({where}{fleet_status.run_dir})"
     table = Table("id", "role", "pid", "url", "state", "RSS", "CPU", box=None, pad_edge=False)
     for row in fleet_status.processes:
         table.add_row(
@@ -254,6 +325,17 @@ def _show(fleet_status: control.FleetStatus, as_json: bool) -> None:
         )
     print(title)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+    if fleet_status.reason:
+        print(f"{fleet_status.state}: {fleet_status.reason.splitlines()[0]}")
+    for row in fleet_status.processes:
+        if row.reason:
+            print(f"{row.id} {_at(row.ended_unix_s)}: {row.reason.splitlines()[0]}; log: {row.log}")
+    if fleet_status.has_failed:
+        print(f"what happened: {Path(fleet_status.run_dir) / 'transcript.txt'}")
+
+
+def _at(unix_s: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s else "(unknown)"
 
 
 def _quoted(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from launch.supervised import GRACE_S
 from launch.topology import Placement, Topology
 
 _SCRIPT = Path(__file__).with_name("ray_worker.py")
+
+ENVIRONMENT = "DELTASERVE_PLACED_ENVIRONMENT"
+"""The variable in which what stands for a placed process finds that process's environment."""
 
 _ANSWER_WITHIN_S = 30.0
 
@@ -83,15 +86,13 @@ def launcher(
     node: Node,
     gpus: int,
     folder: Path,
-    environment: Mapping[str, str],
     stop_signal: int,
 ) -> tuple[str, ...]:
-    """What to put before a command so that it runs on `node`, with `environment` there, and is
-    asked to leave by `stop_signal`."""
+    """What to put before a command so that it runs on `node` and is asked to leave by
+    `stop_signal`. Its environment there is given in `ENVIRONMENT`, as JSON: anybody on this machine
+    can read a command line."""
     told = [str(_python(placement, "placement")), str(_SCRIPT), "run", placement.address, node.id]
     told += [str(gpus), str(folder), guard.__file__, str(_REMOTE_GRACE_S), str(int(stop_signal))]
-    for name, value in environment.items():
-        told += ["-e", f"{name}={value}"]
     return (*told, "--")
 
 

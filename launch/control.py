@@ -6,6 +6,7 @@ killed. A pid is only ever trusted together with the time its process started.
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,14 +17,19 @@ import psutil
 
 from deltaserve.errors import InputError
 from launch.cache import cache_dir
+from launch.fleets import FleetError
 from launch.supervised import GRACE_S, is_running, members, sweep, terminate
+from launch.topology_files import path_name
 
 _CPU_SAMPLE_S = 0.3
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """One process of a fleet now. `rss_bytes` and `cpu_percent` are of it and all below it."""
+    """One process of a fleet now. `rss_bytes` and `cpu_percent` are of it and all below it.
+
+    `reason` is what it failed of, `ended_unix_s` when it ended, where that is known.
+    """
 
     id: str
     role: str | None
@@ -32,27 +38,43 @@ class ProcessStatus:
     state: str
     rss_bytes: int
     cpu_percent: float
+    reason: str | None
+    ended_unix_s: float | None
+    log: str
 
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """A fleet now. `alive` is whether any process of it, or its supervisor, runs."""
+    """A fleet now. `alive` is whether any process of it, or its supervisor, runs.
+
+    `state` is ``planned``, ``starting``, ``ready``, ``failed`` or ``stopped`` as the supervisor
+    said last; ``dead`` or ``abandoned`` where it was killed without a word, and its processes are
+    gone or run on. `reason` says why it failed, `since_unix_s` since when it is so, where that is
+    known. Of a fleet of another host (`host`) only what it wrote down is known.
+    """
 
     name: str
     run_dir: str
+    host: str
     state: str
+    reason: str | None
+    since_unix_s: float | None
     alive: bool
     supervisor_pid: int
     router_url: str | None
     processes: tuple[ProcessStatus, ...]
+
+    @property
+    def has_failed(self) -> bool:
+        return self.state in ("failed", "dead", "abandoned")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def default_run_dir(name: str) -> Path:
-    """Where a topology runs unless told otherwise."""
-    return cache_dir() / "fleets" / name
+    """Where a topology runs unless told otherwise; a home may be shared by several hosts."""
+    return cache_dir() / "fleets" / socket.gethostname() / path_name(name)
 
 
 def find_run_dir(name_or_path: str) -> Path:
@@ -64,20 +86,22 @@ def find_run_dir(name_or_path: str) -> Path:
     if (default_run_dir(name) / "fleet.json").exists():
         return default_run_dir(name)
     raise InputError(
-        f"{name_or_path}: no fleet.json there or in {default_run_dir(name)}; expected a run folder "
-        "or a topology that was brought up"
+        f"no fleet of the name {name_or_path} here (no fleet.json there or in "
+        f"{default_run_dir(name)}); expected a run folder or a topology that was brought up, as "
+        "deltaserve launch status lists them"
     )
 
 
 def known_fleets() -> list[Path]:
     """The run folders of every fleet brought up in the default place."""
-    return sorted(path.parent for path in (cache_dir() / "fleets").glob("*/fleet.json"))
+    return sorted(path.parent for path in (cache_dir() / "fleets").glob("*/*/fleet.json"))
 
 
 def status(run_dir: Path) -> FleetStatus:
     """How the fleet in `run_dir` is now."""
     record = _read(run_dir)
-    alive_before = {p["id"]: _kin(p) for p in record["processes"]}
+    here = record["host"] == socket.gethostname()
+    alive_before = {p["id"]: _kin(p) if here else [] for p in record["processes"]}
     busy_s = {id_: _cpu_s(kin) for id_, kin in alive_before.items()}
     began_s = time.monotonic()
     if any(alive_before.values()):
@@ -87,7 +111,7 @@ def status(run_dir: Path) -> FleetStatus:
     for process in record["processes"]:
         kin = alive_before[process["id"]]
         state = process["state"]
-        if state in ("starting", "ready") and not kin and not process["attached"]:
+        if here and state in ("starting", "ready") and not kin and not process["attached"]:
             state = "dead"
         spent_s = max(0.0, _cpu_s(kin) - busy_s[process["id"]])
         rows.append(
@@ -99,20 +123,31 @@ def status(run_dir: Path) -> FleetStatus:
                 state=state,
                 rss_bytes=sum(_rss(p) for p in kin),
                 cpu_percent=round(100 * spent_s / elapsed_s, 1),
+                reason=process.get("reason"),
+                ended_unix_s=process.get("ended_unix_s"),
+                log=process["log"],
             )
         )
     supervisor = record["supervisor"]
-    supervised = record["state"] in ("planned", "starting", "ready") and is_running(
-        supervisor["pid"], supervisor["started_unix_s"]
+    state, reason = record["state"], record.get("reason")
+    unended = state in ("planned", "starting", "ready")
+    supervised = unended and (
+        not here or is_running(supervisor["pid"], supervisor["started_unix_s"])
     )
     alive = supervised or any(alive_before.values())
-    state = record["state"]
-    if state in ("starting", "ready") and not supervised:
+    if unended and not supervised:
         state = "abandoned" if alive else "dead"
+        reason = f"its supervisor (pid {supervisor['pid']}) was killed"
+    since_unix_s = record.get("ended_unix_s")
+    if state in ("planned", "starting", "ready"):
+        since_unix_s = record["made_unix_s"]
     return FleetStatus(
         name=record["topology"]["name"],
         run_dir=str(run_dir),
+        host=record["host"],
         state=state,
+        reason=reason,
+        since_unix_s=since_unix_s,
         alive=alive,
         supervisor_pid=supervisor["pid"],
         router_url=record["router_url"],
@@ -124,17 +159,26 @@ def down(run_dir: Path) -> int:
     """Ends the fleet in `run_dir`; returns how many of its processes were running.
 
     The supervisor is asked first; whatever is left after it, or of a fleet without one, is ended
-    here. When this returns no process of the fleet runs.
+    here. When this returns no process of the fleet runs. Raises `InputError` for a fleet of another
+    host, and `FleetError` where a process could not be killed.
     """
     record = _read(run_dir)
+    if record["host"] != socket.gethostname():
+        raise InputError(f"{run_dir}: its processes are on {record['host']}; end it there")
     started = [p for p in record["processes"] if p["pid"] is not None]
     running = sum(bool(_kin(p)) for p in started)
     supervisor = record["supervisor"]
     if record["state"] in ("planned", "starting", "ready"):
         terminate(supervisor["pid"], supervisor["started_unix_s"], GRACE_S + 10)
+    left: list[int] = []
     for process in started:
         terminate(process["pid"], process["started_unix_s"], GRACE_S + 5)
-        sweep(process["pid"], process["started_unix_s"], process["mark"])
+        left += sweep(process["pid"], process["started_unix_s"], process["mark"])
+    if left:
+        raise FleetError(
+            f"{run_dir}: could not be killed: pid {', '.join(map(str, left))}; they wait in the "
+            "kernel, as for a GPU's driver, and may still hold GPUs and ports"
+        )
     return running
 
 

@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import http.client
 import os
-import re
-import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
-from urllib.parse import urlsplit
 
-import orjson
-import psutil
-
-from deltaserve import __version__
 from deltaserve.errors import InputError
-from launch import planning
-from launch.cache import make_folder, write_atomically
-from launch.hardware import GpuSample, sample_gpus, sample_until_free
+from launch import guard, planning
+from launch.cache import make_folder
+from launch.caches import FlushError, flush
+from launch.hardware import GpuError, GpuSample, sample_gpus, sample_until_free
+from launch.http_calls import FAILURES, call, reason
 from launch.planning import Plan, Process
+from launch.record import write_record
 from launch.reservations import reserved
 from launch.sampling import Engines, Sampler
 from launch.supervised import Supervised
@@ -42,10 +36,6 @@ _LOG_LINES = 25
 
 State = Literal["planned", "starting", "ready", "failed", "stopped"]
 Progress = Callable[[str], None]
-
-# Set by the user's shell rather than the topology, and changing what an engine does.
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD")
-_TELLING_PREFIXES = ("SGLANG_", "VLLM_", "NCCL_", "UCX_", "NIXL_", "MC_", "TORCH", "CUDA_", "HF_")
 
 
 class FleetError(RuntimeError):
@@ -72,6 +62,9 @@ class _Member:
     started_s: float = 0.0
     ready_after_s: float | None = None
     exit_status: int | None = None
+    reason: str | None = None
+    """What it failed of."""
+    ended_unix_s: float | None = None
     silence: str | None = None
     """Why it does not count as ready yet."""
 
@@ -85,12 +78,17 @@ class Fleet:
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds: ``check_s``, ``start_s``, ``warm_up_s`` where there is one, ``stop_s``, and
     ``ready_s.<id>`` (start to readiness)."""
+    behind: Fleet | None = None
+    """The fleet whose workers this one is attached to, where they are of this process."""
 
     def __post_init__(self) -> None:
         self._members = [_Member(process) for process in self.plan.processes]
         self._state: State = "planned"
         self._made_unix_s = time.time()
+        self._ended_unix_s: float | None = None
+        self._reason: str | None = None
         self._sampler: Sampler | None = None
+        self._guardians: dict[str, tuple[int, float]] = {}
         self._transcript = Transcript(
             self.plan.run_dir / "transcript.txt", self.plan.topology.name, self.plan.engine
         )
@@ -103,6 +101,8 @@ class Fleet:
     @property
     def workers(self) -> tuple[Worker, ...]:
         """The workers, in the plan's order."""
+        if self.behind is not None:
+            return self.behind.workers
         found = []
         for member in self._members:
             p = member.plan
@@ -114,13 +114,27 @@ class Fleet:
     @property
     def engine_versions(self) -> dict[str, str]:
         """Versions of what matters in the engine's environment, by package."""
+        if self.behind is not None:
+            return self.behind.engine_versions
         return dict(self.plan.engine.versions)
 
     def check(self) -> None:
         """Raises `FleetError` when a process has died since it was started."""
+        if self.behind is not None:
+            self.behind.check()
         for member in self._members:
             if member.running and (status := member.running.exit_status()) is not None:
                 self._fail(member, f"{member.plan.id} died ({_status(status)})", status)
+
+    def flush_caches(self) -> None:
+        """Empties every worker's prefix cache and host tier, attached workers' too, so that a run
+        after another starts cold. Raises `FleetError` where a worker cannot."""
+        for worker in self.workers:
+            try:
+                flush(self.plan.engine.name, worker.url)
+            except FlushError as error:
+                raise FleetError(f"{worker.id} ({worker.url}): {error}") from error
+        self._transcript.tell("caches flushed")
 
     def start(self) -> None:
         """Checks the plan, then starts the workers and, when all are ready, the router."""
@@ -144,8 +158,50 @@ class Fleet:
         self._tell(f"{self.plan.topology.name} ready in {self.timings['start_s']:.0f} s")
         self._transcript.table(self._table())
 
+    def died(self) -> dict[str, str]:
+        """Process id → why, of those that have died and were not started again."""
+        found = {}
+        for member in self._members:
+            if member.running and (status := member.running.exit_status()) is not None:
+                found[member.plan.id] = f"{member.plan.id} died ({_status(status)})"
+                if member.state != "failed":
+                    member.state, member.exit_status = "failed", status
+                    member.reason, member.ended_unix_s = found[member.plan.id], time.time()
+                    self._write()
+        return found
+
+    def restart(self, process_id: str) -> None:
+        """Starts a process that died again, at the same address; its log begins anew."""
+        member = self._member(process_id)
+        if member.running:
+            member.running.stop()
+        self._start(member)
+        if member.running and member.plan.id in self._guardians:
+            self._guardians[process_id] = (member.running.pid, member.running.started_unix_s)
+
+    def is_ready_again(self, process_id: str) -> bool:
+        """Whether a process that was started again is ready; ends it where that takes longer than
+        `ready_timeout_s`, so that it counts as died."""
+        member = self._member(process_id)
+        port = member.plan.ports.get("http")
+        member.silence = _silence(member.plan.health_url)
+        is_its_own = member.running and (port is None or member.running.listens_on(port))
+        if member.silence is None and (is_its_own or member.plan.node is not None):
+            if member.plan.unbind and member.running:
+                member.running.unbind()
+            member.state = "ready"
+            self._write()
+            return True
+        waited_s = time.monotonic() - member.started_s
+        if member.running and waited_s > self.plan.topology.ready_timeout_s:
+            member.running.stop()
+        return False
+
+    def _member(self, process_id: str) -> _Member:
+        return next(member for member in self._members if member.plan.id == process_id)
+
     def stop(self) -> None:
-        """Ends every process."""
+        """Ends every process; raises `FleetError` where one could not be killed."""
         began_s = time.monotonic()
         self._transcript.tell("stopping")
         if self._sampler:
@@ -155,20 +211,34 @@ class Fleet:
         for member in members:
             if member.running:
                 member.running.request_stop()
+        left: dict[str, list[int]] = {}
         for member in members:
             if member.running:
-                member.running.stop()
+                if pids := member.running.stop():
+                    left[member.plan.id] = pids
                 if member.state != "failed":
                     member.state = "stopped"
                     member.exit_status = member.running.exit_status()
+                    member.ended_unix_s = time.time()
         self.timings["stop_s"] = time.monotonic() - began_s
-        if self._state != "failed":
+        unkilled = "; ".join(f"{id_}: pid {', '.join(map(str, p))}" for id_, p in left.items())
+        if unkilled:
+            self._state, self._reason = "failed", f"could not be killed: {unkilled}"
+        elif self._state != "failed":
             self._state = "stopped"
+        self._ended_unix_s = self._ended_unix_s or time.time()
         self._write()
         self._transcript.tell(f"{self._state} after {self.timings['stop_s']:.1f} s")
-        if members:
+        if unkilled:
+            self._transcript.tell(f"could not be killed: {unkilled}")
+        elif members:
             self._tell_gpus(lambda: sample_until_free(self.plan.gpu_plan))
         self._transcript.close()
+        if unkilled:
+            raise FleetError(
+                f"processes could not be killed in {guard.GIVE_UP_S:.0f} s ({unkilled}): they wait "
+                "in the kernel, as for a GPU's driver, and may still hold GPUs and ports"
+            )
 
     def _tell(self, text: str) -> None:
         self._transcript.tell(text)
@@ -179,7 +249,10 @@ class Fleet:
         return [gpu for gpu in sample() if gpu.index in wanted] if wanted else []
 
     def _tell_gpus(self, sample: Callable[[], list[GpuSample]]) -> None:
-        if gpus := self._gpus(sample):
+        gpus: list[GpuSample] = []
+        with contextlib.suppress(GpuError):
+            gpus = self._gpus(sample)
+        if gpus:
             numbers = ", ".join(str(gpu.index) for gpu in gpus)
             kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
             self._transcript.tell(f"GPUs {numbers} ({kinds}): {memory_of(gpus)} in use")
@@ -188,7 +261,9 @@ class Fleet:
         rows: list[tuple[str, ...]] = [
             ("process", "role", "url", "ready after", "GPUs", "memory in use")
         ]
-        used = {gpu.index: gpu for gpu in self._gpus(sample_gpus)}
+        used: dict[int, GpuSample] = {}
+        with contextlib.suppress(GpuError):
+            used = {gpu.index: gpu for gpu in self._gpus(sample_gpus)}
         for member in self._members:
             p = member.plan
             own = [used[index] for index in p.gpus if index in used]
@@ -199,13 +274,13 @@ class Fleet:
         return rows
 
     def _sample_every(self, interval_s: float) -> Sampler:
-        guardians = {
+        self._guardians |= {
             m.plan.id: (m.running.pid, m.running.started_unix_s)
             for m in self._members
             if m.running and m.plan.node is None
         }
         engines = Engines({w.id: w.url for w in self.plan.workers}, self.plan.load_gauges)
-        return Sampler(self.plan.run_dir, guardians, engines, self.plan.gpu_plan, interval_s)
+        return Sampler(self.plan.run_dir, self._guardians, engines, self.plan.gpu_plan, interval_s)
 
     def _start_all(self, waiting: list[_Member]) -> None:
         starting: list[_Member] = []
@@ -233,7 +308,7 @@ class Fleet:
     def _warm_up(self) -> None:
         self._tell("warming up: kernels that are compiled and workers that connect at first use")
         try:
-            took_s = warm_up(self.plan.workers, self.plan.topology.chunk_tokens, self.check)
+            took_s = warm_up(self.plan, self.check)
         except WarmUpError as error:
             self._fail(next(m for m in self._members if m.plan is error.worker), str(error))
         self.timings["warm_up_s"] = took_s
@@ -283,6 +358,8 @@ class Fleet:
     def _fail(self, member: _Member, what: str, status: int | None = None) -> NoReturn:
         member.state = self._state = "failed"
         member.exit_status = status
+        member.reason = self._reason = what
+        member.ended_unix_s = self._ended_unix_s = time.time()
         self._write()
         self._transcript.tell(what)
         if member.plan.attached:
@@ -291,41 +368,27 @@ class Fleet:
         raise FleetError(f"{what}; the end of {member.plan.log}:\n{tail}")
 
     def _write(self) -> None:
-        record = {
+        summary = {
             "state": self._state,
-            "deltaserve": __version__,
-            "topology": self.plan.topology.model_dump(mode="json"),
-            "host": socket.gethostname(),
+            "reason": self._reason,
             "made_unix_s": self._made_unix_s,
-            "supervisor": {
-                "pid": os.getpid(),
-                "started_unix_s": psutil.Process().create_time(),
-                "argv": sys.argv,
-            },
+            "ended_unix_s": self._ended_unix_s,
             "router_url": self.router_url,
-            "engine": {
-                "name": self.plan.engine.name,
-                "python": str(self.plan.engine.python),
-                "versions": self.engine_versions,
-            },
-            "inherited_environment": {
-                k: v
-                for k, v in sorted(os.environ.items())
-                if k.startswith(_TELLING_PREFIXES) and not _SECRET.search(k)
-            },
             "timings": self.timings,
-            "processes": [_record(member) for member in self._members],
         }
-        write_atomically(
-            self.plan.run_dir / "fleet.json", orjson.dumps(record, option=orjson.OPT_INDENT_2)
-        )
+        write_record(self.plan, summary, [_state_of(member) for member in self._members])
 
 
 @contextlib.contextmanager
 def fleet(
-    topology: Topology, run_dir: Path, on_progress: Progress | None = None
+    topology: Topology,
+    run_dir: Path,
+    on_progress: Progress | None = None,
+    behind: Fleet | None = None,
 ) -> Iterator[Fleet]:
     """Brings `topology` up, its files under `run_dir`, and ends it when the block ends in any way.
+
+    `behind` is the fleet whose workers `topology` is attached to, where this process started them.
 
     Raises `InputError` when it cannot be started as asked, `FleetError` when a process dies.
     """
@@ -333,7 +396,7 @@ def fleet(
     with claim(run_dir):
         made = planning.plan(topology, run_dir)
         with reserved(made.ports, made.gpu_plan):
-            running = Fleet(made, on_progress or (lambda _: None))
+            running = Fleet(made, on_progress or (lambda _: None), behind=behind)
             try:
                 running.start()
                 yield running
@@ -366,41 +429,27 @@ def log_tail(log: Path, lines: int) -> str:
         return ""
 
 
-def _record(member: _Member) -> dict[str, Any]:
-    process = member.plan
+def _state_of(member: _Member) -> dict[str, Any]:
+    running = member.running
     return {
-        "id": process.id,
-        "kind": process.kind,
-        "role": process.role,
         "state": member.state,
-        "pid": member.running.pid if member.running else None,
-        "started_unix_s": member.running.started_unix_s if member.running else None,
-        "mark": member.running.mark if member.running else None,
+        "pid": running.pid if running else None,
+        "started_unix_s": running.started_unix_s if running else None,
+        "mark": running.mark if running else None,
         "ready_after_s": member.ready_after_s,
+        "ended_unix_s": member.ended_unix_s,
         "exit_status": member.exit_status,
-        "attached": process.attached,
-        "node": process.node,
-        "url": process.url,
-        "ports": process.ports,
-        "gpus": process.gpus,
-        "argv": process.argv,
-        "environment": process.environment,
-        "log": str(process.log),
+        "reason": member.reason,
     }
 
 
 def _silence(url: str) -> str | None:
     """Why `url` does not count as answered, or None where it does."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=2.0)
     try:
-        connection.request("GET", parts.path)
-        status = connection.getresponse().status
-        return None if status == 200 else f"HTTP {status}"
-    except (OSError, http.client.HTTPException) as error:
-        return str(error) or type(error).__name__
-    finally:
-        connection.close()
+        status, _ = call("GET", url, timeout_s=2.0)
+    except FAILURES as error:
+        return reason(error)
+    return None if status == 200 else f"HTTP {status}"
 
 
 def _said(log: Path, failures: tuple[str, ...]) -> str | None:

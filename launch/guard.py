@@ -24,6 +24,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
 _ORPHAN_GRACE_S = 1.0
 
+GIVE_UP_S = 60.0
+"""How long SIGKILL is repeated before what does not go is left."""
+
 
 def processes() -> dict[int, tuple[int, int]]:
     """Every process that still holds anything: pid → (parent's pid, session id).
@@ -58,19 +61,26 @@ def offspring(session: int) -> list[int]:
     return sorted(kin - {session})
 
 
-def kill_offspring(session: int, grace_s: float) -> None:
-    """Ends all `offspring`: SIGTERM, up to `grace_s` to leave, then SIGKILL until none is left."""
+def kill_offspring(session: int, grace_s: float) -> list[int]:
+    """Ends all `offspring`: SIGTERM, up to `grace_s` to leave, then SIGKILL until none is left.
+
+    Gives up `GIVE_UP_S` after that and returns the pids that are left: a process that waits in the
+    kernel, as for a GPU's driver, cannot be killed, and whoever waits for it would wait for ever.
+    """
     signalled: set[int] = set()
     deadline_s = time.monotonic() + grace_s
     while kin := offspring(session):
+        if time.monotonic() >= deadline_s + GIVE_UP_S:
+            return kin
         late = time.monotonic() >= deadline_s
         for pid in kin:
             if late or pid not in signalled:
                 signalled.add(pid)
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
         _reap()
         time.sleep(0.05)
+    return []
 
 
 def _reap() -> dict[int, int]:
@@ -81,6 +91,14 @@ def _reap() -> dict[int, int]:
             code = os.waitstatus_to_exitcode(pair[1])
             ended[pair[0]] = code if code >= 0 else 128 - code
     return ended
+
+
+def _tell(left: list[int]) -> None:
+    if left:
+        pids = ", ".join(map(str, left))
+        print(
+            f"guard: could not be killed in {GIVE_UP_S:.0f} s: {pids}", file=sys.stderr, flush=True
+        )
 
 
 def _start(command: list[str]) -> int:
@@ -124,13 +142,13 @@ def main(arguments: list[str]) -> int:
             os.read(woken, 4096)
         ended = _reap()
         if child in ended:
-            kill_offspring(os.getpid(), _ORPHAN_GRACE_S)
+            _tell(kill_offspring(os.getpid(), _ORPHAN_GRACE_S))
             return ended[child]
         if deadline_s is None and (stopping or pipe in ready or os.getppid() != supervisor):
             deadline_s = time.monotonic() + grace_s
             os.kill(child, stop_signal)
         if deadline_s is not None and time.monotonic() >= deadline_s:
-            kill_offspring(os.getpid(), 0.0)
+            _tell(kill_offspring(os.getpid(), 0.0))
             return 128 + signal.SIGKILL
 
 

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,17 +21,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deltaserve import __version__
+from deltaserve.child import PYTHON
 from deltaserve.errors import InputError
-from launch import commands
+from launch import cluster, commands
 from launch.asking import refusal
 from launch.cache import make_folder, write_atomically
 from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, options, require
-from launch.hardware import check_gpus
+from launch.hardware import allowed_gpus, check_gpus, hardware_of
+from launch.kv import worker_kv
 from launch.models import is_shape, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import check_free, free_base, worker_ports
+from launch.profiles import AUTO
 from launch.topology import Role, Topology, WorkerGroup
 
 _ENGINES = {"sglang": sglang, "vllm": vllm}
@@ -72,7 +74,8 @@ class Process:
         """What is started here for it: arguments and the whole environment."""
         if not self.launcher:
             return self.argv, self.full_environment()
-        return (*self.launcher, *self.argv), _inherited()
+        placed = {cluster.ENVIRONMENT: json.dumps(self.environment)}
+        return (*self.launcher, *self.argv), _inherited() | placed
 
     def full_environment(self) -> dict[str, str]:
         """The caller's environment with this process's on top."""
@@ -142,6 +145,7 @@ def plan(topology: Topology, run_dir: Path) -> Plan:
     if topology.base_port == 0:
         base = free_base(topology.worker_count)
         topology = topology.model_copy(update={"base_port": base})
+    topology = _on_gpus(topology)
     nodes: list[Node] = []
     if topology.placement.kind == "ray":
         nodes = assign(topology, cluster_nodes(topology.placement, f"{topology.name}.toml"))
@@ -207,7 +211,6 @@ def layout(
                     node,
                     wanted,
                     run_dir,
-                    command.environment,
                     known.STOP_SIGNAL,
                 )
             processes.append(
@@ -303,8 +306,11 @@ def router_config(made: Plan) -> str:
     if topology.router.params:
         lines += ["", "[policy_params]"]
         lines += [_line(key, value) for key, value in topology.router.params.items()]
-    groups = [group for group in topology.workers for _ in range(group.size)]
-    for worker, group in zip(made.workers, groups, strict=True):
+    if topology.router.residency:
+        lines += ["", "[residency]"]
+        lines += [_line(key, value) for key, value in topology.router.residency.items()]
+    groups = [(group, at) for group in topology.workers for at in range(group.size)]
+    for worker, (group, at) in zip(made.workers, groups, strict=True):
         lines += ["", "[[workers]]", _line("id", worker.id), _line("url", worker.url)]
         lines += [_line("role", worker.role), _line("engine", made.engine.name)]
         on_vllm = made.engine.name == "vllm"
@@ -314,18 +320,22 @@ def router_config(made: Plan) -> str:
         if mooncake or (worker.role == "prefill" and not on_vllm):
             lines += [_line("bootstrap_host", urlsplit(worker.url).hostname)]
             lines += [_line("bootstrap_port", worker.ports["bootstrap"])]
-        if tokens := group.max_total_tokens or topology.max_total_tokens:
-            lines += [_line("kv_capacity_tokens", tokens)]
+        kv = worker_kv(topology, group)
+        if kv.capacity_tokens:
+            lines += [_line("kv_capacity_tokens", kv.capacity_tokens)]
+        if kv.host_tokens:
+            lines += [_line("host_kv_tokens", kv.host_tokens)]
         if worker.role in ("decode", "elastic") and not on_vllm and not topology.decode_radix_cache:
             lines += [_line("prefix_cache", False)]
-        if topology.kv_events and not worker.attached:
-            host = urlsplit(worker.url).hostname
-            for name in ("kv_events", "kv_events_replay"):
+        host = urlsplit(worker.url).hostname
+        for name in ("kv_events", "kv_events_replay"):
+            if endpoints := getattr(group, name):
+                lines += [_line(name, endpoints[at])]
+            elif topology.kv_events and not worker.attached:
                 lines += [_line(name, f"tcp://{host}:{worker.ports[name]}")]
         if speed := topology.prefill_tokens_per_s(group):
             lines += [_line("prefill_tokens_per_s", speed)]
-        page_tokens = topology.page_size or _ENGINES[made.engine.name].PAGE_TOKENS
-        lines += [_line("page_size", page_tokens)]
+        lines += [_line("page_size", kv.page_tokens)]
     return "\n".join(lines) + "\n"
 
 
@@ -350,6 +360,38 @@ def _found(topology: Topology) -> Topology:
         tokenizer = str(file)
     router = topology.router.model_copy(update={"tokenizer": tokenizer})
     return topology.model_copy(update={"model": model, "router": router})
+
+
+def _on_gpus(topology: Topology) -> Topology:
+    """`topology` with the GPUs that it takes, where ``CUDA_VISIBLE_DEVICES`` leaves only some to
+    this process, and with the profile that they have, where that is not said.
+
+    Raises `InputError` for GPUs that are not left to it.
+    """
+    started = [group for group in topology.workers if not group.urls]
+    if topology.device == "cpu" or topology.placement.kind == "ray" or not started:
+        return topology
+    where = f"{topology.name}.toml"
+    allowed = allowed_gpus()
+    wanted = topology.gpus or tuple(gpu for group in started for gpu in group.gpus)
+    needed = sum(group.gpu_count for group in started)
+    if allowed is not None:
+        left = ", ".join(map(str, allowed)) or "none"
+        if barred := [gpu for gpu in wanted if gpu not in allowed]:
+            raise InputError(
+                f"{where}: gpus: GPU {barred[0]} is not among those that CUDA_VISIBLE_DEVICES "
+                f"allows ({left})"
+            )
+        if needed > len(allowed):
+            raise InputError(
+                f"{where}: {needed} GPUs are needed; CUDA_VISIBLE_DEVICES allows {left}"
+            )
+    if not wanted and allowed is not None:
+        wanted = allowed[:needed]
+        topology = topology.model_copy(update={"gpus": wanted})
+    if topology.hardware == AUTO and (kind := hardware_of(wanted or tuple(range(needed)), where)):
+        topology = topology.model_copy(update={"hardware": kind})
+    return topology
 
 
 def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Process:
@@ -456,7 +498,7 @@ def _check_elastic(made: Plan) -> None:
         if worker.role != "elastic" or worker.attached or not settings or settings in asked:
             continue
         asked.add(settings)
-        plugin = [sys.executable, "-c", "import sglang_ext.elastic"]
+        plugin = [*PYTHON, "-c", "import sglang_ext.elastic"]
         if reason := refusal(plugin, environment, silent="the plugin does not import"):
             raise InputError(f"{made.topology.name}.toml: {worker.id}: environment: {reason}")
 

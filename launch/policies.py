@@ -10,10 +10,10 @@ import difflib
 import json
 import os
 import subprocess
-import sys
 from functools import lru_cache
 from pathlib import Path
 
+from deltaserve.child import DELTASERVE, PYTHON
 from deltaserve.errors import InputError
 from launch.asking import refusal
 from launch.commands.routers import python_path
@@ -67,7 +67,7 @@ def _check_ours(router: RouterChoice, where: str) -> None:
 def _known() -> dict[str, tuple[str, ...]]:
     """The policies of our router: name → parameters."""
     done = subprocess.run(
-        [sys.executable, "-m", "deltaserve", "policy", "list", "--json"],
+        [*DELTASERVE, "policy", "list", "--json"],
         capture_output=True,
         check=True,
     )
@@ -78,7 +78,7 @@ def _known() -> dict[str, tuple[str, ...]]:
 
 
 def _check_class(router: RouterChoice, where: str) -> None:
-    load = [sys.executable, "-c", _IMPORT, router.policy, json.dumps(router.params)]
+    load = [*PYTHON, "-c", _IMPORT, router.policy, json.dumps(router.params)]
     environment = os.environ | {"PYTHONPATH": python_path(router)}
     if reason := refusal(load, environment, silent="it does not import"):
         raise InputError(f"{where}: router.policy: {router.policy}: {reason}")

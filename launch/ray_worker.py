@@ -1,12 +1,14 @@
 """Run by Ray's own Python: tells the nodes of a Ray cluster, and runs a worker's process on one.
 
     ray_worker.py nodes ADDRESS
-    ray_worker.py run ADDRESS NODE GPUS FOLDER GUARD GRACE_S SIGNAL -e NAME=VALUE... -- COMMAND...
+    ray_worker.py run ADDRESS NODE GPUS FOLDER GUARD GRACE_S SIGNAL -- COMMAND...
 
 `run` stands for the process that it has placed: it prints what that prints, ends when it ends and
-with its status, and on SIGTERM ends it. The process is kept by an actor, and under the actor by our
-guardian (`launch.guard`, sent along as text). Ray ends the actor when this process is gone in
-whatever way, and the guardian then ends the rest.
+with its status, and on SIGTERM ends it. It is told that process's environment by the variable
+``DELTASERVE_PLACED_ENVIRONMENT`` (JSON): anybody on the machine can read a command line. The
+process is kept by an actor, and under the actor by our guardian (`launch.guard`, sent along as
+text). Ray ends the actor when this process is gone in whatever way, and the guardian then ends the
+rest.
 
 Only the standard library and Ray are importable here, and on the node only what is on the node.
 """
@@ -166,9 +168,8 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(nodes(arguments[1])))
         return 0
     address, node, gpus, folder, guard, grace_s, stop_signal = arguments[1:8]
-    at = arguments.index("--")
-    environment = dict(word.split("=", 1) for word in arguments[8:at] if word != "-e")
-    command = arguments[at + 1 :]
+    environment = json.loads(os.environ.pop("DELTASERVE_PLACED_ENVIRONMENT"))
+    command = arguments[arguments.index("--") + 1 :]
     return run(address, node, int(gpus), folder, guard, grace_s, stop_signal, environment, command)
 
 

@@ -1,12 +1,14 @@
 """What a fleet keeps from every other fleet of the same user while it lives: its ports and GPUs.
 
-Owns the lock files in the cache folder. An engine opens its ports and takes its GPU's memory a
-minute after both were found free; the system drops a lock with the process that holds it.
+Owns the lock files in the cache folder, each host's own. An engine opens its ports and takes its
+GPU's memory a minute after both were found free; the system drops a lock with the process that
+holds it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
@@ -47,4 +49,5 @@ def _lock(file: TextIO) -> bool:
 def _lock_file(kind: str, number: int) -> TextIO:
     folder = cache_dir() / "reserved"
     folder.mkdir(parents=True, exist_ok=True)
-    return (folder / f"{kind}-{number}.lock").open("w")
+    # A home that several machines share holds the locks of each.
+    return (folder / f"{socket.gethostname()}-{kind}-{number}.lock").open("w")

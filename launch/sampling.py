@@ -7,21 +7,22 @@ killed run keeps what it had. Knows processes only by their guardians' pids, and
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import http.client
 import re
 import threading
 import time
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import psutil
 
-from launch.hardware import GpuSample, sample_gpus
+from launch.hardware import GpuError, GpuSample, sample_gpus
+from launch.http_calls import FAILURES, call
 from launch.supervised import members
 
 if TYPE_CHECKING:
@@ -71,22 +72,35 @@ class Sampler:
         self._thread.join()
 
     def _run(self) -> None:
-        with ExitStack() as files:
-            processes = self._table(files, "processes.csv", PROCESS_COLUMNS)
-            engines = self._table(files, "engines.csv", ENGINE_COLUMNS)
-            gpus = self._table(files, "gpu.csv", GPU_COLUMNS) if self._gpus else None
+        with contextlib.suppress(OSError), ExitStack() as files:
+            samples = [
+                partial(self._processes, self._table(files, "processes.csv", PROCESS_COLUMNS)),
+                partial(self._loads, self._table(files, "engines.csv", ENGINE_COLUMNS)),
+            ]
+            if self._gpus:
+                samples.append(partial(self._gpu, self._table(files, "gpu.csv", GPU_COLUMNS)))
             while True:
-                unix_s = round(time.time(), 3)
-                for id_, (pid, started_unix_s) in self._guardians.items():
-                    processes.writerow((unix_s, id_, *_usage(members(pid, started_unix_s))))
-                for id_, url in self._engines.urls.items():
-                    load = engine_load(url, self._engines.gauges)
-                    engines.writerow((round(time.time(), 3), id_, *load))
-                if gpus is not None:
-                    found = [gpu for gpu in sample_gpus() if gpu.index in self._gpus]
-                    gpus.writerows((unix_s, *astuple(gpu)) for gpu in found)
+                # What fails now (a GPU off its bus, a full disk) is left out; the next may not.
+                for sample in samples:
+                    with contextlib.suppress(GpuError, OSError, psutil.Error):
+                        sample()
                 if self._ended.wait(self._interval_s):
                     return
+
+    def _processes(self, table: Writer) -> None:
+        unix_s = round(time.time(), 3)
+        for id_, (pid, started_unix_s) in self._guardians.items():
+            table.writerow((unix_s, id_, *_usage(members(pid, started_unix_s))))
+
+    def _loads(self, table: Writer) -> None:
+        for id_, url in self._engines.urls.items():
+            load = engine_load(url, self._engines.gauges)
+            table.writerow((round(time.time(), 3), id_, *load))
+
+    def _gpu(self, table: Writer) -> None:
+        unix_s = round(time.time(), 3)
+        found = [gpu for gpu in sample_gpus() if gpu.index in self._gpus]
+        table.writerows((unix_s, *astuple(gpu)) for gpu in found)
 
     def _table(self, files: ExitStack, name: str, columns: tuple[str, ...]) -> Writer:
         file = files.enter_context((self._run_dir / name).open("w", buffering=1, newline=""))
@@ -98,17 +112,11 @@ class Sampler:
 def engine_load(url: str, gauges: tuple[str, ...]) -> list[float | None]:
     """The gauges as the engine at `url` has them now, summed over their labels (a data-parallel
     engine has one each); None where it does not answer or has no such gauge."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(
-        parts.hostname or "", parts.port, timeout=_ANSWER_WITHIN_S
-    )
     try:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode(errors="replace")
-    except (OSError, http.client.HTTPException):
+        _, body = call("GET", f"{url}/metrics", timeout_s=_ANSWER_WITHIN_S)
+    except FAILURES:
         return [None] * len(gauges)
-    finally:
-        connection.close()
+    text = body.decode(errors="replace")
     found: list[float | None] = []
     for gauge in gauges:
         values = re.findall(rf"^{gauge}(?:{{[^}}]*}})? ([-+.\deE]+)$", text, re.M)

@@ -46,6 +46,7 @@ class Supervised:
         guardian = [sys.executable, "-I", "-S", guard.__file__]
         how = (str(GRACE_S), str(int(stop_signal)))
         try:
+            keep_previous(log)
             with log.open("wb") as output:
                 self._guardian = subprocess.Popen(
                     [*guardian, str(read_end), str(os.getpid()), *how, "--", *argv],
@@ -96,18 +97,26 @@ class Supervised:
         if self._guardian.poll() is None:
             self._guardian.terminate()
 
-    def stop(self) -> None:
-        """Ends it and everything that came of it; returns when nothing is left."""
+    def stop(self) -> list[int]:
+        """Ends it and everything that came of it; returns the pids that could not be killed."""
         self.request_stop()
         try:
             self._guardian.wait(GRACE_S + 5)
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait()
-        sweep(self.pid, self.started_unix_s, self.mark)
+        left = sweep(self.pid, self.started_unix_s, self.mark)
         if self._alive_while_open >= 0:
             os.close(self._alive_while_open)
             self._alive_while_open = -1
+        return left
+
+
+def keep_previous(log: Path) -> None:
+    """Moves what an earlier start left at `log` to ``LOG.1``: the crash that one wants to see is
+    often the one before."""
+    with contextlib.suppress(FileNotFoundError):
+        log.replace(log.with_name(f"{log.name}.1"))
 
 
 def is_running(pid: int, started_unix_s: float) -> bool:
@@ -131,15 +140,17 @@ def terminate(pid: int, started_unix_s: float, timeout_s: float) -> bool:
     return True
 
 
-def sweep(guardian: int, started_unix_s: float, mark: str) -> None:
-    """Kills what a guardian that died before its time left behind.
+def sweep(guardian: int, started_unix_s: float, mark: str) -> list[int]:
+    """Kills what a guardian that died before its time left behind; returns the pids that could not
+    be killed in time (`guard.GIVE_UP_S`).
 
     That is what stayed in its session, whatever it calls itself now, and what left the session but
     still has the environment it was started with. Does nothing to a process that has come by the
     guardian's pid since.
     """
+    left: list[int] = []
     if _is_same(guardian, started_unix_s) is not False:
-        guard.kill_offspring(guardian, 0.0)
+        left = guard.kill_offspring(guardian, 0.0)
     killed = []
     for process in psutil.process_iter():
         try:
@@ -148,7 +159,8 @@ def sweep(guardian: int, started_unix_s: float, mark: str) -> None:
                 killed.append(process)
         except psutil.Error:
             continue
-    psutil.wait_procs(killed, timeout=5.0)
+    _, alive = psutil.wait_procs(killed, timeout=5.0)
+    return sorted({*left, *(process.pid for process in alive)})
 
 
 def members(guardian: int, started_unix_s: float) -> list[psutil.Process]:

@@ -1,15 +1,11 @@
-"""The topology file: which engine, which workers in which roles, which router.
+"""The topology: which engine, which workers in which roles, which router.
 
-Owns the keys, their checks and their overrides (`--set key=value`). Knows nothing of engines'
-flags, ports in use or processes. A topology is a value: the same file and overrides give the same.
+Owns the keys and their checks. Knows nothing of files (`launch.topology_files`), engines' flags,
+ports in use or processes. A topology is a value.
 """
 
 from __future__ import annotations
 
-import difflib
-import tomllib
-from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
@@ -20,12 +16,10 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
-    ValidationError,
     model_validator,
 )
 
-from deltaserve.errors import InputError
-from launch.hardware import PROFILES, Profile
+from launch.profiles import ANY_GPU, AUTO, PROFILES, Profile
 
 Role = Literal["colocated", "prefill", "decode", "elastic"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -33,6 +27,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 _Positive = Annotated[int, Field(gt=0)]
 _Port = Annotated[int, Field(gt=0, lt=65536)]
 _Gpu = Annotated[int, Field(ge=0)]
+_Setting = Annotated[str, Field(coerce_numbers_to_str=True)]
 _Text = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -48,6 +43,15 @@ def _http_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def _hardware(name: str) -> str:
+    """`name` where it is a profile's, or ``auto``."""
+    known = (AUTO, *PROFILES)
+    if name not in known:
+        raise ValueError(f"expected one of: {', '.join(known)}")
+    return name
+
+
+_Hardware = Annotated[str, AfterValidator(_hardware)]
 _Url = Annotated[str, AfterValidator(_http_url)]
 
 
@@ -63,23 +67,48 @@ class EngineChoice(_Strict):
     python: Path | None = None
 
 
-class WorkerGroup(_Strict):
+class KvKeys(_Strict):
+    """Keys of a worker's KV cache: of all workers where the topology has them, of a group's where
+    the group has. None leaves the engine its own default; a host tier of 0 is none.
+
+    `max_total_tokens` are on the worker's GPUs, `host_kv_tokens` or `host_kv_gb` (GB of 10^9 bytes)
+    in its host's memory. `radix_eviction_policy` and `schedule_policy` are SGLang's.
+    """
+
+    max_total_tokens: _Positive | None = None
+    page_size: _Positive | None = None
+    host_kv_tokens: Annotated[int, Field(ge=0)] | None = None
+    host_kv_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] | None = None
+    radix_eviction_policy: _Text | None = None
+    schedule_policy: _Text | None = None
+
+    @model_validator(mode="after")
+    def _check_host_tier(self) -> Self:
+        if self.host_kv_tokens is not None and self.host_kv_gb is not None:
+            raise ValueError("host_kv_tokens: give it or host_kv_gb, not both")
+        return self
+
+
+class WorkerGroup(KvKeys):
     """Workers that are alike. Each takes `tensor_parallel` GPUs, from `gpus` where given.
 
     With `urls` (one a worker) they are attached instead: workers that run already, here or on
-    another machine, and that a fleet neither starts nor ends.
+    another machine, and that a fleet neither starts nor ends. `kv_events` and `kv_events_replay`
+    are then the ZMQ endpoints (``tcp://HOST:PORT``) that they publish at, one a worker.
     """
 
     role: Role = "colocated"
     count: _Positive = 1
     urls: tuple[_Url, ...] = ()
     bootstrap_ports: tuple[_Port, ...] = ()
+    kv_events: tuple[_Text, ...] = ()
+    kv_events_replay: tuple[_Text, ...] = ()
     gpus: tuple[_Gpu, ...] = ()
     tensor_parallel: _Positive = 1
-    max_total_tokens: _Positive | None = None
     chunk_tokens: _Positive | None = None
     flags: tuple[str, ...] = ()
-    environment: dict[str, str] = {}
+    environment: dict[str, _Setting] = {}
 
     @property
     def size(self) -> int:
@@ -106,7 +135,9 @@ class Placement(_Strict):
 class RouterChoice(_Strict):
     """The router in front; `none` leaves the workers to be called directly.
 
-    `params` are of our policies, `flags` of the stock routers. `python_path` is where a policy that
+    `params` are of our policies, `flags` of the stock routers. `residency` is the ``[residency]``
+    table of our router's configuration (its rule and the rule's parameters), which the router
+    checks. `python_path` is where a policy that
     is a Python class (``package.module:Class``) is looked for. `tokenizer` is the model's, for
     text prompts: a ``tokenizer.json`` or a folder with one; ``auto`` is that of the model's folder
     where it has one, ``none`` leaves text to be compared by its bytes.
@@ -115,12 +146,13 @@ class RouterChoice(_Strict):
     kind: Literal["deltaserve", "sglang-router", "smg", "none"] = "deltaserve"
     policy: _Text = "round_robin"
     params: dict[str, Any] = {}
+    residency: dict[str, Any] = {}
     python_path: tuple[Path, ...] = ()
     tokenizer: _Text = "auto"
     flags: tuple[str, ...] = ()
 
 
-class Topology(_Strict):
+class Topology(KvKeys):
     """A whole topology. Keys that are None leave the engine its own default.
 
     `gpus` are those that its workers take, in order: how several topologies share one machine.
@@ -130,13 +162,12 @@ class Topology(_Strict):
     description: str = ""
     engine: EngineChoice
     device: Literal["cpu", "cuda"]
-    hardware: Literal["cpu", "h20", "h200"] | None = None
+    hardware: _Hardware = AUTO
     model: _Text
     load_format: _Text | None = None
     dtype: _Text = "bfloat16"
+    served_model_name: _Text | None = None
     context_tokens: _Positive | None = None
-    max_total_tokens: _Positive | None = None
-    page_size: _Positive | None = None
     chunk_tokens: _Positive | None = None
     mixed_chunk: bool = False
     graphs: bool = True
@@ -146,6 +177,7 @@ class Topology(_Strict):
     kv_connector: bool = False
     kv_events: bool = False
     telemetry: bool = False
+    incremental_streaming_output: bool = True
     warm_up: bool | None = None
     host: _Text = "127.0.0.1"
     base_port: Annotated[int, Field(ge=0, le=60000)] = 30000
@@ -155,7 +187,7 @@ class Topology(_Strict):
     sample_interval_s: Annotated[float, Field(ge=0)] = 2.0
     ready_timeout_s: Annotated[float, Field(gt=0)] = 900.0
     flags: tuple[str, ...] = ()
-    environment: dict[str, str] = {}
+    environment: dict[str, _Setting] = {}
     placement: Placement = Placement()
     workers: Annotated[tuple[WorkerGroup, ...], Field(min_length=1)]
     router: RouterChoice = RouterChoice()
@@ -176,9 +208,7 @@ class Topology(_Strict):
             raise ValueError("mixed_chunk: vllm always mixes; it is a key of SGLang's only")
         if self.kv_connector and (sglang or roles != {"colocated"}):
             raise ValueError("kv_connector: only for vllm workers that are colocated")
-        if self.warm_up and not sglang:
-            raise ValueError("warm_up: vllm compiles before it is ready; it is a key of SGLang's")
-        if self.hardware and PROFILES[self.hardware].device != self.device:
+        if self.hardware != AUTO and PROFILES[self.hardware].device != self.device:
             raise ValueError(f"hardware: {self.hardware} does not have device {self.device!r}")
         if self.router.params and self.router.kind != "deltaserve":
             raise ValueError(f"router.params: {self.router.kind} has none; use router.flags")
@@ -190,16 +220,57 @@ class Topology(_Strict):
             raise ValueError(f"router.kind: {self.router.kind} knows no elastic workers")
         if self.router.kind not in ("deltaserve", "none") and not sglang and "prefill" in roles:
             raise ValueError(f"router.kind: {self.router.kind} does not separate with vllm workers")
+        if self.router.residency and self.router.kind != "deltaserve":
+            raise ValueError(f"router.residency: {self.router.kind} has none")
+        for index, group in enumerate(self.workers):
+            self._check_kv(index, group)
         self._check_gpus()
         for index, group in enumerate(self.workers):
             if group.urls and (group.gpus or group.count not in (1, len(group.urls))):
                 raise ValueError(f"workers.{index}.urls: attached workers have no gpus and count")
+            for key in ("kv_events", "kv_events_replay"):
+                endpoints = getattr(group, key)
+                if endpoints and len(endpoints) != len(group.urls):
+                    raise ValueError(f"workers.{index}.{key}: for attached workers, one a url")
             if group.urls and group.role == "prefill" and sglang:
                 if len(group.bootstrap_ports) != len(group.urls):
                     raise ValueError(f"workers.{index}.bootstrap_ports: one a url is needed")
             elif group.bootstrap_ports:
                 raise ValueError(f"workers.{index}.bootstrap_ports: for attached prefill workers")
         return self
+
+    def _check_kv(self, index: int, group: WorkerGroup) -> None:
+        keys = self.kv_keys(group)
+        has_host_tier = bool(keys.host_kv_tokens or keys.host_kv_gb)
+        host_key = "host_kv_tokens" if keys.host_kv_tokens else "host_kv_gb"
+        where = f"workers.{index}.{host_key}" if host_key in group.model_fields_set else host_key
+        if self.engine.name != "sglang":
+            for key in ("radix_eviction_policy", "schedule_policy"):
+                if getattr(keys, key) is not None:
+                    raise ValueError(f"{key}: it is a key of SGLang's only")
+            if has_host_tier and self.device == "cpu":
+                raise ValueError(f"{where}: vllm offloads KV from GPUs only, not on a CPU")
+            if has_host_tier and (self.kv_connector or group.role != "colocated"):
+                raise ValueError(
+                    f"{where}: vllm takes one connector a worker, and this one has the one that "
+                    "transfers KV between workers"
+                )
+        elif has_host_tier and group.role == "elastic":
+            raise ValueError(
+                f"{where}: an elastic worker has no host tier (its prefill and decode share one "
+                f"radix cache that HiCache does not know); workers.{index}.{host_key} = 0 leaves "
+                "it out there"
+            )
+
+    def kv_keys(self, group: WorkerGroup) -> KvKeys:
+        """The keys of the KV cache of the workers of `group`: its own, else the topology's."""
+        found = {key: getattr(group, key) for key in KvKeys.model_fields}
+        own_host_tier = group.host_kv_tokens is not None or group.host_kv_gb is not None
+        for key, value in found.items():
+            is_host_tier = key in ("host_kv_tokens", "host_kv_gb")
+            if value is None and not (is_host_tier and own_host_tier):
+                found[key] = getattr(self, key)
+        return KvKeys(**found)
 
     def _check_gpus(self) -> None:
         started = {f"workers.{i}.gpus": g for i, g in enumerate(self.workers) if not g.urls}
@@ -225,137 +296,29 @@ class Topology(_Strict):
             raise ValueError("workers: give gpus to every group or to none")
 
     @property
+    def model_name(self) -> str:
+        """The model's name in every engine's answers and requests, whatever folder it lies in."""
+        is_folder = self.model.startswith(("/", ".", "~"))
+        return self.served_model_name or (Path(self.model).name if is_folder else self.model)
+
+    @property
     def worker_count(self) -> int:
         return sum(group.size for group in self.workers)
 
     @property
     def warms_up(self) -> bool:
-        """Whether SGLang's workers are warmed up: by default on GPUs, where Triton compiles."""
-        if self.warm_up is None:
-            return self.engine.name == "sglang" and self.device == "cuda"
-        return self.warm_up
+        """Whether workers are warmed up: by default on GPUs, where kernels compile at first use."""
+        return self.device == "cuda" if self.warm_up is None else self.warm_up
 
     @property
     def profile(self) -> Profile:
-        """What the hardware is; that of a Hopper GPU where a CUDA topology does not say."""
-        return PROFILES[self.hardware or ("cpu" if self.device == "cpu" else "h200")]
+        """What the hardware is; that of any GPU until it is known which."""
+        if self.hardware == AUTO:
+            return PROFILES["cpu"] if self.device == "cpu" else ANY_GPU
+        return PROFILES[self.hardware]
 
     def prefill_tokens_per_s(self, group: WorkerGroup) -> float | None:
         """What to expect of a worker of `group` that has not been seen yet; None where nothing was
-        measured: another model, more GPUs a worker, GPUs that the topology does not name."""
-        if group.tensor_parallel > 1 or (self.device == "cuda" and self.hardware is None):
-            return None
-        return self.profile.speed.of(self.model)
-
-
-def catalog() -> dict[str, str]:
-    """The shipped topologies: name → what it is for."""
-    found = {}
-    for file in (resources.files("launch") / "topologies").iterdir():
-        if file.name.endswith(".toml"):
-            described = tomllib.loads(file.read_text()).get("description", "")
-            found[file.name.removesuffix(".toml")] = str(described)
-    return dict(sorted(found.items()))
-
-
-def load_topology(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Topology:
-    """The topology of a shipped name or a file, with `overrides` (``key.key=value``) applied.
-
-    A value is read as TOML where it is TOML (``8``, ``true``, ``["--a"]``), else as a string; list
-    items are named by index (``workers.0.count=2``). Raises `InputError` in one line that names
-    the file and the key, or the override.
-    """
-    text, where, name = _read(name_or_path)
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{where}: not TOML: {error}") from error
-    data.setdefault("name", name)
-    set_keys = {}
-    for override in overrides:
-        key, sign, value = override.partition("=")
-        if not sign or not key:
-            raise InputError(f"--set {override}: expected key=value")
-        _set(data, key, _value(value), override)
-        set_keys[key] = override
-    try:
-        return Topology.model_validate(data)
-    except ValidationError as error:
-        raise InputError(_one_line(error, where, set_keys)) from error
-
-
-def _read(name_or_path: str | Path) -> tuple[str, str, str]:
-    """Text of the file, what to call it in errors, default name of the topology."""
-    path = Path(name_or_path)
-    if path.suffix == ".toml" or len(path.parts) > 1:
-        try:
-            return path.read_text(), str(path), path.stem
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: cannot read the topology: {error}") from error
-    shipped = catalog()
-    name = str(name_or_path)
-    if name not in shipped:
-        close = difflib.get_close_matches(name, shipped, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise InputError(
-            f"no topology {name!r}{hint}; expected a .toml file or one of: {', '.join(shipped)}"
-        )
-    file = resources.files("launch") / "topologies" / f"{name}.toml"
-    return file.read_text(), f"{name}.toml", name
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _set(data: dict[str, Any], key: str, value: Any, override: str) -> None:
-    at: Any = data
-    *parents, last = key.split(".")
-    for part in parents:
-        at = _step(at, part, override) if isinstance(at, list) else at.setdefault(part, {})
-        if not isinstance(at, (dict, list)):
-            raise InputError(f"--set {override}: {part!r} has no keys")
-    if isinstance(at, list):
-        _step(at, last, override)
-        at[int(last)] = value
-    else:
-        at[last] = value
-
-
-def _step(items: list[Any], part: str, override: str) -> Any:
-    if not part.isdecimal() or int(part) >= len(items):
-        raise InputError(
-            f"--set {override}: expected an index from 0 to {len(items) - 1}: {part!r}"
-        )
-    return items[int(part)]
-
-
-def _one_line(error: ValidationError, where: str, set_keys: dict[str, str]) -> str:
-    first = error.errors()[0]
-    location = [str(part) for part in first["loc"]]
-    key = ".".join(location)
-    source = where
-    for set_key, override in set_keys.items():
-        if f"{key}.".startswith(f"{set_key}."):
-            source = f"--set {override}"
-    if first["type"] == "extra_forbidden":
-        known = _keys_at(location[:-1])
-        close = difflib.get_close_matches(location[-1], known, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-        return f"{source}: {key}: unknown key ({hint})"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{source}: {key}: {message}" if key else f"{source}: {message}"
-
-
-def _keys_at(location: list[str]) -> list[str]:
-    nested: dict[str, type[BaseModel]] = {
-        "engine": EngineChoice,
-        "placement": Placement,
-        "workers": WorkerGroup,
-        "router": RouterChoice,
-    }
-    model = nested[location[0]] if location else Topology
-    return list(model.model_fields)
+        measured: another model, more GPUs a worker, GPUs that are not known or were not seen."""
+        speed = self.profile.speed
+        return None if group.tensor_parallel > 1 or speed is None else speed.of(self.model)

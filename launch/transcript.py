@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launch.engines import Engine
 from launch.hardware import GpuSample
+from launch.supervised import keep_previous
 
 
 class Transcript:
@@ -19,6 +20,7 @@ class Transcript:
 
     def __init__(self, path: Path, name: str, engine: Engine) -> None:
         self._began_s = time.monotonic()
+        keep_previous(path)
         self._file = path.open("w", buffering=1)
         versions = ", ".join(f"{package} {is_}" for package, is_ in engine.versions.items())
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

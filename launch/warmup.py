@@ -1,4 +1,4 @@
-"""Makes SGLang workers do, before anyone is served, what they do at first use.
+"""Makes workers do, before anyone is served, what they do at first use, the same for both engines.
 
 That is compiling kernels, and connecting each prefill worker with each worker that it sends KV to:
 SGLang 0.5.17 describes every slot of both KV pools to NIXL then, 0.1 s a million (slots × layers ×
@@ -6,14 +6,14 @@ SGLang 0.5.17 describes every slot of both KV pools to NIXL then, 0.1 s a millio
 of 48 layers took 10 s for the first peer and 4.5 s for each other.
 
 Owns the requests that do it (`deltaserve.step_sizes` says which kernels there are); leaves the
-workers' caches empty.
+workers' caches empty where they can be emptied.
 """
 
 from __future__ import annotations
 
-import http.client
 import random
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
@@ -23,7 +23,9 @@ from urllib.parse import urlsplit
 import orjson
 
 from deltaserve.step_sizes import step_sizes
-from launch.planning import Process
+from launch.caches import FlushError, flush
+from launch.http_calls import FAILURES, call, reason
+from launch.planning import Plan, Process
 
 _NO_TRANSFER = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 """SGLang's own word for a separated request whose KV goes nowhere
@@ -33,7 +35,6 @@ _RECEIVING = ("elastic", "decode")
 _CONNECTING_TOKENS = 128
 _BEGINNINGS = 1000
 _TIMEOUT_S = 300.0
-_FLUSH_S = 10
 _POLL_S = 0.1
 
 
@@ -45,21 +46,22 @@ class WarmUpError(Exception):
         self.worker = worker
 
 
-def warm_up(
-    workers: Sequence[Process], chunk_tokens: int | None, meanwhile: Callable[[], None]
-) -> float:
-    """Seconds until all are warm; calls `meanwhile` again and again until then.
+def warm_up(plan: Plan, meanwhile: Callable[[], None]) -> float:
+    """Seconds until all workers are warm; calls `meanwhile` again and again until then.
 
     Attached workers are left out: they may be serving. Raises `WarmUpError`.
     """
     began_s = time.monotonic()
-    own = [worker for worker in workers if not worker.attached]
-    sizes = step_sizes(chunk_tokens)
+    own = [worker for worker in plan.workers if not worker.attached]
+    sizes = step_sizes(plan.topology.chunk_tokens)
+    if limit := plan.topology.context_tokens:
+        sizes = tuple(size for size in sizes if size + _ANSWER_TOKENS <= limit)
     receiving = [worker for worker in own if worker.role in _RECEIVING]
+    requests = _SGLang() if plan.engine.name == "sglang" else _VLLM(plan)
     steps = (
-        [partial(_compile, worker, sizes) for worker in own if worker.role in _PREFILLING],
-        [partial(_connect, worker, receiving) for worker in own if worker.role == "prefill"],
-        [partial(_post, worker, f"/flush_cache?timeout={_FLUSH_S}", b"") for worker in own],
+        [partial(_compile, requests, w, sizes) for w in own if w.role in _PREFILLING],
+        [partial(_connect, requests, w, receiving) for w in own if w.role == "prefill"],
+        [partial(_empty, plan.engine.name, w) for w in own if requests.can_flush(w)],
     )
     for jobs in steps:
         _run_all(jobs, meanwhile)
@@ -79,44 +81,124 @@ def _run_all(jobs: Sequence[Callable[[], None]], meanwhile: Callable[[], None]) 
         task.result()
 
 
-def _compile(worker: Process, token_counts: Sequence[int]) -> None:
-    more = _NO_TRANSFER if worker.role == "prefill" else {}
+def _compile(requests: _SGLang | _VLLM, worker: Process, token_counts: Sequence[int]) -> None:
     for tokens in token_counts:
-        _post(worker, "/generate", _request(tokens, tokens, more))
+        requests.prefill(worker, _prompt(tokens, tokens))
 
 
-def _connect(prefill: Process, receiving: Sequence[Process]) -> None:
+def _connect(requests: _SGLang | _VLLM, prefill: Process, receiving: Sequence[Process]) -> None:
     """Sends KV to one worker after the other: `prefill` connects to one at a time anyway."""
     for number, worker in enumerate(receiving):
+        requests.send_kv(prefill, worker, _prompt(_CONNECTING_TOKENS, _BEGINNINGS - 1 - number))
+
+
+def _empty(engine: str, worker: Process) -> None:
+    try:
+        flush(engine, worker.url)
+    except FlushError as error:
+        raise WarmUpError(worker, str(error)) from error
+
+
+_ANSWER_TOKENS = 2
+
+
+def _prompt(tokens: int, number: int) -> list[int]:
+    # No prompt begins like another: each is prefilled whole.
+    return [16 + number % _BEGINNINGS, *(17 + i % 900 for i in range(tokens - 1))]
+
+
+class _SGLang:
+    """SGLang's requests."""
+
+    def can_flush(self, worker: Process) -> bool:
+        return True
+
+    def prefill(self, worker: Process, prompt: list[int]) -> None:
+        self._generate(worker, prompt, _NO_TRANSFER if worker.role == "prefill" else {})
+
+    def send_kv(self, prefill: Process, to: Process, prompt: list[int]) -> None:
         bootstrap = {
             "bootstrap_host": urlsplit(prefill.url).hostname,
             "bootstrap_port": prefill.ports["bootstrap"],
             "bootstrap_room": random.getrandbits(62),
         }
-        request = _request(_CONNECTING_TOKENS, _BEGINNINGS - 1 - number, bootstrap)
-        with ThreadPoolExecutor(2) as pool:
-            halves = [pool.submit(_post, half, "/generate", request) for half in (prefill, worker)]
-        for half in halves:
-            half.result()
+        _both(partial(self._generate, half, prompt, bootstrap) for half in (prefill, to))
+
+    def _generate(self, worker: Process, prompt: list[int], more: dict[str, Any]) -> None:
+        sampling = {"max_new_tokens": _ANSWER_TOKENS, "ignore_eos": True, "temperature": 0}
+        _post(worker, "/generate", {"input_ids": prompt, "sampling_params": sampling, **more})
 
 
-def _request(tokens: int, number: int, more: dict[str, Any]) -> bytes:
-    # No prompt begins like another: each is prefilled whole.
-    ids = [16 + number % _BEGINNINGS, *(17 + i % 900 for i in range(tokens - 1))]
-    sampling = {"max_new_tokens": 2, "ignore_eos": True, "temperature": 0}
-    return orjson.dumps({"input_ids": ids, "sampling_params": sampling, **more})
+class _VLLM:
+    """vLLM's requests, and the fields by which its connectors are told who sends KV to whom."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._model = plan.topology.model_name
+        self._nixl = plan.topology.transfer_backend == "nixl"
+
+    def can_flush(self, worker: Process) -> bool:
+        return worker.environment.get("VLLM_SERVER_DEV_MODE") == "1"
+
+    def prefill(self, worker: Process, prompt: list[int]) -> None:
+        self._complete(worker, prompt, _ANSWER_TOKENS, {})
+
+    def send_kv(self, prefill: Process, to: Process, prompt: list[int]) -> None:
+        if self._nixl:  # the answer says where its KV is
+            asked = {"do_remote_decode": True, "do_remote_prefill": False}
+            told = self._complete(prefill, prompt, 1, asked).get("kv_transfer_params")
+            if not told:
+                raise WarmUpError(prefill, "/v1/completions: no kv_transfer_params in the answer")
+            self._complete(to, prompt, _ANSWER_TOKENS, told)
+            return
+        bootstrap = f"http://{urlsplit(prefill.url).hostname}:{prefill.ports['bootstrap']}"
+        transfer = uuid.uuid4().hex
+        sending = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
+        receiving = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": transfer,
+            "remote_engine_id": self._engine_id(prefill, bootstrap),
+            "remote_bootstrap_addr": bootstrap,
+        }
+        _both(
+            (
+                partial(self._complete, prefill, prompt, 1, sending),
+                partial(self._complete, to, prompt, _ANSWER_TOKENS, receiving),
+            )
+        )
+
+    def _engine_id(self, prefill: Process, bootstrap: str) -> str:
+        try:
+            _, answer = call("GET", f"{bootstrap}/query", timeout_s=_TIMEOUT_S)
+            return str(next(iter(orjson.loads(answer).values()))["engine_id"])
+        except (*FAILURES, ValueError, KeyError, StopIteration, AttributeError) as error:
+            raise WarmUpError(prefill, f"{bootstrap}/query: {reason(error)}") from error
+
+    def _complete(
+        self, worker: Process, prompt: list[int], tokens: int, transfer: dict[str, Any]
+    ) -> dict[str, Any]:
+        body = {"model": self._model, "prompt": prompt, "max_tokens": tokens}
+        body |= {"temperature": 0, "ignore_eos": True}
+        if transfer:
+            body["kv_transfer_params"] = transfer
+        answer: dict[str, Any] = orjson.loads(_post(worker, "/v1/completions", body) or b"{}")
+        return answer
 
 
-def _post(worker: Process, path: str, body: bytes) -> None:
-    parts = urlsplit(worker.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+def _both(jobs: Any) -> None:
+    """Runs the halves of one request side by side: each waits for the other."""
+    with ThreadPoolExecutor(2) as pool:
+        halves = [pool.submit(job) for job in jobs]
+    for half in halves:
+        half.result()
+
+
+def _post(worker: Process, path: str, body: dict[str, Any]) -> bytes:
     try:
-        connection.request("POST", path, body, {"content-type": "application/json"})
-        answer = connection.getresponse()
-        text = answer.read(300).decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
+        status, answer = call("POST", worker.url + path, orjson.dumps(body), timeout_s=_TIMEOUT_S)
+    except FAILURES as error:
         raise WarmUpError(worker, f"{path}: {error!r}") from error
-    finally:
-        connection.close()
-    if answer.status != http.client.OK:
-        raise WarmUpError(worker, f"{path}: {answer.status} {text}")
+    if status != 200:
+        text = answer[:300].decode(errors="replace")
+        raise WarmUpError(worker, f"{path}: {status} {text}")
+    return answer

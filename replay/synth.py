@@ -148,7 +148,33 @@ def _glm_agentic() -> Profile:
     )
 
 
-PROFILES = {"glm-agentic": _glm_agentic}
+def _coding_sessions() -> Profile:
+    """Long coding sessions, as 534 recorded ones are (the corpus of kv-cache-tester on GitHub,
+    31,833 requests): quantiles 5, 10, 25, 50, 75, 90, 95 % of turns a session 4, 6, 13, 34, 83,
+    139, 201; of the first prompt 10k, 12k, 18k, 22k, 98k, 234k, 336k tokens; of fresh tokens a
+    later turn 0, 27, 89, 349, 1,208, 3,658, 7,608; of think times 3, 4, 6, 10, 34, 161, 417 s; of
+    answers 88, 106, 140, 217, 423, 876, 1,508 tokens. A turn keeps the whole prompt before it but
+    for one in 60, after the agent compacted its context. Sessions have no prefix in common: the
+    recording does not say what they share."""
+    return Profile(
+        name="coding-sessions",
+        block_size=64,
+        requests_per_s=2.0,
+        max_input_tokens=200_000,
+        donors=1,
+        donor_tries=1,
+        turns=Quantiles(values=[2.0, 6.0, 10.0, 15.0, 22.0, 34.0, 50.0, 70.0, 97.0, 139.0, 250.0]),
+        shared_tokens=Quantiles.constant(0.0),
+        own_tokens=Quantiles(values=[8_000, 17_600, 21_500, 98_000, 180_000]),
+        kept_share=Quantiles(values=[0.2] + [1.0] * 60),
+        added_tokens=Quantiles.lognormal(349, 1.83, 60_000),
+        output_tokens=Quantiles.lognormal(217, 1.09, 20_000),
+        think_time_s=Quantiles.lognormal(10.1, 2.16, 3600),
+        service=Service(base_s=0.3, per_input_token_s=2e-5, per_output_token_s=0.02),
+    )
+
+
+PROFILES = {"glm-agentic": _glm_agentic, "coding-sessions": _coding_sessions}
 
 
 def load_profile(name: str) -> Profile:

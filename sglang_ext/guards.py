@@ -1,8 +1,9 @@
-"""What a hook into SGLang expects of it, checked before anything is hooked.
+"""What a hook into SGLang expects of it, checked before anything is hooked and once it has been.
 
-SGLang's plugin loader logs and swallows exceptions, so a worker whose hooks failed would come up
-and quietly behave like stock. A mismatch therefore ends the process (`PluginMismatch` is a
-``SystemExit``), with a message that names the hook, what was expected and what was found.
+SGLang's plugin loader logs and swallows exceptions, and so does its registry for a hook that it
+cannot apply: a worker whose hooks failed would come up and quietly behave like stock, or half like
+it. A mismatch therefore ends the process (`PluginMismatch` is a ``SystemExit``), with a message
+that names the hook, what was expected and what was found.
 """
 
 from __future__ import annotations
@@ -52,6 +53,29 @@ def check_version(found: str) -> None:
             f"deltaserve's SGLang plugin was tested with {', '.join(TESTED_VERSIONS)} and found "
             f"SGLang {found}: install a tested version, or start it without DELTASERVE_SGLANG"
         )
+
+
+def check_applied(hooks: Iterable[Hook]) -> None:
+    """Raises `PluginMismatch` for a hook that its target does not call.
+
+    SGLang's registry wraps a target once for each hook and keeps what it wrapped in
+    ``__wrapped__``; a hook is in the closure of its wrapper. What is wrapped in the end must still
+    be what the hook was written for: another plugin may have replaced it.
+    """
+    hooks = tuple(hooks)
+    for hook in hooks:
+        function: Any = pkgutil.resolve_name(hook.target)
+        while function is not None:
+            cells = getattr(function, "__closure__", None) or ()
+            if any(cell.cell_contents is hook.function for cell in cells):
+                break
+            function = getattr(function, "__wrapped__", None)
+        else:
+            raise PluginMismatch(
+                f"deltaserve's SGLang plugin hooks {hook.target}, but SGLang did not apply it: "
+                "its log says why; a worker with a part of the hooks must not start"
+            )
+    check_hooks(hooks)
 
 
 def check_hooks(hooks: Iterable[Hook]) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib
 import os
 from importlib.metadata import version
+from typing import Any
 
-from sglang_ext.guards import Hook, PluginMismatch, check_hooks, check_version
+from sglang_ext.guards import Hook, PluginMismatch, check_applied, check_hooks, check_version
 
 FEATURES = {
     "cpu": "sglang_ext.cpu",
     "elastic": "sglang_ext.elastic",
+    "paced": "sglang_ext.paced",
     "telemetry": "sglang_ext.telemetry",
 }
 """Feature name → module with a tuple `HOOKS`."""
@@ -36,10 +38,22 @@ def requested_features(setting: str) -> list[str]:
 
 
 def install() -> None:
-    """Registers the hooks of the requested features; ends the process where SGLang differs."""
+    """Registers the hooks of the requested features; ends the process where SGLang differs.
+
+    Also where anything else goes wrong: SGLang would log it and start the worker without us.
+    """
     names = requested_features(os.environ.get("DELTASERVE_SGLANG", ""))
     if not names:
         return
+    try:
+        _install(names)
+    except Exception as error:
+        raise PluginMismatch(
+            f"deltaserve's SGLang plugin ({', '.join(names)}) cannot be installed: {error!r}"
+        ) from error
+
+
+def _install(names: list[str]) -> None:
     check_version(version("sglang"))
     hooks: list[Hook] = []
     for name in names:
@@ -50,3 +64,18 @@ def install() -> None:
 
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+    _check_once_applied(HookRegistry, hooks)
+
+
+def _check_once_applied(registry: Any, hooks: list[Hook]) -> None:
+    """Lets SGLang's `registry` check our hooks as soon as it has applied all plugins' hooks.
+
+    It does so in every process, after the last plugin, and only logs a hook that fails.
+    """
+    apply_hooks = registry.apply_hooks
+
+    def apply_and_check() -> None:
+        apply_hooks()
+        check_applied(hooks)
+
+    registry.apply_hooks = apply_and_check

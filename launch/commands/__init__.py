@@ -13,6 +13,8 @@ from pathlib import Path
 
 from launch.topology import Role, WorkerGroup
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 @dataclass(frozen=True)
 class Place:

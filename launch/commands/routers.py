@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import deltaserve
+from deltaserve.child import DELTASERVE
 from launch.asking import refusal
 from launch.engines import ENVIRONMENTS
 from launch.topology import Role, RouterChoice, Topology
@@ -34,7 +34,7 @@ STOCK_PORTS = {"http": 0, "metrics": 1}
 
 def ours(config: Path) -> tuple[str, ...]:
     """The command of our router; it reads everything from `config`."""
-    return (sys.executable, "-m", "deltaserve", "route", "--config", str(config))
+    return (*DELTASERVE, "route", "--config", str(config))
 
 
 def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
@@ -46,6 +46,7 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
     said = _said_by_ours(
         config["policy"],
         tuple(f"{name}={json.dumps(value)}" for name, value in params.items()),
+        _residency(config.get("residency", {})),
         tuple(
             ",".join(
                 [
@@ -62,6 +63,7 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
     for ours, of_topology in (
         (r"policy_params: (\w+): ", r"router.params.\1: "),
         (r"policy_params: ", "router.params: "),
+        (r"residency: ", "router.residency: "),
         (r"policy (?=\S+ can place no request)", "router.policy: "),
     ):
         told, found = re.subn(f"^{ours}", of_topology, said)
@@ -70,14 +72,25 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
     return f"router: {said}"
 
 
+def _residency(table: Mapping[str, Any]) -> tuple[str, ...]:
+    """The router's flags for its ``[residency]`` table."""
+    flags = ["--residency", str(table["rule"])] if "rule" in table else []
+    for name, value in table.items():
+        if name != "rule":
+            flags += ["--residency-param", f"{name}={json.dumps(value)}"]
+    return tuple(flags)
+
+
 @lru_cache(maxsize=256)
 def _said_by_ours(
     policy: str,
     params: tuple[str, ...],
+    residency: tuple[str, ...],
     workers: tuple[str, ...],
     environment: tuple[tuple[str, str], ...],
 ) -> str | None:
-    argv = [sys.executable, "-m", "deltaserve", "route", "--check", "--policy", policy]
+    argv = [*DELTASERVE, "route", "--check", "--policy", policy]
+    argv += residency
     for flag, values in (("--policy-param", params), ("--worker", workers)):
         for value in values:
             argv += [flag, value]

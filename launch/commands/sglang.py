@@ -17,10 +17,10 @@ from launch.commands import (
     local_only,
     visible_gpus,
 )
+from launch.kv import hicache_size, worker_kv
 from launch.models import is_shape
-from launch.topology import Role, Topology
+from launch.topology import Role, Topology, WorkerGroup
 
-PAGE_TOKENS = 1
 HEALTH_PATH = "/health"
 LOAD_GAUGES = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
 
@@ -62,17 +62,18 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
     argv += ["--host", topology.host, "--port", str(place.ports["http"])]
     argv += ["--nccl-port", str(place.ports["dist"]), "--device", topology.device]
     argv += ["--tp-size", str(group.tensor_parallel), "--dtype", topology.dtype]
+    argv += ["--served-model-name", topology.model_name]
     argv += ["--random-seed", "0", "--enable-metrics", "--enable-cache-report"]
+    if topology.incremental_streaming_output:
+        # Otherwise every event of a stream carries all tokens so far, from one Python process.
+        argv += ["--incremental-streaming-output"]
     if load_format := topology.load_format or ("dummy" if shape else None):
         argv += ["--load-format", load_format]
     if shape:
         argv += ["--skip-tokenizer-init"]
     if topology.context_tokens:
         argv += ["--context-length", str(topology.context_tokens)]
-    if tokens := group.max_total_tokens or topology.max_total_tokens:
-        argv += ["--max-total-tokens", str(tokens)]
-    if topology.page_size:
-        argv += ["--page-size", str(topology.page_size)]
+    argv += _kv_cache(topology, group)
     if chunk := group.chunk_tokens or topology.chunk_tokens:
         argv += ["--chunked-prefill-size", str(chunk)]
     if place.role != "colocated":
@@ -109,6 +110,31 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
     if shape:
         environment["HF_HUB_OFFLINE"] = "1"
     return Command(tuple(argv), environment | topology.environment | group.environment)
+
+
+def _kv_cache(topology: Topology, group: WorkerGroup) -> list[str]:
+    """Flags of the KV cache: its size, pages, type, order of eviction and host tier.
+
+    HiCache's are those that it ran best with on an H200: copied when written, by a kernel, in the
+    layout that the GPU has.
+    """
+    keys, kv = topology.kv_keys(group), worker_kv(topology, group)
+    argv = []
+    if kv.capacity_tokens:
+        argv += ["--max-total-tokens", str(kv.capacity_tokens)]
+    if keys.page_size or kv.has_host_tier:
+        argv += ["--page-size", str(kv.page_tokens)]
+    for flag, value in (
+        ("--kv-cache-dtype", keys.kv_cache_dtype),
+        ("--radix-eviction-policy", keys.radix_eviction_policy),
+        ("--schedule-policy", keys.schedule_policy),
+    ):
+        argv += [flag, value] if value else []
+    if kv.has_host_tier:
+        argv += ["--enable-hierarchical-cache", *hicache_size(topology, group, kv)]
+        argv += ["--hicache-write-policy", "write_through", "--hicache-io-backend", "kernel"]
+        argv += ["--hicache-mem-layout", "layer_first"]
+    return argv
 
 
 def _graphs(topology: Topology, role: Role) -> list[str]:

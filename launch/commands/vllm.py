@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 from launch.commands import (
+    LOOPBACK,
     Command,
     Paths,
     Place,
@@ -16,10 +17,10 @@ from launch.commands import (
     local_only,
     visible_gpus,
 )
-from launch.models import is_shape, shape_config
+from launch.kv import WorkerKv, offloading_gib, worker_kv
+from launch.models import is_shape
 from launch.topology import Role, Topology
 
-PAGE_TOKENS = 16
 HEALTH_PATH = "/health"
 LOAD_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 FAILURES: tuple[str, ...] = ()
@@ -33,12 +34,12 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
     """The command of one worker."""
     group = place.group
     shape = is_shape(topology.model)
-    page_tokens = topology.page_size or PAGE_TOKENS
+    kv, kv_cache_dtype = worker_kv(topology, group), topology.kv_keys(group).kv_cache_dtype
     argv = [str(paths.python), "-m", "vllm.entrypoints.openai.api_server", "--model", paths.model]
-    argv += ["--served-model-name", topology.model]
+    argv += ["--served-model-name", topology.model_name]
     argv += ["--host", topology.host, "--port", str(place.ports["http"])]
     argv += ["--tensor-parallel-size", str(group.tensor_parallel), "--dtype", topology.dtype]
-    argv += ["--seed", "0", "--block-size", str(page_tokens)]
+    argv += ["--seed", "0", "--block-size", str(kv.page_tokens)]
     argv += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     if load_format := topology.load_format or ("dummy" if shape else None):
         argv += ["--load-format", load_format]
@@ -46,9 +47,14 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         argv += ["--skip-tokenizer-init"]
     if topology.context_tokens:
         argv += ["--max-model-len", str(topology.context_tokens)]
-    tokens = group.max_total_tokens or topology.max_total_tokens
-    if tokens:
-        argv += ["--num-gpu-blocks-override", str(math.ceil(tokens / page_tokens))]
+    if kv.capacity_tokens:
+        blocks = math.ceil(kv.capacity_tokens / kv.page_tokens)
+        argv += ["--num-gpu-blocks-override", str(blocks)]
+    if kv_cache_dtype:
+        argv += ["--kv-cache-dtype", kv_cache_dtype]
+    if kv.has_host_tier:
+        argv += ["--kv-offloading-size", offloading_gib(topology, kv)]
+        argv += ["--kv-offloading-backend", "native"]
     if chunk := group.chunk_tokens or topology.chunk_tokens:
         argv += ["--max-num-batched-tokens", str(chunk)]
     if topology.device == "cpu" or not topology.graphs:
@@ -71,10 +77,13 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "",
     }
+    if topology.host in LOOPBACK:
+        # For `launch.caches`. The calls that come with it shall not be open to a network.
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
     if topology.device == "cpu":
         # Bounded, not bound: a worker tied to a core waits whenever the client is on it.
         environment[_BINDING] = "nobind"
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_gib(topology, tokens))
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_gib(kv))
     else:
         environment |= visible_gpus(place.gpus)
         if topology.rdma_devices and topology.transfer_backend == "nixl":
@@ -102,12 +111,8 @@ def _connector(topology: Topology, role: Role) -> str:
     return json.dumps(config)
 
 
-def _kv_gib(topology: Topology, tokens: int | None) -> int:
-    """Room for the KV cache in whole GiB: what `tokens` need, or 2 where that is not known."""
-    if tokens is None or not is_shape(topology.model):
+def _kv_gib(kv: WorkerKv) -> int:
+    """Room for the KV cache in whole GiB: what its tokens need, or 2 where that is not known."""
+    if kv.capacity_tokens is None or kv.bytes_per_token is None:
         return 2
-    config = shape_config(topology.model)
-    bytes_per_token: int = (
-        config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2
-    )
-    return max(1, math.ceil(tokens * bytes_per_token / _GIB))
+    return max(1, math.ceil(kv.capacity_tokens * kv.bytes_per_token / _GIB))

@@ -1,11 +1,12 @@
 """SGLang on a machine without a GPU: for development, continuous integration and the demo.
 
-Three things differ there. Kernels: `stubs/` holds an importable ``sgl_kernel`` whose kernels refuse
+Four things differ there. Kernels: `stubs/` holds an importable ``sgl_kernel`` whose kernels refuse
 to run (the launcher puts that folder on ``PYTHONPATH``). KV transfer: SGLang's NIXL manager takes
 every KV pool for GPU memory ("VRAM"); on a CPU the pools are host memory and must be registered,
 described and transferred as "DRAM". Waiting: NIXL's progress thread spins for the life of a worker
 (half of a core for each of two idle workers on two cores), and a scheduler that waits for a
-transfer polls without pause, on cores that the other worker needs to make progress.
+transfer polls without pause, on cores that the other worker needs to make progress. The host tier
+(`host_tier`) is pinned and copied by CUDA.
 """
 
 from __future__ import annotations
@@ -15,10 +16,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.guards import Hook
+from sglang_ext.cpu import host_tier
+from sglang_ext.guards import Hook, PluginMismatch
 
 _KV_MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 _PAUSE_S = 0.0005
+
+
+def _refuse_other_devices(_result: None, scheduler: Any) -> None:
+    """Ends a worker that computes on another device: its KV is not in host memory."""
+    device = str(scheduler.server_args.device)
+    if device != "cpu":
+        raise PluginMismatch(
+            f"DELTASERVE_SGLANG asks for cpu, and this worker runs on {device}: its KV would be "
+            "registered as host memory. Take cpu out, or start the worker with --device cpu"
+        )
 
 
 def _use_host_memory(
@@ -49,6 +61,12 @@ def _give_up_the_core(_result: None, scheduler: Any) -> None:
 
 HOOKS = (
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_output_streamer",
+        kind="after",
+        function=_refuse_other_devices,
+        signature="(self)",
+    ),
+    Hook(
         target=f"{_KV_MANAGER}.__init__",
         kind="around",
         function=_use_host_memory,
@@ -60,4 +78,5 @@ HOOKS = (
         function=_give_up_the_core,
         signature="(self)",
     ),
+    *host_tier.HOOKS,
 )

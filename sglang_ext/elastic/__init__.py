@@ -17,9 +17,12 @@ from typing import Any
 
 from sglang_ext.elastic import fallback
 from sglang_ext.elastic.metrics import exporter_of
+from sglang_ext.elastic.queues import LOCAL_ROOM
 from sglang_ext.elastic.settings import from_environment
-from sglang_ext.elastic.worker import LOCAL_ROOM, ElasticWorker, attach, current
+from sglang_ext.elastic.state import add_to_loads, state
+from sglang_ext.elastic.worker import ElasticWorker, attach, current
 from sglang_ext.guards import Hook
+from sglang_ext.pacing.prefill import carry_true_lengths
 
 _SETTINGS = from_environment(os.environ)
 
@@ -54,21 +57,23 @@ def _queue(
     # retracted, and no prefill worker that would send it again.
     is_retracted = is_retracted or hasattr(req, "kv_cache_cpu")
     if is_retracted and not req.output_ids:
-        worker.prefill_again(req)
-    elif is_retracted or not worker.is_local(req):
-        worker.arrive(req)
-        if not is_retracted and worker.is_separated(req):
+        worker.queues.prefill_again(req)
+    elif is_retracted or not worker.queues.is_local(req):
+        worker.queues.number(req)
+        if not is_retracted and worker.queues.comes_by_transfer(req):
             worker.counts["separated"] += 1
         original(scheduler, req, is_retracted)
-    elif scheduler._set_or_validate_priority(req) and not worker.is_refused(req):
+    elif scheduler._set_or_validate_priority(req) and not worker.queues.is_refused(req):
         worker.counts["local"] += 1
-        worker.add_local(req)
+        worker.queues.add_local(req)
 
 
 def _next_batch(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
     worker = _worker(scheduler)
     return (
-        original(scheduler, running_batch) if worker is None else worker.next_batch(running_batch)
+        original(scheduler, running_batch)
+        if worker is None
+        else worker.steps.next_batch(running_batch)
     )
 
 
@@ -76,14 +81,18 @@ def _prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -
     worker = _worker(scheduler)
     if worker is None:
         return original(scheduler, running_batch)
-    return worker.prefill(original, running_batch)
+    held = len(worker.quarantine)
+    plan = worker.steps.prefill(original, running_batch)
+    if held:
+        worker.export()
+    return plan
 
 
 def _process_decode_queue(original: Callable[..., None], scheduler: Any) -> None:
     worker = _worker(scheduler)
     # The event loop calls this before the last batch is merged into the running one, too early for
-    # its accounting; `ElasticWorker.prefill` calls it again in the right place.
-    if worker is None or worker.scheduling:
+    # its accounting; `Steps.prefill` calls it again in the right place.
+    if worker is None or worker.steps.taking_in:
         original(scheduler)
 
 
@@ -91,15 +100,14 @@ def _launch(original: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any
     worker = _worker(scheduler)
     if worker is None:
         return original(scheduler, batch, *rest)
-    return worker.launch(original, batch, *rest)
+    return worker.paced.launch(original, batch, *rest)
 
 
 def _learn(_result: None, scheduler: Any, batch: Any, result: Any) -> None:
     worker = _worker(scheduler)
     if worker is not None:
-        worker.processed(batch, result)
-        if worker.exporter is not None:
-            worker.exporter.export()
+        worker.paced.processed(batch, result)
+        worker.export()
 
 
 def _abort(original: Callable[..., None], scheduler: Any, request: Any) -> None:
@@ -108,34 +116,50 @@ def _abort(original: Callable[..., None], scheduler: Any, request: Any) -> None:
         original(scheduler, request)
         return
     fallback.mark_aborted(worker, request)
-    worker.abort_waiting(request)
-    with worker.showing_transferred():
+    worker.queues.abort_waiting(request)
+    with worker.queues.showing_transferred():
         original(scheduler, request)
 
 
-def _is_fully_idle(idle: bool, scheduler: Any, for_health_check: bool = False) -> bool:
+def _is_fully_idle(
+    original: Callable[..., bool], scheduler: Any, for_health_check: bool = False
+) -> bool:
     worker = _worker(scheduler)
-    return idle and (worker is None or worker.is_idle())
+    if worker is None:
+        return original(scheduler, for_health_check)
+    if not scheduler._engine_paused or for_health_check:
+        return original(scheduler, for_health_check) and worker.is_idle()
+    # Nobody is served while a worker is paused. Local prompts in line own no memory: they are no
+    # reason to refuse the flush of the cache that a weight update does, and insists on.
+    with worker.queues.hiding_local():
+        return original(scheduler, for_health_check) and worker.is_idle()
+
+
+def _paused(_result: None, scheduler: Any, _request: Any) -> None:
+    worker = _worker(scheduler)
+    if worker is not None:
+        worker.quarantine.sit_out()
+        worker.export()
 
 
 def _internal_state(answer: Any, scheduler: Any, *_: Any) -> Any:
     worker = _worker(scheduler)
     if worker is not None:
-        answer.internal_state["deltaserve_elastic"] = worker.state()
+        answer.internal_state["deltaserve_elastic"] = state(worker)
     return answer
 
 
 def _loads(loads: Any, _inquirer: Any) -> Any:
     worker = current()
     if worker is not None:
-        worker.add_to_loads(loads)
+        add_to_loads(worker, loads)
     return loads
 
 
 def _adder_init(_result: None, adder: Any, *_: Any, **__: Any) -> None:
     worker = current()
     if worker is not None:
-        adder.rem_total_token_offset += worker.extra_reserved_tokens
+        adder.rem_total_token_offset += worker.steps.extra_reserved_tokens
 
 
 def _add_chunked(original: Callable[..., Any], adder: Any, req: Any) -> Any:
@@ -151,16 +175,8 @@ def _add_chunked(original: Callable[..., Any], adder: Any, req: Any) -> Any:
 
 
 def _mixed(_result: None, batch: Any, running_batch: Any) -> None:
-    riding = running_batch.batch_size()
-    if current() is None or riding == 0 or batch.seq_lens_cpu is None:
-        return
-    # With overlap scheduling SGLang takes each decode's last token for one that it has not noted
-    # yet. A request that has just arrived brought its token along: it would be taken to be longer
-    # by one than it is.
-    batch.prefix_lens = [
-        *batch.prefix_lens[:-riding],
-        *(length - 1 for length in batch.seq_lens_cpu[-riding:].tolist()),
-    ]
+    if current() is not None:
+        carry_true_lengths(batch, running_batch)
 
 
 def _transfer_budget(
@@ -169,7 +185,13 @@ def _transfer_budget(
     worker = _worker(queue.scheduler)
     if worker is None:
         return tokens
-    return worker.transfer_budget(tokens, for_retracted=not count_retracted)
+    return worker.memory.transfer_budget(tokens, for_retracted=not count_retracted)
+
+
+def _before_allocation(queue: Any, *_: Any, **__: Any) -> None:
+    worker = _worker(queue.scheduler)
+    if worker is not None:
+        worker.steps.before_allocation()
 
 
 def _handshakes(_result: None, queue: Any, *_: Any, **__: Any) -> None:
@@ -179,14 +201,16 @@ def _handshakes(_result: None, queue: Any, *_: Any, **__: Any) -> None:
 
 
 def _poll(polls: list[int], queue: Any) -> list[int]:
-    return polls if _worker(queue.scheduler) is None else fallback.give_up_failed(polls, queue)
+    worker = _worker(queue.scheduler)
+    return polls if worker is None else fallback.give_up_failed(worker, polls, queue)
 
 
 def _commit(original: Callable[..., None], queue: Any, entry: Any) -> None:
-    if _worker(queue.scheduler) is None:
+    worker = _worker(queue.scheduler)
+    if worker is None:
         original(queue, entry)
     else:
-        fallback.commit(original, queue, entry)
+        fallback.commit(worker, original, queue, entry)
 
 
 def _transferred(handed_on: list[Any], queue: Any, *_: Any, **__: Any) -> list[Any]:
@@ -196,7 +220,7 @@ def _transferred(handed_on: list[Any], queue: Any, *_: Any, **__: Any) -> list[A
 
 def _hold_rebootstrap(original: Callable[..., None], queue: Any, req: Any) -> None:
     worker = _worker(queue.scheduler)
-    if worker is None or not worker.is_local(req):
+    if worker is None or not worker.queues.is_local(req):
         original(queue, req)
     else:
         fallback.resume_here(worker, req)
@@ -243,7 +267,8 @@ HOOKS = (
     Hook(f"{_SCHEDULER}.run_batch", "around", _launch, "(self, batch, pp_proxy_tensors=None)"),
     Hook(f"{_SCHEDULER}.process_batch_result", "after", _learn, "(self, batch, result)"),
     Hook(f"{_SCHEDULER}.abort_request", "around", _abort, "(self, recv_req)"),
-    Hook(f"{_SCHEDULER}.is_fully_idle", "after", _is_fully_idle, "(self, for_health_check=False)"),
+    Hook(f"{_SCHEDULER}.is_fully_idle", "around", _is_fully_idle, "(self, for_health_check=False)"),
+    Hook(f"{_SCHEDULER}.pause_generation", "after", _paused, "(self, recv_req)"),
     Hook(f"{_SCHEDULER}.get_internal_state", "after", _internal_state, "(self, recv_req)"),
     Hook(
         "sglang.srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer.get_loads",
@@ -270,6 +295,12 @@ HOOKS = (
         _transfer_budget,
         "(self, retractable_tokens=None, count_retracted=True, extra_reserved_reqs=0, "
         "reserved_tokens=None, hicache_reserved_tokens=0)",
+    ),
+    Hook(
+        f"{_PREALLOCATION}._pre_alloc",
+        "before",
+        _before_allocation,
+        "(self, req, prefix_indices=None, prefix_len=None, total_prefix_len=None)",
     ),
     Hook(
         f"{_PREALLOCATION}._update_handshake_waiters",

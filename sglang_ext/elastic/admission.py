@@ -67,16 +67,18 @@ def reserved_for_transfers(
     return reserved
 
 
-def chunk_that_fits(*, chunk: int, page_size: int, decode_growth: int, available: int) -> int:
-    """The part of `chunk` for which there is memory, in whole pages; 0 where there is none.
+def chunk_that_fits(
+    *, chunk: int, granule_tokens: int, page_size: int, decode_growth: int, available: int
+) -> int:
+    """The part of `chunk` for which there is memory, in whole granules; 0 where there is none.
 
-    `decode_growth` is what the running requests allocate in the same step. SGLang's allocator wants
-    a page over for a prompt that starts within one.
+    A granule is a page or several. `decode_growth` is what the running requests allocate in the
+    same step. SGLang's allocator wants a page over for a prompt that starts within one.
     """
     room = available - decode_growth - page_size
     if chunk <= room:
         return chunk
-    return max(0, room // page_size * page_size)
+    return max(0, room // granule_tokens * granule_tokens)
 
 
 def slots_for_transferred(

@@ -76,7 +76,10 @@ def may_fall_back(worker: ElasticWorker, req: Any) -> bool:
     if not worker.settings.fallback or getattr(req, _ABORTED, False):
         return False
     deadline_s = _deadline_s(worker, req)
-    return deadline_s is None or _age_s(req) + worker.expected_prefill_s(req) <= deadline_s
+    if deadline_s is None:
+        return True
+    ahead = worker.queues.ahead_of(req)
+    return _age_s(req) + worker.paced.expected_s(req, ahead) <= deadline_s
 
 
 def _take_back_boundary_token(req: Any) -> None:
@@ -101,6 +104,7 @@ def _start_over(req: Any) -> None:
     req.finished_reason = None
     req.to_finish = None
     req.cached_tokens = 0
+    vars(req).pop("deltaserve_cached_tokens", None)
     req.full_untruncated_fill_ids = array("q")
     if req.return_logprob:
         # An aborted request gets empty lists here, which would be sent for the prompt's logprobs.
@@ -120,7 +124,7 @@ def _fall_back(worker: ElasticWorker, req: Any, message: str, stage: str) -> Non
         message,
     )
     _start_over(req)
-    worker.add_local(req)
+    worker.queues.add_local(req)
 
 
 def resume_here(worker: ElasticWorker, req: Any) -> None:
@@ -129,7 +133,7 @@ def resume_here(worker: ElasticWorker, req: Any) -> None:
     SGLang would have its KV recomputed by the prefill worker that it came from.
     """
     _take_back_boundary_token(req)
-    worker.add_local(req)
+    worker.queues.add_local(req)
 
 
 def _failure_message(receiver: Any) -> str:
@@ -179,19 +183,43 @@ def recover_handshakes(worker: ElasticWorker, queue: Any) -> None:
         queue.pending_reqs = [entry for entry in queue.pending_reqs if id(entry) not in gone]
 
 
-def give_up_failed(polls: list[int], queue: Any) -> list[int]:
-    """Marks the transfers that failed and reports them as done, so that they are handed on."""
+def give_up_failed(worker: ElasticWorker, polls: list[int], queue: Any) -> list[int]:
+    """Marks the transfers that failed and reports them as done, so that they are handed on.
+
+    Also those that brought another request's metadata on any rank. SGLang would find that out
+    rank by rank, when it commits them, and the ranks would no longer hold the same requests.
+    """
     from sglang.srt.disaggregation.base import KVPoll
 
     reported = list(polls)
+    arrived = []
     for i, (entry, poll) in enumerate(zip(queue.queue, polls, strict=True)):
         if poll == KVPoll.Failed:
             setattr(entry.req, _GIVEN_UP, ("transfer", _failure_message(entry.kv_receiver)))
             reported[i] = int(KVPoll.Success)
+        elif poll == KVPoll.Success and worker.queues.comes_by_transfer(entry.req):
+            arrived.append(entry)
+    good = worker.agree([int(_brought_room(queue, entry) == _room(entry)) for entry in arrived])
+    for entry, is_good in zip(arrived, good, strict=True):
+        if not is_good:
+            message = f"metadata of room {_brought_room(queue, entry)} came for room {_room(entry)}"
+            if _brought_room(queue, entry) == _room(entry):
+                message = "another rank got another room's metadata"
+            setattr(entry.req, _GIVEN_UP, ("metadata", message))
     return reported
 
 
-def commit(original: Callable[..., None], queue: Any, entry: Any) -> None:
+def _brought_room(queue: Any, entry: Any) -> int:
+    rooms = queue.metadata_buffers.bootstrap_room
+    return int(rooms[entry.metadata_buffer_index, 0].item())
+
+
+def _room(entry: Any) -> int:
+    room = entry.req.bootstrap_room
+    return 0 if room is None else int(room)
+
+
+def commit(worker: ElasticWorker, original: Callable[..., None], queue: Any, entry: Any) -> None:
     """Commits a transfer that succeeded; drops the receiver of one that was given up."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -199,6 +227,12 @@ def commit(original: Callable[..., None], queue: Any, entry: Any) -> None:
     if getattr(req, _GIVEN_UP, None) is None:
         original(queue, entry)
         if isinstance(req.finished_reason, FINISH_ABORT):
+            # A late write has changed the metadata since `give_up_failed` looked at it.
+            if worker.scheduler.ps.attn_tp_size > 1:
+                raise RuntimeError(
+                    f"{req.rid}: {req.finished_reason.message}, on this rank and after the ranks "
+                    "agreed that it was good: they no longer hold the same requests"
+                )
             setattr(req, _GIVEN_UP, ("metadata", str(req.finished_reason.message)))
             req.finished_reason = None
     if entry.kv_receiver is not None and getattr(req, _GIVEN_UP, None) is not None:
@@ -223,7 +257,7 @@ def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[An
         stage, message = getattr(req, _GIVEN_UP)
         setattr(req, _GIVEN_UP, None)
         holder = copy.copy(req)
-        worker.hold(holder)
+        worker.quarantine.hold(holder)
         if verdict:
             req.req_pool_idx = None
             req.kv = None

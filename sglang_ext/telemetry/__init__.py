@@ -3,8 +3,8 @@
 Three kinds of events, each from its own module: `steps` (what each forward pass held and how long
 it took), `requests` (when a request passed each phase) and `transfers` (the KV bytes that the
 transfer engine was asked to move, and those the decode cache saved). `sink` writes them to the
-folder ``DELTASERVE_TELEMETRY_DIR``, one file a process; `metrics` adds them up on SGLang's
-``/metrics`` page. Nothing here changes what the worker does.
+folder ``DELTASERVE_TELEMETRY_DIR``, one file a process, which `lines` keeps bounded; `metrics` adds
+them up on SGLang's ``/metrics`` page. Nothing here changes what the worker does.
 """
 
 from __future__ import annotations

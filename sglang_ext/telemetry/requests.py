@@ -29,8 +29,11 @@ _PHASES = {
 _RECORDED = "_deltaserve_recorded"
 
 
-def record_finished(scheduler: Any, candidates: Iterable[Any]) -> None:
-    """Writes a line for each request of `candidates` that has finished, once.
+_mode = ""
+
+
+def record_finished(mode: str, candidates: Iterable[Any]) -> None:
+    """Writes a line for each request of `candidates` that has finished, once; `mode` is the role.
 
     Times are Unix seconds, or absent where the request did not pass the phase on this worker.
     """
@@ -38,18 +41,24 @@ def record_finished(scheduler: Any, candidates: Iterable[Any]) -> None:
         if not request.finished() or getattr(request, _RECORDED, False):
             continue
         setattr(request, _RECORDED, True)
+        room = request.bootstrap_room
+        if room is None:
+            # An elastic worker takes the room off a request that falls back.
+            room = getattr(request, "deltaserve_room", None)
         stats = request.time_stats
         phases = {
             name: getattr(stats, field) + unix_minus_perf_counter_s
             for field, name in _PHASES.items()
             if getattr(stats, field)
         }
+        if (totals := metrics.totals()) is not None:
+            totals.request(phases)
         emit(
             "request",
             {
                 "engine_request_id": request.rid,
-                "room": request.bootstrap_room,
-                "mode": scheduler.disaggregation_mode.value,
+                "room": room,
+                "mode": mode,
                 "input_tokens": len(request.origin_input_ids),
                 "output_tokens": len(request.output_ids),
                 "cached_tokens": request.cached_tokens,
@@ -57,17 +66,52 @@ def record_finished(scheduler: Any, candidates: Iterable[Any]) -> None:
                 "phases": phases,
             },
         )
-        if (totals := metrics.totals()) is not None:
-            totals.request(phases)
 
 
 @harmless
 def _record_prefilled(finished: list[Any], scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """On a prefill worker a request ends when its KV has been sent, not in a batch's result."""
-    record_finished(scheduler, finished)
+    record_finished(scheduler.disaggregation_mode.value, finished)
+
+
+def _note_mode(_result: None, scheduler: Any) -> None:
+    global _mode
+    _mode = scheduler.disaggregation_mode.value
+
+
+@harmless
+def _record_streamed(
+    _result: None, _streamer: Any, requests: list[Any], *_args: Any, **_kwargs: Any
+) -> None:
+    """Requests that end apart from a step's result: in a handshake or a transfer that failed, or on
+    a decode worker with the first token, which came with the KV.
+
+    On a prefill worker only those that sent nothing; the others are recorded when it is done.
+    """
+    if _mode == "prefill":
+        requests = [
+            request
+            for request in requests
+            if type(request.finished_reason).__name__ == "FINISH_ABORT"
+            and not request.time_stats.prefill_transfer_queue_entry_time
+        ]
+    record_finished(_mode, requests)
 
 
 HOOKS = (
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_output_streamer",
+        kind="after",
+        function=_note_mode,
+        signature="(self)",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+        ".stream_output",
+        kind="after",
+        function=_record_streamed,
+        signature="(self, reqs, return_logprob, skip_req=None)",
+    ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.process_disagg_prefill_inflight_queue",
         kind="after",

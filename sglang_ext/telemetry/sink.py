@@ -1,13 +1,10 @@
-"""Where telemetry goes: one JSON Lines file a process, each line one ``write`` of its own.
-
-A line is therefore either whole or absent after a kill, and costs a few microseconds; no thread is
-involved, so telemetry cannot fall behind the worker or keep it from ending.
-"""
+"""Where telemetry goes: one JSON Lines file a process, a few microseconds a line."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -15,9 +12,13 @@ from typing import Any, ParamSpec
 
 import orjson
 
+from sglang_ext.telemetry.lines import LineFile
+
 logger = logging.getLogger(__name__)
 
-_descriptor: int | None = None
+_DEFAULT_MAX_MB = 4000
+
+_file: LineFile | None = None
 _worker_id = os.environ.get("DELTASERVE_WORKER_ID", "")
 
 unix_minus_perf_counter_s = time.time() - time.perf_counter()
@@ -49,19 +50,46 @@ def harmless(record: Callable[_P, None]) -> Callable[_P, None]:
     return guarded
 
 
-def _open() -> int:
+def _limit_bytes() -> int:
+    text = os.environ.get("DELTASERVE_TELEMETRY_MAX_MB", "").strip() or str(_DEFAULT_MAX_MB)
+    try:
+        limit_mb = float(text)
+    except ValueError:
+        limit_mb = math.nan
+    if not (math.isfinite(limit_mb) and limit_mb >= 1):
+        raise SystemExit(f"DELTASERVE_TELEMETRY_MAX_MB={text!r}: expected a number of at least 1")
+    return int(limit_mb * 1e6)
+
+
+def _open() -> LineFile:
     folder = os.environ.get("DELTASERVE_TELEMETRY_DIR")
     if not folder:
         raise SystemExit("DELTASERVE_SGLANG asks for telemetry: set DELTASERVE_TELEMETRY_DIR")
+    limit_bytes = _limit_bytes()
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f"{_worker_id or 'worker'}-{os.getpid()}.jsonl")
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    return LineFile(path, limit_bytes)
 
 
 def emit(event: str, fields: dict[str, Any]) -> None:
-    """Writes one line: `event`, the worker's id, and `fields` (times in Unix seconds)."""
-    global _descriptor
-    if _descriptor is None:
-        _descriptor = _open()
+    """Writes one line: `event`, the worker's id, and `fields` (times in Unix seconds).
+
+    After lines were lost to a full disk, the first one that it takes again is ``lost``, with their
+    number.
+    """
+    global _file
+    if _file is None:
+        _file = _open()
+    if not _file.ready():
+        return
+    data = _encoded(event, fields)
+    if lost := _file.lost_lines:
+        if not _file.write(_encoded("lost", {"lines": lost, "until_unix_s": time.time()})):
+            return
+        _file.lost_lines = 0
+    _file.write(data)
+
+
+def _encoded(event: str, fields: dict[str, Any]) -> bytes:
     line = {"event": event, "worker_id": _worker_id, **fields}
-    os.write(_descriptor, orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)

@@ -23,6 +23,9 @@ def _queue_depths(scheduler: Any) -> dict[str, int]:
     elif mode == "decode":
         depths["preallocation"] = len(scheduler.disagg_decode_prealloc_queue.queue)
         depths["transfer"] = len(scheduler.disagg_decode_transfer_queue.queue)
+        elastic = getattr(scheduler, "deltaserve_elastic", None)
+        if elastic is not None:
+            depths["arrived"] = len(elastic.queues.transferred)
     return depths
 
 
@@ -46,15 +49,19 @@ def _write_step(scheduler: Any, batch: Any, requests_of_step: list[Any]) -> None
     decoding = len(batch.decoding_reqs or ())
     if mode.is_decode():
         prefill_requests, prefill_tokens, decode_requests = 0, 0, len(requests_of_step)
-    elif mode.is_prebuilt():
-        prefill_requests, prefill_tokens, decode_requests = 0, 0, 0
     else:
         prefill_requests = len(requests_of_step) - decoding
         prefill_tokens = (batch.extend_num_tokens or 0) - decoding
         decode_requests = decoding
     forward_mode = mode.name.lower()
     duration_s = done_s - batch.launch_ts
+    metrics.attach(scheduler)
+    if (totals := metrics.totals()) is not None:
+        totals.step(forward_mode, duration_s, prefill_tokens)
+    requests.record_finished(scheduler.disaggregation_mode.value, requests_of_step)
     pool = scheduler.pool_stats_observer.get_pool_stats()
+    # The requests that decode come last, and count their whole context as prefix.
+    prefixes = (batch.prefix_lens or ())[:prefill_requests]
     emit(
         "step",
         {
@@ -63,7 +70,7 @@ def _write_step(scheduler: Any, batch: Any, requests_of_step: list[Any]) -> None
             "duration_s": duration_s,
             "prefill_requests": prefill_requests,
             "prefill_tokens": prefill_tokens,
-            "prefix_tokens": sum(batch.prefix_lens or ()) if prefill_requests else 0,
+            "prefix_tokens": sum(prefixes),
             "decode_requests": decode_requests,
             "queues": _queue_depths(scheduler),
             "kv_used_tokens": pool.full_num_used,
@@ -71,10 +78,6 @@ def _write_step(scheduler: Any, batch: Any, requests_of_step: list[Any]) -> None
             "kv_total_tokens": scheduler.max_total_num_tokens,
         },
     )
-    metrics.attach(scheduler)
-    if (totals := metrics.totals()) is not None:
-        totals.step(forward_mode, duration_s, prefill_tokens)
-    requests.record_finished(scheduler, requests_of_step)
 
 
 HOOKS = (

@@ -26,6 +26,7 @@ class _Transfer:
     chunks: int = 0
 
 
+_MOST_OPEN = 4096
 _open_transfers: dict[int, _Transfer] = {}
 
 
@@ -53,6 +54,9 @@ def _note_request(manager: Any, bootstrap_room: int, kv_indices: Any, *_: Any, *
 
 def _count(room: int, pages: int) -> None:
     transfer = _open_transfers.setdefault(room, _Transfer(start_unix_s=time.time()))
+    if len(_open_transfers) > _MOST_OPEN:
+        # A room that never concludes stays: the oldest is one.
+        del _open_transfers[next(iter(_open_transfers))]
     transfer.pages += pages
     transfer.chunks += 1
 

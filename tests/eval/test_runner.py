@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rich.console import Console
 
 from deltaserve.errors import InputError
 from eval.experiment import (
+    Analysis,
     Excerpt,
     Experiment,
     Prefixes,
@@ -34,7 +35,14 @@ from eval.experiment import (
 from eval.preview import preview
 from eval.progress import Progress
 from eval.provenance import read_manifest
-from eval.runner import Site, Summary, replay_command, run_experiment, topology_overrides
+from eval.runner import (
+    FleetMaker,
+    Site,
+    Summary,
+    replay_command,
+    run_experiment,
+    topology_overrides,
+)
 from eval.traces import (
     planned_trace,
     possible_cached_tokens,
@@ -71,6 +79,11 @@ class FakeFleet:
     workers: Sequence[Any] = ("w0",)
     engine_versions: dict[str, str] = field(default_factory=lambda: {"madeengine": "1.2.3"})
     timings: dict[str, float] = field(default_factory=lambda: {"start_s": 0.0})
+    dies_when: Callable[[], bool] = lambda: False
+
+    def check(self) -> None:
+        if self.dies_when():
+            raise RuntimeError("worker w0 died (SIGKILL); the end of w0.log:\n one\n two")
 
 
 @dataclass
@@ -78,10 +91,12 @@ class FakeSite:
     """Fleets that are nothing; remembers which were up, and refuses those in `broken`."""
 
     broken: set[str] = field(default_factory=set)
+    dying: set[str] = field(default_factory=set)
     up: list[str] = field(default_factory=list)
     down: list[str] = field(default_factory=list)
     run_s: float = 0.0
     now_s: float = 0.0
+    kept: list[str] = field(default_factory=list)
 
     def end(self, folder: Path) -> int:
         """A folder with a file `left` stands for one with a fleet that its runner left behind."""
@@ -103,10 +118,18 @@ class FakeSite:
                 raise RuntimeError("worker w0 died; the end of w0.log:\n one\n two")
             self.up.append(f"{folder.parent.name}/{folder.name}")
             try:
-                yield FakeFleet()
+                hangs = folder / "hanging"
+                dies = hangs.is_file if topology["name"] in self.dying else lambda: False
+                yield FakeFleet(dies_when=dies)
             finally:
                 self.now_s += self.run_s
                 self.down.append(f"{folder.parent.name}/{folder.name}")
+
+        @contextlib.contextmanager
+        def keeping(folder: Path) -> Iterator[FleetMaker]:
+            self.kept.append(f"up {folder.name}")
+            yield fleet
+            self.kept.append("down")
 
         return Site(
             load=load,
@@ -115,9 +138,30 @@ class FakeSite:
             describe=dict,
             vocab_size=lambda _topology: 1024,
             end=self.end,
+            keeping=keeping,
+            worker_key=lambda topology: str(topology["name"]).encode(),
             clock=lambda: self.now_s,
             replay=FAKE_REPLAY,
         )
+
+
+def test_runs_that_want_the_same_workers_follow_each_other_where_workers_are_kept(
+    tmp_path: Path, small_trace: Path
+) -> None:
+    path = tmp_path / "kept.toml"
+    arms = "".join(
+        f'[[arms]]\nname = "a{n}"\ntopology = "t-{"one" if n % 2 else "two"}"\n' for n in range(6)
+    )
+    path.write_text(
+        f'name = "kept"\nrepeats = 2\nkeep_workers = true\n[trace]\npath = "{small_trace}"\n{arms}'
+    )
+    fakes = FakeSite()
+    summary, _ = execute(load_experiment(str(path))[0], tmp_path / "out", fakes)
+    assert summary.complete == 12
+    assert fakes.kept == ["up workers", "down"]
+    odd = [int(run[1]) % 2 for run in fakes.up]
+    assert odd in ([0] * 6 + [1] * 6, [1] * 6 + [0] * 6)
+    assert [run[-1] for run in fakes.up] == ["1"] * 3 + ["2"] * 3 + ["1"] * 3 + ["2"] * 3
 
 
 @pytest.fixture
@@ -253,6 +297,100 @@ def test_a_fleet_that_does_not_come_up_fails_its_run_in_one_line(
     assert sorted(summary.failed) == ["one/r1", "one/r2"]
     reason = manifest(output, "one/r1")["reason"]
     assert reason == "RuntimeError: worker w0 died; the end of w0.log"
+
+
+def test_a_worker_that_dies_during_the_load_fails_the_run_at_once(
+    experiment: Experiment, tmp_path: Path, small_trace: Path
+) -> None:
+    """The replay would go on for a minute without it."""
+    (small_trace.parent / "behave.json").write_text('{"two": "hang"}')
+    output = tmp_path / "out"
+    began_s = time.monotonic()
+    summary, said = execute(experiment, output, FakeSite(dying={"t-two"}))
+    assert time.monotonic() - began_s < 30
+    assert sorted(summary.failed) == ["two/r1", "two/r2"]
+    found = manifest(output, "two/r1")
+    assert found["reason"] == "RuntimeError: worker w0 died (SIGKILL); the end of w0.log"
+    assert found["results"] == 3
+    assert found["violations"][0]["rule"] == "failed"
+    assert "two/r1: failed: RuntimeError: worker w0 died (SIGKILL)" in said
+    assert not any(str(output / "two").encode() in command for command in commands_running())
+
+
+def test_a_worker_that_died_at_the_very_end_of_the_load_is_noticed(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    """Its last answers came, so the replay itself ended well."""
+    looks: list[int] = []
+
+    def replayed() -> bool:
+        looks.append(1)
+        return any((tmp_path / "out").glob("*/*/requests.jsonl")) and all(
+            path.read_bytes().count(b"\n") == 12
+            for path in (tmp_path / "out").glob("*/*/requests.jsonl")
+        )
+
+    site = FakeSite().site()
+
+    @contextlib.contextmanager
+    def fleet(topology: Any, folder: Path, say: Any) -> Iterator[FakeFleet]:
+        yield FakeFleet(dies_when=replayed)
+
+    with Progress(Console(file=io.StringIO())) as progress:
+        summary = run_experiment(
+            experiment, tmp_path / "out", site=replace(site, fleet=fleet), source={},
+            progress=progress, only=["one"],
+        )  # fmt: skip
+    assert looks
+    assert len(summary.failed) == 2
+
+
+def test_a_finished_run_on_another_trace_is_never_taken_for_this_one(
+    experiment: Experiment, tmp_path: Path, small_trace: Path
+) -> None:
+    """The same path and settings, other content."""
+    output = tmp_path / "out"
+    execute(experiment, output, FakeSite())
+    requests = list(read_trace(small_trace))
+    requests[0].output_length += 1
+    write_trace(small_trace, requests)
+    with pytest.raises(InputError, match=r"r1: holds a finished run with trace sha256 \w+, which"):
+        execute(experiment, output, FakeSite())
+
+
+def test_each_round_may_have_a_draw_of_its_own_that_all_arms_share(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    prefixes = Prefixes(
+        requests=12, prefixes=4, prefix_tokens=64, suffix_tokens=32, output_tokens=4, block_size=32
+    )
+    varied = experiment.model_copy(
+        update={
+            "trace": Trace(prefixes=prefixes),
+            "analysis": Analysis(vary=["trace.seed", "replay.seed"]),
+        }
+    )
+    output = tmp_path / "out"
+    summary, _ = execute(varied, output, FakeSite())
+    assert summary.complete == 4
+    found = {
+        run: manifest(output, run)["identity"] for run in ("one/r1", "two/r1", "one/r2", "two/r2")
+    }
+    assert found["one/r1"] == found["two/r1"]
+    assert found["one/r2"] == found["two/r2"]
+    assert found["one/r1"]["trace_sha256"] != found["one/r2"]["trace_sha256"]
+    assert [found[run]["seed"] for run in ("one/r1", "one/r2")] == [0, 1]
+    assert execute(varied, output, FakeSite())[0].kept == 4
+
+
+def test_a_fixed_trace_has_no_draw_to_vary(tmp_path: Path, small_trace: Path) -> None:
+    path = tmp_path / "varied.toml"
+    path.write_text(TEXT.format(trace=small_trace) + '[analysis]\nvary = ["trace.seed"]\n')
+    with pytest.raises(InputError, match=r"analysis\.vary: trace\.seed changes nothing"):
+        load_experiment(str(path))
+    path.write_text(TEXT.format(trace=small_trace) + '[analysis]\nprimary = ["ttft"]\n')
+    with pytest.raises(InputError, match=r"analysis: primary: unknown measure 'ttft'; ttft_p50"):
+        load_experiment(str(path))
 
 
 def test_a_run_on_a_warm_fleet_is_invalid_and_said_to_be(

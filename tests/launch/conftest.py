@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.topology import Topology, load_topology
+from launch.topology import Topology
+from launch.topology_files import load_topology
 
 Fakes = Callable[..., Topology]
 

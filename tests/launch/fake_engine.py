@@ -37,6 +37,16 @@ _FLAGS = (
     "--disaggregation-transfer-backend",
     "--disaggregation-bootstrap-port",
     "--max-running-requests",
+    "--kv-events-config",
+    "--served-model-name",
+    "--kv-cache-dtype",
+    "--radix-eviction-policy",
+    "--schedule-policy",
+    "--hicache-ratio",
+    "--hicache-size",
+    "--hicache-write-policy",
+    "--hicache-io-backend",
+    "--hicache-mem-layout",
 )
 _SWITCHES = (
     "--enable-metrics",
@@ -46,6 +56,31 @@ _SWITCHES = (
     "--sleep-on-idle",
     "--disaggregation-decode-enable-radix-cache",
     "--enable-mixed-chunk",
+    "--enable-hierarchical-cache",
+    "--incremental-streaming-output",
+)
+
+
+_VLLM_FLAGS = (
+    "--model",
+    "--served-model-name",
+    "--host",
+    "--port",
+    "--tensor-parallel-size",
+    "--dtype",
+    "--seed",
+    "--block-size",
+    "--load-format",
+    "--max-model-len",
+    "--num-gpu-blocks-override",
+    "--max-num-batched-tokens",
+    "--kv-transfer-config",
+)
+_VLLM_SWITCHES = (
+    "--enable-prefix-caching",
+    "--enable-prompt-tokens-details",
+    "--skip-tokenizer-init",
+    "--enforce-eager",
 )
 
 
@@ -67,11 +102,28 @@ class _Health(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
-        refused = os.environ.get("FAKE") == "refuse" and self.path == "/generate"
         print(f"asked {self.path} {body.decode()}", flush=True)
-        self.send_response(500 if refused else 200)
+        status, answer = self._answer(body)
+        self.send_response(status)
         self.end_headers()
-        self.wfile.write(b"out of memory" if refused else b"{}")
+        self.wfile.write(answer)
+
+    def _answer(self, body: bytes) -> "tuple[int, bytes]":
+        behaviour = os.environ.get("FAKE")
+        if behaviour == "refuse" and self.path == "/generate":
+            return 500, b"out of memory"
+        if self.path.startswith("/reset_prefix_cache"):
+            if os.environ.get("VLLM_SERVER_DEV_MODE") != "1":
+                return 404, b"not found"
+            return 200, json.dumps({"success": behaviour != "busy"}).encode()
+        if self.path.startswith("/flush_cache") and behaviour == "busy":
+            return 400, b"requests are running"
+        if self.path == "/v1/completions":
+            asked = json.loads(body).get("kv_transfer_params") or {}
+            if asked.get("do_remote_decode"):
+                found = {"remote_host": "127.0.0.1", "remote_block_ids": [1]}
+                return 200, json.dumps({"kv_transfer_params": found}).encode()
+        return 200, b"{}"
 
     def log_message(self, *_: object) -> None:
         pass
@@ -104,11 +156,15 @@ def _serve(arguments: list[str]) -> None:
 
 def main(arguments: list[str]) -> None:
     if arguments[:2] == ["-I", "-c"]:
-        print(json.dumps({"python": "3.11.0", "sglang": "0.5.17"}))
+        print(json.dumps({"python": "3.11.0", "sglang": "0.5.17", "vllm": "0.26.0"}))
     elif arguments[0].endswith("probe.py"):
-        options = {flag: {"takes_value": True, "choices": None} for flag in _FLAGS}
-        options |= {flag: {"takes_value": False, "choices": None} for flag in _SWITCHES}
-        options["--attention-backend"]["choices"] = ["torch_native", "fa3"]
+        flags, switches = _FLAGS, _SWITCHES
+        if arguments[1:] == ["vllm"]:
+            flags, switches = _VLLM_FLAGS, _VLLM_SWITCHES
+        options = {flag: {"takes_value": True, "choices": None} for flag in flags}
+        options |= {flag: {"takes_value": False, "choices": None} for flag in switches}
+        if arguments[1:] == ["sglang"]:
+            options["--attention-backend"]["choices"] = ["torch_native", "fa3"]
         print(json.dumps(options))
     else:
         _serve(arguments)

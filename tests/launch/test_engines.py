@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from deltaserve.errors import InputError
 from launch import engines
 from launch.engines import ENVIRONMENTS, Environment, environment_for, find, install
-from launch.topology import Topology, catalog, load_topology
+from launch.topology import Topology
+from launch.topology_files import catalog, load_topology
 
 
 def quiet(_: str) -> None:
@@ -104,8 +106,8 @@ def test_another_engine_version_than_asked_for_is_an_error(fake_python: Path) ->
         find("sglang", "cpu", None, "0.5.18", "t.toml")
 
 
-def test_a_python_without_the_engine_is_an_error(fake_python: Path) -> None:
+def test_a_python_without_the_engine_is_an_error() -> None:
     with pytest.raises(InputError, match="has no vllm installed"):
-        find("vllm", "cpu", fake_python, None, "t.toml")
+        find("vllm", "cpu", Path(sys.executable), None, "t.toml")
     with pytest.raises(InputError, match="/nowhere/python does not run"):
         find("vllm", "cpu", Path("/nowhere/python"), None, "t.toml")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from deltaserve.errors import InputError
-from launch import fleets, hardware, sampling
+from launch import fleets, hardware, listing, sampling
 from launch.engines import Engine
 from launch.hardware import GpuSample, check_gpus
-from launch.planning import Plan, layout
+from launch.planning import Plan, layout, plan
 from launch.reservations import reserved
-from launch.topology import catalog, load_topology
+from launch.topology import Topology
+from launch.topology_files import catalog, load_topology
 from tests.processes import wait_until
 
 GIB = 2**30
@@ -25,21 +27,26 @@ def planned(name: str, *overrides: str) -> Plan:
     return layout(topology, Path("/run/x"), engine, 64)
 
 
-@pytest.mark.parametrize("name", [name for name in catalog() if not name.startswith("laptop")])
-def test_each_worker_of_a_gpu_topology_has_gpus_of_its_own(name: str) -> None:
+SIZED = {
+    "sglang:1": 1,
+    "sglang:8": 8,
+    "sglang-mixed:2": 2,
+    "sglang-pd:1p3d": 4,
+    "sglang-elastic:1p7d": 8,
+    "vllm:4": 4,
+    "vllm-pd:2p2d": 4,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), SIZED.items())
+def test_each_worker_of_a_gpu_topology_has_gpus_of_its_own(name: str, count: int) -> None:
     made = planned(name)
+    assert len(made.workers) == count
     gpus = [gpu for worker in made.workers for gpu in worker.gpus]
-    assert sorted(gpus) == list(range(len(made.workers)))
+    assert sorted(gpus) == list(range(count))
     for worker in made.workers:
         assert worker.environment["CUDA_VISIBLE_DEVICES"] == str(worker.gpus[0])
         assert made.gpu_plan[worker.gpus[0]] == worker.id
-
-
-@pytest.mark.parametrize("name", [name for name in catalog() if not name.startswith("laptop")])
-def test_the_topologys_name_and_description_say_how_many_gpus_it_takes(name: str) -> None:
-    count = sum(map(int, re.findall(r"\d+", name)))
-    assert len(planned(name).gpu_plan) == count
-    assert f" on {count} GPU{'s' if count > 1 else ''}: " in catalog()[name]
 
 
 def test_tensor_parallel_workers_take_neighbouring_gpus_or_those_given() -> None:
@@ -127,7 +134,6 @@ def test_prefill_graphs_are_captured_where_prompts_are_prefilled() -> None:
     ("name", "override", "said"),
     [
         ("vllm-8", "mixed_chunk=true", "mixed_chunk: vllm always mixes"),
-        ("vllm-8", "warm_up=true", "warm_up: vllm compiles before it is ready"),
         ("vllm-8", "workers.0.role=elastic", 'the role "elastic" is SGLang\'s only'),
         ("colocated-8", "kv_connector=true", "only for vllm workers"),
         ("colocated-8", "hardware=cpu", "hardware: cpu does not have device 'cuda'"),
@@ -139,6 +145,108 @@ def test_what_does_not_go_together_is_refused(name: str, override: str, said: st
     with pytest.raises(InputError) as error:
         planned(name, override)
     assert said in str(error.value)
+
+
+@pytest.fixture
+def found(fake_python: Path, tmp_path: Path) -> Callable[..., Topology]:
+    """Plans a topology of fakes as `up` does and gives its topology as it was then found."""
+
+    def make(name: str, *overrides: str) -> Topology:
+        fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0"]
+        return plan(load_topology(name, [*fake, *overrides]), tmp_path / "run").topology
+
+    return make
+
+
+def see(monkeypatch: pytest.MonkeyPatch, *there: GpuSample) -> None:
+    monkeypatch.setattr(hardware, "sample_gpus", lambda: list(there))
+    monkeypatch.setattr(hardware, "_uuids", lambda: [f"GPU-{at}b{at}-x" for at in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("allowed", "gpus"),
+    [("2,3", (2, 3)), ("3,2,0", (3, 2)), ("GPU-1b,GPU-3b3-x", (1, 3)), (None, ())],
+)
+def test_a_fleet_takes_only_gpus_that_were_granted_to_the_caller(
+    found: Callable[..., Topology],
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: str | None,
+    gpus: tuple[int, ...],
+) -> None:
+    see(monkeypatch, *(gpu(at) for at in range(4)))
+    if allowed is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    assert found("sglang:2").gpus == gpus
+
+
+@pytest.mark.parametrize(
+    ("allowed", "override", "said"),
+    [
+        ("1", "name=x", "x.toml: 2 GPUs are needed; CUDA_VISIBLE_DEVICES allows 1"),
+        ("", "name=x", "2 GPUs are needed; CUDA_VISIBLE_DEVICES allows none"),
+        ("0,1,-1,3", "gpus=[1,3]", "gpus: GPU 3 is not among those that CUDA_VISIBLE_DEVICES"),
+        ("2,3", "workers.0.gpus=[0,2]", "GPU 0 is not among those"),
+        ("MIG-1", "name=x", "MIG instances are not supported"),
+        ("GPU-9", "name=x", "allows none"),
+    ],
+)
+def test_gpus_that_were_not_granted_are_refused(
+    found: Callable[..., Topology],
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: str,
+    override: str,
+    said: str,
+) -> None:
+    see(monkeypatch, *(gpu(at) for at in range(4)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    with pytest.raises(InputError) as error:
+        found("sglang:2", override)
+    assert said in str(error.value)
+    assert found("laptop-sglang").gpus == ()
+
+
+def test_the_profile_is_that_of_the_gpus_that_are_there(
+    found: Callable[..., Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, kind in (
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA L4", "auto"),
+    ):
+        see(monkeypatch, gpu(0, name=name), gpu(1, name="NVIDIA L4"))
+        assert found("sglang:1").hardware == kind
+        assert found("sglang:1", "hardware=h20").hardware == "h20"
+    see(monkeypatch, gpu(0), gpu(1, name="NVIDIA H20"))
+    with pytest.raises(InputError, match=r"GPUs of different kinds \(NVIDIA H20, NVIDIA H200\)"):
+        found("sglang:2")
+    see(monkeypatch)
+    assert found("sglang:2").hardware == "auto"
+
+
+def test_an_unknown_gpu_is_left_to_the_engines_own_choice_of_attention() -> None:
+    assert "--attention-backend" not in planned("sglang").workers[0].argv
+    assert "--attention-backend" in planned("sglang", "hardware=h100").workers[0].argv
+    with pytest.raises(InputError, match="hardware: expected one of: auto, a100, b200, cpu,"):
+        load_topology("sglang", ["hardware=h300"])
+
+
+def test_the_list_says_which_sizes_fit_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "sample_gpus", lambda: [gpu(at) for at in range(4)])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    kinds = {kind.name: kind for kind in listing.listing()}
+    assert set(kinds) == set(catalog())
+    assert kinds["sglang"].here.startswith("sglang:1 to sglang:3")
+    assert kinds["vllm-pd"].here.startswith("vllm-pd:1p1d to vllm-pd:1p2d")
+    assert kinds["laptop-vllm"].fits
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    kinds = {kind.name: kind for kind in listing.listing()}
+    assert (kinds["vllm-pd"].fits, kinds["vllm-pd"].here) == (False, "needs 2 GPUs; 1 here")
 
 
 def gpu(index: int, *, name: str = "NVIDIA H200", used_gib: float = 0.5) -> GpuSample:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.processes import wait_until
 
 
 def deltaserve(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,7 +25,9 @@ def deltaserve(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", ["install", "plugin", "list", "check", "up", "status", "down"])
+@pytest.mark.parametrize(
+    "command", ["install", "plugin", "list", "check", "up", "status", "logs", "down"]
+)
 def test_every_command_has_help_with_an_example(command: str) -> None:
     done = deltaserve(command, "--help")
     assert done.returncode == 0
@@ -33,7 +39,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     [
         (["check", "laptop-sglang"], "run: deltaserve launch install sglang"),
         (["up", "laptop-sglang", "--set", "pagesize=2"], "did you mean 'page_size'?"),
-        (["down", "laptop-sglang"], "no fleet.json there"),
+        (["down", "laptop-sglang"], "no fleet of the name laptop-sglang here"),
         (["install", "slang"], "no engine 'slang'"),
     ],
 )
@@ -126,3 +132,42 @@ def test_check_prints_the_exact_commands(fake_python: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "--disaggregation-mode decode" in done.stdout
     assert "DELTASERVE_SGLANG=cpu" in done.stdout
+
+
+def test_check_leaves_nothing_behind_and_shows_the_commands_of_what_it_refuses(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    fake = ["--set", f"engine.python={fake_python}", "--set", "base_port=0"]
+    folder = tmp_path / "run"
+    check = ["check", "laptop-sglang", *fake, "--run-dir", str(folder), "--print-commands"]
+    assert deltaserve(*check).returncode == 0
+    assert not folder.exists()
+    refused = deltaserve(*check, "--set", 'flags=["--no-such-flag"]')
+    assert refused.returncode == 2
+    assert "--no-such-flag" in refused.stdout
+    assert not folder.exists()
+    folder.mkdir()
+    assert deltaserve(*check).returncode == 0
+    assert folder.exists()
+
+
+def test_a_fleet_that_is_kept_serving_outlives_a_worker(fake_python: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", str(run_dir)]
+    up = deltaserve("up", "laptop-sglang", *fakes, "--keep-serving", "--detach")
+    assert up.returncode == 0, up.stderr
+
+    def workers() -> list[dict[str, Any]]:
+        shown = json.loads(deltaserve("status", str(run_dir), "--json").stdout)
+        assert shown["state"] == "ready"
+        found: list[dict[str, Any]] = shown["processes"]
+        return found
+
+    first = workers()[0]["pid"]
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: workers()[0]["pid"] != first and workers()[0]["state"] == "ready")
+    assert "died (signal 9); starting it again in 1 s" in (run_dir / "supervisor.log").read_text()
+    assert deltaserve("logs", str(run_dir), "colocated-0").stdout.count("==>") == 1
+    assert "it has: colocated-0" in deltaserve("logs", str(run_dir), "x").stderr
+    assert deltaserve("down", str(run_dir), "--json").returncode == 0

@@ -19,7 +19,8 @@ from deltaserve.errors import InputError
 from launch import FleetError, control, fleet
 from launch.engines import Engine
 from launch.planning import Plan, layout, plan, router_config
-from launch.topology import Topology, load_topology
+from launch.topology import Topology
+from launch.topology_files import load_topology
 from tests.processes import wait_until
 
 from .conftest import Fakes

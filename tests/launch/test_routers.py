@@ -12,7 +12,7 @@ from deltaserve.errors import InputError
 from launch.commands.routers import our_refusal
 from launch.engines import ENVIRONMENTS, Engine
 from launch.planning import layout, plan, router_config
-from launch.topology import load_topology
+from launch.topology_files import load_topology
 
 POLICY = """
 from router_policies.policy import Local

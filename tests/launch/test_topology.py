@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltaserve.errors import InputError
-from launch.topology import catalog, load_topology
+from launch.topology_files import catalog, load_topology
 
 
 def one_line(error: pytest.ExceptionInfo[InputError]) -> str:
@@ -85,7 +85,7 @@ def test_overrides_are_toml_where_they_are_toml_and_text_otherwise() -> None:
     [
         ("page_size", "expected key=value"),
         ("page_size=0", "--set page_size=0: page_size: Input should be greater than 0"),
-        ("workers.7.count=2", "expected an index from 0 to 1"),
+        ("workers.7.count=2", "expected an index from 0 to 1 or a role (prefill, decode): '7'"),
         ("workers.0.role=decode", 'a "decode" worker needs a "prefill" one'),
         ("workers.0.role=pre", "--set workers.0.role=pre: workers.0.role: Input should be"),
         ("workers.0.gpus=[0]", 'device is "cpu"'),
@@ -139,3 +139,114 @@ def test_gpus_that_do_not_suffice_or_are_given_twice_are_named(
     with pytest.raises(InputError) as error:
         load_topology("pd-1p1d", overrides)
     assert said in one_line(error)
+
+
+OLDER = {
+    "colocated-4": ("sglang:4", {}),
+    "colocated-8-mixed": ("sglang-mixed:8", {}),
+    "pd-3p1d": ("sglang-pd:3p1d", {}),
+    "elastic-1p7d": ("sglang-elastic:1p7d", {}),
+    "vllm-2": ("vllm:2", {}),
+    "vllm-8-eager": ("vllm:8", {"graphs": False}),
+    "vllm-1-nixl-both": ("vllm:1", {"kv_connector": True}),
+    "vllm-4-mooncake-both": (
+        "vllm:4",
+        {"kv_connector": True, "transfer_backend": "mooncake"},
+    ),
+    "vllm-pd-2p2d": ("vllm-pd:2p2d", {}),
+}
+
+
+@pytest.mark.parametrize("older", OLDER)
+def test_older_names_mean_what_they_meant(older: str) -> None:
+    now, keys = OLDER[older]
+    expected = load_topology(now).model_copy(update={"name": older, **keys})
+    assert load_topology(older) == expected
+
+
+def test_a_size_is_part_of_the_name() -> None:
+    made = load_topology("sglang-elastic:1p7d", ["workers.elastic.chunk_tokens=4096"])
+    assert [(g.role, g.count, g.chunk_tokens) for g in made.workers] == [
+        ("prefill", 1, None),
+        ("elastic", 7, 4096),
+    ]
+    # A folder of this name is on PYTHONPATH, where a colon separates.
+    assert made.name == "sglang-elastic-1p7d"
+    assert load_topology("laptop-sglang:3").worker_count == 3
+    assert load_topology("sglang").worker_count == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sglang:1p1d", "sglang:1p1d: expected a number of workers, as in sglang:2"),
+        ("sglang:0", "expected a number of workers"),
+        ("sglang:", "expected a number of workers"),
+        ("sglang-pd:4", "expected prefill and other workers, as in sglang-pd:1p3d"),
+        ("sglng:4", "did you mean 'sglang'?"),
+        ("vllm-2-lazy", "no topology 'vllm-2-lazy'"),
+    ],
+)
+def test_a_wrong_size_is_answered_with_an_example(name: str, said: str) -> None:
+    with pytest.raises(InputError) as error:
+        load_topology(name)
+    assert said in one_line(error)
+
+
+def test_a_group_of_workers_is_named_by_its_role() -> None:
+    made = load_topology("laptop-sglang-pd", ["workers.prefill.count=2", "workers.decode.count=3"])
+    assert [(g.role, g.count) for g in made.workers] == [("prefill", 2), ("decode", 3)]
+    with pytest.raises(InputError) as error:
+        load_topology("laptop-sglang-pd", ["workers.prefill.count=0"])
+    assert one_line(error).startswith("--set workers.prefill.count=0: workers.0.count: ")
+    with pytest.raises(InputError, match=r"index from 0 to 1 or a role \(prefill, decode\): 'x'"):
+        load_topology("laptop-sglang-pd", ["workers.x.count=2"])
+    twice = ["workers=[{}, {}]", "workers.colocated.count=2"]
+    with pytest.raises(InputError, match="several groups are 'colocated'; name one by its index"):
+        load_topology("laptop-sglang", twice)
+
+
+def test_a_file_extends_a_shipped_topology_or_another_file(tmp_path: Path) -> None:
+    base, mine = tmp_path / "base.toml", tmp_path / "mine.toml"
+    base.write_text(
+        'extends = "sglang-pd:2p3d"\n[router]\npolicy = "selective"\n'
+        "[workers.decode]\nflags = ['--x']\n"
+    )
+    mine.write_text(
+        'extends = "base.toml"\nhost_kv_gb = 60\n[router.params]\na = 1\n'
+        "[workers.prefill]\ncount = 1\n"
+    )
+    made = load_topology(mine)
+    assert (made.name, made.description, made.host_kv_gb) == ("mine", "", 60)
+    assert (made.router.policy, made.router.params) == ("selective", {"a": 1})
+    assert [(g.role, g.count, g.flags) for g in made.workers] == [
+        ("prefill", 1, ()),
+        ("decode", 3, ("--x",)),
+    ]
+    mine.write_text('extends = "base.toml"\n[[workers]]\n')
+    assert [group.role for group in load_topology(mine).workers] == ["colocated"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('extends = "sglng"', "mine.toml: extends: no topology 'sglng' (did you mean 'sglang'?)"),
+        ('extends = "mine.toml"', "mine.toml extends "),
+        ('extends = "gone.toml"', "gone.toml: cannot read the topology"),
+        ("extends = 3", "extends: expected the name of a topology or a .toml file"),
+        ('extends = "sglang"\n[workers.decode]\ncount = 2', "or a role (colocated): 'decode'"),
+        ('extends = "sglang"\nchunk_token = 2', "did you mean 'chunk_tokens'?"),
+    ],
+)
+def test_a_wrong_extension_names_the_file(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "mine.toml").write_text(content)
+    with pytest.raises(InputError) as error:
+        load_topology(tmp_path / "mine.toml")
+    assert said in one_line(error)
+
+
+def test_the_small_laptop_topologies_are_of_one_size() -> None:
+    for name in ("laptop-sglang-1", "laptop-vllm-1"):
+        made = load_topology(name)
+        assert (made.worker_count, made.max_total_tokens) == (1, 40000)
+        assert made.engine.name in name

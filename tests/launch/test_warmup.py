@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deltaserve.step_sizes import step_sizes
-from launch import FleetError, fleet
+from launch import FleetError, caches, fleet
+from launch.engines import Engine
+from launch.planning import layout
+from launch.topology import Topology
+from launch.topology_files import load_topology
 
 from .conftest import Fakes
 
@@ -20,7 +25,7 @@ PAIR = (
 )
 
 
-def asked(log: Path) -> list[tuple[str, dict[str, object]]]:
+def asked(log: Path) -> list[tuple[str, dict[str, Any]]]:
     lines = [line.split(" ", 2) for line in log.read_text().splitlines() if "asked" in line]
     return [(path, json.loads(body) if body.strip() else {}) for _, path, body in lines]
 
@@ -71,3 +76,73 @@ def test_a_worker_that_refuses_ends_the_fleet_and_says_what_it_said(
     with said, fleet(topology, tmp_path / "run"):
         pass
     assert json.loads((tmp_path / "run/fleet.json").read_text())["state"] == "failed"
+
+
+def test_vllm_workers_are_warmed_up_by_the_same_prompts(fake_python: Path, tmp_path: Path) -> None:
+    fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0"]
+    topology = load_topology("laptop-vllm-pd", [*fake, "chunk_tokens=512", "warm_up=true"])
+    with fleet(topology, tmp_path / "run") as running:
+        assert running.timings["warm_up_s"] > 0
+        logs = {worker.id: asked(worker.log) for worker in running.workers}
+    *generated, (_, sent), (emptied, _) = logs["prefill-0"]
+    assert [len(body["prompt"]) for _, body in generated] == list(step_sizes(512))
+    assert {path for path, _ in generated} == {"/v1/completions"}
+    assert sent["kv_transfer_params"]["do_remote_decode"] is True
+    assert emptied == "/reset_prefix_cache?reset_external=true"
+    (_, received), (emptied, _) = logs["decode-0"]
+    assert received["prompt"] == sent["prompt"]
+    # What the prefill worker's answer says of where its KV is.
+    assert received["kv_transfer_params"]["remote_block_ids"] == [1]
+    assert emptied.startswith("/reset_prefix_cache")
+
+
+def attached_to(name: str, *urls: str) -> Topology:
+    group = f"workers=[{{ urls = {json.dumps(urls)} }}]"
+    return load_topology(name, [group, "router.kind=none"])
+
+
+@pytest.mark.parametrize("name", ["laptop-sglang", "laptop-vllm"])
+def test_the_caches_of_attached_workers_are_emptied_between_runs(
+    fake_python: Path, tmp_path: Path, name: str
+) -> None:
+    fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0"]
+    with fleet(load_topology(name, fake), tmp_path / "theirs") as theirs:
+        urls = [worker.url for worker in theirs.workers]
+        with fleet(attached_to(name, *urls), tmp_path / "ours") as ours:
+            ours.flush_caches()
+            ours.flush_caches()
+        for worker in theirs.workers:
+            flushes = [p for p, _ in asked(worker.log) if "flush" in p or "reset" in p]
+            assert len(flushes) == 2
+
+
+def test_a_cache_that_cannot_be_emptied_is_an_error(
+    fakes: Fakes, fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches.flush, "__defaults__", (0.3,))
+    busy = pytest.raises(FleetError, match=r"colocated-0 .*/flush_cache: 400 requests are running")
+    with fleet(fakes("busy"), tmp_path / "busy") as running, busy:
+        running.flush_caches()
+    fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0"]
+    off = [*fake, "environment.VLLM_SERVER_DEV_MODE=0"]
+    without = pytest.raises(FleetError, match="unless VLLM_SERVER_DEV_MODE=1 is in its environ")
+    with fleet(load_topology("laptop-vllm", off), tmp_path / "off") as running, without:
+        running.flush_caches()
+    held = [*fake, "environment.FAKE=busy"]
+    still = pytest.raises(FleetError, match="requests or transfers still hold KV")
+    with fleet(load_topology("laptop-vllm", held), tmp_path / "held") as running, still:
+        running.flush_caches()
+
+
+def test_vllm_on_an_open_address_has_no_calls_for_development() -> None:
+    plans = [
+        layout(
+            load_topology("laptop-vllm", [f"host={host}"]),
+            Path("/run/x"),
+            Engine("vllm", Path("/e/python"), {"vllm": "1"}),
+            4,
+        )
+        for host in ("127.0.0.1", "10.0.0.1")
+    ]
+    told = [made.workers[0].environment.get("VLLM_SERVER_DEV_MODE") for made in plans]
+    assert told == ["1", None]

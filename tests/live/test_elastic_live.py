@@ -121,6 +121,7 @@ class Server:
             "PYTHONPATH": f"{path}:{path}/sglang_ext/cpu/stubs",
             "SGLANG_PLUGINS": "deltaserve",
             "SGLANG_USE_CPU_ENGINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
@@ -551,6 +552,38 @@ async def test_an_abort_at_any_stage_leaves_nothing_behind(workers: Workers) -> 
         assert {n: c for n, c in counts.items() if n.startswith("fallback")} == {
             n: c for n, c in before.items() if n.startswith("fallback")
         }
+
+
+async def test_a_pause_lets_the_cache_be_flushed_and_local_requests_go_on_after_it(
+    workers: Workers,
+) -> None:
+    """A weight update pauses, flushes the cache, and ends the worker where that is refused."""
+    async with workers.fleet(
+        "page 1", (), ("--disable-overlap-schedule",), DELTASERVE_ELASTIC_TARGET_ITL_MS="40"
+    ) as fleet:
+
+        async def post(path: str, body: dict[str, Any]) -> int:
+            async with fleet.client.post(f"{fleet.elastic.url}{path}", json=body) as answer:
+                return answer.status
+
+        tokens = Sessions(fleet, random.Random(SEED + 6), 2500).tokens
+        prompts = [tokens(300), tokens(200), tokens(9000), tokens(100)]
+        running = [
+            await fleet.reach("running", fleet.local(request(prompt, 300)))
+            for prompt in prompts[:2]
+        ]
+        running.append(await fleet.reach("prefilling", fleet.local(request(prompts[2], 3))))
+        running.append(await fleet.reach("local", fleet.local(request(prompts[3], 3))))
+        assert await post("/pause_generation", {"mode": "retract"}) == 200
+        until = time.monotonic() + 20
+        while (await fleet.state())["queues"]["local"] < 4:
+            assert time.monotonic() < until, fleet.elastic.tail()
+        assert not any(task.done() for task in running)
+        assert await post("/flush_cache", {}) == 200
+        assert await post("/continue_generation", {}) == 200
+        for prompt, task, count in zip(prompts, running, (300, 300, 3, 3), strict=True):
+            assert (await task)["output_ids"] == await fleet.truth(prompt, count)
+        await fleet.check_accounts()
 
 
 async def test_pages_of_64_overlap_retraction_and_a_pool_that_is_nearly_exhausted(

@@ -31,7 +31,19 @@ def gpus() -> list[int]:
     return [int(index) for index in wanted.split(",")] if wanted else there
 
 
-@pytest.mark.parametrize("name", [n for n in catalog() if load_topology(n).device == "cuda"])
+def sizes() -> list[str]:
+    """Every kind for GPUs in its smallest size and in those of 2, 4 and 8 workers."""
+    found = []
+    for kind in catalog():
+        topology = load_topology(kind)
+        if topology.device == "cuda":
+            one_role = len(topology.workers) == 1
+            found += [f"{kind}:{n}" if one_role else f"{kind}:1p{n - 1}d" for n in (2, 4, 8)]
+            found += [f"{kind}:1"] if one_role else []
+    return found
+
+
+@pytest.mark.parametrize("name", sizes())
 def test_a_gpu_topology_comes_up_answers_from_its_cache_and_is_gone(
     name: str, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def run(checkout: Path, folder: Path, features: str | None) -> Ended:
     environment = os.environ | {
         "PYTHONPATH": f"{path}:{path}/sglang_ext/cpu/stubs",
         "SGLANG_USE_CPU_ENGINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
         "SGLANG_PLUGINS": "none" if features is None else "deltaserve",
         "DELTASERVE_SGLANG": features or "",
         "DELTASERVE_TELEMETRY_DIR": str(folder / "steps"),

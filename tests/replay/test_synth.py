@@ -70,6 +70,16 @@ def test_glm_agentic_has_the_production_traces_figures_over_200_000_requests() -
     assert record["arrival_rps"]["mean"] == pytest.approx(2_114_220 / 7200, rel=0.05)
 
 
+def test_coding_sessions_are_long_and_mostly_sent_before() -> None:
+    """What makes caches thrash: many turns a session, contexts of 70k tokens, all within one."""
+    record = describe(synthesise(load_profile("coding-sessions"), seed=3, duration_s=6000))
+    assert record["multi_turn_share"] > 0.9
+    assert record["input_tokens"]["p50"] == pytest.approx(70_000, rel=0.2)
+    assert record["output_tokens"]["p50"] == pytest.approx(217, rel=0.1)
+    assert record["best_hit_rate"] == pytest.approx(0.94, abs=0.02)
+    assert record["reuse"]["across_sessions"] == 0
+
+
 def test_memory_does_not_grow_with_the_trace() -> None:
     code = """
 import resource
@@ -126,5 +136,7 @@ def test_a_broken_profile_is_named(tmp_path: Path, text: str, words: str) -> Non
     path.write_text(text)
     with pytest.raises(InputError, match=rf"p\.json: {words}"):
         load_profile(str(path))
-    with pytest.raises(InputError, match="--profile none: expected one of glm-agentic"):
+    with pytest.raises(
+        InputError, match="--profile none: expected one of glm-agentic, coding-sessions"
+    ):
         load_profile("none")

@@ -96,18 +96,23 @@ def test_everybody_gets_in_whatever_the_mix(total: int, requests: list[tuple[boo
 @given(
     chunk=st.integers(1, 8192),
     page_size=st.sampled_from([1, 16, 64]),
+    pages=st.sampled_from([1, 4, 64]),
     growth=st.integers(0, 2048),
     available=st.integers(0, 16_384),
 )
 def test_a_chunk_never_takes_what_the_decodes_need(
-    chunk: int, page_size: int, growth: int, available: int
+    chunk: int, page_size: int, pages: int, growth: int, available: int
 ) -> None:
     fitting = chunk_that_fits(
-        chunk=chunk, page_size=page_size, decode_growth=growth, available=available
+        chunk=chunk,
+        granule_tokens=pages * page_size,
+        page_size=page_size,
+        decode_growth=growth,
+        available=available,
     )
     assert 0 <= fitting <= chunk
     assert fitting == 0 or fitting + growth + page_size <= available
-    assert fitting in (0, chunk) or fitting % page_size == 0
+    assert fitting in (0, chunk) or fitting % (pages * page_size) == 0
 
 
 def test_the_prompt_in_progress_and_an_older_one_keep_their_places_in_the_batch() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sglang_ext.elastic.fallback import REASONS, reason_of
-from sglang_ext.elastic.settings import Interference, Settings, from_environment
+from sglang_ext.elastic.settings import Settings, from_environment
 from sglang_ext.guards import PluginMismatch
+from sglang_ext.pacing.settings import Interference
 
 
 def test_without_variables_the_defaults_hold() -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from enum import Enum
+from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 
+from sglang_ext import plugin
 from sglang_ext.guards import Hook, PluginMismatch, check_hooks, check_version, parameters_of
 from sglang_ext.plugin import FEATURES, install, requested_features
 
@@ -66,10 +74,122 @@ def test_an_unknown_feature_is_refused_with_the_known_ones() -> None:
 
 
 def test_every_feature_has_hooks() -> None:
-    assert set(FEATURES) >= {"cpu", "telemetry"}
+    for feature, module in FEATURES.items():
+        hooks = importlib.import_module(module).HOOKS
+        assert hooks, feature
+        assert all(hook.target.startswith("sglang.") for hook in hooks), feature
 
 
 def test_without_the_setting_the_plugin_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not even look for SGLang, which our own environment does not have."""
     monkeypatch.delenv("DELTASERVE_SGLANG", raising=False)
     install()
+
+
+class Engine:
+    """A module to hook, and SGLang's registry, which logs what it cannot apply and goes on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Target:
+            def first(self, room: int) -> int:
+                return room
+
+            def second(self) -> None: ...
+
+        class HookType(Enum):
+            AROUND = "around"
+
+        class HookRegistry:
+            hooks: ClassVar[dict[str, list[Callable[..., Any]]]] = defaultdict(list)
+            broken: ClassVar[set[str]] = set()
+
+            @classmethod
+            def register(cls, target: str, hook: Callable[..., Any], hook_type: Any) -> None:
+                cls.hooks[target].append(hook)
+
+            @classmethod
+            def apply_hooks(cls) -> None:
+                for target, hooks in cls.hooks.items():
+                    name = target.rsplit(".", 1)[1]
+                    if name in cls.broken:
+                        continue
+                    for hook in hooks:
+                        setattr(Target, name, wrap(getattr(Target, name), hook))
+
+        def wrap(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapper(*args: Any) -> Any:
+                return hook(original, *args)
+
+            wrapper.__wrapped__ = original  # type: ignore[attr-defined]
+            return wrapper
+
+        self.target, self.registry = Target, HookRegistry
+        modules = {
+            "engine": {"Target": Target},
+            "feature": {"HOOKS": self.hooks()},
+            "sglang": {},
+            "sglang.srt": {},
+            "sglang.srt.plugins": {},
+            "sglang.srt.plugins.hook_registry": {
+                "HookRegistry": HookRegistry,
+                "HookType": HookType,
+            },
+        }
+        for name, contents in modules.items():
+            module = ModuleType(name)
+            vars(module).update(contents, __path__=[])
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(FEATURES, "feature", "feature")
+        monkeypatch.setenv("DELTASERVE_SGLANG", "feature")
+        monkeypatch.setattr(plugin, "version", lambda _: "0.5.17")
+
+    def hooks(self) -> tuple[Hook, ...]:
+        return (
+            Hook("engine.Target.first", "around", lambda f, *a: f(*a), "(self, room)"),
+            Hook("engine.Target.second", "around", lambda f, *a: f(*a), "(self)"),
+        )
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(monkeypatch)
+
+
+def test_hooks_that_are_all_applied_pass(engine: Engine) -> None:
+    install()
+    engine.registry.apply_hooks()
+    assert engine.target().first(3) == 3  # type: ignore[call-arg]
+
+
+def test_a_worker_with_a_part_of_its_hooks_does_not_start(engine: Engine) -> None:
+    engine.registry.broken.add("second")
+    install()
+    with pytest.raises(PluginMismatch, match=r"Target\.second, but SGLang did not apply it"):
+        engine.registry.apply_hooks()
+
+
+def test_a_target_that_another_plugin_replaced_by_something_else_is_refused(
+    engine: Engine,
+) -> None:
+    def second(self: object, lane: int) -> None: ...
+
+    install()
+    engine.target.second = second  # type: ignore[assignment,method-assign]
+    with pytest.raises(PluginMismatch, match=r"but this SGLang has \(self, lane\)"):
+        engine.registry.apply_hooks()
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("libfoo.so"), OSError("libcuda.so.1"), KeyError("x")]
+)
+def test_whatever_goes_wrong_while_installing_ends_the_process(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """SGLang logs an exception of a plugin and starts the worker without it."""
+
+    def fail(_: str) -> str:
+        raise error
+
+    monkeypatch.setattr(plugin, "version", fail)
+    with pytest.raises(PluginMismatch, match=r"feature.*cannot be installed"):
+        install()

@@ -13,10 +13,13 @@ import sglang_ext
 STUBS = Path(sglang_ext.__file__).parent / "cpu" / "stubs"
 
 
-def run_with_stubs(code: str) -> subprocess.CompletedProcess[str]:
+def run_with_stubs(code: str, visible: str | None = "") -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(STUBS)}
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(STUBS)},
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
@@ -58,3 +61,22 @@ def test_missing_dunder_attributes_are_missing() -> None:
     """`hasattr` and `inspect` must see an ordinary module, not one that has everything."""
     result = run_with_stubs("import sgl_kernel; assert not hasattr(sgl_kernel, '__wrapped__')")
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("driver", "visible", "imported"),
+    [(True, None, False), (True, "0", False), (True, "", True), (False, None, True)],
+)
+def test_beside_a_gpu_that_the_process_may_use_it_is_refused(
+    driver: bool, visible: str | None, imported: bool
+) -> None:
+    """A shell that exported PYTHONPATH for CPU workers must not break a GPU worker in mid-run."""
+    code = (
+        "import os; there = os.path.exists\n"
+        f"os.path.exists = lambda p: {driver} if 'nvidia' in str(p) else there(p)\n"
+        "import sgl_kernel"
+    )
+    result = run_with_stubs(code, visible)
+    assert (result.returncode == 0) is imported, result.stderr
+    if not imported:
+        assert "take its folder out of PYTHONPATH" in result.stderr

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import resource
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
+from sglang_ext.telemetry.lines import LineFile
 
 
 class Telemetry:
@@ -137,7 +141,8 @@ def test_a_mixed_step_counts_its_decodes_apart_from_its_prefill(telemetry: Telem
             [request(), *decoding],
             decoding_reqs=decoding,
             extend_num_tokens=514,
-            prefix_lens=[32],
+            # SGLang adds the whole context of each request that decodes.
+            prefix_lens=[32, 4000, 5000],
         ),
     )
     (line,) = telemetry.lines("step")
@@ -161,6 +166,43 @@ def test_a_step_says_how_long_it_took_and_how_full_the_worker_is(telemetry: Tele
         30,
         1000,
     )
+
+
+def test_a_request_that_ends_with_its_first_token_on_a_decode_worker_is_recorded_once(
+    telemetry: Telemetry,
+) -> None:
+    """That token came with the KV: there is no step whose result would end it."""
+    requests = telemetry.requests
+    requests._note_mode(None, scheduler("decode"))
+    finished = request(finished=True)
+    requests._record_streamed(None, "streamer", [finished, request()], False)
+    requests._record_streamed(None, "streamer", [finished], False, skip_req=None)
+    (line,) = telemetry.lines("request")
+    assert (line["mode"], line["output_tokens"]) == ("decode", 3)
+
+
+def test_a_prefill_worker_records_who_failed_before_sending_and_the_others_once_they_are_sent(
+    telemetry: Telemetry,
+) -> None:
+    class FINISH_ABORT: ...
+
+    requests = telemetry.requests
+    requests._note_mode(None, scheduler("prefill"))
+    unsent, sent, done = (request(finished=True) for _ in range(3))
+    unsent.rid, sent.rid, done.rid = "unsent", "sent", "done"
+    unsent.finished_reason = sent.finished_reason = FINISH_ABORT()
+    sent.time_stats.prefill_transfer_queue_entry_time = 1.0
+    requests._record_streamed(None, "streamer", [unsent, sent, done], False)
+    assert [line["engine_request_id"] for line in telemetry.lines("request")] == ["unsent"]
+    requests._record_prefilled([sent, done], scheduler("prefill"))
+    assert len(telemetry.lines("request")) == 3
+
+
+def test_a_request_that_fell_back_keeps_its_room(telemetry: Telemetry) -> None:
+    fell_back = request(finished=True)
+    fell_back.bootstrap_room, fell_back.deltaserve_room = None, 7
+    run(telemetry, step("decode", [fell_back]))
+    assert telemetry.lines("request")[0]["room"] == 7
 
 
 def test_an_idle_step_is_not_recorded(telemetry: Telemetry) -> None:
@@ -241,6 +283,13 @@ def test_mooncakes_transfers_are_counted_by_their_requests(
     assert (line["backend"], line["bytes"], line["chunks"]) == ("mooncake", 3 * 2048, 1)
 
 
+def test_rooms_that_never_conclude_do_not_pile_up(telemetry: Telemetry) -> None:
+    for room in range(5000):
+        telemetry.transfers._note_chunk(manager(), "peer", [1], [], [], 0, f"{room}_kv_0_0_0")
+    assert len(telemetry.transfers._open_transfers) == 4096
+    assert 4999 in telemetry.transfers._open_transfers
+
+
 def test_a_failed_transfer_is_recorded_once(telemetry: Telemetry, kv_poll: SimpleNamespace) -> None:
     sender = manager()
     telemetry.transfers._note_chunk(sender, "peer", [1], [], [], 0, "9_kv_0_0_0")
@@ -299,3 +348,60 @@ def test_a_phase_lies_between_two_moments_that_this_worker_knows(telemetry: Tele
     }
     assert spans(decode) == {"handshake": 0.25, "kv_arrival": 0.75, "decode": 3.0}
     assert spans({"queued_s": 3.0, "prefill_started_s": 2.0}) == {}
+
+
+def test_a_full_disk_loses_lines_and_neither_the_file_nor_the_totals(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[float] = []
+    totals = SimpleNamespace(step=lambda mode, duration_s, tokens: counted.append(duration_s))
+    monkeypatch.setattr(telemetry.metrics, "totals", lambda: totals)
+    run(telemetry, step("decode", [request()]))
+    (path,) = telemetry.folder.glob("*.jsonl")
+    a_line = path.stat().st_size
+    with disk_of(a_line * 2 + a_line // 2):  # two lines and a half
+        for _ in range(6):
+            run(telemetry, step("decode", [request()]))
+    assert len(telemetry.lines("step")) == 2, "a torn line is in the file"
+    assert len(counted) == 7, "the totals stopped with the disk"
+
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 60)
+    run(telemetry, step("decode", [request()]))
+    (lost,) = telemetry.lines("lost")
+    assert lost["lines"] == 5
+    assert len(telemetry.lines("step")) == 3
+
+
+@contextmanager
+def disk_of(limit_bytes: int) -> Iterator[None]:
+    """Within it no file grows beyond the limit: writes end short, then fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_files_are_bounded_and_keep_the_latest_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = LineFile(str(tmp_path / "decode-0.jsonl"), limit_bytes=2000)
+    for number in range(500):
+        assert file.write(b"%9d\n" % number)
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2000
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["decode-0.1.jsonl", "decode-0.jsonl"], "the older half comes first"
+    kept = [int(line) for name in names for line in (tmp_path / name).read_text().splitlines()]
+    assert kept == list(range(kept[0], 500))
+    assert len(kept) >= 100
+    assert "the older half is dropped" in caplog.text
+
+
+@pytest.mark.parametrize("limit", ["0", "much", "nan"])
+def test_a_limit_that_cannot_be_meant_is_refused(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setenv("DELTASERVE_TELEMETRY_MAX_MB", limit)
+    with pytest.raises(SystemExit, match="DELTASERVE_TELEMETRY_MAX_MB"):
+        run(telemetry, step("decode", [request()]))

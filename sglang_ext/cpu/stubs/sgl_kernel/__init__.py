@@ -3,16 +3,28 @@
 The wheel loads ``libcuda.so.1`` when it is imported, and SGLang's modules import names from it
 wherever they might need one. Here every such name exists, and calling one raises: a kernel that the
 CPU path needs after all is noticed at once instead of computing nonsense. This package is found
-only where a launcher puts its folder on ``PYTHONPATH`` (device ``cpu``), never beside a GPU.
+only where a launcher puts its folder on ``PYTHONPATH`` (device ``cpu``); where a process may use a
+GPU it refuses to be imported.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
+
+_DRIVER = "/proc/driver/nvidia/version"
+
+if os.path.exists(_DRIVER) and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    # A shell that exported PYTHONPATH for a worker without a GPU may start one with a GPU. SGLang
+    # would find every kernel that it asks for here, and the first one that it calls would end it.
+    raise ImportError(
+        f"{__file__} stands in for sgl_kernel on workers without a GPU, and this process may use "
+        "one: take its folder out of PYTHONPATH, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+    )
 
 
 class KernelStandIn:

@@ -1,0 +1,37 @@
+"""The short HTTP calls that launch makes of workers and routers: a GET or a POST with a timeout.
+
+Knows nothing of what is asked. Environment proxies are not used: a fleet is asked where it listens.
+"""
+
+from __future__ import annotations
+
+import http.client
+from urllib.parse import urlsplit
+
+
+def call(
+    method: str, url: str, body: bytes | None = None, *, timeout_s: float
+) -> tuple[int, bytes]:
+    """Status and body of one request to ``http://HOST:PORT/PATH``; a body is sent as JSON.
+
+    Raises `OSError` or `http.client.HTTPException` (see `reason`) where nothing answers in time.
+    """
+    parts = urlsplit(url)
+    path = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+    headers = {} if body is None else {"content-type": "application/json"}
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    try:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+FAILURES = (OSError, http.client.HTTPException)
+"""What `call` raises."""
+
+
+def reason(error: BaseException) -> str:
+    """Why a call failed, in a few words."""
+    return str(error) or type(error).__name__

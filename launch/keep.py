@@ -1,0 +1,129 @@
+"""Workers that stay up while routers come and go in front of them.
+
+An engine takes one to three minutes to start, a router a second. Runs that differ only in what
+stands in front of the workers, or in the load, can share them: their caches are emptied before
+each. Owns the life of such workers; how a fleet starts and ends is in `launch.fleets`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import orjson
+
+from launch.fleets import Fleet, FleetError, fleet
+from launch.topology import RouterChoice, Topology, WorkerGroup
+
+_TABLES = ("gpu.csv", "processes.csv")
+
+
+class KeptWorkers:
+    """Workers under `folder`, started when they are first asked for and kept until others are, or
+    until `close`. Not for several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._key: bytes | None = None
+        self._started = 0
+        self._workers: Fleet | None = None
+        self._open = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def fleet(
+        self, topology: Topology, run_dir: Path, on_progress: Callable[[str], None] | None = None
+    ) -> Iterator[Fleet]:
+        """Like `launch.fleet`: a fleet of `topology` whose workers hold nothing in their caches,
+        with a router of its own. At the end of the block only the router ends; what the workers'
+        telemetry and samples recorded meanwhile is copied under `run_dir`.
+
+        Raises what `launch.fleet` raises, and `FleetError` where a cache cannot be emptied.
+        """
+        workers = self._started_for(topology, on_progress)
+        try:
+            workers.flush_caches()
+            recording = _Recording(workers.plan.run_dir)
+            with fleet(_attached(topology, workers), run_dir, on_progress, behind=workers) as front:
+                try:
+                    yield front
+                finally:
+                    recording.copy_to(run_dir)
+        except FleetError:
+            self.close()  # whatever died, the next run starts from nothing
+            raise
+
+    def close(self) -> None:
+        """Ends the workers, where there are any."""
+        self._key, self._workers = None, None
+        self._open.close()
+
+    def _started_for(self, topology: Topology, on_progress: Callable[[str], None] | None) -> Fleet:
+        key = worker_key(topology)
+        if self._workers is None or key != self._key:
+            self.close()
+            self._started += 1
+            alone = topology.model_copy(update={"router": RouterChoice(kind="none")})
+            run_dir = self._folder / f"w{self._started}"
+            self._workers = self._open.enter_context(fleet(alone, run_dir, on_progress))
+            self._key = key
+        return self._workers
+
+
+def worker_key(topology: Topology) -> bytes:
+    """Equal for two topologies whose workers would be started alike."""
+    content = topology.model_dump(mode="json", exclude={"router", "name", "description"})
+    return orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
+
+
+def _attached(topology: Topology, workers: Fleet) -> Topology:
+    """`topology` with the workers that run already in place of those it would start."""
+    processes = iter(workers.plan.workers)
+    groups = []
+    for group in topology.workers:
+        if group.urls:
+            groups.append(group)
+            continue
+        own = [next(processes) for _ in range(group.size)]
+        ports = [process.ports for process in own]
+        hosts = [urlsplit(process.url).hostname for process in own]
+        separated = topology.engine.name == "sglang" and group.role == "prefill"
+        update: dict[str, object] = {
+            "urls": tuple(process.url for process in own),
+            "count": len(own),
+            "gpus": (),
+            "bootstrap_ports": tuple(p["bootstrap"] for p in ports) if separated else (),
+        }
+        if topology.kv_events:
+            update |= {
+                key: tuple(f"tcp://{h}:{p[key]}" for h, p in zip(hosts, ports, strict=True))
+                for key in ("kv_events", "kv_events_replay")
+            }
+        groups.append(WorkerGroup.model_validate(group.model_dump() | update))
+    fields = {"workers": tuple(groups), "gpus": (), "telemetry": False, "warm_up": False}
+    return topology.model_copy(update=fields)
+
+
+class _Recording:
+    """What a fleet's files grow by from now on."""
+
+    def __init__(self, source: Path) -> None:
+        self._source = source
+        self._sizes = {path: path.stat().st_size for path in self._files()}
+
+    def _files(self) -> list[Path]:
+        tables = [self._source / name for name in _TABLES]
+        return [path for path in (*tables, *self._source.glob("steps/*")) if path.is_file()]
+
+    def copy_to(self, folder: Path) -> None:
+        """Adds what was written since to the files of the same names under `folder`."""
+        for path in self._files():
+            target = folder / path.relative_to(self._source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("rb") as grown, target.open("ab") as copy:
+                if path.suffix == ".csv" and copy.tell() == 0:
+                    copy.write(grown.readline())
+                grown.seek(self._sizes.get(path, 0))
+                shutil.copyfileobj(grown, copy)

@@ -1,0 +1,48 @@
+"""Hides secrets in what is written and shown: values whose key says that they are one.
+
+A topology may set ``environment.HF_TOKEN`` or the flag ``--api-key``. The engine gets them; files,
+transcripts and tables get `HIDDEN` in their place.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+HIDDEN = "***"
+
+# The last word of the name decides: HF_TOKEN and --api-key are secrets, max_total_tokens is not.
+_SECRET = re.compile(
+    r"secret|passw(or)?d|credential|(^|[^a-z])(api_?key|token|key|auth|authorization)$", re.I
+)
+_ASSIGNED = re.compile(r"""([\w.-]+)("?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,}'"]+)""")
+
+
+def is_secret(key: str) -> bool:
+    """Whether a variable, key or flag of this name holds a secret."""
+    return bool(_SECRET.search(key.replace("-", "_").rpartition(".")[2]))
+
+
+def redacted(value: Any) -> Any:
+    """`value` (what JSON can hold) with the values of secret keys hidden, at any depth, and those
+    of secret flags and assignments (``--api-key X``, ``--set environment.HF_TOKEN=X``) in lists of
+    arguments."""
+    if isinstance(value, dict):
+        return {
+            key: HIDDEN if is_secret(str(key)) and isinstance(item, str) else redacted(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        hidden = []
+        after_secret_flag = False
+        for item in value:
+            is_flag = isinstance(item, str) and item.startswith("-")
+            hidden.append(HIDDEN if after_secret_flag and not is_flag else redacted(item))
+            after_secret_flag = is_flag and "=" not in item and is_secret(item)
+        return hidden
+    return _ASSIGNED.sub(_hide, value) if isinstance(value, str) else value
+
+
+def _hide(found: re.Match[str]) -> str:
+    key, sign, _ = found.groups()
+    return f"{key}{sign}{HIDDEN}" if is_secret(key) else found.group()

@@ -1,0 +1,88 @@
+"""What local prompts and transfers leave each other of the KV pool, by `admission`'s rules.
+
+Knows where SGLang keeps the amounts; all of them are KV tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext.elastic.admission import Waiting, reserved_for_local, reserved_for_transfers
+from sglang_ext.elastic.queues import Queues
+
+
+class Memory:
+    """The KV pool of one scheduler."""
+
+    def __init__(self, scheduler: Any, queues: Queues) -> None:
+        self._scheduler = scheduler
+        self._queues = queues
+
+    def available_tokens(self) -> int:
+        """KV tokens that are free or can be evicted."""
+        s = self._scheduler
+        free: int = s.token_to_kv_pool_allocator.available_size()
+        return free + int(s.tree_cache.evictable_size())
+
+    def _waiting(self, req: Any, growth: int) -> Waiting | None:
+        """`req` with what it needs to be let in, its cached prefix included: that gets pinned."""
+        if req is None:
+            return None
+        return Waiting(
+            self._queues.place(req), int(req.seqlen) + growth + self._scheduler.page_size
+        )
+
+    def _local_head(self) -> Waiting | None:
+        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+        head = self._queues.local_head
+        if head is None:
+            return None
+        remaining = head.sampling_params.max_new_tokens - len(head.output_ids)
+        return self._waiting(head, min(max(remaining, 0), CLIP_MAX_NEW_TOKENS))
+
+    def _transfer_head(self) -> Waiting | None:
+        preallocation = self._scheduler.disagg_decode_prealloc_queue
+        ready = [entry.req for entry in preallocation.queue if entry.waiting_for_input]
+        return self._waiting(self._queues.head(ready), preallocation.num_reserved_decode_tokens)
+
+    def _chunk_remaining(self) -> int:
+        req = self._scheduler.chunked_req
+        if req is None or req.kv is None:
+            return 0
+        reserve = self._scheduler.disagg_decode_prealloc_queue.num_reserved_decode_tokens
+        return max(0, int(req.seqlen) - int(req.kv.kv_allocated_len)) + int(reserve)
+
+    def transfer_budget(self, tokens: int, *, for_retracted: bool) -> int:
+        """What is left of the `tokens` that SGLang would let transfers take."""
+        preallocation = self._scheduler.disagg_decode_prealloc_queue
+        if not preallocation.queue and not preallocation.retracted_queue:
+            return tokens
+        return tokens - reserved_for_local(
+            chunk_remaining=self._chunk_remaining(),
+            local_head=None if for_retracted else self._local_head(),
+            transfer_head=self._transfer_head(),
+        )
+
+    def reserve_from_local(self, running_batch: Any, *, before_retracted: bool = False) -> int:
+        """What a local prompt must leave alone: the others' next tokens, and who goes before it.
+
+        A prompt that goes `before_retracted` requests need not leave them what they come back to.
+        """
+        preallocation = self._scheduler.disagg_decode_prealloc_queue
+        growth = 0
+        if not running_batch.is_empty():
+            growth = running_batch.new_tokens_required_next_decode()
+        return growth + reserved_for_transfers(
+            decode_reserve=preallocation.num_reserved_decode_tokens,
+            transfers=len(self._scheduler.disagg_decode_transfer_queue.queue)
+            + len(self._queues.transferred),
+            retracted=0
+            if before_retracted
+            else sum(
+                preallocation._prealloc_required_tokens(req)[0]
+                for req in preallocation.retracted_queue
+            ),
+            local_head=self._local_head(),
+            transfer_head=self._transfer_head(),
+        )

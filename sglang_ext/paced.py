@@ -1,0 +1,133 @@
+"""Paced prefill on a worker of SGLang that does all of a request itself.
+
+SGLang runs the chunks of a prompt back to back while requests that decode wait, or carries them
+along in chunks of a fixed size. Here every chunk carries them along and is sized to keep their
+inter-token latency, as on an elastic worker. Turned on with ``DELTASERVE_SGLANG=paced`` on a worker
+without ``--disaggregation-mode``; the variables begin with ``DELTASERVE_PACED_``.
+
+This module owns the hooks into SGLang; what they do is in `sglang_ext.pacing`. In a process whose
+scheduler is not paced every hook calls the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext import ranks
+from sglang_ext.guards import Hook, PluginMismatch
+from sglang_ext.pacing.prefill import PacedPrefill, carry_true_lengths, check_chunking
+from sglang_ext.pacing.settings import pacing_from_environment
+
+PREFIX = "DELTASERVE_PACED_"
+
+_SETTINGS = pacing_from_environment(os.environ, PREFIX)
+_paced: list[PacedPrefill] = []
+
+
+def _of(scheduler: Any) -> PacedPrefill | None:
+    paced = getattr(scheduler, "deltaserve_paced", None)
+    return paced if isinstance(paced, PacedPrefill) else None
+
+
+def _attach(_result: None, scheduler: Any) -> None:
+    """Makes `scheduler` paced; raises `PluginMismatch` where it cannot be."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+
+    if scheduler.disaggregation_mode is not DisaggregationMode.NULL:
+        raise PluginMismatch(
+            "the paced feature is for workers that prefill and decode: start it without "
+            "--disaggregation-mode (an elastic worker is paced already), or take paced out of "
+            "DELTASERVE_SGLANG"
+        )
+    unsupported = {
+        "pipeline parallelism": scheduler.ps.pp_size > 1,
+        "context parallelism": scheduler.ps.attn_cp_size > 1,
+        "speculative decoding": not scheduler.spec_algorithm.is_none(),
+        "sliding windows": scheduler.is_hybrid_swa,
+        "state-space models": scheduler.is_hybrid_ssm,
+        "diffusion language models": scheduler.dllm_config is not None,
+    }
+    for what, asked in unsupported.items():
+        if asked:
+            raise PluginMismatch(f"paced prefill does not support {what}: turn one of them off")
+    check_chunking(scheduler, _SETTINGS, PREFIX)
+    paced = PacedPrefill(scheduler, _SETTINGS, functools.partial(ranks.agree, scheduler))
+    scheduler.deltaserve_paced = paced
+    _paced.append(paced)
+
+
+def _prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+    paced = _of(scheduler)
+    if paced is None:
+        return original(scheduler, running_batch)
+    chunk = paced.choose(running_batch)
+    if chunk is None:
+        from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+        paced.decodes_go_on()
+        return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+    had_decodes = bool(running_batch.reqs)
+    scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = chunk.tokens, chunk.mixed
+    try:
+        plan = original(scheduler, running_batch)
+    finally:
+        own = paced.own
+        scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = own.tokens, own.mixed
+    paced.chosen(had_decodes, plan.batch_to_run)
+    return plan
+
+
+def _launch(original: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
+    paced = _of(scheduler)
+    if paced is None:
+        return original(scheduler, batch, *rest)
+    return paced.launch(original, batch, *rest)
+
+
+def _learn(_result: None, scheduler: Any, batch: Any, result: Any) -> None:
+    paced = _of(scheduler)
+    if paced is not None:
+        paced.processed(batch, result)
+
+
+def _idle(_result: None, scheduler: Any) -> None:
+    paced = _of(scheduler)
+    if paced is not None:
+        paced.nothing_runs()
+
+
+def _mixed(_result: None, batch: Any, running_batch: Any) -> None:
+    if _paced:
+        carry_true_lengths(batch, running_batch)
+
+
+def _internal_state(answer: Any, scheduler: Any, *_: Any) -> Any:
+    paced = _of(scheduler)
+    if paced is not None:
+        answer.internal_state["deltaserve_paced"] = {
+            "interference": str(_SETTINGS.interference),
+            "target_itl_s": _SETTINGS.target_itl_s,
+            **paced.state(),
+        }
+    return answer
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+HOOKS = (
+    Hook(f"{_SCHEDULER}.init_output_streamer", "after", _attach, "(self)"),
+    Hook(f"{_SCHEDULER}.get_new_batch_prefill", "around", _prefill, "(self, running_batch)"),
+    Hook(f"{_SCHEDULER}.run_batch", "around", _launch, "(self, batch, pp_proxy_tensors=None)"),
+    Hook(f"{_SCHEDULER}.process_batch_result", "after", _learn, "(self, batch, result)"),
+    Hook(f"{_SCHEDULER}.on_idle", "after", _idle, "(self)"),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
+        "after",
+        _mixed,
+        "(self, running_batch)",
+    ),
+    Hook(f"{_SCHEDULER}.get_internal_state", "after", _internal_state, "(self, recv_req)"),
+)

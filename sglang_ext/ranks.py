@@ -1,0 +1,22 @@
+"""What the ranks of a tensor-parallel group have to agree on: they must form the same batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def agree(scheduler: Any, values: list[int]) -> list[int]:
+    """The smallest of each value over the ranks that must form the same batch.
+
+    A collective: every rank has to call it in the same step with as many values.
+    """
+    if scheduler.ps.attn_tp_size == 1 or not values:
+        return values
+    import torch
+
+    tensor = torch.tensor(values, dtype=torch.int64)
+    torch.distributed.all_reduce(
+        tensor, op=torch.distributed.ReduceOp.MIN, group=scheduler.attn_tp_cpu_group
+    )
+    agreed: list[int] = tensor.tolist()
+    return agreed

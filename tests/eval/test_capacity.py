@@ -1,0 +1,139 @@
+"""The capacity search finds a known capacity, says how sure it is, and wastes no runs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from eval.capacity import (
+    Capacity,
+    Level,
+    Objective,
+    Search,
+    SessionOutcome,
+    capacity,
+    judge,
+    next_load,
+)
+
+OBJECTIVE = Objective(attainment=0.9, stretch_p90=None)
+
+
+def cliff(load: float, knee: float, width: float) -> float:
+    """Attainment that falls from near 1 to near 0 around `knee`."""
+    return 1 / (1 + math.exp((load - knee) / width))
+
+
+def measured(
+    rng: np.random.Generator, load: float, share: float, sessions: int, spread: float
+) -> list[SessionOutcome]:
+    """`sessions` sessions of 3 to 12 turns; those of one session, and of one run, share a fate."""
+    of_run = rng.normal(0, spread / 3)
+    found = []
+    for _ in range(sessions):
+        logit = math.log(share / (1 - share)) + of_run + rng.normal(0, spread)
+        turns = int(rng.integers(3, 13))
+        found.append(SessionOutcome(int(rng.binomial(turns, 1 / (1 + math.exp(-logit)))), turns))
+    return found
+
+
+def run_search(
+    rng: np.random.Generator, knee: float, width: float, search: Search
+) -> tuple[Capacity, int]:
+    levels: dict[float, Level] = {}
+    runs = 0
+    while (load := next_load(list(levels.values()), search, OBJECTIVE)) is not None:
+        runs += 1
+        assert runs < 40
+        share = min(max(cliff(load, knee, width), 0.001), 0.999)
+        before = levels.get(load, Level(load, [], repeats=0))
+        more = measured(rng, load, share, sessions=24, spread=0.5)
+        levels[load] = Level(load, [*before.sessions, *more], repeats=before.repeats + 1)
+    return capacity(list(levels.values()), search, OBJECTIVE), runs
+
+
+def marginal(knee: float, width: float, load: float) -> float:
+    """The attainment a session can expect at `load`, its random spread averaged over."""
+    share = min(max(cliff(load, knee, width), 0.001), 0.999)
+    z = np.linspace(-3.5, 3.5, 201)
+    weight = np.exp(-z * z / 2)
+    total = math.sqrt(0.5**2 + (0.5 / 3) ** 2)
+    values = 1 / (1 + np.exp(-(math.log(share / (1 - share)) + total * z)))
+    return float((values * weight).sum() / weight.sum())
+
+
+def test_the_interval_covers_a_known_capacity_in_93_of_100_searches() -> None:
+    rng = np.random.default_rng(5)
+    covered = 0
+    experiments = 1000
+    total_runs = 0
+    widths = []
+    for _ in range(experiments):
+        knee, width = rng.uniform(4, 40), rng.uniform(0.3, 3.0)
+        truth = max(
+            (n for n in range(1, 200) if marginal(knee, width, n) >= OBJECTIVE.attainment),
+            default=0,
+        )
+        found, runs = run_search(rng, knee, width, Search(start=8, high=256, repeats=3))
+        covered += found.low <= truth <= found.high
+        total_runs += runs
+        if math.isfinite(found.high):
+            widths.append(found.high - found.low)
+    assert covered / experiments >= 0.93
+    # An interval that covers because it is endless, or a search that never ends, is no answer.
+    assert len(widths) > 0.95 * experiments
+    assert np.median(widths) <= 6
+    assert total_runs / experiments <= 12
+
+
+def test_a_search_doubles_then_halves_the_bracket_then_repeats_its_ends() -> None:
+    rng = np.random.default_rng(1)
+    found, runs = run_search(rng, knee=11.0, width=0.3, search=Search(start=2, repeats=2))
+    loads = [j.load for j in found.judgements]
+    assert loads[:3] == [2, 4, 8]
+    assert found.value == 10
+    assert found.low <= 10 <= found.high
+    assert runs <= 10
+
+
+def test_where_even_one_session_misses_the_capacity_is_none() -> None:
+    rng = np.random.default_rng(2)
+    found, _ = run_search(rng, knee=0.1, width=0.2, search=Search(start=8))
+    assert found.value == 0
+    assert found.low == 0
+
+
+def test_where_nothing_misses_the_upper_end_is_open() -> None:
+    rng = np.random.default_rng(3)
+    found, _ = run_search(rng, knee=1000, width=1, search=Search(start=8, high=32))
+    assert found.value == 32
+    assert math.isinf(found.high)
+
+
+def test_a_level_that_is_still_filling_up_misses_whatever_its_turns_say() -> None:
+    sessions = [SessionOutcome(10, 10) for _ in range(30)]
+    assert judge(Level(4, sessions), OBJECTIVE).meets
+    verdict = judge(Level(4, sessions, sustained=False), OBJECTIVE)
+    assert not verdict.meets
+    assert verdict.sure
+
+
+def test_few_turns_that_all_met_the_slo_do_not_make_a_sure_verdict() -> None:
+    assert not judge(Level(4, [SessionOutcome(3, 3)] * 3), OBJECTIVE).sure
+    assert judge(Level(4, [SessionOutcome(10, 10)] * 30), OBJECTIVE).sure
+
+
+def test_letting_few_in_while_others_wait_is_not_carrying_them() -> None:
+    quick = [SessionOutcome(10, 10, stretch=1.1)] * 20
+    slow = [SessionOutcome(10, 10, stretch=9.0)] * 10
+    assert judge(Level(30, [*quick, *slow]), Objective(0.9, None)).meets
+    assert not judge(Level(30, [*quick, *slow]), Objective(0.9, 2.0)).meets
+
+
+@pytest.mark.parametrize("sessions", [[], [SessionOutcome(0, 0)]])
+def test_a_level_without_a_judged_turn_meets_nothing(sessions: list[SessionOutcome]) -> None:
+    verdict = judge(Level(4, sessions), OBJECTIVE)
+    assert not verdict.meets
+    assert not verdict.sure

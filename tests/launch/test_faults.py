@@ -1,0 +1,263 @@
+"""What goes wrong around a fleet is bounded, told, and never done in somebody else's name."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deltaserve import child
+from deltaserve.errors import InputError
+from launch import FleetError, control, fleet, guard, hardware, sampling
+from launch.redaction import HIDDEN, is_secret, redacted
+from launch.reservations import reserved
+from launch.sampling import Engines, Sampler
+from tests.processes import wait_until, working_in
+
+from .conftest import Fakes
+
+DELTASERVE = str(Path(sys.executable).with_name("deltaserve"))
+SECRET = "hunter2-in-full"
+
+
+def test_a_process_that_cannot_be_killed_is_given_up_and_named(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unkillable = 999_999_999
+    offspring = guard.offspring
+    monkeypatch.setattr(guard, "GIVE_UP_S", 0.3)
+    monkeypatch.setattr(guard, "offspring", lambda session: [*offspring(session), unkillable])
+    with (
+        pytest.raises(FleetError, match=rf"colocated-0: pid {unkillable}\): they wait in the kern"),
+        fleet(fakes("serve"), tmp_path / "run"),
+    ):
+        pass
+    assert working_in(tmp_path / "run") == []
+    record = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    assert record["state"] == "failed"
+    assert record["reason"] == f"could not be killed: colocated-0: pid {unkillable}"
+    with pytest.raises(FleetError, match=f"could not be killed: pid {unkillable}"):
+        control.down(tmp_path / "run")
+
+
+def test_hosts_that_share_a_home_do_not_take_each_others_locks_and_pids(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with reserved([20001], [0]), monkeypatch.context() as elsewhere:
+        elsewhere.setattr(socket, "gethostname", lambda: "other-host")
+        with reserved([20001], [0]):
+            pass
+    here = control.default_run_dir("sglang:2")
+    assert here.parts[-2:] == (socket.gethostname(), "sglang-2")
+    with fleet(fakes("serve"), here):
+        assert control.known_fleets() == [here]
+        assert control.find_run_dir("sglang:2") == here
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(socket, "gethostname", lambda: "other-host")
+            there = control.status(here)
+            assert (there.state, there.alive) == ("ready", True)
+            assert there.host != "other-host"
+            with pytest.raises(InputError, match=r"its processes are on .*; end it there"):
+                control.down(here)
+        assert control.status(here).alive
+
+
+def test_the_log_of_the_start_before_is_kept(fakes: Fakes, tmp_path: Path) -> None:
+    with pytest.raises(FleetError), fleet(fakes("die"), tmp_path / "run"):
+        pass
+    with fleet(fakes("serve"), tmp_path / "run") as running:
+        log = running.workers[0].log
+    assert "the reason it died" not in log.read_text()
+    assert "the reason it died" in log.with_name("colocated-0.log.1").read_text()
+    assert "exit status 3" in (tmp_path / "run" / "transcript.txt.1").read_text()
+
+
+def test_the_sampler_goes_on_after_a_gpu_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([hardware.GpuError("NVML: GPU is lost"), [], OSError("no space left")])
+    asked = threading.Event()
+
+    def sample() -> list[hardware.GpuSample]:
+        answer = next(answers, None)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            asked.set()
+        return answer or []
+
+    monkeypatch.setattr(sampling, "sample_gpus", sample)
+    sampler = Sampler(tmp_path, {}, Engines({}, ("a", "b", "c")), [0], 0.01)
+    try:
+        assert asked.wait(10), "the sampler has died"
+    finally:
+        sampler.stop()
+
+
+class Lost(Exception):
+    """As NVML's own error."""
+
+
+class LostGpu:
+    """NVML on a machine whose GPU has fallen off its bus."""
+
+    NVMLError = Lost
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, _index: int) -> object:
+        raise Lost("GPU is lost")
+
+
+def test_an_error_of_nvml_is_told_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        def __enter__(self) -> LostGpu:
+            return LostGpu()
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(hardware, "_nvml", Held)
+    with pytest.raises(hardware.GpuError, match="NVML: GPU is lost"):
+        hardware.sample_gpus()
+
+
+@pytest.mark.parametrize(
+    "key", ["HF_TOKEN", "--api-key", "OPENAI_API_KEY", "environment.HF_TOKEN", "PASSWORD", "auth"]
+)
+def test_secrets_are_known_by_the_last_word_of_their_key(key: str) -> None:
+    assert is_secret(key)
+
+
+@pytest.mark.parametrize(
+    "key", ["max_total_tokens", "TOKENIZERS_PARALLELISM", "monkey", "kv_capacity_tokens", "author"]
+)
+def test_other_keys_are_none(key: str) -> None:
+    assert not is_secret(key)
+
+
+def test_secrets_are_hidden_wherever_they_stand() -> None:
+    shown = redacted(
+        {
+            "environment": {"HF_TOKEN": SECRET, "HF_HOME": "/models"},
+            "argv": ["--api-key", SECRET, f"--admin-api-key={SECRET}", "--port", "1"],
+            "set": [f"environment.HF_TOKEN={SECRET}", f'environment={{ HF_TOKEN = "{SECRET}" }}'],
+            "tokens": 5,
+        }
+    )
+    assert SECRET not in json.dumps(shown)
+    assert shown["environment"] == {"HF_TOKEN": HIDDEN, "HF_HOME": "/models"}
+    assert shown["argv"] == ["--api-key", HIDDEN, f"--admin-api-key={HIDDEN}", "--port", "1"]
+    assert shown["tokens"] == 5
+
+
+def fakes_of(python: Path, *more: str) -> list[str]:
+    overrides = [f"engine.python={python}", "base_port=0", "workers.0.count=1", *more]
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def test_a_secret_reaches_the_engine_and_no_file_and_no_command_line(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    secret = [f"environment.MY_TOKEN={SECRET}", f'flags=["--max-running-requests={SECRET}"]']
+    up = [DELTASERVE, "launch", "up", "laptop-sglang", "--run-dir", str(run_dir), "--detach"]
+    made = fakes_of(fake_python, secret[0], "router.kind=none")
+    try:
+        done = subprocess.run([*up, *made], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        record = json.loads((run_dir / "fleet.json").read_text())
+        supervisor = psutil.Process(record["supervisor"]["pid"])
+        kin = [supervisor, *supervisor.children(recursive=True)]
+        assert not any(SECRET in word for process in kin for word in process.cmdline())
+        environments = [p.environ().get("MY_TOKEN") for p in kin if "--port" in p.cmdline()]
+        assert SECRET in environments
+        for file in (p for p in run_dir.rglob("*") if p.is_file() and not p.is_symlink()):
+            assert SECRET not in file.read_text(errors="replace"), file
+    finally:
+        subprocess.run([DELTASERVE, "launch", "down", str(run_dir)], check=False)
+    check = [DELTASERVE, "launch", "check", "laptop-sglang", "--print-commands"]
+    for form in ([], ["--json"]):
+        shown = subprocess.run([*check, *form, *made], capture_output=True, text=True, check=True)
+        assert SECRET not in shown.stdout
+        assert HIDDEN in shown.stdout
+
+
+TAKEN = 'raise SystemExit("a package of the working folder was imported")\n'
+
+
+@pytest.fixture
+def crowded(tmp_path: Path) -> Path:
+    """A working folder with packages of our rooms' names."""
+    folder = tmp_path / "project"
+    for name in ("eval", "launch", "replay", "sglang_ext"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(TAKEN)
+    (folder / "launch.py").write_text(TAKEN)
+    return folder
+
+
+def test_a_users_own_packages_in_the_working_folder_are_not_imported(
+    fake_python: Path, tmp_path: Path, crowded: Path
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            argv, cwd=crowded, env=environment, capture_output=True, text=True, check=False
+        )
+
+    run_dir = str(tmp_path / "run")
+    up = ["launch", "up", "laptop-sglang", *fakes_of(fake_python), "--run-dir", run_dir]
+    done = run(DELTASERVE, *up, "--detach")  # with our router, and its policy asked
+    assert done.returncode == 0, done.stderr
+    assert run(DELTASERVE, "launch", "down", run_dir).returncode == 0
+    assert run(sys.executable, "-m", "deltaserve", "eval", "list").returncode == 0
+    synth = ["--requests", "5", "--output", str(tmp_path / "t.jsonl")]
+    assert run(*child.DELTASERVE, "replay", "synth", *synth).returncode == 0
+
+
+def test_status_says_what_died_why_and_since_when_and_exits_1(fakes: Fakes, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with fleet(fakes("serve", "grandchildren"), run_dir) as running:
+        below = psutil.Process(running.workers[1].pid).children()
+        (engine,) = [process for process in below if "--port" in process.cmdline()]
+        engine.kill()
+        wait_until(lambda: running._members[1].running.exit_status() is not None)
+        with pytest.raises(FleetError):
+            running.check()
+    shown = control.status(run_dir)
+    assert shown.has_failed
+    assert shown.reason == "colocated-1 died (signal 9)"
+    assert shown.since_unix_s is not None
+    assert [p.reason for p in shown.processes] == [None, "colocated-1 died (signal 9)"]
+    status = [DELTASERVE, "launch", "status", str(run_dir)]
+    done = subprocess.run(status, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "failed: colocated-1 died (signal 9)" in done.stdout
+    assert str(run_dir / "logs" / "colocated-1.log") in done.stdout
+    assert str(run_dir / "transcript.txt") in done.stdout
+
+
+def test_status_of_a_fleet_whose_supervisor_was_killed_says_so(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    with fleet(fakes("serve"), tmp_path / "run"):
+        pass
+    file = tmp_path / "run" / "fleet.json"
+    record = json.loads(file.read_text())
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    record |= {"state": "ready", "ended_unix_s": None}
+    record["supervisor"]["pid"] = gone.pid
+    file.write_text(json.dumps(record))
+    shown = control.status(tmp_path / "run")
+    assert (shown.state, shown.reason) == ("dead", f"its supervisor (pid {gone.pid}) was killed")

@@ -1,0 +1,106 @@
+"""Workers are kept while routers come and go, and are emptied in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from launch import Fleet, FleetError, KeptWorkers
+from launch.topology import Topology
+from tests.processes import wait_until, working_in
+
+from .conftest import Fakes
+
+
+def routed(topology: Topology, policy: str = "unified") -> Topology:
+    router = topology.router.model_copy(update={"kind": "deltaserve", "policy": policy})
+    return topology.model_copy(update={"router": router, "kv_events": True})
+
+
+def test_the_same_workers_serve_behind_one_router_after_the_other(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    kept = KeptWorkers(tmp_path / "workers")
+    pids = []
+    for number, policy in enumerate(["unified", "least_requests"]):
+        run_dir = tmp_path / f"run{number}"
+        with kept.fleet(routed(fakes("serve", "serve"), policy), run_dir) as running:
+            pids.append([worker.pid for worker in running.workers])
+            assert running.engine_versions["sglang"] == "0.5.17"
+            running.check()
+        config = tomllib.loads((run_dir / "router.toml").read_text())
+        assert config["policy"] == policy
+        assert [worker["url"] for worker in config["workers"]]
+        assert all(worker["kv_events"].startswith("tcp://") for worker in config["workers"])
+        assert working_in(run_dir) == []
+        assert (run_dir / "processes.csv").read_text().count("unix_s") == 1
+    assert pids[0] == pids[1]
+    assert None not in pids[0]
+    log = (tmp_path / "workers" / "w1" / "logs" / "colocated-0.log").read_text()
+    assert log.count("asked /flush_cache") == 2
+    kept.close()
+    assert working_in(tmp_path / "workers") == []
+
+
+def test_workers_that_would_be_started_otherwise_are_started_anew(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    kept = KeptWorkers(tmp_path / "workers")
+    with kept.fleet(routed(fakes("serve")), tmp_path / "a") as running:
+        first = running.workers[0].pid
+    with kept.fleet(
+        routed(fakes("serve", overrides=("max_total_tokens=4096",))), tmp_path / "b"
+    ) as running:
+        assert running.workers[0].pid != first
+    kept.close()
+
+
+def has_died(running: Fleet) -> bool:
+    try:
+        running.check()
+    except FleetError:
+        return True
+    return False
+
+
+def test_a_kept_worker_that_died_is_noticed_and_replaced(fakes: Fakes, tmp_path: Path) -> None:
+    kept = KeptWorkers(tmp_path / "workers")
+    pids = []
+
+    def kill_one() -> None:
+        with kept.fleet(routed(fakes("serve")), tmp_path / "a") as running:
+            pid = running.workers[0].pid
+            assert pid is not None
+            pids.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: has_died(running))
+            running.check()
+
+    with pytest.raises(FleetError, match="colocated-0 died"):
+        kill_one()
+    with kept.fleet(routed(fakes("serve")), tmp_path / "b") as running:
+        assert running.workers[0].pid not in pids
+        running.check()
+    kept.close()
+
+
+def test_what_was_recorded_meanwhile_is_copied_and_nothing_before(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    kept = KeptWorkers(tmp_path / "workers")
+    with kept.fleet(routed(fakes("serve")), tmp_path / "a"):
+        steps = tmp_path / "workers" / "w1" / "steps"
+        steps.mkdir(exist_ok=True)
+        (steps / "colocated-0.jsonl").write_text('{"step": 1}\n')
+    with (
+        kept.fleet(routed(fakes("serve")), tmp_path / "b"),
+        (steps / "colocated-0.jsonl").open("a") as file,
+    ):
+        file.write('{"step": 2}\n')
+    kept.close()
+    assert (tmp_path / "a" / "steps" / "colocated-0.jsonl").read_text() == '{"step": 1}\n'
+    assert (tmp_path / "b" / "steps" / "colocated-0.jsonl").read_text() == '{"step": 2}\n'

@@ -1,0 +1,225 @@
+"""A worker's KV cache: its size, type, eviction and host tier become each engine's flags."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from deltaserve.errors import InputError
+from launch.commands import routers
+from launch.engines import Engine
+from launch.kv import worker_kv
+from launch.planning import Plan, layout, router_config
+from launch.topology_files import load_topology
+
+KV_BYTES = 98_304  # of a token of qwen3-coder-30b-a3b in bfloat16
+
+
+def planned(name: str, *overrides: str) -> Plan:
+    topology = load_topology(name, overrides)
+    engine = Engine(topology.engine.name, Path("/e/bin/python"), {topology.engine.name: "1"})
+    return layout(topology, Path("/run/x"), engine, 64)
+
+
+def value_of(argv: Sequence[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def told(made: Plan) -> list[dict[str, object]]:
+    workers: list[dict[str, object]] = tomllib.loads(router_config(made))["workers"]
+    return workers
+
+
+def test_a_host_tier_in_tokens_is_a_ratio_of_sglangs_own_pool() -> None:
+    made = planned("colocated-2", "max_total_tokens=280000", "host_kv_tokens=700000")
+    for worker, spec in zip(made.workers, told(made), strict=True):
+        assert "--enable-hierarchical-cache" in worker.argv
+        assert value_of(worker.argv, "--hicache-ratio") == "2.5"
+        assert value_of(worker.argv, "--hicache-write-policy") == "write_through"
+        assert value_of(worker.argv, "--hicache-io-backend") == "kernel"
+        assert value_of(worker.argv, "--hicache-mem-layout") == "layer_first"
+        assert value_of(worker.argv, "--page-size") == "64"
+        assert (spec["kv_capacity_tokens"], spec["host_kv_tokens"]) == (280000, 700000)
+        assert spec["page_size"] == 64
+
+
+def test_a_host_tier_in_gb_is_told_to_the_router_in_tokens_of_the_models_kv() -> None:
+    made = planned("colocated-1", "host_kv_gb=60")
+    argv = made.workers[0].argv
+    assert value_of(argv, "--hicache-size") == "60"
+    assert "--hicache-ratio" not in argv
+    assert told(made)[0]["host_kv_tokens"] == 60 * 10**9 // KV_BYTES
+    fp8 = planned("colocated-1", "host_kv_gb=60", "kv_cache_dtype=fp8_e4m3")
+    assert told(fp8)[0]["host_kv_tokens"] == 60 * 10**9 // (KV_BYTES // 2)
+    assert value_of(fp8.workers[0].argv, "--kv-cache-dtype") == "fp8_e4m3"
+    # SGLang's flag is of one GPU.
+    pair = planned("colocated-1", "host_kv_gb=60", "workers.0.tensor_parallel=2")
+    assert value_of(pair.workers[0].argv, "--hicache-size") == "30"
+
+
+def test_on_a_cpu_pages_stay_at_one_token() -> None:
+    made = planned("laptop-sglang-1", "host_kv_tokens=160000")
+    argv = made.workers[0].argv
+    assert value_of(argv, "--hicache-ratio") == "4"
+    assert value_of(argv, "--page-size") == "1"
+    assert told(made)[0]["page_size"] == 1
+
+
+def test_a_host_tier_without_a_known_pool_is_rounded_up_to_whole_gb() -> None:
+    topology = load_topology("colocated-1", ["host_kv_tokens=700000"])
+    topology = topology.model_copy(update={"max_total_tokens": None})
+    made = layout(topology, Path("/run/x"), Engine("sglang", Path("/e"), {"sglang": "1"}), 64)
+    assert value_of(made.workers[0].argv, "--hicache-size") == "69"  # of 68.8
+    unknown = topology.model_copy(update={"model": "/models/unknown"})
+    with pytest.raises(InputError, match=r"host_kv_tokens: SGLang takes whole GB a GPU, or max_to"):
+        layout(unknown, Path("/run/x"), Engine("sglang", Path("/e"), {"sglang": "1"}), 64)
+
+
+def test_vllms_host_tier_is_in_gib_over_all_gpus_of_a_worker() -> None:
+    made = planned("vllm-2", "host_kv_tokens=1048576")
+    argv = made.workers[0].argv
+    assert float(value_of(argv, "--kv-offloading-size")) == 96.0
+    assert value_of(argv, "--kv-offloading-backend") == "native"
+    assert value_of(argv, "--block-size") == "16"
+    assert told(made)[0]["host_kv_tokens"] == 1048576
+    gb = planned("vllm-2", "host_kv_gb=60", "kv_cache_dtype=fp8_e5m2").workers[0].argv
+    assert float(value_of(gb, "--kv-offloading-size")) == pytest.approx(60e9 / 2**30, rel=1e-5)
+    assert value_of(gb, "--kv-cache-dtype") == "fp8_e5m2"
+    with pytest.raises(InputError, match=r"host_kv_tokens: the bytes a token of org/model are not"):
+        planned("vllm-2", "host_kv_tokens=1000", "model=org/model")
+
+
+def test_eviction_and_scheduling_are_sglangs_flags() -> None:
+    argv = planned("colocated-1", "radix_eviction_policy=slru", "schedule_policy=lpm").workers[0]
+    assert value_of(argv.argv, "--radix-eviction-policy") == "slru"
+    assert value_of(argv.argv, "--schedule-policy") == "lpm"
+    plain = planned("colocated-1").workers[0].argv
+    for flag in (
+        "--radix-eviction-policy",
+        "--schedule-policy",
+        "--kv-cache-dtype",
+        "--enable-hierarchical-cache",
+        "--page-size",
+    ):
+        assert flag not in plain
+
+
+def test_a_groups_keys_win_over_the_topologys() -> None:
+    made = planned(
+        "elastic-1p1d",
+        "host_kv_gb=60",
+        "workers.1.host_kv_tokens=0",
+        "workers.0.kv_cache_dtype=fp8_e4m3",
+    )
+    prefill, elastic = made.workers
+    assert "--enable-hierarchical-cache" in prefill.argv
+    assert "--enable-hierarchical-cache" not in elastic.argv
+    assert "--kv-cache-dtype" not in elastic.argv
+    assert [spec.get("page_size") for spec in told(made)] == [64, 1]
+    assert "host_kv_tokens" not in told(made)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("colocated-1", ["host_kv_gb=1", "host_kv_tokens=1"], "give it or host_kv_gb, not both"),
+        ("elastic-1p1d", ["host_kv_gb=1"], "host_kv_gb: an elastic worker has no host tier"),
+        (
+            "elastic-1p1d",
+            ["workers.1.host_kv_tokens=9"],
+            "workers.1.host_kv_tokens: an elastic worker has no host tier",
+        ),
+        ("vllm-pd-1p1d", ["host_kv_gb=1"], "vllm takes one connector a worker"),
+        ("vllm-2-nixl-both", ["host_kv_gb=1"], "vllm takes one connector a worker"),
+        ("laptop-vllm", ["host_kv_tokens=9"], "vllm offloads KV from GPUs only"),
+        ("vllm-2", ["schedule_policy=lpm"], "schedule_policy: it is a key of SGLang's only"),
+        ("colocated-1", ["kv_cache_dtype=fp8"], "kv_cache_dtype: Input should be 'auto',"),
+        ("colocated-1", ["router.kind=smg", "router.residency.rule=cap"], "router.residency: smg"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_in_one_line(
+    name: str, overrides: list[str], said: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        load_topology(name, overrides)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}, 2 * 2 * 4 * 16 * 2),
+        (
+            {
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 1,
+                "head_dim": 32,
+                "layer_types": ["full_attention"] * 2,
+            },
+            2 * 2 * 1 * 32 * 2,
+        ),
+        (
+            {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8, "kv_lora_rank": 1},
+            None,
+        ),
+        (
+            {
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "head_dim": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            None,
+        ),
+        (None, None),
+    ],
+)
+def test_bytes_a_token_are_of_the_models_configuration(
+    tmp_path: Path, config: dict[str, object] | None, expected: int | None
+) -> None:
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    topology = load_topology("colocated-1", [f"model={tmp_path}"])
+    assert worker_kv(topology, topology.workers[0]).bytes_per_token == expected
+
+
+def test_the_residency_rule_reaches_the_routers_file_and_is_asked_of_the_router(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = planned("colocated-1", 'router.residency={ rule = "cap", sessions = 3 }')
+    config = tomllib.loads(router_config(made))
+    assert config["residency"] == {"rule": "cap", "sessions": 3}
+    assert "residency" not in tomllib.loads(router_config(planned("colocated-1")))
+    asked: list[Sequence[str]] = []
+
+    def refuse(argv: Sequence[str], *_: object, **__: object) -> str:
+        asked.append(argv)
+        return "error: residency: sessions: expected 1 or more"
+
+    monkeypatch.setattr(routers, "refusal", refuse)
+    assert routers.our_refusal(config, {}) == ("router.residency: sessions: expected 1 or more")
+    (argv,) = asked
+    at = argv.index("--residency")
+    assert list(argv[at : at + 4]) == ["--residency", "cap", "--residency-param", "sessions=3"]
+
+
+def test_every_engine_serves_the_model_by_the_same_name() -> None:
+    for name in ("laptop-sglang", "laptop-vllm"):
+        argv = planned(name).workers[0].argv
+        assert value_of(argv, "--served-model-name") == "tiny-qwen3-moe"
+        argv = planned(name, "model=/models/Qwen3-8B").workers[0].argv
+        assert value_of(argv, "--served-model-name") == "Qwen3-8B"
+        argv = planned(name, "served_model_name=mine").workers[0].argv
+        assert value_of(argv, "--served-model-name") == "mine"
+
+
+def test_sglang_streams_only_what_is_new_unless_told_otherwise() -> None:
+    assert "--incremental-streaming-output" in planned("colocated-1").workers[0].argv
+    off = planned("colocated-1", "incremental_streaming_output=false").workers[0].argv
+    assert "--incremental-streaming-output" not in off

@@ -1,0 +1,182 @@
+"""A worker that does all of a request itself, with its prefill paced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_ext import paced
+from sglang_ext.guards import PluginMismatch
+from sglang_ext.pacing.settings import Interference, PacingSettings
+from sglang_ext.pacing.step_times import Step
+from tests.sglang_ext import fake_sglang
+from tests.sglang_ext.fake_sglang import PLAIN, Batch, Req
+
+MakeScheduler = Callable[..., Any]
+
+
+@pytest.fixture
+def make_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeScheduler]:
+    """Makes a colocated scheduler, with the hooks of `paced` alone."""
+    monkeypatch.setattr(paced, "_paced", [])
+    with fake_sglang.installed(monkeypatch, paced.HOOKS) as made:
+
+        def make(settings: PacingSettings | None = None, **fields: Any) -> Any:
+            monkeypatch.setattr(paced, "_SETTINGS", settings or PacingSettings())
+            return made.Scheduler(
+                **({"disaggregation_mode": PLAIN, "device": "cpu", "tokens": 100_000} | fields)
+            )
+
+        yield make
+
+
+def formed(scheduler: Any) -> Any:
+    """The prefill batch of the next step."""
+    scheduler.get_new_batch_prefill(scheduler.running_batch)
+    return scheduler.formed[-1]
+
+
+def prompt(rid: str, tokens: int, start: int = 0) -> Req:
+    return Req(rid, range(start, start + tokens))
+
+
+def finished_step(prompts: list[tuple[int, int]], decodes: int) -> Any:
+    """A step's batch: the prompts as (new, cached) tokens, then who decoded along."""
+    riding = [prompt(f"d{i}", 100) for i in range(decodes)]
+    return SimpleNamespace(
+        reqs=[prompt(f"p{i}", 1) for i in range(len(prompts))] + riding,
+        decoding_reqs=riding,
+        extend_lens=[new for new, _ in prompts] + [1] * decodes,
+        prefix_lens=[cached for _, cached in prompts] + [99] * decodes,
+        forward_mode=SimpleNamespace(is_extend=lambda: True, is_prebuilt=lambda: False),
+        launch_ts=None,
+    )
+
+
+def test_beside_decodes_a_chunk_is_small_and_carries_them_and_without_it_is_the_servers(
+    make_plain: MakeScheduler,
+) -> None:
+    scheduler = make_plain()
+    scheduler.waiting_queue = [prompt("A", 20_000)]
+    assert (formed(scheduler).chunk_tokens, formed(scheduler).mixed) == (8192, False)
+    scheduler.running_batch = Batch([prompt(f"d{i}", 10) for i in range(4)])
+    scheduler.waiting_queue = [prompt("A", 20_000)]
+    batch = formed(scheduler)
+    assert batch.mixed
+    assert batch.prompt_tokens == 512, "the first chunk beside decodes is small, on any machine"
+    assert (scheduler.chunked_prefill_size, scheduler.is_mixed_chunk) == (8192, False)
+
+
+def test_what_cannot_carry_decodes_takes_turns_with_them(make_plain: MakeScheduler) -> None:
+    scheduler = make_plain()
+    scheduler.running_batch = Batch([prompt("d", 10)])
+    scheduler.running_batch.return_logprob = True
+    scheduler.waiting_queue = [prompt("A", 100)]
+    assert not formed(scheduler).mixed
+    scheduler.waiting_queue = [prompt("B", 100)]
+    before = len(scheduler.formed)
+    scheduler.get_new_batch_prefill(scheduler.running_batch)
+    assert len(scheduler.formed) == before, "it is the decodes' turn"
+    assert formed(scheduler).queue == ["B"]
+
+
+def test_stock_is_left_alone(make_plain: MakeScheduler) -> None:
+    scheduler = make_plain(PacingSettings(interference=Interference.STOCK))
+    scheduler.running_batch = Batch([prompt("d", 10)])
+    scheduler.waiting_queue = [prompt("A", 100)]
+    assert (formed(scheduler).chunk_tokens, scheduler.formed[-1].mixed) == (8192, False)
+
+
+def test_a_finished_step_teaches_each_prompts_own_prefix(
+    make_plain: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = make_plain()
+    seen: list[Step] = []
+    monkeypatch.setattr(
+        scheduler.deltaserve_paced.pacer, "observe", lambda step, *_: seen.append(step)
+    )
+    for _ in range(2):  # from the first result on, the time between two is known
+        scheduler.process_batch_result(finished_step([(200, 100_000)] * 10, 3), None)
+    assert [step.prefill_tokens for step in seen] == [2000]
+    assert seen[0].prefix_tokens == 1_000_000
+    assert seen[0].attended_pairs == pytest.approx(10 * 200 * 100_100)
+    assert (seen[0].decode_requests, seen[0].decode_context_tokens) == (3, 300)
+
+
+def test_the_pause_before_a_step_is_not_taken_for_the_step(
+    make_plain: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = make_plain()
+    seen: list[Step] = []
+    monkeypatch.setattr(
+        scheduler.deltaserve_paced.pacer, "observe", lambda step, *_: seen.append(step)
+    )
+    scheduler.process_batch_result(finished_step([(200, 0)], 1), None)
+    scheduler.on_idle()
+    scheduler.process_batch_result(finished_step([(200, 0)], 1), None)
+    assert seen == []
+
+
+def test_what_the_cache_holds_of_a_waiting_prompt_is_looked_up_again(
+    make_plain: MakeScheduler,
+) -> None:
+    scheduler = make_plain(PacingSettings(target_itl_s=0.01))
+    scheduler.running_batch = Batch([prompt("d", 10)])
+    req = prompt("A", 90_000)
+    pace = scheduler.deltaserve_paced
+    scheduler.max_running_requests = 1  # A waits
+    for _ in range(70):
+        scheduler.waiting_queue = [req]
+        pace.choose(scheduler.running_batch)
+    assert scheduler.tree_cache.lookups == 2
+    scheduler.tree_cache.insert(range(5000))
+    for _ in range(64):
+        pace.choose(scheduler.running_batch)
+    assert req.deltaserve_cached_tokens == 5000  # type: ignore[attr-defined]
+
+
+def test_prompts_of_which_nothing_is_known_stay_out_of_a_step(make_plain: MakeScheduler) -> None:
+    scheduler = make_plain()
+    for _ in range(20):
+        scheduler.deltaserve_paced.pacer.observe(Step(4096, 0, 1, 10), 0.01)
+    scheduler.running_batch = Batch([prompt("d", 10)])
+    scheduler.waiting_queue = [prompt(f"A{i}", 100, 200 * i) for i in range(40)]
+    assert scheduler.deltaserve_paced.choose(scheduler.running_batch).tokens == 16 * 100 + 1
+    scheduler.waiting_queue = scheduler.waiting_queue[:16]
+    assert scheduler.deltaserve_paced.choose(scheduler.running_batch).tokens > 4000
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"disaggregation_mode": "decode"}, "without --disaggregation-mode"),
+        ({"spec_algorithm": SimpleNamespace(is_none=lambda: False)}, "speculative decoding"),
+        ({"is_hybrid_swa": True}, "sliding windows"),
+        ({"is_hybrid_ssm": True}, "state-space"),
+        ({"chunked_prefill_size": None}, "--chunked-prefill-size"),
+        (
+            {
+                "server_args": SimpleNamespace(
+                    device="cpu", attention_backend="dual_chunk_flash_attn"
+                )
+            },
+            "dual_chunk",
+        ),
+    ],
+)
+def test_what_cannot_be_paced_is_refused(
+    make_plain: MakeScheduler, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PluginMismatch, match=message):
+        make_plain(**fields)
+
+
+def test_without_chunks_stock_is_accepted(make_plain: MakeScheduler) -> None:
+    scheduler = make_plain(
+        PacingSettings(interference=Interference.STOCK), chunked_prefill_size=None
+    )
+    scheduler.waiting_queue = [prompt("A", 100)]
+    assert formed(scheduler).chunk_tokens is None
