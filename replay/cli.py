@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,9 @@ import typer
 
 from deltaserve.errors import InputError
 from replay.cli_run import run
+
+# Below this share of later turns a synthetic trace is hardly one of agents.
+_FEW_LATER_TURNS = 0.2
 
 app = typer.Typer(no_args_is_help=True, help="Traces: convert, make, sample, describe, replay.")
 
@@ -124,17 +128,36 @@ def synth(
     """
     from replay.synth import fit as fit_profile
     from replay.synth import load_profile, synthesise
-    from replay.trace import read_trace, write_trace
+    from replay.trace import Request, read_trace, write_trace
 
+    for flag, value in (("--requests", requests), ("--duration", duration), ("--rate", rate)):
+        if value is not None and value <= 0:
+            raise InputError(f"{flag} {value:g}: expected more than 0")
     base = fit_profile(read_trace(fit), fit.name) if fit else load_profile(profile)
     chosen = base.scaled(length_scale, block_size)
     if rate is not None:
-        if rate <= 0:
-            raise InputError(f"--rate {rate}: expected more than 0 requests a second")
         chosen = chosen.model_copy(update={"requests_per_s": rate})
     if save_profile:
         save_profile.write_text(chosen.model_dump_json(indent=1) + "\n")
-    count = write_trace(output, synthesise(chosen, seed, requests=requests, duration_s=duration))
+    later_turns = 0
+    span_s = 0.0
+
+    def counted(made: Iterator[Request]) -> Iterator[Request]:
+        nonlocal later_turns, span_s
+        for request in made:
+            later_turns += request.turn > 0
+            span_s = request.timestamp_s
+            yield request
+
+    made = synthesise(chosen, seed, requests=requests, duration_s=duration)
+    count = write_trace(output, counted(made))
+    if later_turns < _FEW_LATER_TURNS * count:
+        print(
+            f"warning: {output}: {1 - later_turns / count:.0%} of the requests are first turns: it "
+            f"spans {span_s:,.0f} s and sessions go on for longer; for later turns give --rate "
+            "(fewer a second, over a longer time) or more --requests or --duration",
+            file=sys.stderr,
+        )
     if as_json:
         _print_json({"requests": count, "output": str(output), "profile": chosen.name})
     else:

@@ -151,10 +151,9 @@ class Dispatch:
         try:
             await self._send(self._requests[number], at_s)
         except Exception as error:
-            # For example a full disk: what cannot be recorded must not be sent either.
+            # For example a full disk: the run ends, for what follows could not be recorded.
             if self._done and not self._done.done():
                 self._done.set_exception(error)
-            raise
         finally:
             self.in_flight -= 1
             if self._done and not self._done.done():

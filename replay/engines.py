@@ -251,7 +251,7 @@ class OpenAIParser:
             answer.prompt_tokens = self._usage.get("prompt_tokens")
             details = self._usage.get("prompt_tokens_details") or {}
             answer.cached_tokens = details.get("cached_tokens")
-        if self.record_output_ids:
+        if self.record_output_ids and (self._ids or answer.counted_by == "usage"):
             if len(self._ids) != answer.tokens:
                 raise StreamError(
                     f"token_ids holds {len(self._ids)} tokens where completion_tokens says "

@@ -5,6 +5,7 @@ Owns validation of a trace file and nothing else; it must not know engines, prom
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import tempfile
@@ -122,23 +123,33 @@ class TraceWriter:
             self._drain()
 
     def _drain(self) -> None:
-        self._out.write(b"".join(self._pending))
+        try:
+            self._out.write(b"".join(self._pending))
+        except OSError as error:
+            raise self._cannot(error) from None
         self._pending.clear()
         self._pending_bytes = 0
+
+    def _cannot(self, error: OSError) -> InputError:
+        return InputError(f"{self.path}: cannot be written: {error.strerror}")
 
     def __enter__(self) -> TraceWriter:
         return self
 
     def __exit__(self, failed: object, *exc: object) -> None:
         try:
-            self._drain()
-            self._out.close()
+            if not failed:
+                self._drain()
+                self._out.close()
+                self._raw.close()
+                self._part.replace(self.path)
+        except OSError as error:
+            raise self._cannot(error) from None
         finally:
-            self._raw.close()
-            if failed:
-                self._part.unlink(missing_ok=True)
-        if not failed:
-            self._part.replace(self.path)
+            # Also where the disk is full: closing would then try to write what is left, and fail.
+            with contextlib.suppress(OSError):
+                self._raw.close()
+            self._part.unlink(missing_ok=True)
 
 
 class SortingTraceWriter:
@@ -160,7 +171,10 @@ class SortingTraceWriter:
 
     def write(self, request: Request) -> None:
         line = encode_line(request)
-        self._spool.write(line)
+        try:
+            self._spool.write(line)
+        except OSError as error:
+            raise InputError(f"{tempfile.gettempdir()}: full? {error.strerror}") from None
         self._index.append((request.timestamp_s, len(self._index), self._offset, len(line)))
         self._offset += len(line)
 

@@ -2,12 +2,13 @@
 
 It must take little of the machine, for the client is what is measured: the kernel drops bodies
 unread, and each process is one bare loop over its sockets. Run as `python -m
-replay.bench.mock_server PROCESSES TOKENS INTERVAL_S STAMPS`; prints its port, ends with its
-standard input, and then writes STAMPS.0, STAMPS.1, ….
+replay.bench.mock_server --help` says; prints its port, ends with its standard input, and then
+writes STAMPS.0, STAMPS.1, ….
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import heapq
 import multiprocessing
@@ -240,5 +241,30 @@ def _main(processes: int, tokens: int, interval_s: float, stamps: Path) -> None:
         worker.join()
 
 
+_MOST_PROCESSES = 64
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m replay.bench.mock_server",
+        description="Answers like SGLang and vLLM at a fixed pace, on a free port that it prints; "
+        "ends when its standard input does.",
+    )
+    parser.add_argument(
+        "processes", type=int, help=f"processes that serve (at most {_MOST_PROCESSES})"
+    )
+    parser.add_argument("tokens", type=int, help="tokens of every answer")
+    parser.add_argument("interval_s", type=float, help="seconds between tokens")
+    parser.add_argument("stamps", type=Path, help="where to write STAMPS.0, STAMPS.1, …")
+    found = parser.parse_args()
+    if not 1 <= found.processes <= _MOST_PROCESSES:
+        parser.error(f"processes {found.processes}: expected 1 to {_MOST_PROCESSES}")
+    if found.tokens < 1:
+        parser.error(f"tokens {found.tokens}: expected at least 1")
+    if found.interval_s < 0:
+        parser.error(f"interval_s {found.interval_s}: expected 0 or more")
+    return found
+
+
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))
+    _main(**vars(_arguments()))

@@ -112,10 +112,21 @@ def run_virtually() -> Callable[..., Any]:
 
 
 class FakeEngine:
-    """Answers like SGLang or vLLM. `faults` maps a request's id to what goes wrong; `seen` holds
-    the bodies, with their headers, in the order of arrival."""
+    """Answers like SGLang or vLLM; without `usage` in its chunks like other servers. With a `key`
+    it refuses requests without that header `authorization`. `faults` maps a request's id to what
+    goes wrong; `seen` holds the bodies, with their headers, in the order of arrival."""
 
-    def __init__(self, dialect: str, *, incremental: bool = False, delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        dialect: str,
+        *,
+        incremental: bool = False,
+        delay_s: float = 0.0,
+        usage: bool = True,
+        key: str | None = None,
+    ) -> None:
+        self.usage = usage
+        self.key = key
         self.dialect = dialect
         self.incremental = incremental
         self.delay_s = delay_s
@@ -135,7 +146,9 @@ class FakeEngine:
             app.router.add_post(path, self._answer)
         return app
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
+        if self.key and request.headers.get("authorization") != self.key:
+            return web.Response(status=401, text="no key")
         root = "tiny" if self.dialect == "sglang" else self.model_path
         model = {"id": "tiny", "owned_by": self.dialect, "root": root}
         return web.json_response({"data": [model]})
@@ -147,6 +160,8 @@ class FakeEngine:
         body = orjson.loads(await request.read())
         name = request.headers["x-request-id"]
         self.seen.append({"path": request.path, "headers": request.headers, "body": body})
+        if self.key and request.headers.get("authorization") != self.key:
+            return web.Response(status=401, text="no key")
         fault = self.faults.get(name)
         if fault in ("400", "503"):
             return web.Response(status=int(fault), text="no")
@@ -195,6 +210,8 @@ class FakeEngine:
                         },
                     }
                 )
+            elif not self.usage:
+                yield orjson.dumps({"choices": [{"index": 0, "text": f"w{count}"}]})
             else:
                 yield orjson.dumps(
                     {

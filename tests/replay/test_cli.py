@@ -11,7 +11,10 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
+from deltaserve.errors import InputError
 from replay.cli import app
+from replay.options import RunOptions
+from replay.results import read_results
 from replay.trace import Request, read_trace, write_trace
 
 Engine = Callable[..., object]
@@ -71,7 +74,7 @@ def test_a_run_prints_its_summary(
     [
         (["stats", "none.jsonl"], "none.jsonl: no such file"),
         (["synth", "--output", "x.jsonl"], "expected either --requests or --duration"),
-        (["synth", "--output", "x.jsonl", "--requests", "1", "--rate", "0"], "--rate 0.0"),
+        (["synth", "--output", "x.jsonl", "--requests", "1", "--rate", "0"], "--rate 0"),
         (["convert", "none", "--format", "weka", "--output", "x"], "none: no such file or folder"),
         (
             ["convert", "x", "--format", "mooncake", "--shared-prefix", "--output", "x"],
@@ -94,3 +97,115 @@ def test_a_users_mistake_is_one_line_and_exit_status_2(
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def _limited(limit_bytes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command line where no file can become larger than so many bytes, as on a full disk."""
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes},) * 2); "
+        "from deltaserve.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.zst"])
+def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_trace(tmp_path: Path, name: str) -> None:
+    done = _limited(50_000, "replay", "synth", "--requests", 3000, "--output", tmp_path / name)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert f"{name}: cannot be written: File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_on_a_full_disk_ends_in_one_line_and_stays_readable(
+    tmp_path: Path, trace_of: Callable[..., list[Request]], engine: Engine, processes: int
+) -> None:
+    write_trace(tmp_path / "t.jsonl", trace_of(5, requests=60))
+    url = engine("sglang").url  # type: ignore[attr-defined]
+    done = _limited(
+        9_000, "replay", "run", tmp_path / "t.jsonl", "--url", url, "--output", tmp_path / "out",
+        "--time-scale", 50, "--processes", processes, "--vocab-size", 1000,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("elapsed")]
+    assert len(errors) == 1, done.stderr
+    assert "requests.jsonl: cannot be written: File too large" in errors[0]
+    assert 5 < len(read_results(tmp_path / "out")) < 60
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--requests", -3), ("--duration", 0), ("--rate", 0)])
+def test_a_synthetic_trace_of_nothing_is_refused(tmp_path: Path, flag: str, value: int) -> None:
+    arguments = [
+        "synth", "--output", str(tmp_path / "t.jsonl"), "--requests", "9", flag, str(value)
+    ]  # fmt: skip
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, InputError)
+    assert f"{flag} {value}" in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_synthetic_trace_without_later_turns_is_warned_of(tmp_path: Path) -> None:
+    for flags, warned in (
+        (("--requests", "300"), True),
+        (("--rate", "2", "--requests", "300"), False),
+    ):
+        done = CliRunner().invoke(app, ["synth", "--output", str(tmp_path / "t.jsonl"), *flags])
+        assert done.exit_code == 0
+        assert ("first turns" in done.stderr) is warned
+
+
+def test_exit_codes_tell_a_run_in_which_everything_failed(
+    tmp_path: Path, trace_of: Callable[..., list[Request]], engine: Engine
+) -> None:
+    trace = trace_of(5, requests=6)
+    write_trace(tmp_path / "t.jsonl", trace)
+    fake = engine("sglang")
+    codes = []
+    for number, failing in enumerate((1, 6)):
+        fake.faults = {request.request_id: "503" for request in trace[:failing]}  # type: ignore[attr-defined]
+        arguments = [
+            "run", str(tmp_path / "t.jsonl"), "--url", fake.url,  # type: ignore[attr-defined]
+            "--output", str(tmp_path / f"o{number}"), "--time-scale", "50", "--vocab-size", "99",
+        ]  # fmt: skip
+        codes.append(CliRunner().invoke(app, arguments).exit_code)
+    assert codes == [0, 3]
+
+
+def test_a_preset_and_flags_beside_it_reach_the_run(
+    tmp_path: Path, trace_of: Callable[..., list[Request]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[RunOptions] = []
+
+    def fake_run(options: RunOptions) -> dict[str, object]:
+        seen.append(options)
+        raise InputError("enough")
+
+    monkeypatch.setattr("replay.runner.run", fake_run)
+    arguments = ["run", "t.jsonl", "--url", "http://h/", "--output", str(tmp_path)]
+    CliRunner().invoke(
+        app,
+        [*arguments, "--preset", "agentx", "--max-inflight-sessions", "24", "--no-splice-outputs",
+         "--start-share", "0", "0.5", "--header", "X-A=b", "--header", "Y=c"],
+    )  # fmt: skip
+    CliRunner().invoke(app, arguments)
+    with_preset, plain = seen
+    assert with_preset.url == "http://h"
+    assert (with_preset.mode, with_preset.start, with_preset.recycle) == ("closed", "mid", True)
+    assert (with_preset.max_think_s, with_preset.measure_s) == (10.0, 1800.0)
+    assert with_preset.max_inflight_sessions == 24
+    assert with_preset.splice_outputs is False
+    assert with_preset.start_share == (0.0, 0.5)
+    assert with_preset.headers == ("X-A=b", "Y=c")
+    assert plain == RunOptions(trace=Path("t.jsonl"), url="http://h", output=tmp_path)
+
+
+def test_the_mock_server_refuses_what_looks_like_a_port() -> None:
+    module = "replay.bench.mock_server"
+    command = [sys.executable, "-m", module, "28001", "3", "0.1", "stamps"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "processes 28001: expected 1 to 64" in done.stderr
+    command = [sys.executable, "-m", module, "--help"]
+    assert "interval_s" in subprocess.run(command, capture_output=True, text=True).stdout

@@ -129,3 +129,57 @@ def test_bodies_ask_for_exact_greedy_lengths() -> None:
     assert chat["messages"] == [{"role": "user", "content": "hi"}]
     assert "return_token_ids" not in chat
     assert _body("sglang", b'"hi"')["text"] == _body("openai", b'"hi"')["prompt"] == "hi"
+
+
+def _chunks(*events: dict[str, Any], done: bool = True) -> list[bytes]:
+    pieces = [b"data: " + orjson.dumps(event) + b"\n\n" for event in events]
+    return [*pieces, b"data: [DONE]\n\n"] if done else pieces
+
+
+_USAGE = {"prompt_tokens": 9, "completion_tokens": 7, "prompt_tokens_details": None}
+
+
+def _text(text: str, chat: bool) -> dict[str, Any]:
+    if chat:
+        return {"choices": [{"index": 0, "delta": {"content": text}}], "usage": None}
+    return {"choices": [{"index": 0, "text": text}]}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("usage", ["at the end", "with the last chunk", "none"])
+def test_chunks_are_counted_where_a_server_does_not_say_their_tokens(
+    chat: bool, usage: str
+) -> None:
+    # Of seven tokens the second chunk holds three, and the last, without text, ends the answer.
+    events = [_text(text, chat) for text in ("", "a", "b c d", "e", "f")]
+    last = {"choices": [{"index": 0, "finish_reason": "length", "delta": {}, "text": ""}]}
+    if usage == "with the last chunk":
+        last["usage"] = _USAGE  # type: ignore[assignment]
+    events.append(last)
+    if usage == "at the end":
+        events.append({"choices": [], "usage": _USAGE})
+    parser = OpenAIParser(False)
+    counts = [parser.feed(piece) for piece in _chunks(*events)]
+    # The first token is seen with the first text, not with the usage at the end.
+    assert counts[:5] == [0, 1, 2, 3, 4]
+    assert set(counts[5:]) == {4}
+    answer = parser.close()
+    assert (answer.counted_by, answer.done) == ("chunks", True)
+    assert answer.has_usage is (usage != "none")
+    assert answer.tokens == (7 if answer.has_usage else 4)
+    assert answer.prompt_tokens == (9 if answer.has_usage else None)
+
+
+def test_usage_in_every_chunk_is_not_marked() -> None:
+    usage = [{"prompt_tokens": 3, "completion_tokens": count} for count in (0, 2, 3)]
+    events = [_text("x", True) | {"usage": found} for found in usage]
+    parser = OpenAIParser(False)
+    ending = {"choices": [], "usage": usage[-1]}
+    assert [parser.feed(piece) for piece in _chunks(*events, ending)] == [0, 2, 3, 3, 3]
+    assert parser.close().counted_by == "usage"
+
+
+@pytest.mark.parametrize("event", [b'{"detail": "no"}', b"[]", b"nonsense"])
+def test_what_is_no_chunk_is_an_error(event: bytes) -> None:
+    with pytest.raises(StreamError):
+        OpenAIParser(False).feed(b"data: " + event + b"\n\n")

@@ -101,3 +101,41 @@ def test_reading_results_needs_none_of_the_clients_packages() -> None:
     code = "import sys, replay.results; print('aiohttp' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stdout == "False\n"
+
+
+def test_a_torn_beginning_before_anothers_line_does_not_hide_that_line(tmp_path: Path) -> None:
+    # As a process leaves it whose disk was full, where another then could write.
+    path = tmp_path / "requests.jsonl"
+    _write(path, _result("a"), _result("b"))
+    lines = path.read_bytes().splitlines(keepends=True)
+    for cut in (1, 20, len(lines[0]) - 2):
+        path.write_bytes(lines[0] + lines[0][:cut] + lines[1])
+        assert [result.request_id for result in read_results(path)] == ["a", "b"]
+
+
+def test_after_a_failed_write_nothing_is_added_to_a_torn_line(tmp_path: Path) -> None:
+    code = f"""
+import resource
+from replay.results import Result, ResultWriter
+from deltaserve.errors import InputError
+writer = ResultWriter({str(tmp_path / "requests.jsonl")!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+failed = 0
+for number in range(20):
+    result = Result(request_id=f"r{{number}}", session_id="s", turn=0, input_length=1,
+                    output_length=1)
+    try:
+        writer.write(result)
+    except InputError as error:
+        assert "requests.jsonl: cannot be written: File too large" in str(error)
+        failed += 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+print(20 - failed)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    written = int(done.stdout)
+    assert 1 < written < 10
+    names = [result.request_id for result in read_results(tmp_path)]
+    assert names == [f"r{number}" for number in range(written)]
+    assert (tmp_path / "requests.jsonl").read_bytes()[-1:] != b"\n"

@@ -438,3 +438,42 @@ def test_wrong_options_are_named(
     options = replace(_options(tmp_path, trace_of(1, requests=3), "http://x"), **values)
     with pytest.raises(InputError, match=words):
         run(options, quiet=True)
+
+
+def test_a_server_without_usage_in_its_chunks_has_its_first_token_all_the_same(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine
+) -> None:
+    fake = engine("vllm", usage=False, delay_s=0.02)
+    trace = [replace(request, output_length=8) for request in trace_of(4, requests=6)]
+    options = _options(tmp_path, trace, fake.url)
+    assert run(options, quiet=True)["ok"] == 6
+    for result in read_results(options.output):
+        assert result.counted_by == "chunks"
+        assert result.output_tokens == 8
+        assert [count for _, count in result.arrivals] == list(range(1, 9))
+        assert result.first_token_s
+        assert result.finished_s
+        assert result.finished_s - result.first_token_s > 0.1
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_key_reaches_the_server_and_no_file(
+    tmp_path: Path,
+    trace_of: TraceOf,
+    engine: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    processes: int,
+) -> None:
+    fake = engine("vllm", key="Bearer s3cret key")
+    monkeypatch.setenv("TEST_API_KEY", "s3cret key")
+    options = _options(tmp_path, trace_of(4, requests=6), fake.url, processes=processes)
+    with pytest.raises(InputError, match="401"):
+        run(options, quiet=True)
+    headers = ("Authorization=Bearer @TEST_API_KEY", "X-Team=agents")
+    summary = run(replace(options, headers=headers), quiet=True)
+    assert summary["ok"] == 6
+    assert {seen["headers"]["x-team"] for seen in fake.seen} == {"agents"}
+    written = b"".join(path.read_bytes() for path in options.output.iterdir())
+    assert b"s3cret" not in written
+    assert b'"Authorization"' in written
+    assert b"agents" not in written
