@@ -200,16 +200,39 @@ class Load(_Table):
 
 
 class Arm(_Table):
-    """One thing to compare: a topology under a routing policy."""
+    """One thing to compare: a topology under a routing policy, or a server that runs somewhere
+    (`url`, with its number of GPUs, for figures a GPU)."""
 
     name: Name
-    topology: str
+    topology: str | None = None
+    url: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    gpus: Count | None = None
+    headers: dict[str, str] = Field(default_factory=dict)
     policy: str | None = None
     policy_params: dict[str, Scalar] = Field(default_factory=dict)
     set: dict[str, Any] = Field(default_factory=dict)
     replay: dict[str, Scalar] = Field(default_factory=dict)
     loads: list[Name] | None = None
     priority: int = 0
+
+    @model_validator(mode="after")
+    def _one_server(self) -> Arm:
+        if (self.topology is None) == (self.url is None):
+            raise ValueError("give either topology or url")
+        if self.url is not None:
+            for key in ("policy", "policy_params", "set"):
+                if getattr(self, key):
+                    raise ValueError(f"{key}: is of a topology; the server at url is as it is")
+        elif self.gpus is not None or self.headers:
+            raise ValueError("gpus, headers: are of an arm with url")
+        for name, value in self.headers.items():
+            # A run's manifest and report show the arm as it stands here.
+            if not re.search(r"@[A-Za-z_]", value):
+                raise ValueError(
+                    f"headers.{name}: give its value as @VARIABLE of the environment, as in "
+                    "'Bearer @API_KEY'"
+                )
+        return self
 
 
 class Slo(_Table):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deltaserve.errors import InputError
+from eval.endpoint import Endpoint
 from eval.experiment import Experiment, PlannedRun, plan_runs
 from eval.runner import (
     Site,
@@ -21,6 +22,7 @@ from eval.runner import (
     replay_command,
     shared_vocab,
     topology_overrides,
+    with_endpoints,
 )
 from eval.traces import planned_trace, resolve_scale
 
@@ -33,6 +35,7 @@ def preview(
     Raises `InputError` for a topology or policy that is wrong; what only this machine lacks (an
     engine, the trace) is said.
     """
+    site = with_endpoints(site)
     runs = plan_runs(experiment, only)
     topologies = load_topologies(site, experiment, plan_runs(experiment))
     rounds = range(1, experiment.repeats + 1)
@@ -59,20 +62,25 @@ def _commands(
     except InputError as error:
         yield f"# not on this machine: {error}"
     folder = output / run.folder
-    check = ["deltaserve", "launch", "up", run.arm.topology, "--run-dir", str(folder)]
-    for override in topology_overrides(run):
-        check += ["--set", override]
-    yield shlex.join(check)
+    headers: list[str] = []
+    if isinstance(topology, Endpoint):
+        url = topology.url
+        headers = [word for text in topology.headers for word in ("--header", text)]
+    else:
+        check = ["deltaserve", "launch", "up", str(run.arm.topology), "--run-dir", str(folder)]
+        for override in topology_overrides(run):
+            check += ["--set", override]
+        yield shlex.join(check)
+        described = site.describe(topology)
+        port = described.get("base_port", 0) or "PORT"
+        url = f"http://{described.get('host', '127.0.0.1')}:{port}"
     replay = run.replay
     if replay.fit_input_tokens is not None and trace.is_file():
         replay = resolve_scale(trace, replay)
     if replay.vocab_size is None:
         replay = replay.model_copy(update={"vocab_size": vocab_size})
-    described = site.describe(topology)
-    url = f"http://{described.get('host', '127.0.0.1')}:{described.get('base_port', 0) or 'PORT'}"
-    command = replay_command(
-        ("deltaserve", "replay", "run"), trace, folder, url, replay, run.phases
-    )
+    program = ("deltaserve", "replay", "run")
+    command = [*replay_command(program, trace, folder, url, replay, run.phases), *headers]
     if replay.fit_input_tokens is not None:
         command += ["--length-scale", f"SO_THAT_{replay.fit_input_tokens}_TOKENS_FIT"]
     yield shlex.join(command)

@@ -23,6 +23,7 @@ import deltaserve
 from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from eval import provenance
+from eval.endpoint import AttachedFleet, Endpoint, attached
 from eval.experiment import Experiment, Phases, PlannedRun, Replay, plan_runs
 from eval.identity import engine_words
 from eval.progress import Progress
@@ -152,6 +153,41 @@ def topology_overrides(run: PlannedRun) -> list[str]:
     return words + [f"{key}={_toml(value)}" for key, value in _flat(run.set)]
 
 
+def with_endpoints(site: Site) -> Site:
+    """`site` for arms that are servers elsewhere as well (`Endpoint` in place of a topology)."""
+
+    def fleet_maker(make: FleetMaker) -> FleetMaker:
+        def fleet(
+            topology: Any, folder: Path, say: Callable[[str], None]
+        ) -> AbstractContextManager[Fleet]:
+            if isinstance(topology, Endpoint):
+                return attached(topology, folder, say)
+            return make(topology, folder, say)
+
+        return fleet
+
+    @contextlib.contextmanager
+    def keeping(folder: Path) -> Iterator[FleetMaker]:
+        with site.keeping(folder) as make:
+            yield fleet_maker(make)
+
+    def of_either(
+        endpoint: Callable[[Endpoint], Any], topology: Callable[[Any], Any]
+    ) -> Callable[[Any], Any]:
+        return lambda found: endpoint(found) if isinstance(found, Endpoint) else topology(found)
+
+    return dataclasses.replace(
+        site,
+        check=of_either(Endpoint.check, site.check),
+        describe=of_either(Endpoint.describe, site.describe),
+        vocab_size=of_either(Endpoint.vocab_size, site.vocab_size),
+        worker_key=of_either(lambda endpoint: endpoint.url.encode(), site.worker_key),
+        engine=of_either(lambda _endpoint: {}, site.engine),
+        fleet=fleet_maker(site.fleet),
+        keeping=keeping,
+    )
+
+
 def load_topologies(
     site: Site, experiment: Experiment, runs: Iterable[PlannedRun]
 ) -> dict[str, Any]:
@@ -159,7 +195,12 @@ def load_topologies(
     found: dict[str, Any] = {}
     for run in sorted(runs, key=lambda run: cell_order(experiment, run)):
         if run.cell not in found:
-            found[run.cell] = site.load(run.arm.topology, topology_overrides(run))
+            arm = run.arm
+            found[run.cell] = (
+                Endpoint.of(arm)
+                if arm.topology is None
+                else site.load(arm.topology, topology_overrides(run))
+            )
     return found
 
 
@@ -179,6 +220,7 @@ def run_experiment(
     recorded with its reason, and the rest goes on. KeyboardInterrupt (and SIGTERM) stops the
     fleet and propagates; the interrupted run is redone next time.
     """
+    site = with_endpoints(site)
     if experiment.keep_workers or experiment.search is not None:
         with site.keeping(output / "workers") as kept:
             site = dataclasses.replace(site, fleet=kept)
@@ -432,6 +474,13 @@ def _execute(
             command = replay_command(
                 site.replay, trace, folder, fleet.router_url, replay, run.phases
             )
+            if isinstance(topology, Endpoint):
+                manifest["gpus"] = topology.gpus
+                command += [word for text in topology.headers for word in ("--header", text)]
+            if isinstance(fleet, AttachedFleet) and fleet.flushed_by is None:
+                # What no run ever sent is in no cache; sessions and times stay those of the seed.
+                manifest["prompt_seed"] = time.time_ns()
+                command += ["--prompt-seed", str(manifest["prompt_seed"])]
             manifest["replay_command"] = command
             provenance.write_manifest(folder, manifest)
             replay_began_s = time.monotonic()

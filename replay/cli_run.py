@@ -91,7 +91,13 @@ def run(
         int | None,
         typer.Option(help="Token ids are below this; default: the served model's vocabulary."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts' tokens.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the prompts' tokens, starts, order and arrivals.")
+    ] = 0,
+    prompt_seed: Annotated[
+        int | None,
+        typer.Option(help="Of the prompts' tokens alone; default: --seed."),
+    ] = None,
     preset: Annotated[
         Preset | None,
         typer.Option(

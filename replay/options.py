@@ -44,6 +44,7 @@ class RunOptions:
     max_input_tokens: int | None = None
     vocab_size: int | None = None
     seed: int = 0
+    prompt_seed: int | None = None
     start: Where = "cold"
     start_share: tuple[float, float] = (0.25, 0.75)
     prime_parallel: int | None = None
@@ -94,6 +95,7 @@ SAME_ON_RESUME = (
     "max_input_tokens",
     "vocab_size",
     "seed",
+    "prompt_seed",
     "splice_outputs",
     "as_text",
 )
@@ -151,6 +153,7 @@ def check(options: RunOptions) -> None:
         ("warm_up_s", 0),
         ("drain_s", 0),
         ("seed", 0),
+        ("prompt_seed", 0),
     ):
         value = getattr(options, name)
         if value is not None and value < least:

@@ -87,7 +87,7 @@ def run(options: RunOptions, quiet: bool = False) -> dict[str, Any]:
                 api=api,
                 model=model,
                 vocab_size=vocab_size,
-                seed=options.seed,
+                seed=options.seed if options.prompt_seed is None else options.prompt_seed,
                 timeout_s=options.timeout_s,
                 prime_timeout_s=options.prime_timeout_s,
                 record_output_ids=options.record_output_ids,
@@ -213,7 +213,7 @@ def _clock_to_resume(record_file: Path, record: dict[str, Any]) -> tuple[float, 
     try:
         before = orjson.loads(record_file.read_bytes())
         for name in SAME_ON_RESUME:
-            if before["arguments"][name] != record["arguments"][name]:
+            if before["arguments"].get(name) != record["arguments"][name]:
                 raise InputError(
                     f"--{name.replace('_', '-')} {record['arguments'][name]}: expected "
                     f"{before['arguments'][name]}, as in {record_file}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import resource
 import signal
 import time
@@ -196,7 +197,7 @@ class _Share:
                 first_mid=options.start == "mid",
                 later_mid=options.recycle_start == "mid",
                 share=options.start_share,
-                parallel=options.prime_parallel or -(-slots // _LANES_A_PRIMING_ONE),
+                parallel=self._prime_parallel(slots),
             ),
             on_primed=self._primed,
         )
@@ -205,6 +206,12 @@ class _Share:
         assert options.sessions_per_hour
         arrivals = poisson_arrivals(options.sessions_per_hour, options.seed, number, job.processes)
         return lanes, lanes.arriving(arrivals, slots if options.start == "mid" else 0)
+
+    def _prime_parallel(self, slots: int) -> int:
+        """This process's part of the conversations that are primed at a time, at least one."""
+        whole = self._job.options.prime_parallel
+        part = slots / _LANES_A_PRIMING_ONE if whole is None else whole / self._job.processes
+        return max(1, math.ceil(part))
 
     def _primed(self) -> None:
         if self._window:

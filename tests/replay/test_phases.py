@@ -130,6 +130,34 @@ def test_prompts_of_different_plays_share_no_block() -> None:
     assert play_seed(5, 0) == 5
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sessions_in_flight_at_the_start_of_arrivals_are_primed_too(
+    tmp_path: Path, engine: StartEngine, processes: int
+) -> None:
+    options = _options(
+        tmp_path,
+        engine("sglang").url,
+        _trace(),
+        mode="sessions",
+        sessions_per_hour=3600.0 * 5,
+        max_inflight_sessions=1,  # of two processes one has none
+        start="mid",
+        recycle_start="mid",
+        recycle=True,
+        warm_up_s=0.1,
+        measure_s=1.0,
+        processes=processes,
+    )
+    run(options, quiet=True)
+    results = read_results(options.output)
+    primes = [result for result in results if result.phase == "prime"]
+    begun = {result.session_id for result in results if result.phase != "prime"}
+    assert len(primes) > 2
+    assert begun <= {prime.session_id for prime in primes}
+    assert all(result.turn > 1 for result in results if result.phase != "prime")
+    assert _phases(options.output)["complete"] is True
+
+
 def test_without_phases_no_phase_is_recorded(tmp_path: Path, engine: StartEngine) -> None:
     options = _options(tmp_path, engine("sglang").url, _trace(turns=2))
     assert run(options, quiet=True)["ok"] == 12
