@@ -30,7 +30,17 @@ from eval.stats import UNKNOWN, Array, Estimate, SessionBootstrap
 from eval.steady import Steadiness, not_sustained, steadiness
 from eval.stretch import Alone, alone_from
 
-__all__ = ["INTERFERING_PREFILL_TOKENS", "LATENCIES", "QUANTILES", "Cell", "measure"]
+__all__ = [
+    "INTERFERING_PREFILL_TOKENS",
+    "LATENCIES",
+    "QUANTILES",
+    "Cell",
+    "ClassRow",
+    "DecisionRow",
+    "KvMoved",
+    "WorkerRow",
+    "measure",
+]
 
 QUANTILES = LATENCY_QUANTILES
 LATENCIES = ("ttft", "tpot", "worst_gap", "itl", "e2e")

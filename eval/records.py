@@ -22,8 +22,20 @@ from deltaserve.errors import InputError
 from eval.decisions import decision_table, join_decisions
 from eval.experiment import Analysis, Slo, ValidityRules, one_line
 from eval.provenance import MANIFEST
-from eval.telemetry import read_json_lines, step_table, transfer_table
+from eval.telemetry import events, read_json_lines, step_table, transfer_table
 from replay.results import RESULTS_FILE, Result, read_results
+
+__all__ = [
+    "Arrivals",
+    "Run",
+    "TraceFacts",
+    "Window",
+    "events",
+    "read_run",
+    "read_steps",
+    "request_table",
+    "step_table",
+]
 
 PHASES_FILE = "phases.json"
 _REQUEST_COLUMNS = (

@@ -15,7 +15,7 @@ from typing import Any
 
 from deltaserve.errors import InputError
 from eval import figures, provenance
-from eval.compare import Comparison, compare_cells
+from eval.compare import Comparison, Verdict, compare_cells
 from eval.document import Document, Figure, Section, write_document
 from eval.experiment import Analysis, Slo, ValidityRules
 from eval.formatting import (
@@ -41,7 +41,6 @@ from eval.metrics import (
     measure,
     session_bootstrap,
 )
-from eval.noise import Verdict
 from eval.records import Run, read_run, read_steps
 from eval.validity import Violation, cold_checks, violations
 

@@ -23,8 +23,8 @@ from eval.document import Figure, Section
 from eval.figures import PALETTE, layout
 from eval.formatting import Entry, Table, number
 from eval.micro.driver import Bench, answered, driver
+from eval.records import step_table
 from eval.stats import Estimate, interval
-from eval.telemetry import step_table
 from replay.results import Result
 
 SEEN_BEFORE = (

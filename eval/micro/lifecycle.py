@@ -18,7 +18,7 @@ from eval.document import Figure, Section
 from eval.figures import PALETTE, layout
 from eval.formatting import DASH, Entry, Table, percent, seconds, size
 from eval.micro.driver import Bench, answered, driver, separated
-from eval.telemetry import events
+from eval.records import events
 from replay.results import Result
 
 SEEN_BEFORE = (
