@@ -16,11 +16,31 @@ from eval.experiment import Slo
 from eval.interference import INTERFERING_PREFILL_TOKENS, Interference, interference
 from eval.outcomes import LATENCY_QUANTILES, MEASURES, estimate, sample
 from eval.records import Run
-from eval.stats import UNKNOWN, Array, Estimate, SessionBootstrap, quantile_points
+from eval.serving import (
+    DecisionRow,
+    KvMoved,
+    WorkerRow,
+    decision_rows,
+    hotspot_index,
+    kv_moved,
+    quantile_of,
+    worker_rows,
+)
+from eval.stats import UNKNOWN, Array, Estimate, SessionBootstrap
 from eval.steady import Steadiness, not_sustained, steadiness
 from eval.stretch import Alone, alone_from
 
-__all__ = ["INTERFERING_PREFILL_TOKENS", "LATENCIES", "QUANTILES", "Cell", "measure"]
+__all__ = [
+    "INTERFERING_PREFILL_TOKENS",
+    "LATENCIES",
+    "QUANTILES",
+    "Cell",
+    "ClassRow",
+    "DecisionRow",
+    "KvMoved",
+    "WorkerRow",
+    "measure",
+]
 
 QUANTILES = LATENCY_QUANTILES
 LATENCIES = ("ttft", "tpot", "worst_gap", "itl", "e2e")
@@ -28,8 +48,6 @@ LATENCIES = ("ttft", "tpot", "worst_gap", "itl", "e2e")
 ALWAYS_KNOWN = ("attainment", "apc", "recomputed_share")
 CLASS_BOUNDS_TOKENS = (5_000, 20_000, 50_000)
 _REQUESTS_PER_S = next(m for m in MEASURES if m.key == "requests_per_s")
-# A worker with fewer requests has no p90 worth comparing.
-MIN_REQUESTS_A_WORKER = 5
 
 
 @dataclass(frozen=True)
@@ -42,55 +60,6 @@ class ClassRow:
     ttft: list[Estimate]
     tpot: list[Estimate]
     e2e: list[Estimate]
-
-
-@dataclass(frozen=True)
-class WorkerRow:
-    """What one worker did; `busy_s` sums the time that requests spent on it."""
-
-    worker: str
-    requests: int
-    busy_s: float
-    prefilled_tokens: float
-    apc: float
-    ttft_p50_s: float
-    ttft_p90_s: float
-    tpot_p90_s: float
-
-
-@dataclass(frozen=True)
-class KvMoved:
-    """KV sent between workers: totals, by request, and what the decode cache saved."""
-
-    transfers: int
-    total_bytes: float
-    bytes_p50: float
-    bytes_p90: float
-    saved_bytes: float
-    saved_tokens: float
-    seconds_p50: float
-
-    @property
-    def saved_share(self) -> float:
-        """Bytes that the decode worker held already, over all bytes that it needed."""
-        needed = self.total_bytes + self.saved_bytes
-        return self.saved_bytes / needed if needed else float("nan")
-
-
-@dataclass(frozen=True)
-class DecisionRow:
-    """One (kind, reason) of the router, its share, and how it went for those requests."""
-
-    kind: str
-    reason: str
-    n: int
-    share: float
-    ttft_p50_s: float
-    ttft_p90_s: float
-    predicted: int
-    error_ratio_p50: float
-    error_ratio_p10: float
-    error_ratio_p90: float
 
 
 @dataclass(frozen=True)
@@ -237,7 +206,7 @@ def measure(
         ],
         goodput_rps=measures["goodput_rps"].value,
         goodput_share=measures["attainment"],
-        lag_p99_s=_quantile(table["lag_s"], 0.99),
+        lag_p99_s=quantile_of(table["lag_s"], 0.99),
         cached_tokens=float(ok["cached_tokens"].sum()),
         prompt_tokens=float(ok["prompt_tokens"].sum()),
         classes=classes,
@@ -311,99 +280,6 @@ def class_rows(
     return rows, source
 
 
-def worker_rows(ok: pd.DataFrame) -> list[WorkerRow]:
-    """One row a worker, prefill and decode workers alike, in the order of their names."""
-    rows = []
-    names = sorted({*ok["prefill_worker"].dropna(), *ok["decode_worker"].dropna()})
-    for name in names:
-        prefilled = ok[ok["prefill_worker"] == name]
-        decoded = ok[ok["decode_worker"] == name]
-        here = ok[(ok["prefill_worker"] == name) | (ok["decode_worker"] == name)]
-        prompt = float(decoded["prompt_tokens"].sum())
-        rows.append(
-            WorkerRow(
-                worker=str(name),
-                requests=len(here),
-                busy_s=_busy_s(ok, str(name)),
-                prefilled_tokens=float(prefilled["new_tokens"].sum()),
-                apc=float(decoded["cached_tokens"].sum()) / prompt if prompt else float("nan"),
-                ttft_p50_s=_quantile(here["ttft_s"], 0.5),
-                ttft_p90_s=_quantile(here["ttft_s"], 0.9),
-                tpot_p90_s=_quantile(decoded["tpot_s"], 0.9),
-            )
-        )
-    return rows
-
-
-def hotspot_index(ok: pd.DataFrame) -> float:
-    """The busiest worker's TTFT p90 over the median of the workers' TTFT p90, of one run: pooled
-    over repeats a hotspot that moves between workers would vanish.
-
-    By the worker that prefills (TTFT is made there); the busiest is the one where requests spent
-    the most seconds from sending to first token, summed. NaN with fewer than two workers that
-    served at least five requests.
-    """
-    groups = [
-        rows for _, rows in ok.groupby("prefill_worker") if len(rows) >= MIN_REQUESTS_A_WORKER
-    ]
-    if len(groups) < 2:
-        return float("nan")
-    busiest = max(groups, key=lambda rows: float((rows["first_token_s"] - rows["sent_s"]).sum()))
-    median = float(np.median([_quantile(rows["ttft_s"], 0.9) for rows in groups]))
-    return _quantile(busiest["ttft_s"], 0.9) / median if median > 0 else float("nan")
-
-
-def kv_moved(runs: Sequence[Run]) -> KvMoved | None:
-    """Bytes of KV sent between workers, a transfer a request; None where no run recorded one."""
-    tables = [run.transfers for run in runs if not run.transfers.empty]
-    if not tables:
-        return None
-    moved = pd.concat(tables, ignore_index=True)
-    return KvMoved(
-        transfers=len(moved),
-        total_bytes=float(moved["bytes"].sum()),
-        bytes_p50=_quantile(moved["bytes"], 0.5),
-        bytes_p90=_quantile(moved["bytes"], 0.9),
-        saved_bytes=float(moved["saved_bytes"].sum()),
-        saved_tokens=float(moved["saved_tokens"].sum()),
-        seconds_p50=_quantile(moved["end_unix_s"] - moved["start_unix_s"], 0.5),
-    )
-
-
-def decision_rows(ok: pd.DataFrame) -> list[DecisionRow]:
-    """The router's decisions by kind and reason, with realised over predicted first-token time."""
-    rows = []
-    known = ok[ok["kind"].notna()]
-    for (kind, reason), part in known.groupby(["kind", "reason"], dropna=False):
-        ratio = (part["decided_to_first_token_s"] / part["predicted_s"]).where(
-            part["predicted_s"] > 0
-        )
-        rows.append(
-            DecisionRow(
-                kind=str(kind),
-                reason=str(reason),
-                n=len(part),
-                share=len(part) / len(known),
-                ttft_p50_s=_quantile(part["ttft_s"], 0.5),
-                ttft_p90_s=_quantile(part["ttft_s"], 0.9),
-                predicted=int(ratio.notna().sum()),
-                error_ratio_p50=_quantile(ratio, 0.5),
-                error_ratio_p10=_quantile(ratio, 0.1),
-                error_ratio_p90=_quantile(ratio, 0.9),
-            )
-        )
-    return sorted(rows, key=lambda row: -row.n)
-
-
-def _busy_s(ok: pd.DataFrame, worker: str) -> float:
-    prefilling = ok[ok["prefill_worker"] == worker]
-    decoding = ok[ok["decode_worker"] == worker]
-    return float(
-        (prefilling["first_token_s"] - prefilling["sent_s"]).sum()
-        + (decoding["finished_s"] - decoding["first_token_s"]).sum()
-    )
-
-
 def _engines(runs: Sequence[Run]) -> dict[str, str]:
     found: dict[str, str] = {}
     for run in runs:
@@ -447,11 +323,6 @@ def _gap_quantiles(boot: SessionBootstrap, runs: Sequence[Run]) -> list[Estimate
     return boot.quantiles(
         np.concatenate(codes), np.concatenate(seconds), QUANTILES, np.concatenate(tokens)
     )
-
-
-def _quantile(values: pd.Series[float], quantile: float) -> float:
-    known = np.asarray(values.dropna(), dtype=np.float64)
-    return float(quantile_points(known, [quantile])[0]) if len(known) else float("nan")
 
 
 def _tokens(value: float) -> str:

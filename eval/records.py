@@ -2,12 +2,12 @@
 
 Owns how result lines, decisions and engine steps become columns, and the derived columns (TTFT,
 TPOT, worst gap, E2E, lag, new tokens). Knows the files of docs/formats.md; not what is compared
-with what. A line cut off by a kill is skipped.
+with what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,23 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deltaserve.errors import InputError
+from eval.decisions import decision_table, join_decisions
 from eval.experiment import Analysis, Slo, ValidityRules, one_line
 from eval.provenance import MANIFEST
+from eval.telemetry import events, read_json_lines, step_table, transfer_table
 from replay.results import RESULTS_FILE, Result, read_results
+
+__all__ = [
+    "Arrivals",
+    "Run",
+    "TraceFacts",
+    "Window",
+    "events",
+    "read_run",
+    "read_steps",
+    "request_table",
+    "step_table",
+]
 
 PHASES_FILE = "phases.json"
 _REQUEST_COLUMNS = (
@@ -63,22 +77,6 @@ LATENCY_COLUMNS = ("ttft_s", "tpot_s", "worst_gap_s", "e2e_s")
 CLIENT_FAULTS = ("client_bug", "connect", "client_error")
 # Refusals (4xx) that a server gives because it is busy, not because the request is wrong.
 _BUSY_STATUS = (408, 425, 429)
-_DECISION_COLUMNS = (
-    "decision_id",
-    "request_id",
-    "ts_unix_s",
-    "policy",
-    "kind",
-    "reason",
-    "prefill_worker",
-    "decode_worker",
-    "predicted_s",
-    "believed_cached_tokens",
-    "noted_cached_tokens",
-    "recomputed_tokens",
-    "decided_to_first_token_s",
-    "outcome",
-)
 
 
 class _Named(BaseModel):
@@ -238,31 +236,6 @@ class Run:
         return float(self.requests["scheduled_s"].min()), float(self.requests["finished_s"].max())
 
 
-def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a JSON Lines file that a program wrote, and how many lines were unreadable.
-
-    A kill may cut the last line; anything else unreadable is counted the same way and reported.
-    """
-    rows: list[dict[str, Any]] = []
-    broken = 0
-    if not path.is_file():
-        return rows, broken
-    with path.open("rb") as file:
-        for line in file:
-            if not line.strip():
-                continue
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                broken += 1
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-            else:
-                broken += 1
-    return rows, broken
-
-
 def read_run(folder: Path) -> Run:
     """Reads one run folder. Raises `InputError` where it holds no manifest of a run."""
     manifest_path = folder / MANIFEST
@@ -284,7 +257,7 @@ def read_run(folder: Path) -> Run:
     decisions, broken_lines = read_json_lines(folder / "decisions.jsonl")
     table = request_table(results)
     table["window_tokens"] = _tokens_within(results, window)
-    table = _join_decisions(table, decision_table(decisions))
+    table = join_decisions(table, decision_table(decisions))
     if trace is not None:
         # In a later play of a session the trace's ids have the play's number behind them.
         names = [
@@ -302,7 +275,7 @@ def read_run(folder: Path) -> Run:
         requests=measured.reset_index(drop=True),
         all_requests=table,
         arrivals=_arrivals(results),
-        transfers=_read_transfers(folder / "steps"),
+        transfers=transfer_table(folder / "steps"),
         broken_lines=broken_lines,
         trace=trace,
         window=window,
@@ -361,59 +334,6 @@ def request_table(results: Iterable[Result]) -> pd.DataFrame:
     table["prompt_tokens"] = table["prompt_tokens"].fillna(table["input_length"])
     table["new_tokens"] = table["prompt_tokens"] - table["cached_tokens"]
     return table
-
-
-def decision_table(events: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Decision and finish events, one row a decision."""
-    rows: dict[str, dict[str, Any]] = {}
-    for event in events:
-        key = str(event.get("decision_id"))
-        if event.get("event") == "decision":
-            separated = event.get("kind") == "prefill_decode"
-            prefill = event.get("prefill") if separated else event.get("worker")
-            decode = event.get("decode") if separated else event.get("worker")
-            believed = (event.get("cached_tokens") or {}).get(prefill)
-            rows.setdefault(key, {"decision_id": key}).update(
-                request_id=event.get("request_id"),
-                ts_unix_s=event.get("ts_unix_s"),
-                policy=event.get("policy"),
-                kind=event.get("kind"),
-                reason=event.get("reason"),
-                prefill_worker=prefill,
-                decode_worker=decode,
-                predicted_s=event.get("predicted_s"),
-                believed_cached_tokens=believed,
-            )
-        elif event.get("event") == "finish":
-            rows.setdefault(key, {"decision_id": key}).update(
-                decided_to_first_token_s=event.get("first_token_s"),
-                outcome=event.get("outcome"),
-                noted_cached_tokens=event.get("cached_tokens"),
-                recomputed_tokens=event.get("recomputed_tokens"),
-            )
-    return pd.DataFrame.from_records(list(rows.values()), columns=list(_DECISION_COLUMNS))
-
-
-def _join_decisions(requests: pd.DataFrame, decisions: pd.DataFrame) -> pd.DataFrame:
-    joined = requests.merge(
-        decisions.drop(columns=["request_id"]), on="decision_id", how="left", validate="m:1"
-    )
-    # vLLM counts the KV that it was sent as cached; the router knows, and notes nothing then.
-    unknown = (
-        joined["kind"].eq("prefill_decode")
-        & joined["outcome"].eq("ok")
-        & joined["noted_cached_tokens"].isna()
-    )
-    joined.loc[unknown, ["cached_tokens", "new_tokens"]] = float("nan")
-    joined = joined.drop(columns=["noted_cached_tokens"])
-    for name in (
-        "predicted_s",
-        "decided_to_first_token_s",
-        "believed_cached_tokens",
-        "recomputed_tokens",
-    ):
-        joined[name] = pd.to_numeric(joined[name]).astype(float)
-    return joined
 
 
 def _arrivals(results: Sequence[Result]) -> Arrivals:
@@ -488,62 +408,9 @@ def _read_trace(folder: Path) -> TraceFacts | None:
         raise InputError(f"{path}: not what a run writes there: {error!r}") from None
 
 
-def _read_transfers(folder: Path) -> pd.DataFrame:
-    numbers = ["bytes", "tokens", "saved_bytes", "saved_tokens", "start_unix_s", "end_unix_s"]
-    columns = ["worker_id", "room", "ok", *numbers]
-    table = pd.DataFrame.from_records(
-        [{name: line.get(name) for name in columns} for line in events(folder, "kv_transfer")],
-        columns=columns,
-    )
-    for name in numbers:
-        table[name] = pd.to_numeric(table[name]).astype(float)
-    return table[table["ok"].eq(True)].reset_index(drop=True)
-
-
 def read_steps(run: Run) -> pd.DataFrame:
     """The engine's steps while a run was replayed, with times as the results have them; empty
     where none were recorded."""
     clock = (run.manifest.get("replay") or {}).get("clock") or {}
     steps = step_table(run.folder / "steps", clock.get("unix_origin_s"))
     return steps[steps["at_s"] >= 0].reset_index(drop=True)
-
-
-def step_table(folder: Path, unix_origin_s: float | None) -> pd.DataFrame:
-    """Steps from telemetry files, sorted by time.
-
-    `at_s` counts from `unix_origin_s`, or from the first step; `waiting` is the requests in all of
-    the scheduler's queues.
-    """
-    numbers = [
-        "start_unix_s",
-        "duration_s",
-        "prefill_requests",
-        "prefill_tokens",
-        "decode_requests",
-        "kv_used_tokens",
-        "kv_evictable_tokens",
-        "kv_total_tokens",
-        "waiting",
-    ]
-    columns = ["worker_id", "forward_mode", *numbers]
-    rows = []
-    for line in events(folder, "step"):
-        row = {name: line.get(name) for name in columns}
-        row["waiting"] = sum((line.get("queues") or {}).values())
-        rows.append(row)
-    table = pd.DataFrame.from_records(rows, columns=columns)
-    for name in numbers:
-        table[name] = pd.to_numeric(table[name]).astype(float)
-    if unix_origin_s is None:
-        unix_origin_s = float(table["start_unix_s"].min()) if len(table) else 0.0
-    table["at_s"] = table["start_unix_s"] - unix_origin_s
-    return table.sort_values("at_s").reset_index(drop=True)
-
-
-def events(folder: Path, event: str) -> Iterator[dict[str, Any]]:
-    """Telemetry lines of one kind, file by file."""
-    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
-        lines, _ = read_json_lines(path)
-        for line in lines:
-            if line.get("event") == event:
-                yield line

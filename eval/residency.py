@@ -17,7 +17,8 @@ import numpy as np
 import pandas as pd
 
 from eval.outcomes import recomputed_tokens
-from eval.records import Run, step_table
+from eval.records import Run
+from eval.telemetry import step_table
 
 _BINS = 20
 

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from deltaserve.errors import InputError
-from eval.compare import (
+from eval.compare import compare_cells
+from eval.experiment import Slo
+from eval.identity import check_repeats
+from eval.metrics import session_bootstrap
+from eval.noise import (
     Difference,
     Noise,
     Verdict,
-    compare_cells,
     difference,
     difference_by_round,
     holm,
     judge,
     p_value,
 )
-from eval.experiment import Slo
-from eval.identity import check_repeats
-from eval.metrics import session_bootstrap
 from eval.outcomes import MEASURES, Measure
 from eval.records import Run
 from eval.series import Series

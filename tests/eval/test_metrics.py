@@ -11,10 +11,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from eval.decisions import decision_table
 from eval.experiment import Slo
-from eval.metrics import Cell, class_labels, hotspot_index, measure, session_bootstrap
-from eval.records import Run, decision_table, read_run, read_steps
+from eval.metrics import Cell, class_labels, measure, session_bootstrap
+from eval.records import Run, read_run, read_steps
 from eval.report import find_runs, gather, summary_json
+from eval.serving import hotspot_index
 
 MakeRun = Callable[..., Run]
 SLO = Slo(ttft_s=0.6, ttft_s_per_new_token=0.0, tpot_s=0.03, worst_gap_s=1.0)

@@ -11,9 +11,10 @@ import pytest
 
 from deltaserve.errors import InputError
 from eval import provenance
-from eval.compare import Verdict, compare_cells
+from eval.compare import compare_cells
 from eval.experiment import Slo
 from eval.metrics import measure, session_bootstrap
+from eval.noise import Verdict
 from eval.outcomes import MEASURES
 from eval.records import PHASES_FILE, Run, read_run
 from eval.steady import State, steadiness
