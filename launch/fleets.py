@@ -19,8 +19,10 @@ from deltaserve.errors import InputError
 from launch import checking, guard, planning
 from launch.cache import make_folder
 from launch.caches import FlushError, flush
+from launch.capacity import reported_capacity_tokens
 from launch.hardware import GpuError, GpuSample, sample_gpus, sample_until_free
 from launch.http_calls import FAILURES, call, reason
+from launch.kv import worker_kv
 from launch.planning import Plan, Process
 from launch.record import write_record
 from launch.reservations import reserved
@@ -65,6 +67,7 @@ class _Member:
     reason: str | None = None
     """What it failed of."""
     ended_unix_s: float | None = None
+    kv_capacity_tokens: int | None = None
     silence: str | None = None
     """Why it does not count as ready yet."""
 
@@ -147,6 +150,7 @@ class Fleet:
         self._state = "starting"
         self._write()
         self._start_all([m for m in self._members if m.plan.kind == "worker"])
+        self._learn_capacities()
         if self.plan.topology.warms_up:
             self._warm_up()
         self._start_all([m for m in self._members if m.plan.kind == "router"])
@@ -259,7 +263,7 @@ class Fleet:
 
     def _table(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [
-            ("process", "role", "url", "ready after", "GPUs", "memory in use")
+            ("process", "role", "url", "ready after", "KV tokens", "GPUs", "memory in use")
         ]
         used: dict[int, GpuSample] = {}
         with contextlib.suppress(GpuError):
@@ -269,6 +273,7 @@ class Fleet:
             own = [used[index] for index in p.gpus if index in used]
             rows.append((
                 p.id, p.role or "-", p.url, f"{member.ready_after_s or 0.0:.1f} s",
+                f"{member.kv_capacity_tokens:,}" if member.kv_capacity_tokens else "-",
                 ", ".join(map(str, p.gpus)) or "-", memory_of(own) if own else "-",
             ))  # fmt: skip
         return rows
@@ -304,6 +309,23 @@ class Fleet:
                         waiting_for = f"{member.plan.health_url}: {member.silence}"
                     self.on_progress(f"{member.plan.id}: {waiting_for}, {waited_s:.0f} s")
             time.sleep(_POLL_S)
+
+    def _learn_capacities(self) -> None:
+        """Asks workers how much KV they hold, and tells the router that and not what was asked for:
+        one that lets in more than fits has everything recomputed."""
+        groups = [group for group in self.plan.topology.workers for _ in range(group.size)]
+        workers = [member for member in self._members if member.plan.role is not None]
+        for member, group in zip(workers, groups, strict=True):
+            found = reported_capacity_tokens(self.plan.engine.name, member.plan.url)
+            asked = worker_kv(self.plan.topology, group).capacity_tokens
+            member.kv_capacity_tokens = found or asked
+            if found and asked and found < 0.99 * asked:
+                self._tell(
+                    f"{member.plan.id}: holds {found:,} KV tokens, not the {asked:,} asked for"
+                )
+        if self.plan.topology.router.kind == "deltaserve":
+            known = {m.plan.id: m.kv_capacity_tokens for m in workers if m.kv_capacity_tokens}
+            planning.write_router_config(self.plan, known)
 
     def _warm_up(self) -> None:
         self._tell("warming up: kernels that are compiled and workers that connect at first use")
@@ -440,7 +462,7 @@ def _state_of(member: _Member) -> dict[str, Any]:
         "ended_unix_s": member.ended_unix_s,
         "exit_status": member.exit_status,
         "reason": member.reason,
-    }
+    } | ({"kv_capacity_tokens": member.kv_capacity_tokens} if member.kv_capacity_tokens else {})
 
 
 def _silence(url: str) -> str | None:

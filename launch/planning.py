@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -243,7 +243,13 @@ def write_files(made: Plan) -> None:
     if made.topology.telemetry:
         (made.run_dir / "steps").mkdir(exist_ok=True)
     if made.topology.router.kind == "deltaserve":
-        write_atomically(made.run_dir / "router.toml", router_config(made).encode())
+        write_router_config(made, {})
+
+
+def write_router_config(made: Plan, capacities: Mapping[str, int]) -> None:
+    """Writes ``router.toml``, with the KV capacities (worker → tokens) that engines reported."""
+    path = made.run_dir / "router.toml"
+    write_atomically(path, router_config(made, capacities).encode())
 
 
 def write_plugin(folder: Path) -> None:
@@ -269,8 +275,9 @@ def write_plugin(folder: Path) -> None:
     write_atomically(info / "entry_points.txt", entry_points.encode())
 
 
-def router_config(made: Plan) -> str:
-    """The content of ``router.toml`` (docs/formats.md)."""
+def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> str:
+    """The content of ``router.toml`` (docs/formats.md). `capacities` are KV capacities (worker →
+    tokens) that engines reported; they count before those that were asked for."""
     topology = made.topology
     lines = [
         _line("host", topology.host),
@@ -298,8 +305,8 @@ def router_config(made: Plan) -> str:
             lines += [_line("bootstrap_host", urlsplit(worker.url).hostname)]
             lines += [_line("bootstrap_port", worker.ports["bootstrap"])]
         kv = worker_kv(topology, group)
-        if kv.capacity_tokens:
-            lines += [_line("kv_capacity_tokens", kv.capacity_tokens)]
+        if capacity_tokens := (capacities or {}).get(worker.id) or kv.capacity_tokens:
+            lines += [_line("kv_capacity_tokens", capacity_tokens)]
         if kv.host_tokens:
             lines += [_line("host_kv_tokens", kv.host_tokens)]
         if worker.role in ("decode", "elastic") and not on_vllm and not topology.decode_radix_cache:

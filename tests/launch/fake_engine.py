@@ -90,6 +90,7 @@ sglang:num_running_reqs{dp_rank="0"} 1.0
 sglang:num_running_reqs{dp_rank="1"} 2.0
 sglang:num_running_reqs_offline{dp_rank="1"} 9.0
 sglang:num_queue_reqs 2.0
+vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="1250",user="x"} 1.0
 """
 
 
@@ -99,6 +100,9 @@ class _Health(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.path == "/metrics":
             self.wfile.write(_METRICS.encode())
+        if self.path == "/server_info" and "FAKE_KV_TOKENS" in os.environ:
+            held = int(os.environ["FAKE_KV_TOKENS"])
+            self.wfile.write(json.dumps({"max_total_num_tokens": held}).encode())
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))

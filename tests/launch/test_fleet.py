@@ -99,7 +99,9 @@ def test_the_transcript_tells_each_phase_with_its_time_and_the_workers(
     assert phases[-2] == "stopping"
     assert phases[-1].startswith("stopped after")
     for number, url in enumerate(urls):
-        assert re.search(rf"^colocated-{number} +colocated +{url} +\d+\.\d s +- +-$", text, re.M)
+        assert re.search(
+            rf"^colocated-{number} +colocated +{url} +\d+\.\d s +131,072 +- +-$", text, re.M
+        )
 
 
 def test_the_transcript_tells_why_a_fleet_failed(fakes: Fakes, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_fleet_samples_its_own_gpus_and_tells_what_they_hold(
         wait_until(lambda: sampled.exists() and sampled.read_text().count("\n") >= 3)
     transcript = (tmp_path / "run" / "transcript.txt").read_text()
     assert transcript.count("GPUs 1, 3 (NVIDIA H200): 0.5, 0.5 GiB in use\n") == 2
-    assert re.search(r"^colocated-0 .* s +3 +0\.5 GiB$", transcript, re.M)
+    assert re.search(r"^colocated-0 .* s +- +3 +0\.5 GiB$", transcript, re.M)
     rows = sampled.read_text().splitlines()[1:]
     assert {row.split(",")[1] for row in rows} == {"1", "3"}
 

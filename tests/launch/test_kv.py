@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,15 @@ from pathlib import Path
 import pytest
 
 from deltaserve.errors import InputError
+from launch import fleet
+from launch.capacity import reported_capacity_tokens
 from launch.commands import routers
 from launch.engines import Engine
 from launch.kv import worker_kv
 from launch.planning import Plan, layout, router_config
 from launch.topology_files import load_topology
+
+from .conftest import Fakes
 
 KV_BYTES = 98_304  # of a token of qwen3-coder-30b-a3b in bfloat16
 
@@ -206,6 +211,28 @@ def test_the_residency_rule_reaches_the_routers_file_and_is_asked_of_the_router(
     monkeypatch.setattr(routers, "refusal", refuse)
     assert routers.our_refusal(config, {}) == "router.residency: sessions: expected 1 or more"
     assert asked == [{"residency": {"rule": "cap", "sessions": 3}}]
+
+
+def test_the_router_is_told_what_workers_really_hold(fakes: Fakes, tmp_path: Path) -> None:
+    groups = '[{ environment = { FAKE_KV_TOKENS = "90000" } }, { max_total_tokens = 5000 }]'
+    topology = fakes("serve", overrides=(f"workers={groups}", "router.kind=deltaserve"))
+    with fleet(topology, tmp_path / "run") as running:
+        assert running.plan.topology.max_total_tokens == 131072
+    config = tomllib.loads((tmp_path / "run" / "router.toml").read_text())
+    assert [worker["kv_capacity_tokens"] for worker in config["workers"]] == [90000, 5000]
+    record = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    assert [p.get("kv_capacity_tokens") for p in record["processes"]] == [90000, 5000, None]
+    transcript = (tmp_path / "run" / "transcript.txt").read_text()
+    assert "colocated-0: holds 90,000 KV tokens, not the 131,072 asked for" in transcript
+    assert re.search(r"^colocated-0 .* s +90,000 +- +-$", transcript, re.M)
+
+
+def test_vllms_capacity_is_blocks_times_tokens_a_block(fake_python: Path, tmp_path: Path) -> None:
+    fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0"]
+    with fleet(load_topology("laptop-vllm-1", fake), tmp_path / "run"):
+        record = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    assert record["processes"][0]["kv_capacity_tokens"] == 40000
+    assert reported_capacity_tokens("vllm", "http://127.0.0.1:1") is None
 
 
 def test_every_engine_serves_the_model_by_the_same_name() -> None:
