@@ -20,11 +20,12 @@ from sglang_ext import ranks
 from sglang_ext.guards import Hook, PluginMismatch
 from sglang_ext.pacing.prefill import PacedPrefill, carry_true_lengths, check_chunking
 from sglang_ext.pacing.settings import pacing_from_environment
+from sglang_ext.pacing.sharing import Sharing
 
 PREFIX = "DELTASERVE_PACED_"
 
 _SETTINGS = pacing_from_environment(os.environ, PREFIX)
-_paced: list[PacedPrefill] = []
+_paced: list[Sharing] = []
 
 
 def _of(scheduler: Any) -> PacedPrefill | None:
@@ -56,7 +57,7 @@ def _attach(_result: None, scheduler: Any) -> None:
     check_chunking(scheduler, _SETTINGS, PREFIX)
     paced = PacedPrefill(scheduler, _SETTINGS, functools.partial(ranks.agree, scheduler))
     scheduler.deltaserve_paced = paced
-    _paced.append(paced)
+    _paced.append(Sharing(scheduler, paced))
 
 
 def _prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
@@ -72,7 +73,8 @@ def _prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -
     had_decodes = bool(running_batch.reqs)
     scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = chunk.tokens, chunk.mixed
     try:
-        plan = original(scheduler, running_batch)
+        with _paced[-1].of(chunk, running_batch):
+            plan = original(scheduler, running_batch)
     finally:
         own = paced.own
         scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = own.tokens, own.mixed
@@ -104,6 +106,16 @@ def _mixed(_result: None, batch: Any, running_batch: Any) -> None:
         carry_true_lengths(batch, running_batch)
 
 
+def _add_chunked(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    return _paced[-1].add_chunked(original, adder, req) if _paced else original(adder, req)
+
+
+def _add_one(original: Callable[..., Any], adder: Any, req: Any, **options: Any) -> Any:
+    if not _paced:
+        return original(adder, req, **options)
+    return _paced[-1].add_one(original, adder, req, **options)
+
+
 def _internal_state(answer: Any, scheduler: Any, *_: Any) -> Any:
     paced = _of(scheduler)
     if paced is not None:
@@ -115,6 +127,7 @@ def _internal_state(answer: Any, scheduler: Any, *_: Any) -> Any:
     return answer
 
 
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 HOOKS = (
@@ -128,6 +141,13 @@ HOOKS = (
         "after",
         _mixed,
         "(self, running_batch)",
+    ),
+    Hook(f"{_ADDER}.add_chunked_req", "around", _add_chunked, "(self, req)"),
+    Hook(
+        f"{_ADDER}.add_one_req",
+        "around",
+        _add_one,
+        "(self, req, has_chunked_req, truncation_align_size)",
     ),
     Hook(f"{_SCHEDULER}.get_internal_state", "after", _internal_state, "(self, recv_req)"),
 )

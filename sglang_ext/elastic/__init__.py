@@ -163,15 +163,23 @@ def _adder_init(_result: None, adder: Any, *_: Any, **__: Any) -> None:
 
 
 def _add_chunked(original: Callable[..., Any], adder: Any, req: Any) -> Any:
-    if current() is None:
+    worker = current()
+    if worker is None:
         return original(adder, req)
     # Memory for the chunk has been made sure of. What is reserved for others must not cut it into
     # crumbs: it may take from those reserves, as they count what it leaves.
     offset = adder.rem_total_token_offset
     adder.rem_total_token_offset = 0
-    left = original(adder, req)
+    left = worker.sharing.add_chunked(original, adder, req)
     adder.rem_total_token_offset += offset
     return left
+
+
+def _add_one(original: Callable[..., Any], adder: Any, req: Any, **options: Any) -> Any:
+    worker = current()
+    if worker is None:
+        return original(adder, req, **options)
+    return worker.sharing.add_one(original, adder, req, **options)
 
 
 def _mixed(_result: None, batch: Any, running_batch: Any) -> None:
@@ -283,6 +291,12 @@ HOOKS = (
         (f"({_ADDER_PARAMETERS})", f"({_ADDER_PARAMETERS}, prefill_tile_block_m=64)"),
     ),
     Hook(f"{_ADDER}.add_chunked_req", "around", _add_chunked, "(self, req)"),
+    Hook(
+        f"{_ADDER}.add_one_req",
+        "around",
+        _add_one,
+        "(self, req, has_chunked_req, truncation_align_size)",
+    ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
         "after",

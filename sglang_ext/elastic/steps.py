@@ -17,6 +17,7 @@ from sglang_ext.elastic.memory import Memory
 from sglang_ext.elastic.quarantine import Quarantine
 from sglang_ext.elastic.queues import Queues
 from sglang_ext.pacing.prefill import PacedPrefill
+from sglang_ext.pacing.sharing import Sharing
 
 _RETRY_STEPS = 64
 
@@ -35,6 +36,7 @@ class Steps:
         memory: Memory,
         quarantine: Quarantine,
         paced: PacedPrefill,
+        sharing: Sharing,
         counts: Counter[str],
     ) -> None:
         self._scheduler = scheduler
@@ -42,6 +44,7 @@ class Steps:
         self._memory = memory
         self._quarantine = quarantine
         self._paced = paced
+        self._sharing = sharing
         self._chunks = Chunks(
             scheduler, queues, memory, paced, counts, self._wait_for_step_in_flight
         )
@@ -93,7 +96,8 @@ class Steps:
         self._retry_when_room(running_batch)
         own, had_decodes = self._paced.own, bool(running_batch.reqs)
         try:
-            plan = original(s, running_batch)
+            with self._sharing.of(chunk, running_batch):
+                plan = original(s, running_batch)
         finally:
             s.waiting_queue = held_back + s.waiting_queue
             s.chunked_prefill_size, s.is_mixed_chunk = own.tokens, own.mixed

@@ -21,6 +21,7 @@ from sglang_ext.elastic.settings import PREFIX, Settings
 from sglang_ext.elastic.steps import Steps
 from sglang_ext.guards import PluginMismatch
 from sglang_ext.pacing.prefill import PacedPrefill, check_chunking
+from sglang_ext.pacing.sharing import Sharing
 
 
 class ElasticWorker:
@@ -40,8 +41,15 @@ class ElasticWorker:
         self.memory = Memory(scheduler, self.queues)
         self.quarantine = Quarantine(scheduler, settings.quarantine_s, self.agree)
         self.paced = PacedPrefill(scheduler, settings, self.agree)
+        self.sharing = Sharing(scheduler, self.paced)
         self.steps = Steps(
-            scheduler, self.queues, self.memory, self.quarantine, self.paced, self.counts
+            scheduler,
+            self.queues,
+            self.memory,
+            self.quarantine,
+            self.paced,
+            self.sharing,
+            self.counts,
         )
 
     def agree(self, values: list[int]) -> list[int]:

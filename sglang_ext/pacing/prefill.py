@@ -45,8 +45,8 @@ class PacedPrefill:
         agree: Callable[[list[int]], list[int]],
     ) -> None:
         self._scheduler = scheduler
-        self._settings = settings
-        self._agree = agree
+        self.settings = settings
+        self.agree = agree
         self.own = Chunk(scheduler.chunked_prefill_size, scheduler.is_mixed_chunk)
         largest = settings.chunk_tokens or self.own.tokens or scheduler.max_prefill_tokens
         self.pacer = ChunkPacer(
@@ -70,7 +70,7 @@ class PacedPrefill:
         if s.chunked_req is None and not s.waiting_queue:
             return self.own
         decoding = is_decoding(running_batch)
-        if self._settings.interference is Interference.STOCK:
+        if self.settings.interference is Interference.STOCK:
             riding = running_batch.batch_size() if self.own.mixed and decoding else 0
             return Chunk(self.own.tokens, self.own.mixed, riding)
         prompts = [*s.waiting_queue, *([s.chunked_req] if s.chunked_req is not None else [])]
@@ -108,23 +108,28 @@ class PacedPrefill:
 
     def _paced_tokens(self, decoding: Any) -> int:
         pacer = self.pacer
-        if self._settings.interference is Interference.MIXED or decoding is None:
+        if self.settings.interference is Interference.MIXED or decoding is None:
             return pacer.largest_tokens
         s = self._scheduler
         prompts = []
         if s.chunked_req is not None:
             prefix = len(s.chunked_req.prefix_indices)
             prompts.append((max(1, int(s.chunked_req.seqlen) - prefix), prefix))
-        looked_at = s.waiting_queue[:_LOOKED_AT]
-        prompts += [self._new_and_cached(req) for req in looked_at]
+        in_line = self.next_in_line()
+        prompts += [prompt for _, prompt in in_line]
         tokens = pacer.chunk_tokens(
             prompts, len(decoding.reqs), sum(req.seqlen for req in decoding.reqs)
         )
-        if len(looked_at) < len(s.waiting_queue):
+        if len(in_line) < len(s.waiting_queue):
             # Nothing is known of who comes after them: they do not come in.
             tokens = min(tokens, max(pacer.smallest_tokens, sum(new for new, _ in prompts)))
-        self.chunk_tokens = self._agree([tokens])[0]
+        self.chunk_tokens = self.agree([tokens])[0]
         return self.chunk_tokens
+
+    def next_in_line(self) -> list[tuple[Any, tuple[int, int]]]:
+        """The first requests that wait, each with its (new, cached) tokens."""
+        queue = self._scheduler.waiting_queue[:_LOOKED_AT]
+        return [(req, self._new_and_cached(req)) for req in queue]
 
     def _new_and_cached(self, req: Any) -> tuple[int, int]:
         cached = self.cached_tokens(req)
@@ -224,7 +229,7 @@ class PacedPrefill:
             prompts.append((max(1, int(other.seqlen) - cached), cached))
         prompts.append(self._new_and_cached(req))
         running = s.running_batch.reqs
-        if self._settings.interference is not Interference.ITL:
+        if self.settings.interference is not Interference.ITL:
             running = ()
         return self.pacer.prefill_s(prompts, len(running), sum(r.seqlen for r in running))
 

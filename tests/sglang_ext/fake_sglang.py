@@ -139,6 +139,11 @@ class Req:
         self.kv: KV | None = None
         self.last_node: Node | None = None
         self.prefix_indices: list[int] = []
+        self.extend_range = SimpleNamespace(length=0)
+
+    def init_next_round_input(self, tree_cache: Tree) -> None:
+        self.full_untruncated_fill_ids = self.origin_input_ids + self.output_ids
+        match_prefix_for_req(tree_cache, self, self.full_untruncated_fill_ids)
 
     @property
     def seqlen(self) -> int:
@@ -383,9 +388,41 @@ def classes() -> SimpleNamespace:
             if rem_chunk_tokens is not None:
                 self.rem_chunk_tokens = rem_chunk_tokens - num_mixed_decode_tokens
             self.rem_total_token_offset = 0
+            self.free = token_to_kv_pool_allocator.free + tree_cache.evictable_size()
+            self.page_size = page_size
+            self.added: list[tuple[str, int]] = []
 
-        def add_chunked_req(self, req: Req) -> Req:
-            return req
+        def ceil_paged_tokens(self, tokens: int) -> int:
+            return -(-tokens // self.page_size) * self.page_size
+
+        def _add(self, req: Req, tokens: int) -> None:
+            self.added.append((req.rid, tokens))
+            req.extend_range = SimpleNamespace(length=tokens)
+            if self.rem_chunk_tokens is not None:
+                self.rem_chunk_tokens -= self.ceil_paged_tokens(tokens)
+
+        def add_chunked_req(self, req: Req) -> Req | None:
+            remaining = req.seqlen - len(req.prefix_indices)
+            assert self.rem_chunk_tokens is not None
+            self._add(req, min(remaining, self.rem_chunk_tokens))
+            self.free -= req.extend_range.length
+            return req if req.extend_range.length < remaining else None
+
+        def add_one_req(
+            self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
+        ) -> str:
+            new = req.seqlen - len(req.prefix_indices)
+            needed = new + req.sampling_params.max_new_tokens + self.page_size
+            if needed >= self.free - self.rem_total_token_offset:
+                return NO_TOKEN
+            if self.rem_chunk_tokens is not None and new > self.rem_chunk_tokens:
+                if self.rem_chunk_tokens <= 0:
+                    return OTHER
+                assert not has_chunked_req, "SGLang's scheduler asserts it"
+                new = self.rem_chunk_tokens
+            self.free -= needed
+            self._add(req, new)
+            return CONTINUE
 
     class Scheduler:
         def __init__(self, tokens: int = 10_000, **fields: Any) -> None:
@@ -484,18 +521,25 @@ def classes() -> SimpleNamespace:
                 self.waiting_queue.sort(
                     key=lambda req: (req.priority, req.time_stats.wait_queue_entry_time)
                 )
-            free = self.pool.free + self.tree_cache.evictable_size() - adder.rem_total_token_offset
+            chunk_limit = adder.rem_chunk_tokens
+            if self.chunked_req is not None:
+                self.chunked_req = adder.add_chunked_req(self.chunked_req)
             admitted = []
             for req in self.waiting_queue:
-                needed = req.seqlen + req.sampling_params.max_new_tokens + self.page_size
-                if needed >= free:
+                req.init_next_round_input(self.tree_cache)
+                added = adder.add_one_req(
+                    req,
+                    has_chunked_req=self.chunked_req is not None,
+                    truncation_align_size=self.truncation_align_size,
+                )
+                if added != CONTINUE:
                     break
-                free -= needed
                 admitted.append(req)
             self.formed.append(
                 SimpleNamespace(
                     chunk_tokens=self.chunked_prefill_size,
-                    prompt_tokens=adder.rem_chunk_tokens,
+                    prompt_tokens=chunk_limit,
+                    added=adder.added,
                     mixed=self.is_mixed_chunk,
                     queue=[req.rid for req in self.waiting_queue],
                     admitted=[req.rid for req in admitted],
@@ -566,6 +610,7 @@ def classes() -> SimpleNamespace:
     return SimpleNamespace(**{n: v for n, v in locals().items() if isinstance(v, type)})
 
 
+CONTINUE, NO_TOKEN, OTHER = "continue", "no token", "other"
 DECODE, PLAIN = "decode", "null"
 
 
@@ -615,6 +660,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, hooks: Iterable[Hook]) -> Iterato
         "managers.schedule_policy": {
             "PrefillAdder": made.PrefillAdder,
             "CLIP_MAX_NEW_TOKENS": 4096,
+            "AddReqResult": SimpleNamespace(OTHER=OTHER),
             "match_prefix_for_req": match_prefix_for_req,
         },
         "managers.schedule_batch": {

@@ -228,9 +228,7 @@ class Ranks:
     def __init__(self, worker: Any, other: Callable[[list[int]], list[int]]) -> None:
         self.asked: list[int] = []
         self._other = other
-        for part in (worker, worker.paced, worker.quarantine):
-            name = "agree" if part is worker else "_agree"
-            setattr(part, name, self.agree)
+        worker.agree = worker.paced.agree = worker.quarantine._agree = self.agree
 
     def agree(self, values: list[int]) -> list[int]:
         if not values:

@@ -149,6 +149,84 @@ def test_prompts_of_which_nothing_is_known_stay_out_of_a_step(make_plain: MakeSc
     assert scheduler.deltaserve_paced.choose(scheduler.running_batch).tokens > 4000
 
 
+def in_flight(scheduler: Any, tokens: int, done: int) -> Req:
+    """A prompt of which `done` tokens are in, as the chunk in flight beside one decode."""
+    req = prompt("long", tokens, 100_000)
+    req.prefix_indices = list(range(done))
+    scheduler.chunked_req = req
+    scheduler.running_batch = Batch([prompt("d", 10)])
+    for _ in range(20):
+        scheduler.deltaserve_paced.pacer.observe(Step(2000, 0, 1, 10), 0.02)
+    return req
+
+
+def test_short_prompts_go_along_with_a_chunk_in_flight(make_plain: MakeScheduler) -> None:
+    """They waited for all of it: minutes, where steps are paced and the prompt is long."""
+    scheduler = make_plain()
+    long = in_flight(scheduler, 60_000, 4000)
+    another = prompt("another long", 30_000, 300_000)
+    short = [prompt(f"s{i}", 300, 1000 * i) for i in range(3)]
+    scheduler.waiting_queue = [another, *short]
+    batch = formed(scheduler)
+    assert batch.admitted == ["s0", "s1", "s2"]
+    sizes = dict(batch.added)
+    assert sizes["long"] == batch.prompt_tokens - 900
+    assert sizes["long"] >= batch.prompt_tokens / 2
+    assert scheduler.waiting_queue == [another]
+    assert scheduler.chunked_req is long
+
+
+def test_short_prompts_take_at_most_half_and_the_others_keep_their_places(
+    make_plain: MakeScheduler,
+) -> None:
+    scheduler = make_plain()
+    in_flight(scheduler, 60_000, 4000)
+    scheduler.waiting_queue = [prompt(f"s{i}", 900, 1000 * i) for i in range(12)]
+    batch = formed(scheduler)
+    assert 1 <= len(batch.admitted) < 6
+    assert dict(batch.added)["long"] >= batch.prompt_tokens / 2
+    assert [req.rid for req in scheduler.waiting_queue] == [
+        f"s{i}" for i in range(len(batch.admitted), 12)
+    ]
+
+
+def test_a_prompt_that_lost_its_prefix_since_it_was_looked_up_is_not_cut(
+    make_plain: MakeScheduler,
+) -> None:
+    """SGLang ends where a second prompt is cut beside the one in flight."""
+    scheduler = make_plain()
+    in_flight(scheduler, 60_000, 4000)
+    stale = prompt("stale", 20_000)
+    node = scheduler.tree_cache.insert(range(19_900))
+    assert scheduler.deltaserve_paced.cached_tokens(stale) == 19_900
+    scheduler.tree_cache.root_node.children.remove(node)  # evicted
+    scheduler.waiting_queue = [stale]
+    assert formed(scheduler).admitted == []
+    assert scheduler.waiting_queue == [stale]
+
+
+def test_memory_for_the_rest_of_the_chunk_in_flight_is_kept(make_plain: MakeScheduler) -> None:
+    scheduler = make_plain(tokens=56_200)
+    in_flight(scheduler, 60_000, 4000)
+    scheduler.waiting_queue = [prompt("s", 300)]
+    assert formed(scheduler).admitted == []
+
+
+def test_a_short_prompt_on_a_prefix_too_long_to_read_in_time_waits(
+    make_plain: MakeScheduler,
+) -> None:
+    scheduler = make_plain(PacingSettings(target_itl_s=0.04))
+    long = in_flight(scheduler, 60_000, 0)
+    for i in range(40):
+        prompts = [(100 + 10 * i, 1000 * i)]
+        seconds = 0.01 + 1e-6 * prompts[0][0] + 1e-6 * prompts[0][1]
+        scheduler.deltaserve_paced.pacer.observe(Step.of(prompts, 1, 10), seconds)
+    scheduler.tree_cache.insert(range(90_000))
+    scheduler.waiting_queue = [prompt("far", 90_100)]
+    assert formed(scheduler).admitted == []
+    assert scheduler.chunked_req is long
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -1,0 +1,122 @@
+"""A chunk in flight leaves short prompts a part of its step.
+
+SGLang gives a prompt that it has begun the whole of every step until it is in: a turn of 200 tokens
+behind a prompt of 100,000 waits for all of it, and long where steps are paced. Here prompts that
+fit whole beside half of the chunk go along with it. Knows SGLang's adder and queue; what a step
+costs is the pacer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang_ext.pacing.prefill import Chunk, PacedPrefill
+from sglang_ext.pacing.settings import Interference
+from sglang_ext.pacing.step_times import Step
+
+
+class Sharing:
+    """Shares the steps of one scheduler, whose prefill is `paced`."""
+
+    def __init__(self, scheduler: Any, paced: PacedPrefill) -> None:
+        self._scheduler = scheduler
+        self._paced = paced
+        self._share_tokens: int | None = None
+
+    @contextmanager
+    def of(self, chunk: Chunk, running_batch: Any) -> Iterator[None]:
+        """Within it, SGLang sees those prompts in line that go along with the chunk in flight.
+
+        Where none does, it sees them all; they then wait as in stock SGLang. Afterwards those that
+        were not taken are in line where they were.
+        """
+        s = self._scheduler
+        short = self._short_prompts(chunk, running_batch)
+        if not short:
+            yield
+            return
+        queue, s.waiting_queue = s.waiting_queue, list(short)
+        try:
+            yield
+        finally:
+            self._share_tokens = None
+            left, shown = ({id(req) for req in reqs} for reqs in (s.waiting_queue, short))
+            known = {id(req) for req in queue}
+            s.waiting_queue = [
+                *(req for req in queue if id(req) in left or id(req) not in shown),
+                *(req for req in s.waiting_queue if id(req) not in known),
+            ]
+
+    def _short_prompts(self, chunk: Chunk, running_batch: Any) -> list[Any]:
+        """The prompts that go along, first come first; notes what is left for the chunk."""
+        s, paced = self._scheduler, self._paced
+        chunked = s.chunked_req
+        if (
+            chunked is None
+            or not s.waiting_queue
+            or chunk.tokens is None
+            or s.enable_priority_scheduling
+            or paced.settings.interference is Interference.STOCK
+        ):
+            return []
+        tokens, prefix = chunk.tokens - chunk.riding, len(chunked.prefix_indices)
+        granule = paced.granule_tokens
+        room = tokens // 2 // granule * granule
+        fits = tokens >= 2 * max(granule, paced.pacer.smallest_tokens)
+        if int(chunked.seqlen) - prefix <= tokens - room or not fits:
+            # Its last chunk: what it leaves of the step is free for others anyway.
+            return []
+        context = sum(req.seqlen for req in running_batch.reqs[: chunk.riding])
+
+        def takes_s(prompts: list[tuple[int, int]]) -> float:
+            return paced.pacer.times.predict(Step.of(prompts, chunk.riding, context))
+
+        longest_s = max(paced.pacer.target_s, takes_s([(tokens, prefix)]))
+        short: list[Any] = []
+        taken: list[tuple[int, int]] = []
+        for req, (new, cached) in paced.next_in_line():
+            paged = -(-new // s.page_size) * s.page_size
+            beside = [*taken, (paged, cached)]
+            share = (tokens - sum(n for n, _ in beside)) // granule * granule
+            if share < tokens - room or takes_s([(share, prefix), *beside]) > longest_s:
+                continue
+            short.append(req)
+            taken = beside
+        agreed = paced.agree([len(short)])[0]
+        if not agreed:
+            return []
+        share = tokens - sum(n for n, _ in taken[:agreed])
+        self._share_tokens = share // granule * granule
+        return short[:agreed]
+
+    def add_chunked(self, original: Callable[..., Any], adder: Any, req: Any) -> Any:
+        """Adds the chunk in flight with its share, and keeps room for the rest of its prompt."""
+        rem_tokens, share = adder.rem_chunk_tokens, self._share_tokens
+        if share is None or rem_tokens is None or share >= rem_tokens:
+            return original(adder, req)
+        adder.rem_chunk_tokens = share
+        left = original(adder, req)
+        adder.rem_chunk_tokens += rem_tokens - share
+        if left is not None:
+            from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+            to_come = int(req.seqlen) - len(req.prefix_indices) - req.extend_range.length
+            to_decode = req.sampling_params.max_new_tokens - len(req.output_ids)
+            adder.rem_total_token_offset += to_come + self._scheduler.page_size
+            adder.rem_total_token_offset += min(max(to_decode, 0), CLIP_MAX_NEW_TOKENS)
+        return left
+
+    def add_one(self, original: Callable[..., Any], adder: Any, req: Any, **options: Any) -> Any:
+        """Adds a prompt in line; beside a chunk in flight only one that fits whole.
+
+        SGLang does not expect to cut a second prompt, and would end there.
+        """
+        if self._share_tokens is not None and options["has_chunked_req"]:
+            new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+            if adder.ceil_paged_tokens(new) > adder.rem_chunk_tokens:
+                from sglang.srt.managers.schedule_policy import AddReqResult
+
+                return AddReqResult.OTHER
+        return original(adder, req, **options)
