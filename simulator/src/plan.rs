@@ -198,8 +198,7 @@ fn default_true() -> bool {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Output {
-    /// Every token's arrival; else only those that no measure can do without (the first, those around
-    /// the worst gap, the last).
+    /// Every token's arrival; else as few as leave the first, the last and the worst gap as they are.
     pub all_arrivals: bool,
     pub decisions: bool,
 }

@@ -5,7 +5,7 @@ use crate::engine::Occupancy;
 use crate::plan::{Plan, WorkerPlan};
 use crate::prompts;
 use router_policies::config::{Engine, WorkerSpec};
-use router_policies::fleet::log::EventSink;
+use router_policies::fleet::log::{self, EventSink};
 use router_policies::fleet::prefix::events::KvEvent;
 use router_policies::fleet::prefix::hash::PromptHashes;
 use router_policies::fleet::{EngineLoad, Fleet, Request, Reservation};
@@ -68,6 +68,7 @@ impl Router {
     /// From now on it is `now_s`.
     pub fn set_time(&self, now_s: f64) {
         self.clock.store(now_s.to_bits(), Ordering::Relaxed);
+        log::set_virtual_unix_s(Some(now_s));
     }
 
     /// A prompt as the fleet hashes it now.
@@ -114,6 +115,11 @@ impl Router {
             .collect();
         let applied = self.fleet.apply_kv_events(&self.ids[worker], &events);
         debug_assert!(applied, "events come in their order");
+    }
+
+    /// The simulated time is over.
+    pub fn end_time(&self) {
+        log::set_virtual_unix_s(None);
     }
 
     /// True when nothing is reserved anywhere.

@@ -69,13 +69,9 @@ struct Turn {
     reservation: Option<Reservation>,
     worker: Option<usize>,
     first_s: Option<f64>,
-    last_s: f64,
     tokens: u64,
     unsaid: u64,
-    worst_gap_s: f64,
     arrivals: Vec<(f64, u64)>,
-    /// The pieces before and after the worst gap.
-    around_gap: [(f64, u64); 2],
 }
 
 /// One worker's part of [`Report`].
@@ -184,7 +180,9 @@ pub fn run(plan: &Plan, folder: &Path) -> Result<Report, String> {
         plan,
         requests,
     };
-    simulation.play()?;
+    let played = simulation.play();
+    simulation.router.end_time();
+    played?;
     simulation.close(folder)
 }
 
@@ -334,12 +332,9 @@ impl Simulation<'_> {
             reservation: None,
             worker: None,
             first_s: None,
-            last_s: self.now_s,
             tokens: 0,
             unsaid: 0,
-            worst_gap_s: 0.0,
             arrivals: Vec::new(),
-            around_gap: [(0.0, 0); 2],
         }));
         self.under_way += 1;
         self.measured_left += usize::from(phase == Phase::Measure);
@@ -421,7 +416,6 @@ impl Simulation<'_> {
     }
 
     fn token(&mut self, number: usize, seen_s: f64) {
-        let all = self.plan.output.all_arrivals;
         let Some(turn) = &mut self.turns[number] else {
             return;
         };
@@ -429,18 +423,8 @@ impl Simulation<'_> {
         turn.unsaid += 1;
         if turn.first_s.is_none() {
             turn.first_s = Some(seen_s);
-            turn.arrivals.push((rounded(seen_s), 1));
-        } else {
-            let gap_s = seen_s - turn.last_s;
-            if gap_s > turn.worst_gap_s {
-                turn.worst_gap_s = gap_s;
-                turn.around_gap = [(turn.last_s, turn.tokens - 1), (seen_s, turn.tokens)];
-            }
-            if all {
-                turn.arrivals.push((rounded(seen_s), turn.tokens));
-            }
         }
-        turn.last_s = seen_s;
+        turn.arrivals.push((rounded(seen_s), turn.tokens));
         if turn.tokens == 1 || turn.unsaid == TOKENS_A_PIECE {
             let unsaid = std::mem::take(&mut turn.unsaid);
             if let Some(reservation) = &mut turn.reservation {
@@ -508,13 +492,8 @@ impl Simulation<'_> {
         self.failed += u64::from(error.is_some());
         self.under_way -= 1;
         self.measured_left -= usize::from(turn.phase == Phase::Measure);
-        if !self.plan.output.all_arrivals && turn.tokens > 1 {
-            let [before, after] = turn.around_gap;
-            for (at_s, tokens) in [before, after, (turn.last_s, turn.tokens)] {
-                if turn.arrivals.last().is_some_and(|&(_, last)| last < tokens) {
-                    turn.arrivals.push((rounded(at_s), tokens));
-                }
-            }
+        if !self.plan.output.all_arrivals {
+            turn.arrivals = thinned(&turn.arrivals);
         }
         let requests = Arc::clone(&self.requests);
         let planned = &requests.all[turn.due.request];
@@ -614,5 +593,52 @@ fn session_name(session: &str, play: u32) -> String {
     match play {
         0 => session.to_owned(),
         play => format!("{session}#{play}"),
+    }
+}
+
+/// As few of the arrivals as leave the first, the last and the worst gap between two as they are.
+fn thinned(arrivals: &[(f64, u64)]) -> Vec<(f64, u64)> {
+    let gaps = arrivals.windows(2).map(|pair| pair[1].0 - pair[0].0);
+    let worst_s = gaps.fold(0.0, f64::max);
+    let mut kept: Vec<(f64, u64)> = arrivals.first().copied().into_iter().collect();
+    for pair in arrivals.windows(2) {
+        if kept
+            .last()
+            .is_some_and(|last| last.1 < pair[0].1 && pair[1].0 - last.0 > worst_s)
+        {
+            kept.push(pair[0]);
+        }
+    }
+    if let (Some(&last), true) = (arrivals.last(), arrivals.len() > 1) {
+        kept.push(last);
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn thinning_keeps_the_first_the_last_and_the_worst_gap(
+            gaps in prop::collection::vec(0.001f64..3.0, 0..60),
+        ) {
+            let mut now_s = 1.0;
+            let mut arrivals = vec![(now_s, 1)];
+            for gap_s in gaps {
+                now_s += gap_s;
+                arrivals.push((rounded(now_s), arrivals.len() as u64 + 1));
+            }
+            let worst = |arrivals: &[(f64, u64)]| {
+                arrivals.windows(2).map(|pair| pair[1].0 - pair[0].0).fold(0.0, f64::max)
+            };
+            let kept = thinned(&arrivals);
+            prop_assert_eq!(kept.first(), arrivals.first());
+            prop_assert_eq!(kept.last(), arrivals.last());
+            prop_assert!((worst(&kept) - worst(&arrivals)).abs() < 1e-9);
+            prop_assert!(kept.windows(2).all(|pair| pair[0].1 < pair[1].1));
+        }
     }
 }
