@@ -51,6 +51,9 @@ pub struct Load {
     /// Prompts carry the answers that were really given, so that a cache can hold them.
     pub splice_outputs: bool,
     pub timeout_s: f64,
+    /// Sessions say when they end, and how long they will think: what a router reaches that knows it.
+    pub end_hints: bool,
+    pub idle_hints: bool,
 }
 
 impl Default for Load {
@@ -64,6 +67,8 @@ impl Default for Load {
             max_think_s: None,
             splice_outputs: true,
             timeout_s: 600.0,
+            end_hints: false,
+            idle_hints: false,
         }
     }
 }
@@ -91,16 +96,12 @@ pub struct Phases {
     pub measure_s: f64,
     #[serde(default)]
     pub recycle: bool,
-    /// Seconds between two primes.
-    #[serde(default = "default_prime_interval_s")]
-    pub prime_interval_s: f64,
+    /// Sessions that are primed at a time; unless given, it grows with the sessions in flight.
+    #[serde(default)]
+    pub prime_parallel: Option<usize>,
     /// How long the load goes on for measured requests that have not ended.
     #[serde(default = "default_drain_s")]
     pub drain_s: f64,
-}
-
-fn default_prime_interval_s() -> f64 {
-    0.5
 }
 
 fn default_drain_s() -> f64 {
@@ -264,7 +265,7 @@ impl Plan {
         if let Some(phases) = &self.phases {
             at_least("phases.warm_up_s", phases.warm_up_s, 0.0)?;
             more_than_0("phases.measure_s", phases.measure_s)?;
-            at_least("phases.prime_interval_s", phases.prime_interval_s, 0.0)?;
+            at_least("phases.prime_parallel", phases.prime_parallel.unwrap_or(1) as f64, 1.0)?;
             at_least("phases.drain_s", phases.drain_s, 0.0)?;
         }
         if self.workers.is_empty() {
