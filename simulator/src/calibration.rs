@@ -33,12 +33,12 @@ impl Default for Calibration {
     fn default() -> Self {
         Self {
             name: "Qwen3-Coder-30B-A3B bf16, H200, SGLang 0.5.17".to_owned(),
-            prefill_overhead_s: 0.0201,
-            prefill_tokens_per_s: 242_000.0,
-            prefill_pairs_per_s: 6.72e8,
-            decode_base_s: 3.652e-3,
-            decode_per_request_s: 0.774e-3,
-            decode_per_context_token_s: 2.247e-8,
+            prefill_overhead_s: 0.0196062,
+            prefill_tokens_per_s: 214_511.0,
+            prefill_pairs_per_s: 6.81115e8,
+            decode_base_s: 3.5837e-3,
+            decode_per_request_s: 0.760759e-3,
+            decode_per_context_token_s: 2.31269e-8,
             reload_tokens_per_s: 254_000.0,
             transfer_tokens_per_s: 300_000.0,
             transfer_overhead_s: 0.03,
