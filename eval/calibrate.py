@@ -1,7 +1,7 @@
 """Fits how long an engine's steps take, from the steps that its telemetry recorded.
 
-Owns the fit and the calibration file that the simulator reads. Must not know how steps are simulated
-beyond the two formulas (`docs/simulator.md`).
+Owns the fit and the calibration file that the simulator reads. Must not know how steps are
+simulated beyond the two formulas (`docs/simulator.md`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def _intervals(
     for rows in by_worker.values():
         rows.sort(key=lambda step: float(step["start_unix_s"]))
         ended_s = rows[0]["start_unix_s"] + rows[0]["duration_s"]
-        for before, step in zip(rows, rows[1:], strict=False):
+        for before, step in pairwise(rows):
             end_s = step["start_unix_s"] + step["duration_s"]
             yield before, step, end_s - max(ended_s, step["start_unix_s"])
             ended_s = max(ended_s, end_s)
