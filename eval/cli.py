@@ -167,6 +167,32 @@ def import_command(
         typer.echo(str(folder))
 
 
+@app.command(
+    "calibrate",
+    epilog="Example: deltaserve eval calibrate out/h200/sglang/r0 --name 'H200, SGLang' "
+    "--output h200.toml",
+)
+def calibrate_command(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders of runs with steps, or files of steps."),
+    ],
+    name: Annotated[str, typer.Option(help="Of what: model, GPU, engine and version.")],
+    output: Annotated[Path, typer.Option(help="The calibration file (TOML) to write.")],
+) -> None:
+    """Fit how long an engine's steps take, for the simulator, and say how well that fits.
+
+    One kind of worker at a time: runs of one model, GPU, engine and version.
+    """
+    from eval.calibrate import fit, read_steps, to_toml
+
+    if '"' in name or "\n" in name:
+        raise InputError(f"--name {name}: expected one line without quotation marks")
+    text = to_toml(fit(read_steps(runs)), name, [run.name for run in runs])
+    output.write_text(text, encoding="utf-8")
+    typer.echo(text.rstrip())
+
+
 @app.command("list", epilog="Example: deltaserve eval list")
 def list_command() -> None:
     """List the packaged experiments."""

@@ -8,6 +8,7 @@ use crate::policy::Reason;
 use parking_lot::Mutex;
 use serde::ser::{SerializeMap, SerializeStruct};
 use serde::{Serialize, Serializer};
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io::{BufWriter, Write};
 use std::path::Path;
@@ -191,8 +192,21 @@ impl Serialize for Event {
     }
 }
 
+thread_local! {
+    static VIRTUAL_UNIX_S: Cell<Option<f64>> = const { Cell::new(None) };
+}
+
+/// From now on events that this thread logs are stamped with `now_s`, which a simulation's clock says,
+/// in place of the machine's time; with none, with the machine's again.
+pub fn set_virtual_unix_s(now_s: Option<f64>) {
+    VIRTUAL_UNIX_S.set(now_s);
+}
+
 /// Seconds since the epoch.
 pub fn unix_now_s() -> f64 {
+    if let Some(now_s) = VIRTUAL_UNIX_S.get() {
+        return now_s;
+    }
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0.0, |elapsed| elapsed.as_secs_f64())

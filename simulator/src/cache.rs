@@ -1,0 +1,504 @@
+//! A worker's prefix cache: a radix tree over blocks of tokens, on the GPU and, where there is one,
+//! in a second tier in host memory.
+//!
+//! A block's id stands for its whole prefix (equal ids, equal prompts up to there), so that a node,
+//! a run of blocks, is found by its first block alone. Invariants: a node on the device has its
+//! parent on the device, one in host memory has its parent in host memory; what is locked, and so
+//! everything above it, stays on the device.
+
+use crate::ids::IdMap;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+
+pub type NodeId = u32;
+/// Above all first blocks; holds nothing and is never evicted.
+pub const ROOT: NodeId = 0;
+
+/// What is evicted first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Eviction {
+    #[default]
+    Lru,
+    Lfu,
+    /// Least recently used among what was used once, then among the rest.
+    Slru,
+    Fifo,
+}
+
+/// One change of what the device holds, in the order in which they happened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    Stored {
+        parent: Option<u64>,
+        blocks: Vec<u64>,
+    },
+    Removed {
+        blocks: Vec<u64>,
+    },
+}
+
+/// The longest beginning of a prompt that a cache holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Match {
+    /// The last node that the device holds, and blocks up to its end.
+    pub node: NodeId,
+    pub device_blocks: usize,
+    /// The last node that host memory holds (beyond the device's), and blocks beyond the device's.
+    pub host_node: NodeId,
+    pub host_blocks: usize,
+}
+
+struct Node {
+    blocks: Vec<u64>,
+    parent: NodeId,
+    on_device: bool,
+    on_host: bool,
+    device_children: u32,
+    host_children: u32,
+    locks: u32,
+    last_used: u64,
+    made: u64,
+    uses: u64,
+}
+
+/// What has happened to a cache's blocks, in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Totals {
+    pub stored: u64,
+    pub evicted: u64,
+    /// Of these, still in host memory afterwards.
+    pub demoted: u64,
+    pub reloaded: u64,
+    pub host_evicted: u64,
+}
+
+/// See the module's text. Sizes are in blocks.
+pub struct Cache {
+    nodes: Vec<Node>,
+    unused: Vec<NodeId>,
+    by_first: IdMap<NodeId>,
+    eviction: Eviction,
+    /// Leaves of the device that nothing locks, and of host memory, first to be evicted first.
+    evictable: BTreeSet<(u64, u64, NodeId)>,
+    host_leaves: BTreeSet<(u64, u64, NodeId)>,
+    /// Blocks at a time, so that a node may be cut (vLLM) rather than evicted as a whole (SGLang).
+    by_block: bool,
+    now: u64,
+    device_blocks: u64,
+    locked_blocks: u64,
+    host_blocks: u64,
+    host_capacity: u64,
+    changes: Option<Vec<Change>>,
+    pub totals: Totals,
+}
+
+impl Cache {
+    /// A cache without host memory unless `host_capacity` blocks are given.
+    pub fn new(eviction: Eviction, by_block: bool, host_capacity: u64, log_changes: bool) -> Self {
+        let root = Node {
+            blocks: Vec::new(),
+            parent: ROOT,
+            on_device: true,
+            on_host: true,
+            device_children: 0,
+            host_children: 0,
+            locks: 1,
+            last_used: 0,
+            made: 0,
+            uses: 0,
+        };
+        Self {
+            nodes: vec![root],
+            unused: Vec::new(),
+            by_first: IdMap::default(),
+            eviction,
+            evictable: BTreeSet::new(),
+            host_leaves: BTreeSet::new(),
+            by_block,
+            now: 0,
+            device_blocks: 0,
+            locked_blocks: 0,
+            host_blocks: 0,
+            host_capacity,
+            changes: log_changes.then(Vec::new),
+            totals: Totals::default(),
+        }
+    }
+
+    /// Blocks on the device.
+    pub fn device_blocks(&self) -> u64 {
+        self.device_blocks
+    }
+
+    /// Blocks on the device that could be evicted, one after another.
+    pub fn evictable_blocks(&self) -> u64 {
+        self.device_blocks - self.locked_blocks
+    }
+
+    pub fn host_blocks(&self) -> u64 {
+        self.host_blocks
+    }
+
+    /// Takes the changes since the last call, if they are logged.
+    pub fn take_changes(&mut self, into: &mut Vec<Change>) {
+        if let Some(changes) = &mut self.changes {
+            into.append(changes);
+        }
+    }
+
+    fn order(&self, id: NodeId) -> (u64, u64, NodeId) {
+        let node = &self.nodes[id as usize];
+        match self.eviction {
+            Eviction::Lru => (node.last_used, 0, id),
+            Eviction::Lfu => (node.uses, node.last_used, id),
+            Eviction::Slru => (u64::from(node.uses > 1), node.last_used, id),
+            Eviction::Fifo => (node.made, 0, id),
+        }
+    }
+
+    /// Takes a node out of the orders of eviction; to be followed by [`Cache::enlist`].
+    fn delist(&mut self, id: NodeId) {
+        let order = self.order(id);
+        self.evictable.remove(&order);
+        self.host_leaves.remove(&order);
+    }
+
+    fn enlist(&mut self, id: NodeId) {
+        if id == ROOT {
+            return;
+        }
+        let (order, node) = (self.order(id), &self.nodes[id as usize]);
+        if node.on_device && node.device_children == 0 && node.locks == 0 {
+            self.evictable.insert(order);
+        }
+        if node.on_host && node.host_children == 0 {
+            self.host_leaves.insert(order);
+        }
+    }
+
+    fn touch(&mut self, id: NodeId) {
+        self.delist(id);
+        self.now += 1;
+        let now = self.now;
+        let node = &mut self.nodes[id as usize];
+        node.last_used = now;
+        node.uses += 1;
+        self.enlist(id);
+    }
+
+    /// How many of the node's blocks `blocks` begins with, and whether that is all of them. Equal ids
+    /// mean equal prefixes, so the last one that is equal tells.
+    fn common(&self, id: NodeId, blocks: &[u64]) -> usize {
+        let own = &self.nodes[id as usize].blocks;
+        let most = own.len().min(blocks.len());
+        if own[most - 1] == blocks[most - 1] {
+            return most;
+        }
+        let (mut low, mut high) = (1, most - 1);
+        while low < high {
+            let middle = (low + high).div_ceil(2);
+            if own[middle - 1] == blocks[middle - 1] {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
+        }
+        low
+    }
+
+    /// Cuts a node after its first `length` blocks. What follows keeps the node's id, so that locks on
+    /// it stay right; returns the new node above it.
+    fn split(&mut self, id: NodeId, length: usize) -> NodeId {
+        self.delist(id);
+        let node = &mut self.nodes[id as usize];
+        let rest = node.blocks.split_off(length);
+        let first = rest[0];
+        let above = Node {
+            blocks: std::mem::replace(&mut node.blocks, rest),
+            parent: node.parent,
+            on_device: node.on_device,
+            on_host: node.on_host,
+            device_children: u32::from(node.on_device),
+            host_children: u32::from(node.on_host),
+            locks: node.locks,
+            last_used: node.last_used,
+            made: node.made,
+            uses: node.uses,
+        };
+        let made = self.add(above);
+        self.nodes[id as usize].parent = made;
+        self.by_first.insert(first, id);
+        self.enlist(made);
+        self.enlist(id);
+        made
+    }
+
+    /// The node of the first `length` blocks of a node: itself, or what is cut off above it.
+    fn upto(&mut self, id: NodeId, length: usize) -> NodeId {
+        if length < self.nodes[id as usize].blocks.len() {
+            self.split(id, length)
+        } else {
+            id
+        }
+    }
+
+    fn add(&mut self, node: Node) -> NodeId {
+        let first = node.blocks[0];
+        let id = match self.unused.pop() {
+            Some(id) => {
+                self.nodes[id as usize] = node;
+                id
+            }
+            None => {
+                self.nodes.push(node);
+                (self.nodes.len() - 1) as NodeId
+            }
+        };
+        self.by_first.insert(first, id);
+        id
+    }
+
+    fn remove(&mut self, id: NodeId) {
+        let blocks = std::mem::take(&mut self.nodes[id as usize].blocks);
+        self.by_first.remove(&blocks[0]);
+        self.unused.push(id);
+    }
+
+    /// Finds and uses the longest beginning of `blocks` that is held.
+    pub fn find(&mut self, blocks: &[u64]) -> Match {
+        let mut found = Match {
+            node: ROOT,
+            device_blocks: 0,
+            host_node: ROOT,
+            host_blocks: 0,
+        };
+        let mut at = 0;
+        while let Some(&held) = blocks.get(at).and_then(|first| self.by_first.get(first)) {
+            let common = self.common(held, &blocks[at..]);
+            let id = self.upto(held, common);
+            self.touch(id);
+            at += common;
+            if self.nodes[id as usize].on_device {
+                (found.node, found.device_blocks) = (id, at);
+                found.host_node = id;
+            } else {
+                (found.host_node, found.host_blocks) = (id, at - found.device_blocks);
+            }
+        }
+        found
+    }
+
+    /// Blocks at the beginning of `blocks` that are held, without using them.
+    pub fn peek(&self, blocks: &[u64]) -> usize {
+        let mut at = 0;
+        while let Some(&id) = blocks.get(at).and_then(|first| self.by_first.get(first)) {
+            let common = self.common(id, &blocks[at..]);
+            at += common;
+            if common < self.nodes[id as usize].blocks.len() {
+                break;
+            }
+        }
+        at
+    }
+
+    /// Keeps a node and all above it on the device until it is unlocked as often.
+    pub fn lock(&mut self, id: NodeId) {
+        let mut at = id;
+        while at != ROOT {
+            self.delist(at);
+            let node = &mut self.nodes[at as usize];
+            node.locks += 1;
+            if node.locks == 1 {
+                self.locked_blocks += node.blocks.len() as u64;
+            }
+            let parent = node.parent;
+            self.enlist(at);
+            at = parent;
+        }
+    }
+
+    pub fn unlock(&mut self, id: NodeId) {
+        let mut at = id;
+        while at != ROOT {
+            self.delist(at);
+            let node = &mut self.nodes[at as usize];
+            node.locks -= 1;
+            if node.locks == 0 {
+                self.locked_blocks -= node.blocks.len() as u64;
+            }
+            let parent = node.parent;
+            self.enlist(at);
+            at = parent;
+        }
+    }
+
+    /// Puts a prompt's blocks on the device; there must be room for those that are not there yet.
+    /// Returns the node of the last one.
+    pub fn insert(&mut self, blocks: &[u64]) -> NodeId {
+        let (mut at, mut parent) = (0, ROOT);
+        while at < blocks.len() {
+            if let Some(&held) = self.by_first.get(&blocks[at]) {
+                let common = self.common(held, &blocks[at..]);
+                let id = self.upto(held, common);
+                if !self.nodes[id as usize].on_device {
+                    self.put_on_device(id);
+                }
+                self.touch(id);
+                (at, parent) = (at + common, id);
+                continue;
+            }
+            let rest = &blocks[at..];
+            self.now += 1;
+            let id = self.add(Node {
+                blocks: rest.to_vec(),
+                parent,
+                on_device: false,
+                on_host: false,
+                device_children: 0,
+                host_children: 0,
+                locks: 0,
+                last_used: self.now,
+                made: self.now,
+                uses: 1,
+            });
+            self.put_on_device(id);
+            parent = id;
+            at = blocks.len();
+        }
+        if self.host_capacity > 0 {
+            self.back_up(parent);
+        }
+        parent
+    }
+
+    fn put_on_device(&mut self, id: NodeId) {
+        self.delist(id);
+        let node = &mut self.nodes[id as usize];
+        node.on_device = true;
+        let (count, parent) = (node.blocks.len() as u64, node.parent);
+        self.device_blocks += count;
+        self.totals.stored += count;
+        if let Some(changes) = &mut self.changes {
+            let blocks = self.nodes[id as usize].blocks.clone();
+            let parent = self.nodes[parent as usize].blocks.last().copied();
+            changes.push(Change::Stored { parent, blocks });
+        }
+        self.delist(parent);
+        self.nodes[parent as usize].device_children += 1;
+        self.enlist(parent);
+        self.enlist(id);
+    }
+
+    /// Brings what host memory holds up to `id` onto the device; there must be room.
+    pub fn reload(&mut self, id: NodeId) {
+        let mut path = Vec::new();
+        let mut at = id;
+        while at != ROOT && !self.nodes[at as usize].on_device {
+            path.push(at);
+            at = self.nodes[at as usize].parent;
+        }
+        for id in path.into_iter().rev() {
+            self.totals.reloaded += self.nodes[id as usize].blocks.len() as u64;
+            self.put_on_device(id);
+        }
+    }
+
+    /// Writes a node and all above it through to host memory, as far as there is room.
+    fn back_up(&mut self, id: NodeId) {
+        let mut path = Vec::new();
+        let mut at = id;
+        while at != ROOT && !self.nodes[at as usize].on_host {
+            path.push(at);
+            at = self.nodes[at as usize].parent;
+        }
+        for id in path.into_iter().rev() {
+            let count = self.nodes[id as usize].blocks.len() as u64;
+            while self.host_blocks + count > self.host_capacity {
+                // Never what the copy hangs on.
+                let oldest = self.host_leaves.iter().map(|&(_, _, leaf)| leaf);
+                let Some(leaf) = oldest.into_iter().find(|&leaf| !self.is_above(leaf, id)) else {
+                    return;
+                };
+                self.evict_from_host(leaf);
+            }
+            self.delist(id);
+            let node = &mut self.nodes[id as usize];
+            node.on_host = true;
+            let parent = node.parent;
+            self.host_blocks += count;
+            self.delist(parent);
+            self.nodes[parent as usize].host_children += 1;
+            self.enlist(parent);
+            self.enlist(id);
+        }
+    }
+
+    fn is_above(&self, above: NodeId, id: NodeId) -> bool {
+        let mut at = id;
+        while at != ROOT {
+            if at == above {
+                return true;
+            }
+            at = self.nodes[at as usize].parent;
+        }
+        false
+    }
+
+    fn evict_from_host(&mut self, id: NodeId) {
+        self.delist(id);
+        let node = &mut self.nodes[id as usize];
+        node.on_host = false;
+        let (count, parent, gone) = (node.blocks.len() as u64, node.parent, !node.on_device);
+        self.host_blocks -= count;
+        self.totals.host_evicted += count;
+        self.delist(parent);
+        self.nodes[parent as usize].host_children -= 1;
+        self.enlist(parent);
+        if gone {
+            self.remove(id);
+        } else {
+            self.enlist(id);
+        }
+    }
+
+    /// Frees at least `blocks` of the device, if that many are unlocked. Returns how many it freed.
+    pub fn evict(&mut self, blocks: u64) -> u64 {
+        let mut freed = 0;
+        while freed < blocks {
+            let Some(&(_, _, id)) = self.evictable.first() else {
+                break;
+            };
+            let size = self.nodes[id as usize].blocks.len() as u64;
+            if self.by_block && size > blocks - freed {
+                self.split(id, (size - (blocks - freed)) as usize);
+                continue;
+            }
+            freed += size;
+            self.evict_node(id);
+        }
+        freed
+    }
+
+    fn evict_node(&mut self, id: NodeId) {
+        self.delist(id);
+        let node = &mut self.nodes[id as usize];
+        node.on_device = false;
+        let (count, parent, kept) = (node.blocks.len() as u64, node.parent, node.on_host);
+        self.device_blocks -= count;
+        self.totals.evicted += count;
+        if let Some(changes) = &mut self.changes {
+            let blocks = self.nodes[id as usize].blocks.clone();
+            changes.push(Change::Removed { blocks });
+        }
+        self.delist(parent);
+        self.nodes[parent as usize].device_children -= 1;
+        self.enlist(parent);
+        if kept {
+            self.totals.demoted += count;
+            self.enlist(id);
+        } else {
+            self.remove(id);
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! What is to be simulated: the plan's file, as `eval` writes it, and its checks.
+
+use crate::cache::Eviction;
+use crate::calibration::Calibration;
+use crate::engine::Order;
+use router_policies::config::Engine;
+use router_policies::policy::Role;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// One simulated run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Plan {
+    /// Planned requests, one JSON object a line; relative to the plan's file.
+    pub requests: PathBuf,
+    #[serde(default)]
+    pub seed: u64,
+    #[serde(default)]
+    pub load: Load,
+    #[serde(default)]
+    pub phases: Option<Phases>,
+    pub router: Router,
+    pub workers: Vec<WorkerPlan>,
+    #[serde(default)]
+    pub output: Output,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mode {
+    /// A fixed number of sessions in flight.
+    Closed,
+    /// The trace's own times.
+    Open,
+    /// Sessions arrive at random times at a fixed rate; turns follow after their think times.
+    Sessions,
+}
+
+/// What clients do.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Load {
+    pub mode: Mode,
+    pub max_inflight_sessions: usize,
+    pub sessions_per_hour: f64,
+    pub time_scale: f64,
+    pub think_scale: f64,
+    pub max_think_s: Option<f64>,
+    /// Prompts carry the answers that were really given, so that a cache can hold them.
+    pub splice_outputs: bool,
+    pub timeout_s: f64,
+    /// Sessions say when they end, and how long they will think: what a router reaches that knows it.
+    pub end_hints: bool,
+    pub idle_hints: bool,
+}
+
+impl Default for Load {
+    fn default() -> Self {
+        Self {
+            mode: Mode::Closed,
+            max_inflight_sessions: 8,
+            sessions_per_hour: 0.0,
+            time_scale: 1.0,
+            think_scale: 1.0,
+            max_think_s: None,
+            splice_outputs: true,
+            timeout_s: 600.0,
+            end_hints: false,
+            idle_hints: false,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Start {
+    /// Sessions begin at a random turn in their middle, with what came before it primed.
+    Mid,
+    #[default]
+    Cold,
+}
+
+/// Warm-up, measured window, drain.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Phases {
+    #[serde(default)]
+    pub start: Start,
+    /// How the sessions start that take the place of those that have ended.
+    #[serde(default)]
+    pub recycle_start: Start,
+    #[serde(default)]
+    pub warm_up_s: f64,
+    pub measure_s: f64,
+    #[serde(default)]
+    pub recycle: bool,
+    /// Sessions that are primed at a time; unless given, it grows with the sessions in flight.
+    #[serde(default)]
+    pub prime_parallel: Option<usize>,
+    /// How long the load goes on for measured requests that have not ended.
+    #[serde(default = "default_drain_s")]
+    pub drain_s: f64,
+}
+
+fn default_drain_s() -> f64 {
+    600.0
+}
+
+/// The router: policy, residency, and how it learns of the workers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Router {
+    pub policy: String,
+    #[serde(default)]
+    pub policy_params: Value,
+    #[serde(default)]
+    pub residency: Value,
+    #[serde(default = "default_load_interval_s")]
+    pub load_interval_s: f64,
+    #[serde(default)]
+    pub kv_events: bool,
+    /// How long an event takes from the engine to the router.
+    #[serde(default = "default_kv_event_s")]
+    pub kv_event_s: f64,
+}
+
+fn default_load_interval_s() -> f64 {
+    1.0
+}
+
+fn default_kv_event_s() -> f64 {
+    0.01
+}
+
+/// One worker, or several of a kind.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WorkerPlan {
+    pub id: String,
+    /// More than one: ids are then `ID-0`, `ID-1`, …
+    #[serde(default = "default_count")]
+    pub count: usize,
+    #[serde(default = "default_role")]
+    pub role: Role,
+    #[serde(default = "default_engine")]
+    pub engine: Engine,
+    pub kv_tokens: u64,
+    #[serde(default)]
+    pub host_kv_tokens: u64,
+    #[serde(default = "default_chunk_tokens")]
+    pub chunk_tokens: u64,
+    #[serde(default = "default_max_prefill_tokens")]
+    pub max_prefill_tokens: u64,
+    #[serde(default = "default_max_running")]
+    pub max_running: usize,
+    #[serde(default)]
+    pub radix_eviction_policy: Eviction,
+    #[serde(default)]
+    pub schedule_policy: Order,
+    #[serde(default)]
+    pub mixed_chunks: bool,
+    #[serde(default = "default_true")]
+    pub prefix_cache: bool,
+    #[serde(default)]
+    pub calibration: Calibration,
+}
+
+fn default_count() -> usize {
+    1
+}
+
+fn default_role() -> Role {
+    Role::Colocated
+}
+
+fn default_engine() -> Engine {
+    Engine::Sglang
+}
+
+fn default_chunk_tokens() -> u64 {
+    8192
+}
+
+fn default_max_prefill_tokens() -> u64 {
+    16_384
+}
+
+fn default_max_running() -> usize {
+    256
+}
+
+fn default_true() -> bool {
+    true
+}
+
+/// What is written beside the results.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Output {
+    /// Every token's arrival; else as few as leave the first, the last and the worst gap as they are.
+    pub all_arrivals: bool,
+    pub decisions: bool,
+}
+
+impl Default for Output {
+    fn default() -> Self {
+        Self {
+            all_arrivals: false,
+            decisions: true,
+        }
+    }
+}
+
+impl Plan {
+    /// Reads and checks a plan.
+    ///
+    /// # Errors
+    /// One line that names the file and the field.
+    pub fn from_file(path: &Path) -> Result<Self, String> {
+        let failed = |error: String| format!("{}: {error}", path.display());
+        let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+        let reader = &mut serde_json::Deserializer::from_str(&text);
+        let mut plan: Self =
+            serde_path_to_error::deserialize(reader).map_err(|error| failed(error.to_string()))?;
+        if let (true, Some(folder)) = (plan.requests.is_relative(), path.parent()) {
+            plan.requests = folder.join(&plan.requests);
+        }
+        plan.check().map_err(failed)?;
+        Ok(plan)
+    }
+
+    /// # Errors
+    /// The field that is wrong, and what was expected.
+    pub fn check(&self) -> Result<(), String> {
+        let at_least = |name: &str, value: f64, least: f64| {
+            if value.is_finite() && value >= least {
+                Ok(())
+            } else {
+                Err(format!("{name}: expected at least {least}, not {value}"))
+            }
+        };
+        let more_than_0 = |name: &str, value: f64| {
+            if value.is_finite() && value > 0.0 {
+                Ok(())
+            } else {
+                Err(format!("{name}: expected more than 0, not {value}"))
+            }
+        };
+        let load = &self.load;
+        at_least("load.think_scale", load.think_scale, 0.0)?;
+        at_least("load.max_think_s", load.max_think_s.unwrap_or(0.0), 0.0)?;
+        more_than_0("load.time_scale", load.time_scale)?;
+        more_than_0("load.timeout_s", load.timeout_s)?;
+        match load.mode {
+            Mode::Closed if load.max_inflight_sessions == 0 => {
+                return Err("load.max_inflight_sessions: expected at least 1, not 0".to_owned());
+            }
+            Mode::Sessions => more_than_0("load.sessions_per_hour", load.sessions_per_hour)?,
+            _ => {}
+        }
+        more_than_0("router.load_interval_s", self.router.load_interval_s)?;
+        at_least("router.kv_event_s", self.router.kv_event_s, 0.0)?;
+        if let Some(phases) = &self.phases {
+            at_least("phases.warm_up_s", phases.warm_up_s, 0.0)?;
+            more_than_0("phases.measure_s", phases.measure_s)?;
+            at_least("phases.prime_parallel", phases.prime_parallel.unwrap_or(1) as f64, 1.0)?;
+            at_least("phases.drain_s", phases.drain_s, 0.0)?;
+        }
+        if self.workers.is_empty() {
+            return Err("workers: expected at least one".to_owned());
+        }
+        for worker in &self.workers {
+            let named = |error: String| format!("worker {}: {error}", worker.id);
+            worker.calibration.check().map_err(named)?;
+            for (name, value) in [
+                ("count", worker.count as u64),
+                ("kv_tokens", worker.kv_tokens),
+                ("chunk_tokens", worker.chunk_tokens),
+                ("max_prefill_tokens", worker.max_prefill_tokens),
+                ("max_running", worker.max_running as u64),
+            ] {
+                if value == 0 {
+                    return Err(named(format!("{name}: expected at least 1, not 0")));
+                }
+            }
+            if worker.role != Role::Colocated {
+                return Err(named(format!(
+                    "role {:?}: only colocated workers are simulated yet",
+                    worker.role
+                )));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,142 @@
+//! The real router under virtual time: the fleet and its policy, without HTTP.
+
+use crate::cache::Change;
+use crate::engine::Occupancy;
+use crate::plan::{Plan, WorkerPlan};
+use crate::prompts;
+use router_policies::config::{Engine, WorkerSpec};
+use router_policies::fleet::log::{self, EventSink};
+use router_policies::fleet::prefix::events::KvEvent;
+use router_policies::fleet::prefix::hash::PromptHashes;
+use router_policies::fleet::{EngineLoad, Fleet, Request, Reservation};
+use router_policies::policy;
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub struct Router {
+    fleet: Arc<Fleet>,
+    clock: Arc<AtomicU64>,
+    ids: Vec<String>,
+    slots: HashMap<String, usize>,
+    block_tokens: u64,
+}
+
+impl Router {
+    /// A fleet of `workers`, all up. Decisions go to `decisions`, if that is given.
+    ///
+    /// # Errors
+    /// One line that names the policy's parameter, or the worker, that is wrong.
+    pub fn new(
+        plan: &Plan,
+        workers: &[(String, &WorkerPlan)],
+        block_tokens: u64,
+        decisions: Option<&Path>,
+    ) -> Result<Self, String> {
+        let sink = match decisions {
+            Some(path) => EventSink::to_file(path)?,
+            None => EventSink::in_memory(),
+        };
+        let clock = Arc::new(AtomicU64::new(0));
+        let shown = Arc::clone(&clock);
+        let fleet = Arc::new(Fleet::with_clock(
+            policy::build(&plan.router.policy, plan.router.policy_params.clone())?,
+            plan.router.policy.clone(),
+            sink,
+            plan.seed,
+            Box::new(move || f64::from_bits(shown.load(Ordering::Relaxed))),
+        ));
+        let mut slots = HashMap::new();
+        for (slot, (id, worker)) in workers.iter().enumerate() {
+            fleet.add_worker(spec(id, worker)?)?;
+            fleet.report_health(id, true);
+            if plan.router.kv_events {
+                fleet.begin_kv_events(id, block_tokens as usize);
+            }
+            slots.insert(id.clone(), slot);
+        }
+        Ok(Self {
+            fleet,
+            clock,
+            ids: workers.iter().map(|(id, _)| id.clone()).collect(),
+            slots,
+            block_tokens,
+        })
+    }
+
+    /// From now on it is `now_s`.
+    pub fn set_time(&self, now_s: f64) {
+        self.clock.store(now_s.to_bits(), Ordering::Relaxed);
+        log::set_virtual_unix_s(Some(now_s));
+    }
+
+    /// A prompt as the fleet hashes it now.
+    pub fn hashes(&self, prompt: &prompts::Prompt) -> PromptHashes {
+        prompts::hashes(prompt, self.fleet.token_block(), self.block_tokens)
+    }
+
+    /// Places a request; the error is the policy's refusal, for people.
+    ///
+    /// # Errors
+    /// The refusal, in words.
+    pub fn place(&self, request: &Request) -> Result<Reservation, String> {
+        let placed = self.fleet.decide(request, &[]);
+        placed.map_err(|refusal| format!("{refusal:?}"))
+    }
+
+    /// The worker that answers a reservation.
+    pub fn worker_of(&self, reservation: &Reservation) -> usize {
+        self.slots[&reservation.answering().id]
+    }
+
+    pub fn report_load(&self, worker: usize, occupancy: Occupancy) {
+        let load = EngineLoad {
+            running_requests: occupancy.running,
+            waiting_requests: occupancy.waiting,
+            used_tokens: Some(occupancy.used_tokens),
+            capacity_tokens: Some(occupancy.capacity_tokens),
+        };
+        self.fleet.report_load(&self.ids[worker], load);
+    }
+
+    pub fn apply_changes(&self, worker: usize, changes: Vec<Change>) {
+        let events: Vec<KvEvent> = changes
+            .into_iter()
+            .map(|change| match change {
+                Change::Stored { parent, blocks } => KvEvent::Stored {
+                    tokens: prompts::block_tokens(&blocks, self.block_tokens),
+                    blocks,
+                    parent,
+                    block_size: self.block_tokens as usize,
+                },
+                Change::Removed { blocks } => KvEvent::Removed { blocks },
+            })
+            .collect();
+        let applied = self.fleet.apply_kv_events(&self.ids[worker], &events);
+        debug_assert!(applied, "events come in their order");
+    }
+
+    /// The simulated time is over.
+    pub fn end_time(&self) {
+        log::set_virtual_unix_s(None);
+    }
+
+    /// True when nothing is reserved anywhere.
+    pub fn is_idle(&self) -> bool {
+        self.fleet.is_idle()
+    }
+}
+
+fn spec(id: &str, worker: &WorkerPlan) -> Result<WorkerSpec, String> {
+    let spec = serde_json::json!({
+        "id": id,
+        "url": format!("http://{id}:1"),
+        "role": worker.role,
+        "engine": worker.engine,
+        "kv_capacity_tokens": worker.kv_tokens,
+        "prefix_cache": worker.prefix_cache,
+        "page_size": if worker.engine == Engine::Vllm { 16 } else { 1 },
+    });
+    serde_json::from_value(spec).map_err(|error| format!("worker {id}: {error}"))
+}

@@ -1,0 +1,644 @@
+//! The simulation's loop: events in the order of their virtual times.
+
+use crate::cache::{Change, Totals};
+use crate::clients::{Clients, Due};
+use crate::engine::{Counters, Emission, Job, Limits, Sglang, Vllm, Worker};
+use crate::plan::{Plan, WorkerPlan};
+use crate::prompts::{Prompt, Prompts};
+use crate::requests::Requests;
+use crate::results::{Failure, Lines, Phase, PhasesFile, ResultLine, rounded, write_json};
+use crate::router::Router;
+use router_policies::config::Engine;
+use router_policies::fleet::{Outcome, Request, Reservation, Usage};
+use serde::Serialize;
+use std::cmp::Ordering;
+use std::collections::BinaryHeap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Tokens of an answer after which the router is told of them, as of pieces of a stream.
+const TOKENS_A_PIECE: u64 = 16;
+const BUSY: &str = "no worker can take the request";
+
+enum What {
+    Due(Due),
+    Arrival,
+    AtWorker(usize),
+    Step(usize),
+    Changes(usize, Vec<Change>),
+    Loads,
+    Timeout(usize),
+}
+
+struct Event {
+    at_s: f64,
+    number: u64,
+    what: What,
+}
+
+impl PartialEq for Event {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Event {}
+
+impl PartialOrd for Event {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Event {
+    /// The earliest is the greatest, for a heap gives the greatest first.
+    fn cmp(&self, other: &Self) -> Ordering {
+        let later = other.at_s.total_cmp(&self.at_s);
+        later.then(other.number.cmp(&self.number))
+    }
+}
+
+/// A request under way.
+struct Turn {
+    due: Due,
+    phase: Phase,
+    prompt: Prompt,
+    output_tokens: u64,
+    best_cached_tokens: u64,
+    decision_id: Option<String>,
+    reservation: Option<Reservation>,
+    worker: Option<usize>,
+    first_s: Option<f64>,
+    tokens: u64,
+    unsaid: u64,
+    arrivals: Vec<(f64, u64)>,
+}
+
+/// One worker's part of [`Report`].
+#[derive(Clone, Debug, Serialize)]
+pub struct WorkerReport {
+    pub id: String,
+    #[serde(flatten)]
+    pub counters: Counters,
+    pub cache_blocks: Totals,
+    pub cached_tokens_now: u64,
+    pub host_tokens_now: u64,
+}
+
+/// What a simulated run did; `simulation.json` in its folder.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    pub simulated: bool,
+    pub calibrations: Vec<String>,
+    pub seed: u64,
+    pub end_s: f64,
+    pub requests: u64,
+    pub failed: u64,
+    pub block_tokens: u64,
+    pub workers: Vec<WorkerReport>,
+    /// Nothing is reserved on any worker any more.
+    pub router_is_idle: bool,
+}
+
+struct Simulation<'a> {
+    plan: &'a Plan,
+    requests: Arc<Requests>,
+    clients: Clients,
+    prompts: Prompts,
+    router: Router,
+    names: Vec<(String, &'a WorkerPlan)>,
+    workers: Vec<Box<dyn Worker>>,
+    /// When each worker's next step ends, as far as an event for it is under way.
+    awaited_s: Vec<Option<f64>>,
+    events: BinaryHeap<Event>,
+    event_number: u64,
+    now_s: f64,
+    turns: Vec<Option<Turn>>,
+    window: Option<(f64, f64)>,
+    measured_left: usize,
+    under_way: usize,
+    /// Requests and sessions that an event is under way for.
+    to_come: usize,
+    results: Lines,
+    done: u64,
+    failed: u64,
+    told: Vec<Emission>,
+}
+
+/// Simulates a plan and writes the run's folder.
+///
+/// # Errors
+/// One line that names the file or field that is wrong.
+pub fn run(plan: &Plan, folder: &Path) -> Result<Report, String> {
+    std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let requests = Arc::new(Requests::from_file(&plan.requests)?);
+    let names: Vec<(String, &WorkerPlan)> = plan
+        .workers
+        .iter()
+        .flat_map(|worker| {
+            (0..worker.count).map(move |at| match worker.count {
+                1 => (worker.id.clone(), worker),
+                _ => (format!("{}-{at}", worker.id), worker),
+            })
+        })
+        .collect();
+    let workers: Vec<Box<dyn Worker>> = names
+        .iter()
+        .map(|(_, worker)| build(worker, requests.block_tokens, plan.router.kv_events))
+        .collect();
+    let decisions = folder.join("decisions.jsonl");
+    if plan.output.decisions {
+        // The log is appended to, and this is a new run.
+        let _ = std::fs::remove_file(&decisions);
+    }
+    let log = plan.output.decisions.then_some(decisions.as_path());
+    let router = Router::new(plan, &names, requests.block_tokens, log)?;
+    let mut simulation = Simulation {
+        clients: Clients::new(
+            Arc::clone(&requests),
+            plan.load.clone(),
+            plan.phases.clone(),
+            plan.seed,
+        ),
+        prompts: Prompts::new(Arc::clone(&requests), plan.load.splice_outputs),
+        router,
+        awaited_s: vec![None; workers.len()],
+        workers,
+        names,
+        events: BinaryHeap::new(),
+        event_number: 0,
+        now_s: 0.0,
+        turns: Vec::new(),
+        window: plan.phases.is_none().then_some((0.0, f64::INFINITY)),
+        measured_left: 0,
+        under_way: 0,
+        to_come: 0,
+        results: Lines::create(&folder.join("requests.jsonl"))?,
+        done: 0,
+        failed: 0,
+        told: Vec::new(),
+        plan,
+        requests,
+    };
+    let played = simulation.play();
+    simulation.router.end_time();
+    played?;
+    simulation.close(folder)
+}
+
+fn build(worker: &WorkerPlan, block_tokens: u64, log_changes: bool) -> Box<dyn Worker> {
+    let limits = Limits {
+        kv_tokens: worker.kv_tokens,
+        host_kv_tokens: worker.host_kv_tokens,
+        block_tokens,
+        chunk_tokens: worker.chunk_tokens,
+        max_prefill_tokens: worker.max_prefill_tokens,
+        max_running: worker.max_running,
+        eviction: worker.radix_eviction_policy,
+        order: worker.schedule_policy,
+        mixed: worker.mixed_chunks,
+        prefix_cache: worker.prefix_cache,
+        log_changes,
+    };
+    let calibration = worker.calibration.clone();
+    match worker.engine {
+        Engine::Sglang => Box::new(Sglang::new(calibration, limits)),
+        Engine::Vllm => Box::new(Vllm::new(calibration, limits)),
+    }
+}
+
+impl Simulation<'_> {
+    fn at(&mut self, at_s: f64, what: What) {
+        self.event_number += 1;
+        self.to_come += usize::from(matches!(what, What::Due(_) | What::Arrival));
+        self.events.push(Event {
+            at_s,
+            number: self.event_number,
+            what,
+        });
+    }
+
+    fn play(&mut self) -> Result<(), String> {
+        for due in self.clients.begin() {
+            self.at(due.at_s, What::Due(due));
+        }
+        if let Some(at_s) = self.clients.next_arrival_s() {
+            self.at(at_s, What::Arrival);
+        }
+        self.at(self.plan.router.load_interval_s, What::Loads);
+        self.open_window();
+        while let Some(event) = self.events.pop() {
+            if self.is_over(event.at_s) {
+                break;
+            }
+            assert!(event.at_s >= self.now_s, "time never goes back");
+            self.now_s = event.at_s;
+            self.router.set_time(self.now_s);
+            self.happen(event.what)?;
+        }
+        self.cancel_rest()
+    }
+
+    /// Once the primes have ended, the window is known.
+    fn open_window(&mut self) {
+        let Some(phases) = &self.plan.phases else {
+            return;
+        };
+        if self.window.is_none() && self.clients.is_primed() {
+            let start_s = self.now_s + phases.warm_up_s;
+            self.window = Some((start_s, start_s + phases.measure_s));
+        }
+    }
+
+    fn is_over(&self, at_s: f64) -> bool {
+        match (&self.plan.phases, self.window) {
+            (Some(phases), Some((_, end_s))) => {
+                at_s > end_s + phases.drain_s || (at_s > end_s && self.measured_left == 0)
+            }
+            // Only reports of an idle fleet are left.
+            _ => self.under_way == 0 && self.to_come == 0,
+        }
+    }
+
+    fn happen(&mut self, what: What) -> Result<(), String> {
+        self.to_come -= usize::from(matches!(what, What::Due(_) | What::Arrival));
+        match what {
+            What::Due(due) => self.send(due)?,
+            What::Arrival => {
+                for due in self.clients.arrive(self.now_s) {
+                    self.at(due.at_s, What::Due(due));
+                }
+                if let Some(at_s) = self.clients.next_arrival_s() {
+                    self.at(at_s, What::Arrival);
+                }
+            }
+            What::AtWorker(turn) => self.submit(turn),
+            What::Step(worker) => {
+                if self.awaited_s[worker] == Some(self.now_s) {
+                    self.awaited_s[worker] = None;
+                    self.step(worker)?;
+                }
+            }
+            What::Changes(worker, changes) => self.router.apply_changes(worker, changes),
+            What::Loads => {
+                for (number, worker) in self.workers.iter().enumerate() {
+                    self.router.report_load(number, worker.occupancy());
+                }
+                self.at(self.now_s + self.plan.router.load_interval_s, What::Loads);
+            }
+            What::Timeout(turn) => {
+                if self.turns[turn].is_some() {
+                    let message = format!("no complete answer in {} s", self.plan.load.timeout_s);
+                    self.fail(turn, Outcome::Timeout, "timeout", message)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, due: Due) -> Result<(), String> {
+        let phase = match self.window {
+            _ if due.is_prime => Phase::Prime,
+            None => Phase::WarmUp,
+            Some((start_s, _)) if self.now_s < start_s => Phase::WarmUp,
+            Some((_, end_s)) if self.now_s >= end_s => Phase::Drain,
+            Some(_) => Phase::Measure,
+        };
+        let requests = Arc::clone(&self.requests);
+        let planned = &requests.all[due.request];
+        let play = self.clients.conversations[due.conversation].play;
+        let output_tokens = if due.is_prime {
+            1
+        } else {
+            planned.output_tokens
+        };
+        let prompt = self.prompts.make(due.request, play, output_tokens);
+        let best_cached_tokens = self.prompts.best_cached_tokens(&prompt);
+        let request = Request {
+            request_id: planned.request_id.clone(),
+            session_id: Some(session_name(&requests.sessions[planned.session], play)),
+            prompt: self.router.hashes(&prompt),
+            max_output_tokens: Some(output_tokens),
+            stream: true,
+        };
+        let number = self.turns.len();
+        self.turns.push(Some(Turn {
+            due,
+            phase,
+            prompt,
+            output_tokens,
+            best_cached_tokens,
+            decision_id: None,
+            reservation: None,
+            worker: None,
+            first_s: None,
+            tokens: 0,
+            unsaid: 0,
+            arrivals: Vec::new(),
+        }));
+        self.under_way += 1;
+        self.measured_left += usize::from(phase == Phase::Measure);
+        self.at(self.now_s + self.plan.load.timeout_s, What::Timeout(number));
+        match self.router.place(&request) {
+            Ok(reservation) => self.placed(number, reservation),
+            Err(refusal) => {
+                let message = format!("{BUSY}: {refusal}");
+                self.fail(number, Outcome::Rejected, "server_error", message)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn placed(&mut self, number: usize, mut reservation: Reservation) {
+        let worker = self.router.worker_of(&reservation);
+        reservation.streams();
+        if let Some(turn) = &mut self.turns[number] {
+            turn.decision_id = Some(reservation.decision_id().to_owned());
+            turn.reservation = Some(reservation);
+            turn.worker = Some(worker);
+        }
+        let request_s = self.names[worker].1.calibration.request_s;
+        self.at(self.now_s + request_s, What::AtWorker(number));
+    }
+
+    fn submit(&mut self, number: usize) {
+        let Some(turn) = &self.turns[number] else {
+            return;
+        };
+        let Some(worker) = turn.worker else { return };
+        let job = Job {
+            id: number,
+            stream: Arc::clone(&turn.prompt.stream),
+            block_tokens: self.requests.block_tokens,
+            input_tokens: turn.prompt.input_tokens,
+            output_tokens: turn.output_tokens,
+        };
+        self.workers[worker].submit(job, self.now_s);
+        self.await_step(worker);
+    }
+
+    /// Makes an event of a worker's next step, unless there is one.
+    fn await_step(&mut self, worker: usize) {
+        let next_s = self.workers[worker].next_s();
+        if self.awaited_s[worker].is_none()
+            && let Some(at_s) = next_s
+        {
+            self.awaited_s[worker] = Some(at_s);
+            self.at(at_s, What::Step(worker));
+        }
+        let mut changes = Vec::new();
+        self.workers[worker].take_changes(&mut changes);
+        if !changes.is_empty() {
+            let at_s = self.now_s + self.plan.router.kv_event_s;
+            self.at(at_s, What::Changes(worker, changes));
+        }
+    }
+
+    fn step(&mut self, worker: usize) -> Result<(), String> {
+        let mut told = std::mem::take(&mut self.told);
+        self.workers[worker].advance(&mut told);
+        let seen_s = self.now_s + self.names[worker].1.calibration.token_s;
+        for emission in told.drain(..) {
+            match emission {
+                Emission::Token { job } => self.token(job, seen_s),
+                Emission::Finished { job, cached_tokens } => {
+                    self.finish(job, cached_tokens, seen_s)?;
+                }
+                Emission::Rejected { job } => {
+                    let message = "the request is longer than the worker's KV".to_owned();
+                    self.fail(job, Outcome::WorkerError, "client_error", message)?;
+                }
+            }
+        }
+        self.told = told;
+        self.await_step(worker);
+        Ok(())
+    }
+
+    fn token(&mut self, number: usize, seen_s: f64) {
+        let Some(turn) = &mut self.turns[number] else {
+            return;
+        };
+        turn.tokens += 1;
+        turn.unsaid += 1;
+        if turn.first_s.is_none() {
+            turn.first_s = Some(seen_s);
+        }
+        turn.arrivals.push((rounded(seen_s), turn.tokens));
+        if turn.tokens == 1 || turn.unsaid == TOKENS_A_PIECE {
+            let unsaid = std::mem::take(&mut turn.unsaid);
+            if let Some(reservation) = &mut turn.reservation {
+                reservation.output(unsaid);
+            }
+        }
+    }
+
+    fn finish(&mut self, number: usize, cached_tokens: u64, seen_s: f64) -> Result<(), String> {
+        let Some(mut turn) = self.turns[number].take() else {
+            return Ok(());
+        };
+        if let Some(mut reservation) = turn.reservation.take() {
+            reservation.report(Usage {
+                prompt_tokens: Some(turn.prompt.input_tokens),
+                cached_tokens: Some(cached_tokens),
+            });
+            reservation.output(turn.unsaid);
+            reservation.finish(Outcome::Ok, Some(200), None);
+        }
+        self.prompts.answered(&turn.prompt);
+        self.end(turn, seen_s, Some(cached_tokens), Some(200), None)
+    }
+
+    fn fail(
+        &mut self,
+        number: usize,
+        outcome: Outcome,
+        kind: &'static str,
+        message: String,
+    ) -> Result<(), String> {
+        let Some(mut turn) = self.turns[number].take() else {
+            return Ok(());
+        };
+        if let Some(worker) = turn.worker {
+            self.workers[worker].cancel(number);
+        }
+        let status = match outcome {
+            Outcome::Rejected => Some(503),
+            Outcome::WorkerError => Some(400),
+            _ => turn.first_s.map(|_| 200),
+        };
+        if let Some(reservation) = turn.reservation.take() {
+            reservation.finish(outcome, status, Some(message.clone()));
+        }
+        self.end(
+            turn,
+            self.now_s,
+            None,
+            status,
+            Some(Failure { kind, message }),
+        )
+    }
+
+    /// Writes a request's line and makes what waited for it due.
+    fn end(
+        &mut self,
+        mut turn: Turn,
+        ended_s: f64,
+        cached_tokens: Option<u64>,
+        status: Option<u16>,
+        error: Option<Failure>,
+    ) -> Result<(), String> {
+        self.done += 1;
+        self.failed += u64::from(error.is_some());
+        self.under_way -= 1;
+        self.measured_left -= usize::from(turn.phase == Phase::Measure);
+        if !self.plan.output.all_arrivals {
+            turn.arrivals = thinned(&turn.arrivals);
+        }
+        let requests = Arc::clone(&self.requests);
+        let planned = &requests.all[turn.due.request];
+        let play = self.clients.conversations[turn.due.conversation].play;
+        let line = ResultLine {
+            request_id: &planned.request_id,
+            session_id: &session_name(&requests.sessions[planned.session], play),
+            turn: planned.turn,
+            input_length: planned.input_tokens,
+            output_length: turn.output_tokens,
+            trace_s: planned.trace_s,
+            phase: turn.phase,
+            play,
+            scheduled_s: rounded(turn.due.at_s),
+            sent_s: rounded(turn.due.at_s),
+            first_token_s: turn.first_s.map(rounded),
+            finished_s: rounded(ended_s),
+            arrivals: &turn.arrivals,
+            output_tokens: turn.tokens,
+            prompt_tokens: error.is_none().then_some(planned.input_tokens),
+            cached_tokens,
+            best_cached_tokens: turn.best_cached_tokens,
+            decision_id: turn.decision_id.as_deref(),
+            status,
+            error,
+        };
+        self.results.write(&line)?;
+        for due in self.clients.ended(ended_s, turn.due) {
+            self.at(due.at_s.max(self.now_s), What::Due(due));
+        }
+        self.open_window();
+        Ok(())
+    }
+
+    /// What is left when the run ends was in flight.
+    fn cancel_rest(&mut self) -> Result<(), String> {
+        for number in 0..self.turns.len() {
+            let message = "the run ended".to_owned();
+            self.fail(number, Outcome::ClientDisconnect, "cancelled", message)?;
+        }
+        Ok(())
+    }
+
+    fn close(self, folder: &Path) -> Result<Report, String> {
+        self.results.close()?;
+        if let (Some(phases), Some((start_s, end_s))) = (&self.plan.phases, self.window) {
+            let file = PhasesFile {
+                start: phases.start,
+                window_start_s: rounded(start_s),
+                window_end_s: rounded(end_s),
+                warm_up_s: phases.warm_up_s,
+                measure_s: phases.measure_s,
+                recycle: phases.recycle,
+                max_think_s: self.plan.load.max_think_s,
+            };
+            write_json(&folder.join("phases.json"), &file)?;
+        }
+        let mut calibrations: Vec<String> = self
+            .plan
+            .workers
+            .iter()
+            .map(|worker| worker.calibration.name.clone())
+            .collect();
+        calibrations.dedup();
+        let workers = self
+            .workers
+            .iter()
+            .zip(&self.names)
+            .map(|(worker, (id, _))| {
+                let (device, host) = worker.cached();
+                WorkerReport {
+                    id: id.clone(),
+                    counters: worker.counters(),
+                    cache_blocks: worker.cache_totals(),
+                    cached_tokens_now: device,
+                    host_tokens_now: host,
+                }
+            });
+        let report = Report {
+            simulated: true,
+            calibrations,
+            seed: self.plan.seed,
+            end_s: rounded(self.now_s),
+            requests: self.done,
+            failed: self.failed,
+            block_tokens: self.requests.block_tokens,
+            workers: workers.collect(),
+            router_is_idle: self.router.is_idle(),
+        };
+        write_json(&folder.join("simulation.json"), &report)?;
+        Ok(report)
+    }
+}
+
+/// The name of a session in its `play`-th play.
+fn session_name(session: &str, play: u32) -> String {
+    match play {
+        0 => session.to_owned(),
+        play => format!("{session}#{play}"),
+    }
+}
+
+/// As few of the arrivals as leave the first, the last and the worst gap between two as they are.
+fn thinned(arrivals: &[(f64, u64)]) -> Vec<(f64, u64)> {
+    let gaps = arrivals.windows(2).map(|pair| pair[1].0 - pair[0].0);
+    let worst_s = gaps.fold(0.0, f64::max);
+    let mut kept: Vec<(f64, u64)> = arrivals.first().copied().into_iter().collect();
+    for pair in arrivals.windows(2) {
+        if kept
+            .last()
+            .is_some_and(|last| last.1 < pair[0].1 && pair[1].0 - last.0 > worst_s)
+        {
+            kept.push(pair[0]);
+        }
+    }
+    if let (Some(&last), true) = (arrivals.last(), arrivals.len() > 1) {
+        kept.push(last);
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn thinning_keeps_the_first_the_last_and_the_worst_gap(
+            gaps in prop::collection::vec(0.001f64..3.0, 0..60),
+        ) {
+            let mut now_s = 1.0;
+            let mut arrivals = vec![(now_s, 1)];
+            for gap_s in gaps {
+                now_s += gap_s;
+                arrivals.push((rounded(now_s), arrivals.len() as u64 + 1));
+            }
+            let worst = |arrivals: &[(f64, u64)]| {
+                arrivals.windows(2).map(|pair| pair[1].0 - pair[0].0).fold(0.0, f64::max)
+            };
+            let kept = thinned(&arrivals);
+            prop_assert_eq!(kept.first(), arrivals.first());
+            prop_assert_eq!(kept.last(), arrivals.last());
+            prop_assert!((worst(&kept) - worst(&arrivals)).abs() < 1e-9);
+            prop_assert!(kept.windows(2).all(|pair| pair[0].1 < pair[1].1));
+        }
+    }
+}

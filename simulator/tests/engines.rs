@@ -1,0 +1,242 @@
+//! Engines alone: closed forms where nothing interferes, and what is kept under any load.
+
+use proptest::prelude::*;
+use simulator::Eviction;
+use simulator::calibration::{Calibration, attention_pairs};
+use simulator::engine::{Emission, Job, Limits, Order, Sglang, Vllm, Worker};
+use std::collections::HashMap;
+
+const BLOCK: u64 = 16;
+
+fn limits(kv_tokens: u64) -> Limits {
+    Limits {
+        kv_tokens,
+        host_kv_tokens: 0,
+        block_tokens: BLOCK,
+        chunk_tokens: 512,
+        max_prefill_tokens: 1024,
+        max_running: 64,
+        eviction: Eviction::Lru,
+        order: Order::Fcfs,
+        mixed: false,
+        prefix_cache: true,
+        log_changes: false,
+    }
+}
+
+fn job(id: usize, family: u64, input_tokens: u64, output_tokens: u64) -> Job {
+    let blocks = (input_tokens + output_tokens) / BLOCK;
+    let stream: Vec<u64> = (0..blocks)
+        .map(|at| (family + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (at << 20))
+        .collect();
+    Job {
+        id,
+        stream: stream.into(),
+        block_tokens: BLOCK,
+        input_tokens,
+        output_tokens,
+    }
+}
+
+/// Runs a worker until it has nothing to do, and returns what it told and when.
+fn finish(worker: &mut dyn Worker) -> Vec<(f64, Emission)> {
+    let mut all = Vec::new();
+    let mut told = Vec::new();
+    let mut last_s = 0.0;
+    while let Some(now_s) = worker.next_s() {
+        assert!(now_s >= last_s, "time goes back");
+        last_s = now_s;
+        worker.advance(&mut told);
+        all.extend(told.drain(..).map(|emission| (now_s, emission)));
+    }
+    all
+}
+
+fn engines(limits: &Limits) -> Vec<Box<dyn Worker>> {
+    let calibration = Calibration::default();
+    vec![
+        Box::new(Sglang::new(calibration.clone(), limits.clone())),
+        Box::new(Vllm::new(calibration, limits.clone())),
+    ]
+}
+
+#[test]
+fn a_request_alone_takes_what_the_formula_says() {
+    for mut worker in engines(&limits(100_000)) {
+        let calibration = Calibration::default();
+        worker.submit(job(0, 0, 1200, 5), 3.0);
+        let told = finish(worker.as_mut());
+        let mut expected_s = 3.0;
+        for (before, new) in [(0, 512), (512, 512), (1024, 176)] {
+            expected_s += calibration.prefill_overhead_s
+                + new as f64 / calibration.prefill_tokens_per_s
+                + attention_pairs(before, new) / calibration.prefill_pairs_per_s;
+        }
+        let tokens = told
+            .iter()
+            .filter(|(_, e)| matches!(e, Emission::Token { .. }));
+        for (number, (at_s, _)) in tokens.enumerate() {
+            assert!(
+                (at_s - expected_s).abs() < 1e-9,
+                "token {number}: {at_s} {expected_s}"
+            );
+            expected_s += calibration.decode_s(1, 1200 + number as u64);
+        }
+        assert!(matches!(
+            told.last(),
+            Some((
+                _,
+                Emission::Finished {
+                    cached_tokens: 0,
+                    ..
+                }
+            ))
+        ));
+
+        // The next turn finds the prompt and the answer that were computed.
+        worker.submit(job(1, 0, 1400, 1), 100.0);
+        let told = finish(worker.as_mut());
+        let cached = 1204 / BLOCK * BLOCK;
+        let seconds =
+            calibration.mixed_s(1400 - cached, attention_pairs(cached, 1400 - cached), 0, 0);
+        assert!((told[0].0 - 100.0 - seconds).abs() < 1e-9);
+        let ended = Emission::Finished {
+            job: 1,
+            cached_tokens: cached,
+        };
+        assert_eq!(told.last().map(|(_, emission)| *emission), Some(ended));
+    }
+}
+
+#[test]
+fn sglang_holds_decodes_up_for_a_prefill_and_vllm_does_not() {
+    let worst = |worker: &mut dyn Worker| {
+        worker.submit(job(0, 0, 100, 400), 0.0);
+        worker.submit(job(1, 1, 20_000, 2), 0.5);
+        let told = finish(worker);
+        let times: Vec<f64> = told
+            .iter()
+            .filter(|(_, e)| *e == Emission::Token { job: 0 })
+            .map(|(at_s, _)| *at_s)
+            .collect();
+        times
+            .windows(2)
+            .map(|pair| pair[1] - pair[0])
+            .fold(0.0, f64::max)
+    };
+    let [sglang, vllm] = engines(&limits(100_000))
+        .iter_mut()
+        .map(|worker| worst(worker.as_mut()))
+        .collect::<Vec<_>>()[..]
+    else {
+        panic!("two engines");
+    };
+    assert!(sglang > 1.0, "{sglang}");
+    assert!(vllm < 0.1, "{vllm}");
+    // With mixed chunks, SGLang's decodes go on as well.
+    let mut mixed = Sglang::new(
+        Calibration::default(),
+        Limits {
+            mixed: true,
+            ..limits(100_000)
+        },
+    );
+    assert!(worst(&mut mixed) < 0.1);
+}
+
+#[test]
+fn what_was_evicted_comes_from_host_memory_at_its_speed() {
+    let tiered = Limits {
+        host_kv_tokens: 100_000,
+        ..limits(4_096)
+    };
+    for mut worker in engines(&tiered) {
+        worker.submit(job(0, 0, 3_000, 2), 0.0);
+        finish(worker.as_mut());
+        worker.submit(job(1, 1, 3_000, 2), 10.0);
+        finish(worker.as_mut());
+        worker.submit(job(2, 0, 3_000, 2), 20.0);
+        let told = finish(worker.as_mut());
+        let Some((_, Emission::Finished { cached_tokens, .. })) = told.last() else {
+            panic!("{told:?}");
+        };
+        assert!(*cached_tokens >= 2_976, "{cached_tokens}");
+        assert!(worker.counters().reloaded_tokens > 1_500);
+    }
+}
+
+#[test]
+fn a_request_that_fits_nowhere_is_refused() {
+    for mut worker in engines(&limits(1_000)) {
+        worker.submit(job(0, 0, 2_000, 10), 0.0);
+        assert_eq!(
+            finish(worker.as_mut()),
+            [(0.0, Emission::Rejected { job: 0 })]
+        );
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+    #[test]
+    fn every_job_ends_with_all_its_tokens_and_nothing_is_lost(
+        jobs in prop::collection::vec((0u64..5, 1u64..2_500, 1u64..300, 0.0f64..0.5), 1..40),
+        kv_tokens in 4_000u64..20_000,
+        host_kv_tokens in prop_oneof![Just(0u64), Just(3_000), Just(40_000)],
+        mixed in any::<bool>(),
+        lpm in any::<bool>(),
+    ) {
+        let order = if lpm { Order::Lpm } else { Order::Fcfs };
+        let limits = Limits { host_kv_tokens, mixed, order, ..limits(kv_tokens) };
+        for mut worker in engines(&limits) {
+            let (mut now_s, mut told) = (0.0, Vec::new());
+            let mut tokens: HashMap<usize, u64> = HashMap::new();
+            let mut cached: HashMap<usize, u64> = HashMap::new();
+            let mut last_s = 0.0;
+            let mut advance = |worker: &mut dyn Worker, until_s: f64| {
+                while let Some(next_s) = worker.next_s().filter(|next_s| *next_s <= until_s) {
+                    assert!(next_s >= last_s);
+                    last_s = next_s;
+                    worker.advance(&mut told);
+                    let occupancy = worker.occupancy();
+                    assert!(occupancy.used_tokens <= occupancy.capacity_tokens);
+                    let (device, host) = worker.cached();
+                    assert!(device <= kv_tokens && host <= host_kv_tokens);
+                    for emission in told.drain(..) {
+                        match emission {
+                            Emission::Token { job } => *tokens.entry(job).or_default() += 1,
+                            Emission::Finished { job, cached_tokens } => {
+                                assert!(cached.insert(job, cached_tokens).is_none());
+                            }
+                            Emission::Rejected { job } => panic!("{job} rejected"),
+                        }
+                    }
+                }
+            };
+            for (id, &(family, input, output, pause_s)) in jobs.iter().enumerate() {
+                now_s += pause_s;
+                advance(worker.as_mut(), now_s);
+                worker.submit(job(id, family, input, output), now_s);
+            }
+            advance(worker.as_mut(), f64::INFINITY);
+            for (id, &(_, input, output, _)) in jobs.iter().enumerate() {
+                prop_assert_eq!(tokens.get(&id), Some(&output));
+                prop_assert!(cached[&id] < input);
+            }
+            let counters = worker.counters();
+            let totals = worker.cache_totals();
+            prop_assert_eq!(counters.prompt_tokens, jobs.iter().map(|job| job.1).sum::<u64>());
+            prop_assert_eq!(counters.generated_tokens, jobs.iter().map(|job| job.2).sum::<u64>());
+            prop_assert_eq!(counters.cached_tokens, cached.values().sum::<u64>());
+            let computed = counters.prompt_tokens - counters.cached_tokens;
+            prop_assert!(counters.prefilled_tokens >= computed || counters.retractions > 0);
+            if counters.retractions == 0 {
+                prop_assert_eq!(counters.prefilled_tokens, computed);
+            }
+            let block_tokens = (totals.stored - totals.evicted) * BLOCK;
+            prop_assert_eq!(worker.cached().0, block_tokens);
+            prop_assert_eq!(worker.occupancy().used_tokens, 0);
+            prop_assert_eq!((worker.occupancy().running, worker.occupancy().waiting), (0, 0));
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! Whole runs: the same seed gives the same files, nothing is lost, and a worker alone does what its
+//! formula says.
+
+use serde_json::{Value, json};
+use simulator::calibration::{Calibration, attention_pairs};
+use simulator::plan::Plan;
+use simulator::{Report, run};
+use std::path::{Path, PathBuf};
+
+const BLOCK: u64 = 64;
+
+/// A folder of this test's own, emptied.
+fn folder(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&path);
+    std::fs::create_dir_all(&path).expect("a folder");
+    path
+}
+
+/// Sessions whose prompts grow by the answer and some new tokens, turn by turn.
+fn sessions(path: &Path, count: u64, turns: u64, first_tokens: u64, think_s: f64) {
+    let mut random = fastrand::Rng::with_seed(7);
+    let mut lines: Vec<Value> = Vec::new();
+    let mut next_id = 1u64;
+    for session in 0..count {
+        let mut ids: Vec<u64> = Vec::new();
+        let mut input = first_tokens + random.u64(0..500);
+        let mut previous: Option<usize> = None;
+        for turn in 0..turns {
+            let output = random.u64(2..200);
+            let blocks = input.div_ceil(BLOCK) as usize;
+            // The started block of the prompt before is another now that it is full.
+            ids.truncate(ids.len().saturating_sub(1));
+            while ids.len() < blocks {
+                ids.push(next_id);
+                next_id += 1;
+            }
+            lines.push(json!({
+                "request_id": format!("s{session}:{turn}"), "session_id": format!("s{session}"),
+                "turn": turn, "trace_s": session as f64 * 3.0 + turn as f64,
+                "input_length": input, "output_length": output, "block_size": BLOCK,
+                "hash_ids": ids, "think_time_s": think_s * random.f64(),
+                "waits_for": previous.into_iter().collect::<Vec<_>>(), "tree": session,
+            }));
+            previous = Some(lines.len() - 1);
+            input += output + random.u64(10..1_000);
+        }
+    }
+    let text: Vec<String> = lines.iter().map(Value::to_string).collect();
+    std::fs::write(path, text.join("\n") + "\n").expect("a file");
+}
+
+fn plan(folder: &Path, changes: &Value) -> Plan {
+    let mut plan = json!({
+        "requests": folder.join("planned.jsonl"), "seed": 3,
+        "load": {"max_inflight_sessions": 6, "max_think_s": 5.0},
+        "router": {"policy": "unified", "residency": {"rule": "off"}},
+        "workers": [{"id": "w", "count": 2, "kv_tokens": 30_000}],
+        "output": {"all_arrivals": true},
+    });
+    for (key, value) in changes.as_object().expect("an object") {
+        plan[key] = value.clone();
+    }
+    let plan: Plan = serde_json::from_value(plan).expect("a plan");
+    plan.check().expect("a plan");
+    plan
+}
+
+fn simulate(plan: &Plan, folder: &Path, name: &str) -> (Report, Vec<Value>) {
+    let out = folder.join(name);
+    let report = run(plan, &out).expect("a run");
+    (report, lines(&out.join("requests.jsonl")))
+}
+
+fn lines(path: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(path).expect("a file");
+    let lines = text.lines().map(|line| serde_json::from_str(line));
+    lines.collect::<Result<_, _>>().expect("JSON lines")
+}
+
+fn sum(lines: &[Value], key: &str) -> u64 {
+    lines.iter().map(|line| line[key].as_u64().expect(key)).sum()
+}
+
+const RULES: [&str; 6] = ["off", "cap", "aimd", "lease", "thunder", "priced"];
+
+#[test]
+fn the_same_seed_gives_the_same_files() {
+    let folder = folder("same-seed");
+    sessions(&folder.join("planned.jsonl"), 12, 6, 6_000, 4.0);
+    for rule in RULES {
+        let phases = json!({"start": "mid", "recycle": true, "warm_up_s": 5.0, "measure_s": 60.0});
+        let changes = json!({
+            "phases": phases,
+            "router": {"policy": "elastic", "residency": {"rule": rule}, "kv_events": true},
+        });
+        let plan = plan(&folder, &changes);
+        let files = |name: &str| {
+            simulate(&plan, &folder, name);
+            let mut decisions = lines(&folder.join(name).join("decisions.jsonl"));
+            for decision in &mut decisions {
+                // How long the real router took to decide is measured, not simulated.
+                decision["decision_us"] = Value::Null;
+            }
+            let requests = std::fs::read(folder.join(name).join("requests.jsonl"));
+            (requests.expect("a file"), decisions)
+        };
+        assert!(files("one") == files("other"), "{rule}");
+    }
+}
+
+#[test]
+fn nothing_is_lost_whatever_the_engine_the_tier_and_the_rule() {
+    let folder = folder("conserved");
+    sessions(&folder.join("planned.jsonl"), 14, 7, 5_000, 4.0);
+    for engine in ["sglang", "vllm"] {
+        for host_kv_tokens in [0, 20_000, 500_000] {
+            for rule in RULES {
+                let worker = json!({"id": "w", "count": 2, "kv_tokens": 30_000, "engine": engine,
+                    "host_kv_tokens": host_kv_tokens});
+                let changes = json!({
+                    "workers": [worker],
+                    "router": {"policy": "unified", "residency": {"rule": rule}, "kv_events": true},
+                });
+                let plan = plan(&folder, &changes);
+                let (report, lines) = simulate(&plan, &folder, "run");
+                let what = format!("{engine} {host_kv_tokens} {rule}");
+                assert_eq!((report.requests, report.failed), (14 * 7, 0), "{what}");
+                assert!(report.router_is_idle, "{what}");
+                let of_workers = |count: fn(&simulator::WorkerReport) -> u64| {
+                    report.workers.iter().map(count).sum::<u64>()
+                };
+                assert_eq!(of_workers(|w| w.counters.prompt_tokens), sum(&lines, "input_length"));
+                assert_eq!(of_workers(|w| w.counters.cached_tokens), sum(&lines, "cached_tokens"));
+                assert_eq!(of_workers(|w| w.counters.generated_tokens), sum(&lines, "output_tokens"));
+                assert_eq!(sum(&lines, "output_tokens"), sum(&lines, "output_length"));
+                for line in &lines {
+                    let cached = line["cached_tokens"].as_u64();
+                    assert!(cached <= line["best_cached_tokens"].as_u64(), "{what}: {line}");
+                    let times: Vec<f64> = ["scheduled_s", "sent_s", "first_token_s", "finished_s"]
+                        .iter()
+                        .filter_map(|key| line[key].as_f64())
+                        .collect();
+                    assert!(times.len() == 4 && times.is_sorted(), "{what}: {line}");
+                }
+                for worker in &report.workers {
+                    let counters = &worker.counters;
+                    let computed = counters.prompt_tokens - counters.cached_tokens;
+                    assert!(counters.prefilled_tokens >= computed, "{what}");
+                    assert!(counters.retractions > 0 || counters.prefilled_tokens == computed);
+                    let held = worker.cache_blocks.stored - worker.cache_blocks.evicted;
+                    assert_eq!(held * BLOCK, worker.cached_tokens_now, "{what}");
+                    assert!(worker.cached_tokens_now <= 30_000, "{what}");
+                    assert!(worker.host_tokens_now <= host_kv_tokens, "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_session_alone_takes_what_the_formula_says() {
+    let folder = folder("alone");
+    sessions(&folder.join("planned.jsonl"), 1, 8, 20_000, 3.0);
+    let changes = json!({
+        "workers": [{"id": "w", "kv_tokens": 200_000}],
+        "load": {"max_inflight_sessions": 1},
+    });
+    let (_, lines) = simulate(&plan(&folder, &changes), &folder, "run");
+    let calibration = Calibration::default();
+    let mut seen = 0;
+    let mut ended_s = 0.0;
+    for line in &lines {
+        let input = line["input_length"].as_u64().expect("a length");
+        let output = line["output_tokens"].as_u64().expect("a length");
+        let scheduled_s = line["scheduled_s"].as_f64().expect("a time");
+        assert!(scheduled_s >= ended_s);
+        // All full blocks that were sent or answered before, answers being spliced into prompts.
+        assert_eq!(line["cached_tokens"].as_u64(), Some(seen / BLOCK * BLOCK));
+        let best = line["best_cached_tokens"].as_u64().expect("tokens");
+        assert!((seen / BLOCK * BLOCK..=seen / BLOCK * BLOCK + BLOCK).contains(&best));
+        let mut expected_s = scheduled_s + calibration.request_s + calibration.token_s;
+        let mut computed = seen / BLOCK * BLOCK;
+        while computed < input {
+            let part = (input - computed).min(8_192);
+            expected_s += calibration.mixed_s(part, attention_pairs(computed, part), 0, 0);
+            computed += part;
+        }
+        let first_s = line["first_token_s"].as_f64().expect("a time");
+        assert!((first_s - expected_s).abs() < 1e-5, "{first_s} {expected_s}");
+        for decoded in 0..output - 1 {
+            expected_s += calibration.decode_s(1, input + decoded);
+        }
+        ended_s = line["finished_s"].as_f64().expect("a time");
+        assert!((ended_s - expected_s).abs() < 1e-5, "{ended_s} {expected_s}");
+        // The last token's KV is never computed.
+        seen = input + output - 1;
+    }
+}
+
+#[test]
+fn a_recycled_load_keeps_its_sessions_in_flight_and_measures_its_window() {
+    let folder = folder("recycled");
+    sessions(&folder.join("planned.jsonl"), 5, 6, 4_000, 2.0);
+    let phases = json!({"start": "mid", "recycle": true, "warm_up_s": 10.0, "measure_s": 120.0});
+    let (report, lines) = simulate(&plan(&folder, &json!({"phases": phases})), &folder, "run");
+    let phases = std::fs::read_to_string(folder.join("run/phases.json")).expect("a file");
+    let phases: Value = serde_json::from_str(&phases).expect("JSON");
+    let (start_s, end_s) = (phases["window_start_s"].as_f64(), phases["window_end_s"].as_f64());
+    let (start_s, end_s) = (start_s.expect("a time"), end_s.expect("a time"));
+    assert!((end_s - start_s - 120.0).abs() < 1e-6);
+    let of = |phase: &str| lines.iter().filter(|line| line["phase"] == phase).count();
+    assert!(of("prime") > 0 && of("warm_up") > 0 && of("measure") > 50, "{report:?}");
+    for line in &lines {
+        let scheduled_s = line["scheduled_s"].as_f64().expect("a time");
+        let inside = scheduled_s >= start_s && scheduled_s < end_s;
+        assert_eq!(line["phase"] == "measure", inside && line["phase"] != "prime", "{line}");
+        assert!(line["phase"] != "measure" || line["error"].is_null(), "{line}");
+        if line["phase"] == "prime" {
+            assert_eq!(line["output_tokens"].as_u64(), Some(1));
+        }
+    }
+    // Six sessions of a trace of five: some are in their second play, with prompts of their own.
+    assert!(lines.iter().any(|line| line["play"].as_u64() > Some(1)));
+    let again = lines.iter().filter(|line| line["turn"] == 0 && line["play"].as_u64() > Some(0));
+    for line in again {
+        assert_eq!(line["best_cached_tokens"], 0, "{line}");
+    }
+}
+
+#[test]
+fn a_wrong_plan_is_named() {
+    let folder = folder("wrong");
+    sessions(&folder.join("planned.jsonl"), 1, 1, 1_000, 1.0);
+    let path = folder.join("plan.json");
+    for (changes, field) in [
+        (json!({"workers": []}), "workers"),
+        (json!({"workers": [{"id": "w", "kv_tokens": 0}]}), "kv_tokens"),
+        (json!({"workers": [{"id": "w", "kv_tokens": 9, "role": "prefill"}]}), "role"),
+        (json!({"workers": [{"id": "w", "kv_tokens": 9, "kv": 1}]}), "workers[0]"),
+        (json!({"load": {"max_inflight_sessions": 0}}), "max_inflight_sessions"),
+        (json!({"phases": {"measure_s": 0}}), "phases.measure_s"),
+        (json!({"seed": -1}), "seed"),
+    ] {
+        let mut plan = json!({
+            "requests": "planned.jsonl", "router": {"policy": "unified"},
+            "workers": [{"id": "w", "kv_tokens": 10_000}],
+        });
+        for (key, value) in changes.as_object().expect("an object") {
+            plan[key] = value.clone();
+        }
+        std::fs::write(&path, plan.to_string()).expect("a file");
+        let error = Plan::from_file(&path).expect_err("refused");
+        assert!(error.contains("plan.json") && error.contains(field), "{error}");
+    }
+}
