@@ -56,13 +56,14 @@ def run_command(
     """
     from eval import runner
     from eval.progress import Progress
+    from eval.site import launch_site
 
     parsed, path = load_experiment(experiment, overrides)
     folder = output or runner.default_output(parsed)
     if plan:
         from eval.preview import preview
 
-        for line in preview(parsed, folder, site=runner.launch_site(), only=only):
+        for line in preview(parsed, folder, site=launch_site(), only=only):
             typer.echo(line)
         return
     command = ["deltaserve", "eval", "run", experiment, "--output", str(folder)]
@@ -81,7 +82,7 @@ def run_command(
             summary = runner.run_experiment(
                 parsed,
                 folder,
-                site=runner.launch_site(),
+                site=launch_site(),
                 source=source,
                 progress=progress,
                 only=only,

@@ -12,18 +12,10 @@ from typing import Any
 
 from deltaserve.errors import InputError
 from eval.endpoint import Endpoint
+from eval.execution import replay_command
 from eval.experiment import Experiment, PlannedRun, plan_runs
-from eval.runner import (
-    Site,
-    expected_run_s,
-    is_complete,
-    load_topologies,
-    measured_s,
-    replay_command,
-    shared_vocab,
-    topology_overrides,
-    with_endpoints,
-)
+from eval.runner import expected_run_s, is_complete, load_topologies, measured_s, topology_overrides
+from eval.site import Site, shared_vocab, with_endpoints
 from eval.traces import planned_trace, resolve_scale
 
 

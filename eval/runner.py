@@ -1,7 +1,7 @@
-"""Runs the matrix: for each run a fresh fleet, one replay, one folder that says what happened.
+"""Runs the matrix, or the search: which run comes next, what is kept, what became of them all.
 
-Owns order, resumption, progress and the exit status. Knows `launch` as "a fleet that comes up and
-goes down" and replay as a command that writes a folder; measures nothing.
+Owns order, resumption, budget and the exit status. How one run is executed is in
+`eval.execution`, how fleets are made in `eval.site`.
 """
 
 from __future__ import annotations
@@ -10,125 +10,24 @@ import contextlib
 import dataclasses
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
-import deltaserve
-from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from eval import provenance
-from eval.endpoint import AttachedFleet, Endpoint, attached
-from eval.experiment import Experiment, Phases, PlannedRun, Replay, plan_runs
-from eval.identity import engine_words
+from eval.endpoint import Endpoint
+from eval.execution import cell_order, execute, identity
+from eval.experiment import Experiment, PlannedRun, plan_runs
 from eval.progress import Progress
-from eval.records import TraceFacts, read_run
+from eval.site import Site, shared_vocab, with_endpoints
 from eval.traces import (
-    flags,
-    possible_cached_tokens,
     prepare_trace,
-    resolve_scale,
-    trace_facts,
-    write_facts,
 )
-from eval.validity import cold_checks, violations
 from launch.cache import make_folder
-from launch.supervised import Supervised
-from replay.options import NOTHING_ANSWERED
-from replay.trace import digest
-
-_LOOK_EVERY_S = 0.25
-
-
-class Fleet(Protocol):
-    """Workers and a router that are up (`launch.fleet` gives one)."""
-
-    @property
-    def router_url(self) -> str | None: ...
-    @property
-    def workers(self) -> Sequence[Any]: ...
-    @property
-    def engine_versions(self) -> Mapping[str, str]: ...
-    @property
-    def timings(self) -> Mapping[str, float]: ...
-    def check(self) -> None:
-        """Raises when a process of the fleet has died since it was started."""
-
-
-FleetMaker = Callable[[Any, Path, Callable[[str], None]], AbstractContextManager[Fleet]]
-
-
-@dataclass(frozen=True)
-class Site:
-    """How fleets are made here.
-
-    `load` makes a topology from a name and overrides, and `check` raises `InputError` for one that
-    cannot be started here; `vocab_size` is of its model, None where unknown; `engine` the versions
-    of the engine that it would start, empty where that is known only once it runs. `keeping` gives
-    what makes fleets whose workers, started under a folder, are kept for the next fleet while it
-    wants the same ones (`worker_key` is then equal).
-    """
-
-    load: Callable[[str, list[str]], Any]
-    check: Callable[[Any], object]
-    fleet: FleetMaker
-    describe: Callable[[Any], dict[str, Any]]
-    vocab_size: Callable[[Any], int | None]
-    end: Callable[[Path], int]
-    keeping: Callable[[Path], AbstractContextManager[FleetMaker]]
-    worker_key: Callable[[Any], bytes]
-    replay: Sequence[str] = (*DELTASERVE, "replay", "run")
-    clock: Callable[[], float] = time.monotonic
-    engine: Callable[[Any], Mapping[str, str]] = lambda _topology: {}
-
-
-def launch_site() -> Site:
-    """The real site: topologies and fleets of `launch`."""
-    import launch
-    from launch.control import down
-    from launch.keep import worker_key
-    from launch.models import is_shape, shape_config
-    from launch.policies import with_policy
-
-    def load(name: str, overrides: list[str]) -> launch.Topology:
-        topology = launch.load_topology(name, overrides)
-        if topology.router.kind == "none":
-            raise InputError(f"{name}: router.kind is none; an experiment goes through a router")
-        return with_policy(topology)
-
-    def vocab_size(topology: launch.Topology) -> int | None:
-        if is_shape(topology.model):
-            return int(shape_config(topology.model)["vocab_size"])
-        config = Path(topology.model) / "config.json"
-        if config.is_file():
-            found = orjson.loads(config.read_bytes()).get("vocab_size")
-            return None if found is None else int(found)
-        return None
-
-    @contextlib.contextmanager
-    def keeping(folder: Path) -> Iterator[FleetMaker]:
-        kept = launch.KeptWorkers(folder)
-        try:
-            yield kept.fleet
-        finally:
-            kept.close()
-
-    return Site(
-        load=load,
-        check=lambda topology: launch.plan(topology, Path()),
-        fleet=lambda topology, folder, say: launch.fleet(topology, folder, on_progress=say),
-        describe=lambda topology: topology.model_dump(mode="json"),
-        vocab_size=vocab_size,
-        end=lambda folder: down(folder) if (folder / "fleet.json").is_file() else 0,
-        keeping=keeping,
-        worker_key=worker_key,
-        engine=lambda topology: launch.plan(topology, Path()).engine.versions,
-    )
 
 
 @dataclass
@@ -151,41 +50,6 @@ def topology_overrides(run: PlannedRun) -> list[str]:
         words.append(f"router.policy={_toml(arm.policy)}")
     words += [f"router.params.{key}={_toml(value)}" for key, value in arm.policy_params.items()]
     return words + [f"{key}={_toml(value)}" for key, value in _flat(run.set)]
-
-
-def with_endpoints(site: Site) -> Site:
-    """`site` for arms that are servers elsewhere as well (`Endpoint` in place of a topology)."""
-
-    def fleet_maker(make: FleetMaker) -> FleetMaker:
-        def fleet(
-            topology: Any, folder: Path, say: Callable[[str], None]
-        ) -> AbstractContextManager[Fleet]:
-            if isinstance(topology, Endpoint):
-                return attached(topology, folder, say)
-            return make(topology, folder, say)
-
-        return fleet
-
-    @contextlib.contextmanager
-    def keeping(folder: Path) -> Iterator[FleetMaker]:
-        with site.keeping(folder) as make:
-            yield fleet_maker(make)
-
-    def of_either(
-        endpoint: Callable[[Endpoint], Any], topology: Callable[[Any], Any]
-    ) -> Callable[[Any], Any]:
-        return lambda found: endpoint(found) if isinstance(found, Endpoint) else topology(found)
-
-    return dataclasses.replace(
-        site,
-        check=of_either(Endpoint.check, site.check),
-        describe=of_either(Endpoint.describe, site.describe),
-        vocab_size=of_either(Endpoint.vocab_size, site.vocab_size),
-        worker_key=of_either(lambda endpoint: endpoint.url.encode(), site.worker_key),
-        engine=of_either(lambda _endpoint: {}, site.engine),
-        fleet=fleet_maker(site.fleet),
-        keeping=keeping,
-    )
 
 
 def load_topologies(
@@ -370,7 +234,7 @@ class _Matrix:
 
     def execute(self, run: PlannedRun, order: int) -> dict[str, Any]:
         """Executes the run; its manifest."""
-        manifest = _execute(
+        manifest = execute(
             run,
             self._experiment,
             self._output,
@@ -410,215 +274,6 @@ def _account(
         progress.say(f"{name}: invalid ({violation['rule']}): {violation['detail']}")
     minutes = manifest["timings"]["total_s"] / 60
     progress.say(f"{name}: done in {minutes:.1f} min, {manifest['results']} results")
-
-
-def _execute(
-    run: PlannedRun,
-    experiment: Experiment,
-    output: Path,
-    trace: Path,
-    topology: Any,
-    *,
-    site: Site,
-    source: Mapping[str, Any],
-    vocab_size: int | None,
-    order: int,
-    progress: Progress,
-) -> dict[str, Any]:
-    folder = output / run.folder
-    provenance.fresh_folder(folder)
-    replay = resolve_scale(trace, run.replay)
-    if replay.vocab_size is None:
-        replay = replay.model_copy(update={"vocab_size": vocab_size})
-    facts = trace_facts(trace, replay)
-    write_facts(folder, facts)
-    described = site.describe(topology)
-    manifest: dict[str, Any] = {
-        "state": "running",
-        "digest": run.digest,
-        "identity": identity(run, trace, vocab_size, {}),
-        "experiment": experiment.name,
-        "source": dict(source),
-        "arm": run.arm.model_dump(),
-        "load": run.load,
-        "repeat": run.repeat,
-        "order": order,
-        "cell_order": cell_order(experiment, run),
-        "baseline": experiment.baseline_arm,
-        "seed": experiment.seed,
-        "topology": described,
-        "policy": described.get("router", {}).get("policy", run.arm.policy),
-        "policy_params": described.get("router", {}).get("params", run.arm.policy_params),
-        "trace": {"path": facts.path, "sha256": facts.sha256, "requests": facts.planned},
-        "length_scale": facts.length_scale,
-        "slo": experiment.slo.model_dump(),
-        "validity": experiment.validity.model_dump(),
-        "analysis": experiment.analysis.model_dump(),
-        "hardware": provenance.hardware(),
-        "versions": provenance.versions(),
-        "git": provenance.git(),
-        "started_at": provenance.now(),
-        "timings": {},
-    }
-    provenance.write_manifest(folder, manifest)
-    began_s = time.monotonic()
-    try:
-        with site.fleet(topology, folder, progress.detail) as fleet:
-            manifest["timings"]["fleet_up_s"] = time.monotonic() - began_s
-            manifest["timings"]["fleet"] = dict(fleet.timings)
-            manifest["versions"]["engines"] = dict(fleet.engine_versions)
-            manifest["identity"] = identity(run, trace, vocab_size, fleet.engine_versions)
-            manifest["workers"] = [_plain(worker) for worker in fleet.workers]
-            if fleet.router_url is None:
-                raise InputError(f"{run.arm.topology}: has no router")
-            command = replay_command(
-                site.replay, trace, folder, fleet.router_url, replay, run.phases
-            )
-            if isinstance(topology, Endpoint):
-                manifest["gpus"] = topology.gpus
-                command += [word for text in topology.headers for word in ("--header", text)]
-            if isinstance(fleet, AttachedFleet) and fleet.flushed_by is None:
-                # What no run ever sent is in no cache; sessions and times stay those of the seed.
-                manifest["prompt_seed"] = time.time_ns()
-                command += ["--prompt-seed", str(manifest["prompt_seed"])]
-            manifest["replay_command"] = command
-            provenance.write_manifest(folder, manifest)
-            replay_began_s = time.monotonic()
-            failure = _replay(command, folder, facts.planned, progress, fleet.check)
-            manifest["timings"]["replay_s"] = time.monotonic() - replay_began_s
-            down_began_s = time.monotonic()
-        manifest["timings"]["fleet_down_s"] = time.monotonic() - down_began_s
-    except Exception as error:  # the matrix goes on; the reason is kept
-        # The rest of the message is the end of a log, which the folder holds whole.
-        first_line = next(iter(str(error).splitlines()), "").rstrip(":")
-        failure = f"{type(error).__name__}: {first_line}"
-    manifest["timings"]["total_s"] = time.monotonic() - began_s
-    manifest["ended_at"] = provenance.now()
-    _conclude(folder, manifest, failure, experiment, _with_possible(folder, trace, replay, facts))
-    provenance.write_manifest(folder, manifest)
-    return manifest
-
-
-def cell_order(experiment: Experiment, run: PlannedRun) -> int:
-    """The place of the run's cell in the file's own order of loads and arms; levels of a search
-    come by arm and load."""
-    if experiment.search is not None:
-        arms = [arm.name for arm in experiment.arms]
-        return arms.index(run.arm.name) * 1_000_000 + round(float(run.load or 0) * 100)
-    cells = [(load, arm.name) for arm in experiment.arms for load in experiment.loads_of(arm)]
-    return cells.index((run.load, run.arm.name))
-
-
-def _with_possible(folder: Path, trace: Path, replay: Replay, facts: TraceFacts) -> TraceFacts:
-    """`facts` with what this run's own requests can have left in caches, by when they were sent."""
-    requests = read_run(folder).all_requests
-    sent = requests[requests["sent_s"].notna()]
-    answered = requests[requests["first_token_s"].notna()]
-    return dataclasses.replace(
-        facts,
-        possible_cached_tokens=possible_cached_tokens(
-            trace,
-            replay,
-            dict(zip(sent["request_id"], sent["sent_s"], strict=True)),
-            dict(zip(answered["request_id"], answered["first_token_s"], strict=True)),
-        ),
-    )
-
-
-def _conclude(
-    folder: Path,
-    manifest: dict[str, Any],
-    failure: str | None,
-    experiment: Experiment,
-    facts: TraceFacts,
-) -> None:
-    write_facts(folder, facts)
-    replayed = folder / "replay.json"
-    if replayed.is_file():
-        with contextlib.suppress(orjson.JSONDecodeError):
-            manifest["replay"] = orjson.loads(replayed.read_bytes())
-    run = read_run(folder)
-    manifest["results"] = len(run.all_requests)
-    manifest["broken_lines"] = run.broken_lines
-    manifest["coldness"] = [vars(first) for first in cold_checks(run.all_requests)]
-    manifest["state"] = "complete" if failure is None else "failed"
-    manifest["reason"] = failure
-    run.manifest.update(manifest)
-    manifest["violations"] = [vars(found) for found in violations(run, experiment.validity)]
-
-
-def replay_command(
-    program: Sequence[str],
-    trace: Path,
-    folder: Path,
-    url: str,
-    replay: Replay,
-    phases: Phases | None = None,
-) -> list[str]:
-    """The `replay run` command line of one run."""
-    settings = replay.model_dump(exclude={"fit_input_tokens"}, exclude_none=True)
-    if phases is not None:
-        settings |= phases.model_dump(exclude_none=True)
-    words = [*program, str(trace), "--url", url, "--output", str(folder), *flags(settings)]
-    # Said where it is off, too: a preset may have it on.
-    return words if replay.splice_outputs else [*words, "--no-splice-outputs"]
-
-
-def shared_vocab(site: Site, topologies: Iterable[Any]) -> int | None:
-    """The vocabulary that every arm's model has, so that all get the same prompts."""
-    sizes = [size for size in map(site.vocab_size, topologies) if size is not None]
-    return min(sizes, default=None)
-
-
-def _replay(
-    command: list[str],
-    folder: Path,
-    planned: int,
-    progress: Progress,
-    check_fleet: Callable[[], None],
-) -> str | None:
-    """Runs the replay; None, or why it failed. It ends with this process, whatever ends that.
-
-    `check_fleet` raises when a process of the fleet has died: it is asked all the while and once
-    more at the end, for a run on seven of eight workers measured something else than its arm.
-    """
-    logs = folder / "logs"
-    logs.mkdir(exist_ok=True)
-    log_path = logs / "replay.log"
-    results = _Lines(folder / "requests.jsonl")
-    process = Supervised(command, os.environ, log_path, Path.cwd())
-    try:
-        while (status := process.exit_status()) is None:
-            check_fleet()
-            progress.count("replaying", results.count(), planned)
-            time.sleep(_LOOK_EVERY_S)
-    finally:
-        process.stop()
-    check_fleet()
-    done = results.count()
-    progress.count("replayed", done, planned)
-    # Where every request failed that is a result: the arm carried nothing.
-    if status in (0, NOTHING_ANSWERED):
-        return None
-    if status > 128:
-        name = signal.Signals(status - 128).name
-        return f"the replay was ended by {name} after {done} of {planned} results"
-    last = _last_line(log_path)
-    return f"the replay exited with {status}: {last or 'see logs/replay.log'}"
-
-
-def identity(
-    run: PlannedRun, trace: Path, vocab_size: int | None, engine: Mapping[str, str]
-) -> dict[str, Any]:
-    """What the run is a run of, beside its settings: goes into its manifest."""
-    return {
-        "trace_sha256": digest(trace),
-        "seed": run.replay.seed,
-        "vocab_size": run.replay.vocab_size or vocab_size,
-        "splice_outputs": run.replay.splice_outputs,
-        "engine": engine_words(engine),
-        "deltaserve": deltaserve.__version__,
-    }
 
 
 def is_complete(folder: Path, run: PlannedRun, expected: Mapping[str, Any] | None = None) -> bool:
@@ -664,38 +319,6 @@ def _budget_left_s(experiment: Experiment, elapsed_s: float) -> float:
     if experiment.budget_minutes is None:
         return float("inf")
     return experiment.budget_minutes * 60 - elapsed_s
-
-
-class _Lines:
-    """Counts the lines of a file that grows, reading each byte once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read_bytes = 0
-        self._lines = 0
-
-    def count(self) -> int:
-        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._read_bytes)
-            grown = file.read()
-            self._read_bytes += len(grown)
-            self._lines += grown.count(b"\n")
-        return self._lines
-
-
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip().removeprefix("error: ") if lines else ""
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | dict | list) else str(value)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -180,6 +180,7 @@ def connector_tax_command(
     """What the transfer machinery costs where it is on but unused, at three loads."""
     from eval import report, runner
     from eval.micro import connector_tax
+    from eval.site import launch_site
 
     try:
         rates_rps = tuple(sorted(float(word) for word in rates.split(",")))
@@ -209,7 +210,7 @@ def connector_tax_command(
             summary = runner.run_experiment(
                 planned,
                 folder,
-                site=runner.launch_site(),
+                site=launch_site(),
                 source={"command": _command()},
                 progress=progress,
             )

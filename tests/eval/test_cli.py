@@ -12,7 +12,7 @@ import pytest
 from eval.experiment import load_experiment, packaged_experiments
 from eval.preview import preview
 from eval.records import Run
-from eval.runner import launch_site
+from eval.site import launch_site
 
 COMMANDS = (
     ["run"],

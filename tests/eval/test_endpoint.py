@@ -20,7 +20,8 @@ from eval.preview import preview
 from eval.progress import Progress
 from eval.provenance import read_manifest
 from eval.records import read_run
-from eval.runner import Site, launch_site, run_experiment
+from eval.runner import run_experiment
+from eval.site import Site, launch_site
 from replay.results import read_results
 from replay.trace import Request, write_trace
 

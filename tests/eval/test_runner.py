@@ -21,6 +21,7 @@ import pytest
 from rich.console import Console
 
 from deltaserve.errors import InputError
+from eval.execution import replay_command
 from eval.experiment import (
     Analysis,
     Excerpt,
@@ -35,14 +36,8 @@ from eval.experiment import (
 from eval.preview import preview
 from eval.progress import Progress
 from eval.provenance import read_manifest
-from eval.runner import (
-    FleetMaker,
-    Site,
-    Summary,
-    replay_command,
-    run_experiment,
-    topology_overrides,
-)
+from eval.runner import Summary, run_experiment, topology_overrides
+from eval.site import FleetMaker, Site
 from eval.traces import (
     planned_trace,
     possible_cached_tokens,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from eval.experiment import Experiment, load_experiment
-from eval.runner import Site, Summary, run_experiment
+from eval.runner import Summary, run_experiment
+from eval.site import Site
 from tests.eval.test_runner import FakeSite
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_server_replay.py")))
