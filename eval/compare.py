@@ -32,7 +32,7 @@ from eval.noise import (
 )
 from eval.outcomes import MEASURES, Measure
 from eval.records import Run
-from eval.series import Series, SeriesOf, better_share, common_requests
+from eval.series import Series, SeriesOf, better_share
 from eval.stats import Estimate, SessionBootstrap
 from eval.steady import not_sustained
 from eval.stretch import Alone
@@ -160,7 +160,7 @@ def _compare(
         groups = _rounds(base_runs, other_runs)
     else:
         groups = [(list(base_runs), list(other_runs))]
-    common = [common_requests([*base, *other], measure) for base, other in groups]
+    common = [terms.series.common([*base, *other], measure) for base, other in groups]
     groups = [group for group, shared in zip(groups, common, strict=True) if shared.count]
     common = [shared for shared in common if shared.count]
     if not groups:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from eval.experiment import Slo
 from eval.interference import INTERFERING_PREFILL_TOKENS, Interference, interference
-from eval.outcomes import LATENCY_QUANTILES, MEASURES, estimate, sample
+from eval.outcomes import LATENCY_QUANTILES, MEASURES, alike, by_session, estimates, sample
 from eval.records import Run
 from eval.serving import (
     DecisionRow,
@@ -144,12 +144,16 @@ def measure(
     asked = table[table["ok"] | table["failed"]]
     scale = runs[0].length_scale
     unsustained = not_sustained(runs)
-    measures = {
-        m.key: UNKNOWN
-        if unsustained is not None and m.key not in ALWAYS_KNOWN
-        else estimate(boot, [sample(run, m, slo, alone) for run in runs], m)
-        for m in MEASURES
-    }
+    sessions = [by_session(run, alone, slo) for run in runs]
+    measures: dict[str, Estimate] = {}
+    for group in alike(MEASURES):
+        found = [UNKNOWN for _ in group]
+        if unsustained is None or group[0].key in ALWAYS_KNOWN:
+            samples = [
+                sample(run, group[0], slo, table) for run, table in zip(runs, sessions, strict=True)
+            ]
+            found = estimates(boot, samples, group)
+        measures |= {m.key: value for m, value in zip(group, found, strict=True)}
     latency = {
         name: [measures[f"{name}_p{round(q * 100)}"] for q in QUANTILES]
         for name in LATENCIES
@@ -201,7 +205,7 @@ def measure(
         input_tps=sum(prefilled) / sum(spans) if sum(spans) else float("nan"),
         output_tps=measures["throughput_output_tps"].value,
         request_rps_by_run=[
-            estimate(boot, [sample(run, _REQUESTS_PER_S, slo)], _REQUESTS_PER_S).value
+            estimates(boot, [sample(run, _REQUESTS_PER_S, slo)], [_REQUESTS_PER_S])[0].value
             for run in runs
         ],
         goodput_rps=measures["goodput_rps"].value,

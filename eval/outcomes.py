@@ -169,15 +169,18 @@ def sample(
     run: Run,
     measure: Measure,
     slo: Slo,
-    alone: Alone | None = None,
+    sessions: pd.DataFrame | None = None,
     requests: frozenset[str] | None = None,
 ) -> Sample:
     """What `run` contributes to `measure`; from those of `requests` only where they are given and
-    the measure is of single requests."""
+    the measure is of single requests. `sessions` is the run's table of them (`by_session`), made
+    here where it is not given."""
     if measure.kind == "sessions":
-        table = by_session(run, alone)
+        table = by_session(run) if sessions is None else sessions
         known = table[table[measure.column].notna()]
-        return Sample(list(known["conversation"]), known[measure.column].to_numpy(dtype=float))
+        return Sample(
+            known["conversation"].tolist(), np.asarray(known[measure.column], dtype=np.float64)
+        )
     if measure.kind == "rate":
         return _rate(run, measure, slo)
     table = run.requests
@@ -185,11 +188,13 @@ def sample(
         table = table[table["request_id"].isin(requests)]
     if measure.kind == "quantile":
         known = table[table[measure.column].notna()]
-        return Sample(list(known["conversation"]), known[measure.column].to_numpy(dtype=float))
+        return Sample(
+            known["conversation"].tolist(), np.asarray(known[measure.column], dtype=np.float64)
+        )
     if measure.key == "attainment":
         counted = table[table["ok"] | table["failed"]]
         return Sample(
-            list(counted["conversation"]),
+            counted["conversation"].tolist(),
             np.asarray(good(counted, slo), dtype=np.float64),
             np.ones(len(counted)),
         )
@@ -199,9 +204,9 @@ def sample(
     )
     counted, tokens = counted[tokens.notna()], tokens[tokens.notna()]
     return Sample(
-        list(counted["conversation"]),
-        tokens.to_numpy(dtype=float),
-        counted["prompt_tokens"].to_numpy(dtype=float),
+        counted["conversation"].tolist(),
+        np.asarray(tokens, dtype=np.float64),
+        np.asarray(counted["prompt_tokens"], dtype=np.float64),
     )
 
 
@@ -227,19 +232,33 @@ def _rate(run: Run, measure: Measure, slo: Slo) -> Sample:
             values = np.asarray(done, dtype=np.float64)
         else:
             values = np.asarray(table["window_tokens"], dtype=np.float64)
-    return Sample(list(table["conversation"]), values, float(seconds))
+    return Sample(table["conversation"].tolist(), values, float(seconds))
 
 
-def estimate(boot: SessionBootstrap, samples: Sequence[Sample], measure: Measure) -> Estimate:
-    """The measure over all runs' samples together, with its interval."""
+def estimates(
+    boot: SessionBootstrap, samples: Sequence[Sample], measures: Sequence[Measure]
+) -> list[Estimate]:
+    """Measures of the same values (a column's quantiles, or one share or rate) over all runs'
+    samples together, with their intervals."""
     sessions = [name for part in samples for name in part.sessions]
     values = np.concatenate([part.values for part in samples])
-    if measure.quantile is not None:
-        return boot.quantiles(sessions, values, [measure.quantile])[0]
+    quantiles = [measure.quantile for measure in measures if measure.quantile is not None]
+    if quantiles:
+        return boot.quantiles(sessions, values, quantiles)
     over = [part.over for part in samples]
-    if measure.kind == "rate":
+    if measures[0].kind == "rate":
         seconds = float(sum(part for part in over if isinstance(part, float)))
-        return boot.total(sessions, values, 1 / seconds) if seconds > 0 else UNKNOWN
-    return boot.ratio(
-        sessions, values, np.concatenate([part for part in over if isinstance(part, np.ndarray)])
-    )
+        return [boot.total(sessions, values, 1 / seconds) if seconds > 0 else UNKNOWN]
+    below = np.concatenate([part for part in over if isinstance(part, np.ndarray)])
+    return [boot.ratio(sessions, values, below)]
+
+
+def alike(measures: Sequence[Measure]) -> list[list[Measure]]:
+    """Measures in groups of the same values, so that each is resampled once."""
+    groups: dict[tuple[str, str, bool], list[Measure]] = {}
+    for measure in measures:
+        groups.setdefault((measure.kind, measure.column, measure.per_gpu), []).append(measure)
+    by_value: list[list[Measure]] = []
+    for group in groups.values():
+        by_value += [group] if group[0].quantile is not None else [[m] for m in group]
+    return by_value

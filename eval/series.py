@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from eval.experiment import Slo
-from eval.outcomes import Measure, Sample, sample
+from eval.outcomes import Measure, Sample, alike, by_session, sample
 from eval.records import Run
 from eval.stats import Array, SessionBootstrap, quantile_points
 from eval.stretch import Alone
@@ -45,28 +45,6 @@ class Common:
     count: int
 
 
-def common_requests(runs: Sequence[Run], measure: Measure) -> Common:
-    """What these runs have in common. Inside a measured window each arm gets as far as it gets, and
-    all of it counts; else the requests that every run asked and that have the measure in each
-    (infinite where they failed). Rates and sessions need only that some request was asked in all.
-    """
-    if any(run.window is not None for run in runs):
-        return Common(None, min(len(run.requests) for run in runs))
-    single = measure.kind in ("quantile", "share")
-    names = frozenset.intersection(*(_having(run, measure if single else None) for run in runs))
-    return Common(names if single else None, len(names))
-
-
-def _having(run: Run, measure: Measure | None) -> frozenset[str]:
-    table = run.requests
-    known = table["ok"] | table["failed"]
-    if measure is not None and measure.kind == "quantile":
-        known &= table[measure.column].notna()
-    elif measure is not None and measure.key != "attainment":
-        known &= table["ok"] & table["cached_tokens"].notna()
-    return frozenset(table.loc[known, "request_id"])
-
-
 class SeriesOf:
     """Series by run, measure and requests, each resampled once: an arm's runs serve every pair, and
     all quantiles of a column come from one pass."""
@@ -77,6 +55,36 @@ class SeriesOf:
         self._slo = slo
         self._known: dict[tuple[object, ...], dict[str, Series]] = {}
         self._largest: dict[tuple[Path, str], float] = {}
+        self._sessions: dict[Path, pd.DataFrame] = {}
+        self._asked: dict[tuple[Path, str], frozenset[str]] = {}
+
+    def common(self, runs: Sequence[Run], measure: Measure) -> Common:
+        """What these runs have in common. Inside a measured window each arm gets as far as it gets,
+        and all of it counts; else the requests that every run asked and that have the measure in
+        each (infinite where they failed). Rates and sessions need only that some request was asked
+        in all."""
+        if any(run.window is not None for run in runs):
+            return Common(None, min(len(run.requests) for run in runs))
+        names = frozenset.intersection(*(self._having(run, measure) for run in runs))
+        single = measure.kind in ("quantile", "share")
+        return Common(names if single else None, len(names))
+
+    def _having(self, run: Run, measure: Measure) -> frozenset[str]:
+        """The requests of a run that have a measure."""
+        table = run.requests
+        of = "any"
+        if measure.kind == "quantile":
+            of = measure.column
+        elif measure.kind == "share" and measure.key != "attainment":
+            of = "cached_tokens"
+        if (run.folder, of) not in self._asked:
+            known = table["ok"] | table["failed"]
+            if of != "any":
+                known &= table[of].notna()
+            if of == "cached_tokens":
+                known &= table["ok"]
+            self._asked[run.folder, of] = frozenset(table.loc[known, "request_id"])
+        return self._asked[run.folder, of]
 
     def ceiling(
         self, runs: Sequence[Run], measure: Measure, alone: Mapping[str, Alone | None]
@@ -88,7 +96,8 @@ class SeriesOf:
         for run in runs:
             key = (run.folder, measure.column)
             if key not in self._largest:
-                values = sample(run, measure, self._slo, alone.get(run.arm)).values
+                sessions = self._sessions_of(run, measure, alone)
+                values = sample(run, measure, self._slo, sessions).values
                 answered = values[np.isfinite(values)]
                 self._largest[key] = float(answered.max()) if len(answered) else 0.0
             largest = max(largest, self._largest[key])
@@ -103,16 +112,23 @@ class SeriesOf:
         ceiling: float,
     ) -> Series:
         """The series of one run in one measure."""
-        key = (run.folder, measure.column, measure.kind, measure.per_gpu, requests, ceiling)
+        of = measure.column if measure.quantile is not None else measure.key
+        key = (run.folder, of, measure.kind, requests, ceiling)
         if key not in self._known:
-            taken = sample(run, measure, self._slo, alone.get(run.arm), requests)
-            alike = [
-                m
-                for m in self._measures
-                if (m.column, m.kind, m.per_gpu) == (measure.column, measure.kind, measure.per_gpu)
-            ]
-            self._known[key] = self._resample(taken, alike, ceiling)
+            sessions = self._sessions_of(run, measure, alone)
+            taken = sample(run, measure, self._slo, sessions, requests)
+            group = next(group for group in alike(self._measures) if measure in group)
+            self._known[key] = self._resample(taken, group, ceiling)
         return self._known[key][measure.key]
+
+    def _sessions_of(
+        self, run: Run, measure: Measure, alone: Mapping[str, Alone | None]
+    ) -> pd.DataFrame | None:
+        if measure.kind != "sessions":
+            return None
+        if run.folder not in self._sessions:
+            self._sessions[run.folder] = by_session(run, alone.get(run.arm), self._slo)
+        return self._sessions[run.folder]
 
     def _resample(
         self, taken: Sample, measures: Sequence[Measure], ceiling: float
