@@ -24,6 +24,7 @@ CONFIDENCE = 0.99
 """Of one level's verdict, each side. The search tests several levels beside the capacity, and its
 interval is wrong when any of them is: in simulated searches 0.99 each left 98 % for all."""
 _DRAWS = 400
+_ENDLESS = 1e9
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ def judge(level: Level, objective: Objective, seed: int = 0) -> Judgement:
         int(turns.sum()),
     )
     attained = _widened(attained, met, turns)
-    known = stretch[np.isfinite(stretch)]
+    # A session with a failed turn never completes: its stretch is endless, not unknown.
+    known = np.minimum(stretch[~np.isnan(stretch)], _ENDLESS)
     stretched = UNKNOWN
     if len(known):
         resampled = known[rng.integers(0, len(known), (_DRAWS, len(known)))]

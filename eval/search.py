@@ -9,7 +9,6 @@ was interrupted goes on. Knows runs and their outcomes; not how a run is execute
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from eval.capacity import (
     next_load,
 )
 from eval.experiment import Arm, Experiment, PlannedRun, Slo, level_run
-from eval.outcomes import MEASURES, by_session, estimate, good, sample
+from eval.outcomes import MEASURES, by_session, estimates, sample
 from eval.records import Run, read_run
 from eval.stats import SessionBootstrap
 from eval.steady import not_sustained
@@ -99,16 +98,12 @@ def objective(slo: Slo) -> Objective:
 
 def level_of(runs: Sequence[Run], load: float, slo: Slo, alone: Alone | None) -> Level:
     """The outcomes of all repeats of one load, session by session."""
-    sessions = []
-    for run in runs:
-        counted = run.requests[run.requests["ok"] | run.requests["failed"]]
-        turns = Counter(counted["conversation"])
-        met = Counter(counted.loc[good(counted, slo), "conversation"])
-        stretch = by_session(run, alone).groupby("conversation")["stretch"].max().to_dict()
-        sessions += [
-            SessionOutcome(met[name], turns[name], float(stretch.get(name, math.nan)))
-            for name in sorted({*turns, *stretch})
-        ]
+    tables = [by_session(run, alone, slo) for run in runs]
+    sessions = [
+        SessionOutcome(int(met), int(turns), float(stretch))
+        for table in tables
+        for met, turns, stretch in zip(table["met"], table["turns"], table["stretch"], strict=True)
+    ]
     return Level(load, sessions, sustained=not_sustained(runs) is None, repeats=len(runs))
 
 
@@ -161,9 +156,8 @@ def _figures(verdict: Judgement, runs: Sequence[Run], slo: Slo) -> dict[str, Any
     found = {"attainment": verdict.attainment, "stretch_p90": verdict.stretch_p90}
     for measure in MEASURES:
         if measure.key in _SHOWN:
-            found[measure.key] = estimate(
-                boot, [sample(run, measure, slo) for run in runs], measure
-            )
+            samples = [sample(run, measure, slo) for run in runs]
+            [found[measure.key]] = estimates(boot, samples, [measure])
     return {
         **{key: _finite(value.value) for key, value in found.items()},
         "intervals": {

@@ -132,6 +132,14 @@ def test_letting_few_in_while_others_wait_is_not_carrying_them() -> None:
     assert not judge(Level(30, [*quick, *slow]), Objective(0.9, 2.0)).meets
 
 
+def test_sessions_that_failed_are_stretched_without_end() -> None:
+    done = [SessionOutcome(10, 10, stretch=1.1)] * 20
+    failed = [SessionOutcome(10, 10, stretch=math.inf)] * 10
+    verdict = judge(Level(30, [*done, *failed]), Objective(0.5, 2.0))
+    assert not verdict.meets
+    assert verdict.sure
+
+
 @pytest.mark.parametrize("sessions", [[], [SessionOutcome(0, 0)]])
 def test_a_level_without_a_judged_turn_meets_nothing(sessions: list[SessionOutcome]) -> None:
     verdict = judge(Level(4, sessions), OBJECTIVE)
