@@ -241,7 +241,7 @@ def _graph_tokens(scheduler: Any) -> int | None:
     prefill = scheduler.server_args.cuda_graph_config.prefill
     if prefill.backend == "disabled" or not prefill.bs:
         return None
-    return max(prefill.bs)
+    return int(max(prefill.bs))
 
 
 def check_chunking(scheduler: Any, settings: PacingSettings, prefix: str) -> None:
