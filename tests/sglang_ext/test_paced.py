@@ -149,6 +149,28 @@ def test_prompts_of_which_nothing_is_known_stay_out_of_a_step(make_plain: MakeSc
     assert scheduler.deltaserve_paced.choose(scheduler.running_batch).tokens > 4000
 
 
+@pytest.mark.parametrize(
+    ("device", "backend", "sizes", "expected"),
+    [
+        ("cuda", "breakable", [4, 512, 4096], 4096),
+        ("cuda", "disabled", [4096], None),
+        ("cuda", "breakable", None, None),
+        ("cpu", "breakable", [4096], None),
+    ],
+)
+def test_how_far_the_graphs_reach_is_what_sglang_captured(
+    make_plain: MakeScheduler,
+    device: str,
+    backend: str,
+    sizes: list[int] | None,
+    expected: int | None,
+) -> None:
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend=backend, bs=sizes))
+    arguments = SimpleNamespace(device=device, attention_backend="triton", cuda_graph_config=graphs)
+    scheduler = make_plain(server_args=arguments)
+    assert scheduler.deltaserve_paced.pacer.times.graph_tokens == expected
+
+
 def in_flight(scheduler: Any, tokens: int, done: int) -> Req:
     """A prompt of which `done` tokens are in, as the chunk in flight beside one decode."""
     req = prompt("long", tokens, 100_000)
