@@ -18,6 +18,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// What came of asking for a place.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "nearly every request is placed, and a box would be an allocation for each"
+)]
 pub enum Admit {
     Placed(Reservation),
     /// The turn waits for room; `wake` is called when [`Fleet::place_ticket`] is worth a try.

@@ -139,7 +139,7 @@ impl Hold {
                 released = gone + held.tail_tokens;
             }
         }
-        let new = prompt.len() - self.blocks.held(prompt, known);
+        let new = prompt.blocks() - self.blocks.held(prompt, known);
         let added = prompt.tokens_of(new) + prompt.tail_tokens() + output_tokens;
         added as i64 - released as i64
     }
@@ -163,20 +163,20 @@ impl Hold {
             .is_some_and(|held| held.begins(prompt));
         let mut before = None;
         let mut chain = Chain::default();
-        if extends || occupant.turns.is_empty() {
-            if let Some(held) = occupant.held.take() {
-                self.loose_tokens -= held.tail_tokens;
-                if extends {
-                    before = Some((held.states.len(), held.tail_tokens));
-                    chain = held;
-                } else {
-                    self.blocks.release(&held);
-                }
+        if (extends || occupant.turns.is_empty())
+            && let Some(held) = occupant.held.take()
+        {
+            self.loose_tokens -= held.tail_tokens;
+            if extends {
+                before = Some((held.states.len(), held.tail_tokens));
+                chain = held;
+            } else {
+                self.blocks.release(&held);
             }
         }
         chain.block_tokens = prompt.block_tokens;
         chain.tail_tokens = prompt.tail_tokens();
-        for at in chain.states.len()..prompt.len() {
+        for at in chain.states.len()..prompt.blocks() {
             let state = prompt.state(at);
             self.blocks.add(state, prompt.block_tokens);
             chain.states.push(state);

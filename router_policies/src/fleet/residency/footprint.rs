@@ -41,11 +41,11 @@ impl<'a> Coarse<'a> {
     }
 
     /// Whole coarse blocks.
-    pub fn len(&self) -> usize {
+    pub fn blocks(&self) -> usize {
         self.states.len() / self.stride
     }
 
-    /// The state after block `index`, which must be below [`Coarse::len`].
+    /// The state after block `index`, which must be below [`Coarse::blocks`].
     pub fn state(&self, index: usize) -> u64 {
         self.states[(index + 1) * self.stride - 1]
     }
@@ -57,7 +57,7 @@ impl<'a> Coarse<'a> {
 
     /// Tokens after the last whole block.
     pub fn tail_tokens(&self) -> u64 {
-        self.tokens.saturating_sub(self.tokens_of(self.len()))
+        self.tokens.saturating_sub(self.tokens_of(self.blocks()))
     }
 }
 
@@ -77,14 +77,14 @@ impl Chain {
             None => true,
             Some(&tip) => {
                 let at = self.states.len() - 1;
-                at < prompt.len() && prompt.state(at) == tip
+                at < prompt.blocks() && prompt.state(at) == tip
             }
         }
     }
 
     /// Blocks that the prompt has in common with this.
     pub fn common(&self, prompt: &Coarse<'_>) -> usize {
-        let most = self.states.len().min(prompt.len());
+        let most = self.states.len().min(prompt.blocks());
         partition(0, most, |at| self.states[at] == prompt.state(at))
     }
 
@@ -149,8 +149,8 @@ impl Blocks {
 
     /// Blocks of the prompt's beginning that somebody holds, of which at least `known` are.
     pub fn held(&self, prompt: &Coarse<'_>, known: usize) -> usize {
-        let known = known.min(prompt.len());
-        partition(known, prompt.len(), |at| {
+        let known = known.min(prompt.blocks());
+        partition(known, prompt.blocks(), |at| {
             self.counts.contains_key(&prompt.state(at))
         })
     }
@@ -203,7 +203,7 @@ mod tests {
 
     fn chain(prompt: &Coarse<'_>) -> Chain {
         Chain {
-            states: (0..prompt.len()).map(|at| prompt.state(at)).collect(),
+            states: (0..prompt.blocks()).map(|at| prompt.state(at)).collect(),
             block_tokens: prompt.block_tokens,
             tail_tokens: prompt.tail_tokens(),
         }
@@ -213,7 +213,7 @@ mod tests {
     fn what_two_prompts_have_in_common_is_counted_once() {
         let (a, b) = (prompt(0..2_600), prompt((0..1_030).chain(9_000..10_000)));
         let (a, b) = (Coarse::of(&a, 1.0), Coarse::of(&b, 1.0));
-        assert_eq!((a.len(), a.tail_tokens(), b.len()), (10, 40, 7));
+        assert_eq!((a.blocks(), a.tail_tokens(), b.blocks()), (10, 40, 7));
         let (of_a, of_b) = (chain(&a), chain(&b));
         let mut blocks = Blocks::default();
         of_a.states.iter().for_each(|&state| blocks.add(state, 256));
@@ -238,7 +238,7 @@ mod tests {
     fn text_counts_as_many_tokens_as_engines_report_for_it() {
         let text = PromptHashes::of_text(&[b'x'; 8_192], 16);
         let coarse = Coarse::of(&text, 1.25);
-        assert_eq!((coarse.len(), coarse.block_tokens), (8, 320));
+        assert_eq!((coarse.blocks(), coarse.block_tokens), (8, 320));
         assert_eq!(coarse.tokens, 2_560);
     }
 }

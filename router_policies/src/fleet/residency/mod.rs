@@ -178,7 +178,7 @@ impl Residency {
 
     /// Whether [`Residency::pump`] may have something to do.
     pub fn needs_pump(&self) -> bool {
-        self.queue.len() > 0 || self.rule.interval_s().is_some()
+        !self.queue.is_empty() || self.rule.interval_s().is_some()
     }
 
     pub fn waiting(&self) -> usize {
@@ -357,6 +357,6 @@ impl Residency {
 
     /// Whether nothing is in flight or waits, and the book agrees.
     pub fn is_quiet(&self) -> bool {
-        self.queue.is_empty() && self.holds.iter().all(Hold::is_quiet)
+        self.queue.is_quiet() && self.holds.iter().all(Hold::is_quiet)
     }
 }

@@ -39,7 +39,7 @@ impl Residency {
 
     /// Whether a turn without a place has to queue behind others, or for the next round.
     pub fn must_queue(&self, now_s: f64) -> bool {
-        self.queue.len() > 0
+        !self.queue.is_empty()
             && self
                 .manner
                 .admit_every_s
@@ -154,7 +154,7 @@ impl Residency {
 
     /// When time alone could change something next; none where nothing waits.
     pub fn next_pump_s(&self, now_s: f64) -> Option<f64> {
-        (self.queue.len() > 0).then_some(now_s + PUMP_INTERVAL_S)
+        (!self.queue.is_empty()).then_some(now_s + PUMP_INTERVAL_S)
     }
 
     /// Lets in whom there is room for; then the rule takes away what is too much, so that nothing is let

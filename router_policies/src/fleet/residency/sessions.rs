@@ -31,7 +31,7 @@ pub struct ServedPrompt {
 
 impl ServedPrompt {
     pub fn new(prompt: &Coarse<'_>) -> Self {
-        let length = prompt.len();
+        let length = prompt.blocks();
         let marks = MARKS_BEFORE.iter().filter(|&&before| before < length);
         let marks = marks.map(|before| {
             let blocks = length - before;
@@ -47,7 +47,7 @@ impl ServedPrompt {
     pub fn begins(&self, prompt: &Coarse<'_>) -> u64 {
         let in_common = self.marks.iter().position(|&(blocks, state)| {
             let blocks = blocks as usize;
-            blocks <= prompt.len() && prompt.state(blocks - 1) == state
+            blocks <= prompt.blocks() && prompt.state(blocks - 1) == state
         });
         match in_common {
             // It goes on where this one ended; the rest of the last block is taken to be the same.
@@ -152,7 +152,7 @@ impl Sessions {
 
     /// The family whose newest prompt this one goes on from, longest first; else a new one.
     pub fn family_of(&mut self, prompt: &Coarse<'_>) -> Key {
-        let found = (0..prompt.len())
+        let found = (0..prompt.blocks())
             .rev()
             .find_map(|at| self.tips.peek(&prompt.state(at)));
         if let Some(&key) = found {
@@ -164,7 +164,7 @@ impl Sessions {
 
     /// Notes the newest prompt of a family.
     pub fn extend_family(&mut self, key: Key, prompt: &Coarse<'_>) {
-        let Some(last) = prompt.len().checked_sub(1) else {
+        let Some(last) = prompt.blocks().checked_sub(1) else {
             return;
         };
         let tip = prompt.state(last);
