@@ -25,7 +25,8 @@ use mock::MockWorker;
 use router_policies::config::{Config, WorkerSpec};
 use router_policies::fleet::log::EventSink;
 use router_policies::fleet::prefix::hash::TokenHasher;
-use router_policies::fleet::{Fleet, Outcome, Request as Placement};
+use router_policies::fleet::residency::settings;
+use router_policies::fleet::{Admit, Fleet, Outcome, Request as Placement};
 use router_policies::gateway::Server;
 use router_policies::gateway::body::{Api, bootstrap_fields, scan, splice};
 use router_policies::policy;
@@ -112,16 +113,27 @@ fn decisions(workers: usize, blocks: usize) -> Value {
     const TURN_TOKENS: u32 = 2_000;
     const TURNS: u32 = 10;
     let mut rows = Vec::new();
-    for name in ["unified", "elastic"] {
-        let fleet = Arc::new(Fleet::new(
+    for (name, rule) in [
+        ("unified", "off"),
+        ("elastic", "off"),
+        ("unified", "priced"),
+    ] {
+        // Where nothing waits: there is room for all, and for any number of cold starts.
+        let (is_gated, roomy) = (
+            rule != "off",
+            json!({"rule": rule, "cold_slots": 1_000_000}),
+        );
+        let residency = settings::build(&roomy).expect("a rule");
+        let fleet = Fleet::new(
             policy::build(name, Value::Null).expect("a policy"),
             name.to_owned(),
             EventSink::in_memory(),
             1,
-        ));
+        );
+        let fleet = Arc::new(fleet.with_residency(residency));
         for i in 0..workers {
             let id = format!("w{i}");
-            let capacity = (blocks * 16 / workers) as u64;
+            let capacity = (blocks * 16 / workers) as u64 * if is_gated { 3 } else { 1 };
             let spec =
                 json!({"id": id, "url": format!("http://{id}:1"), "kv_capacity_tokens": capacity});
             fleet
@@ -142,9 +154,14 @@ fn decisions(workers: usize, blocks: usize) -> Value {
                 prompt: hasher.finish(),
                 max_output_tokens: Some(100),
                 stream: true,
+                ..Placement::default()
             };
             let (begun, begun_cpu) = (Instant::now(), ThreadTime::now());
-            let placed = fleet.decide(&request, &[]).expect("a decision");
+            let placed = match fleet.admit(&request, &[], || {}) {
+                Admit::Placed(placed) => placed,
+                Admit::Waiting(_) => panic!("it waits"),
+                Admit::Refused(refused) => panic!("{refused:?}"),
+            };
             (placed, micros(begun.elapsed()), micros(begun_cpu.elapsed()))
         };
         let sessions = (blocks * 16) as u32 / (TURNS * TURN_TOKENS);
@@ -170,11 +187,16 @@ fn decisions(workers: usize, blocks: usize) -> Value {
         }
         let (wall, cpu) = (Quantiles::new(wall), Quantiles::new(cpu));
         let [p50, p99, p50_cpu, p99_cpu] = [wall.at(0.5), wall.at(0.99), cpu.at(0.5), cpu.at(0.99)];
+        let label = if is_gated {
+            format!("{name}, gated")
+        } else {
+            name.to_owned()
+        };
         println!(
-            "decision  {name:<10} {workers:>4} workers, {blocks} cached blocks: p50 {p50:.1} µs, p99 {p99:.1} µs (processor time {p50_cpu:.1}, {p99_cpu:.1})"
+            "decision  {label:<15} {workers:>4} workers, {blocks} cached blocks: p50 {p50:.1} µs, p99 {p99:.1} µs (processor time {p50_cpu:.1}, {p99_cpu:.1})"
         );
         rows.push(json!({
-            "policy": name, "p50_us": p50, "p99_us": p99, "p50_cpu_us": p50_cpu, "p99_cpu_us": p99_cpu,
+            "policy": label, "p50_us": p50, "p99_us": p99, "p50_cpu_us": p50_cpu, "p99_cpu_us": p99_cpu,
         }));
     }
     json!({"what": "decision", "workers": workers, "cached_blocks": blocks, "rows": rows})

@@ -1,6 +1,7 @@
 //! The Python module `router_policies._core`: JSON in, JSON out, and one call that serves.
 
 use crate::config::Config;
+use crate::fleet::residency::{rules, settings};
 use crate::gateway::Server;
 use crate::policy::{self, Decision, Policy, Reason, Refusal, Route, View};
 use pyo3::exceptions::{PyOSError, PyValueError};
@@ -112,11 +113,28 @@ fn policies() -> PyResult<String> {
     serde_json::to_string(&table).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
+/// The table of residency's rules and the settings that hold for all of them, as JSON.
+#[pyfunction]
+fn residency_rules() -> PyResult<String> {
+    let table: Vec<_> = rules::TABLE
+        .iter()
+        .map(|info| {
+            serde_json::json!({
+                "name": info.name, "summary": info.summary, "rule": info.rule,
+                "params": info.params, "source": info.source,
+            })
+        })
+        .collect();
+    let both = serde_json::json!({"rules": table, "settings": settings::PARAMS});
+    serde_json::to_string(&both).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     m.add_function(wrap_pyfunction!(load_config, m)?)?;
     m.add_function(wrap_pyfunction!(check, m)?)?;
     m.add_function(wrap_pyfunction!(serve, m)?)?;
-    m.add_function(wrap_pyfunction!(policies, m)?)
+    m.add_function(wrap_pyfunction!(policies, m)?)?;
+    m.add_function(wrap_pyfunction!(residency_rules, m)?)
 }

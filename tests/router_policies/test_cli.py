@@ -289,6 +289,33 @@ def test_wrong_input_is_answered_in_one_line(arguments: list[str], expected: str
     assert "column" not in result.stderr
 
 
+def test_residency_is_explained_and_its_wrong_settings_are_named() -> None:
+    everything = run("policy", "explain", "residency").stdout
+    assert "priced" in everything
+    assert "max_wait_s = 600" in everything
+    one = run("policy", "explain", "residency.lease").stdout
+    assert "lease_s = 30" in one
+    assert "3076" in one
+    rules = json.loads(run("policy", "explain", "residency", "--json").stdout)["rules"]
+    assert [rule["name"] for rule in rules][:2] == ["priced", "off"]
+    wrong = run("policy", "explain", "residency.lru")
+    assert wrong.returncode == 2
+    assert "known rules: priced, off" in wrong.stderr
+    worker = ("--worker", "http://127.0.0.1:1")
+    for flags, expected in [
+        (("--residency", "lru"), "residency: rule: lru is unknown"),
+        (("--residency-param", "fill=2"), "residency: fill: expected a share"),
+        (("--residency", "cap", "--residency-param", "sessions=0"), "residency: sessions:"),
+        (("--residency", "cap", "--residency-param", "lease_s=1"), "residency: lease_s: unknown"),
+        (("--residency-param", "fill"), "--residency-param fill: expected key=value"),
+    ]:
+        refused = run("route", "--check", *worker, *flags)
+        assert refused.returncode == 2, flags
+        assert expected in refused.stderr, refused.stderr
+    good = ("--residency", "cap", "--residency-param", "sessions=5")
+    assert run("route", "--check", *worker, *good).returncode == 0
+
+
 def test_policies_are_listed_and_explained() -> None:
     listed = json.loads(run("policy", "list", "--json").stdout)["policies"]
     assert {"round_robin", "unified", "pd"} <= {policy["name"] for policy in listed}
