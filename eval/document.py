@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 import deltaserve
 from deltaserve.errors import InputError
 from eval import provenance
-from eval.formatting import Table
+from eval.tables import Table
 from launch.cache import make_folder
 
 

@@ -21,10 +21,11 @@ import plotly.graph_objects as go
 
 from eval.document import Figure, Section
 from eval.figures import PALETTE, layout
-from eval.formatting import Entry, Table, number
+from eval.formatting import Entry, number
 from eval.micro.driver import Bench, answered, driver
 from eval.records import step_table
 from eval.stats import Estimate, interval
+from eval.tables import Table
 from replay.results import Result
 
 SEEN_BEFORE = (

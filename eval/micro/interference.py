@@ -17,8 +17,9 @@ import numpy as np
 
 from eval.document import Figure, Section
 from eval.figures import heatmap
-from eval.formatting import DASH, Entry, Table, seconds
+from eval.formatting import DASH, Entry, seconds
 from eval.micro.driver import Bench, Driver, Prompt, answered, driver
+from eval.tables import Table
 from replay.results import Result
 
 SEEN_BEFORE = (

@@ -16,9 +16,10 @@ import launch
 from deltaserve.errors import InputError
 from eval.document import Figure, Section
 from eval.figures import PALETTE, layout
-from eval.formatting import DASH, Entry, Table, percent, seconds, size
+from eval.formatting import DASH, Entry, percent, seconds, size
 from eval.micro.driver import Bench, answered, driver, separated
 from eval.records import events
+from eval.tables import Table
 from replay.results import Result
 
 SEEN_BEFORE = (

@@ -1,0 +1,125 @@
+"""What a report rests on: which runs count, the cells measured from them, and the arms compared.
+
+Owns finding run folders, sorting out invalid ones and choosing what is compared with what. Knows
+nothing of words, tables or figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltaserve.errors import InputError
+from eval import provenance
+from eval.compare import Comparison, compare_cells
+from eval.experiment import Slo, ValidityRules
+from eval.metrics import Cell, measure
+from eval.records import Run, read_run
+from eval.stats import SessionBootstrap
+from eval.validity import Violation, violations
+
+DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything a report rests on: runs kept and excluded, cells measured, arms compared.
+
+    `comparisons` are of each arm with the baseline, `across` of each SGLang with each vLLM arm.
+    """
+
+    runs: list[Run]
+    excluded: list[tuple[Run, list[Violation]]]
+    cells: list[Cell]
+    comparisons: list[Comparison]
+    across: list[Comparison]
+    baseline: str | None
+
+    @property
+    def once(self) -> bool:
+        """Whether every arm ran once, so that nothing shows what a rerun would give."""
+        return all(len(cell.runs) == 1 for cell in self.cells)
+
+    @property
+    def by_load(self) -> dict[str | None, list[Cell]]:
+        """The cells of each load, in the order of the experiment file."""
+        found: dict[str | None, list[Cell]] = {}
+        for cell in self.cells:
+            found.setdefault(cell.load, []).append(cell)
+        return found
+
+
+def find_runs(folders: Sequence[Path]) -> list[Run]:
+    """Every run under `folders`, by folder name. Raises `InputError` where there is none."""
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"{folder}: no such folder; expected the output of eval run")
+        for manifest in sorted(folder.rglob(provenance.MANIFEST)):
+            place = manifest.parent.resolve()
+            if place not in found:
+                found[place] = read_run(manifest.parent)
+    if not found:
+        raise InputError(f"{', '.join(map(str, folders))}: no run folder (manifest.json) inside")
+    return list(found.values())
+
+
+def gather(runs: Sequence[Run], draws: int = DRAWS) -> Evidence:
+    """Sorts out invalid runs, measures each cell from its valid ones and compares the arms."""
+    valid: dict[str, list[Run]] = {}
+    excluded: list[tuple[Run, list[Violation]]] = []
+    for run in runs:
+        found = violations(run, ValidityRules.model_validate(run.manifest.get("validity", {})))
+        if found:
+            excluded.append((run, found))
+        else:
+            valid.setdefault(run.cell, []).append(run)
+    sessions = [
+        name for group in valid.values() for run in group for name in run.requests["session_id"]
+    ]
+    boot = SessionBootstrap(sessions, draws)
+    names = _in_order(runs)
+    slo = Slo.model_validate(runs[0].manifest.get("slo", {}))
+    cells = [measure(valid[name], boot, slo.ttft_s, slo.tpot_s) for name in names if name in valid]
+    baseline = _baseline(runs, cells)
+    pairs = [
+        (base.name, cell.name)
+        for cell in cells
+        for base in cells
+        if base.arm == baseline and base.load == cell.load and cell.arm != baseline
+    ]
+    across = [
+        (theirs.name, ours.name)
+        for ours in cells
+        for theirs in cells
+        if ours.load == theirs.load and (_engine(ours), _engine(theirs)) == ("sglang", "vllm")
+    ]
+    every = compare_cells(valid, list(dict.fromkeys(pairs + across)), boot)
+    return Evidence(
+        runs=list(runs),
+        excluded=excluded,
+        cells=cells,
+        comparisons=[item for item in every if (item.baseline, item.arm) in pairs],
+        across=[item for item in every if (item.baseline, item.arm) in across],
+        baseline=baseline,
+    )
+
+
+def _in_order(runs: Sequence[Run]) -> list[str]:
+    """Cells as the experiment file lists its arms, then loads."""
+    places = {run.cell: (run.manifest.get("cell_order", 0), run.cell) for run in runs}
+    return sorted(places, key=lambda name: places[name])
+
+
+def _baseline(runs: Sequence[Run], cells: Sequence[Cell]) -> str | None:
+    arms = [cell.arm for cell in cells]
+    for run in runs:
+        named = run.manifest.get("baseline")
+        if named in arms:
+            return str(named)
+    return arms[0] if arms else None
+
+
+def _engine(cell: Cell) -> str:
+    return str(cell.runs[0].manifest.get("topology", {}).get("engine", {}).get("name", ""))

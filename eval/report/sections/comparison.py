@@ -1,0 +1,58 @@
+"""Each arm against the baseline, measure by measure, on the requests that both answered."""
+
+from __future__ import annotations
+
+import math
+
+from eval.compare import Comparison
+from eval.document import Section
+from eval.formatting import DASH, percent
+from eval.report.claims import TAGS, after_holm
+from eval.report.evidence import Evidence
+from eval.tables import CHANGE, COUNT, PERCENT, Column, tabulate
+
+
+def section(evidence: Evidence) -> Section | None:
+    """The table of all comparisons, with what to make of many of them."""
+    if not evidence.comparisons:
+        return None
+    kept = after_holm(evidence.comparisons)
+
+    def floor(item: Comparison) -> str:
+        return f"±{percent(item.noise_floor)}" if math.isfinite(item.noise_floor) else "unknown"
+
+    columns: tuple[Column[Comparison], ...] = (
+        Column("arm", "Arm", lambda item: item.arm),
+        Column("baseline", "", lambda item: item.baseline),
+        Column("measure", "Measure", lambda item: item.measure.label),
+        Column("ratio", "Change", lambda item: item.ratio, CHANGE),
+        Column("noise_floor_words", "A/A noise floor", floor),
+        Column("noise_floor", "", lambda item: item.noise_floor),
+        Column("better_share", "Requests better", lambda item: item.better_share, PERCENT),
+        Column("requests", "Requests", lambda item: item.requests, COUNT),
+        Column(
+            "verdict",
+            "Verdict",
+            lambda item: str(item.verdict),
+            tag=lambda item: TAGS[item.verdict],
+        ),
+        Column("p_value", "", lambda item: item.p_value),
+        Column("holds_after_holm", "Holds after Holm", lambda item: kept.get(id(item), DASH)),
+    )
+    found = Section("comparison", "Arms compared on the same requests")
+    found.tables.append(("", tabulate("comparison", evidence.comparisons, columns)))
+    found.text.append(
+        f"Each arm against {evidence.baseline}, "
+        "on the requests that both answered in every run. The interval holds the choice "
+        "of sessions and the spread between repeats; the noise floor is what two runs of the same "
+        "arm reach. Better or worse is said only outside both."
+    )
+    judged = [item for item in evidence.comparisons if math.isfinite(item.p_value)]
+    if len(judged) > 1:
+        expected = 0.05 * len(judged)
+        found.text.append(
+            f"{len(judged)} comparisons were made: with no real difference anywhere, about "
+            f"{expected:.1f} would still look significant at 5 %. The last column keeps the chance "
+            "of any false one at 5 % (Holm)."
+        )
+    return found
