@@ -22,7 +22,7 @@ import deltaserve
 from deltaserve.errors import InputError
 
 MANIFEST = "manifest.json"
-_PACKAGES = ("aiohttp", "numpy", "orjson", "pandas", "plotly", "pydantic", "scipy")
+_PACKAGES = ("aiohttp", "numpy", "orjson", "pandas", "pydantic", "scipy")
 
 
 def now() -> str:

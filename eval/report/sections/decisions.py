@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from eval import figures
 from eval.document import Figure, Section
 from eval.formatting import percent
 from eval.metrics import DecisionRow
 from eval.report.evidence import Evidence
+from eval.report.figures import latency
 from eval.tables import COUNT, RATIO, SECONDS, Column, enough, tabulate
 
 _WORDS = (
@@ -63,7 +63,7 @@ def section(evidence: Evidence) -> Section | None:
         [_WORDS],
         [("", tabulate("decisions", rows, _COLUMNS))],
     )
-    scatter = figures.prediction_scatter(evidence.cells)
+    scatter = latency.prediction_scatter(evidence.cells)
     if scatter is not None:
         found.figures.append(
             Figure("prediction", "Predicted against realised first-token time", scatter)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eval import figures
 from eval.document import Figure, Section
 from eval.report.evidence import Evidence
+from eval.report.figures import latency
 
 
 def section(evidence: Evidence) -> Section | None:
@@ -17,7 +17,7 @@ def section(evidence: Evidence) -> Section | None:
             Figure(
                 f"cdf-{column}",
                 f"{title}: share of requests within",
-                figures.latency_cdf(evidence.cells, column, title),
+                latency.latency_cdf(evidence.cells, column, title),
             )
         )
     if not evidence.once:
@@ -25,7 +25,7 @@ def section(evidence: Evidence) -> Section | None:
             Figure(
                 "repeats",
                 "Each run by itself: what a rerun moves",
-                figures.repeats_strip(evidence.cells),
+                latency.repeats_strip(evidence.cells),
             )
         )
     return found

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from eval import figures
 from eval.compare import Comparison, Verdict
 from eval.document import Figure, Section
 from eval.formatting import Entry, change, number, percent, percent_entry, seconds
 from eval.metrics import QUANTILES, Cell
 from eval.report.claims import TAGS
 from eval.report.evidence import Evidence
+from eval.report.figures import latency
 from eval.tables import (
     COUNT,
     NUMBER,
@@ -90,11 +90,11 @@ def section(evidence: Evidence) -> Section | None:
             Figure(
                 f"bars-{metric}",
                 f"{title} by arm, with 95 % intervals",
-                figures.latency_bars(evidence.cells, metric, title),
+                latency.latency_bars(evidence.cells, metric, title),
             )
         )
     found.figures.append(
-        Figure("apc", "Cached share of prompt tokens by arm", figures.apc_bars(evidence.cells))
+        Figure("apc", "Cached share of prompt tokens by arm", latency.apc_bars(evidence.cells))
     )
     return found
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from eval import figures
 from eval.document import Figure, Section
 from eval.machine import GIB, Use, machine_use, read_samples
 from eval.report.evidence import Evidence
+from eval.report.figures import timelines as figures
 from eval.tables import NUMBER, PERCENT, SIZE, Column, Format, tabulate
 
 _Row = tuple[str, Use]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from eval import figures
 from eval.document import Figure, Section
 from eval.machine import read_samples
 from eval.metrics import Cell
 from eval.records import read_steps
 from eval.report.evidence import Evidence
+from eval.report.figures import timelines as figures
 
 
 def section(evidence: Evidence) -> Section | None:
