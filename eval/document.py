@@ -69,7 +69,11 @@ class Opening:
 
 @dataclass(frozen=True)
 class Document:
-    """Everything a report says. A claim is a tag (better, worse, none, unjudged) and a sentence."""
+    """Everything a report says.
+
+    Claims and verdicts are a tag (better, worse, none, unjudged) and a sentence each; claims limit
+    what the report carries and are always in sight.
+    """
 
     title: str
     banner: list[str]
@@ -79,6 +83,7 @@ class Document:
     commands: list[str]
     manifest: dict[str, Any]
     opening: Opening | None = None
+    verdicts: list[tuple[str, str]] = field(default_factory=list)
 
 
 def stem_of(output: Path) -> Path:

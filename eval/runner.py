@@ -24,6 +24,7 @@ from eval import provenance
 from eval.experiment import Experiment, PlannedRun, Replay, plan_runs
 from eval.progress import Progress
 from eval.records import TraceFacts, read_run
+from eval.secrets import without_secrets
 from eval.traces import (
     DELTASERVE,
     flags,
@@ -162,7 +163,7 @@ def run_experiment(
     trace = prepare_trace(experiment, output)
     (output / "experiment.json").write_bytes(
         orjson.dumps(
-            {"experiment": experiment.model_dump(), "source": dict(source)},
+            without_secrets({"experiment": experiment.model_dump(), "source": dict(source)}),
             option=orjson.OPT_INDENT_2,
         )
     )

@@ -39,13 +39,15 @@ class Table:
     """Rows of entries under titles; the first column names the row.
 
     `records` are the same rows for programs: the value of each column by its key, without units or
-    rounding. `key` names the table in exports; one without a key is not exported.
+    rounding. `key` names the table in exports; one without a key is not exported. A `stacked` table
+    shows its rows below each other on a narrow screen, where others scroll.
     """
 
     columns: list[str]
     rows: list[list[Entry]]
     note: str = ""
     key: str = ""
+    stacked: bool = False
     records: list[Record] = field(default_factory=list)
 
 

@@ -20,11 +20,10 @@ TAGS = {
 }
 
 
-def claims(evidence: Evidence) -> list[tuple[str, str]]:
-    """The report's claims, one a line with its tag."""
+def verdicts(evidence: Evidence) -> list[tuple[str, str]]:
+    """What each arm is better, worse and no different in, one line each, and which of it would not
+    hold once all comparisons are allowed for."""
     said: list[tuple[str, str]] = []
-    if not evidence.cells:
-        said.append(("unjudged", "No run is valid: there is nothing to compare."))
     judged = [item for item in evidence.comparisons if item.verdict is not Verdict.UNJUDGED]
     strict = after_holm(evidence.comparisons)
     for baseline, arm in dict.fromkeys((item.baseline, item.arm) for item in judged):
@@ -48,7 +47,14 @@ def claims(evidence: Evidence) -> list[tuple[str, str]]:
             "allowed for (Holm): look again before relying on it."
         )
         said.append(("none", caution))
-    said += [("unjudged", words) for words in _unjudged(evidence)]
+    return said
+
+
+def claims(evidence: Evidence) -> list[tuple[str, str]]:
+    """What limits the report: why arms have no verdict, and the runs that do not count."""
+    said = [("unjudged", words) for words in _unjudged(evidence)]
+    if not evidence.cells:
+        said.append(("unjudged", "No run is valid: there is nothing to compare."))
     for run, found in evidence.excluded:
         said.append(
             (

@@ -6,17 +6,23 @@ nothing of words, tables or figures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.compare import Comparison, compare_cells
-from eval.experiment import Slo, ValidityRules
+from eval.experiment import Slo, ValidityRules, one_line
 from eval.metrics import Cell, measure
 from eval.records import Run, read_run
+from eval.report.searches import Search
+from eval.secrets import without_secrets
 from eval.stats import SessionBootstrap
+from eval.tables import enough
 from eval.validity import Violation, violations
 
 DRAWS = 1000
@@ -27,6 +33,7 @@ class Evidence:
     """Everything a report rests on: runs kept and excluded, cells measured, arms compared.
 
     `comparisons` are of each arm with the baseline, `across` of each SGLang with each vLLM arm.
+    `slo` is what counts as goodput, `searches` what searches for capacity found.
     """
 
     runs: list[Run]
@@ -35,6 +42,8 @@ class Evidence:
     comparisons: list[Comparison]
     across: list[Comparison]
     baseline: str | None
+    slo: Slo = field(default_factory=Slo)
+    searches: list[Search] = field(default_factory=list)
 
     @property
     def once(self) -> bool:
@@ -59,14 +68,24 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
         for manifest in sorted(folder.rglob(provenance.MANIFEST)):
             place = manifest.parent.resolve()
             if place not in found:
-                found[place] = read_run(manifest.parent)
+                run = read_run(manifest.parent)
+                # Older versions recorded whatever they were given.
+                found[place] = replace(run, manifest=without_secrets(run.manifest))
     if not found:
         raise InputError(f"{', '.join(map(str, folders))}: no run folder (manifest.json) inside")
     return list(found.values())
 
 
-def gather(runs: Sequence[Run], draws: int = DRAWS) -> Evidence:
-    """Sorts out invalid runs, measures each cell from its valid ones and compares the arms."""
+def gather(
+    runs: Sequence[Run],
+    draws: int = DRAWS,
+    slo: Mapping[str, float] | None = None,
+    searches: Sequence[Search] = (),
+) -> Evidence:
+    """Sorts out invalid runs, measures each cell from its valid ones and compares the arms.
+
+    `slo` replaces bounds of the objective that the runs were made with (`{"ttft_s": 5.0}`).
+    """
     valid: dict[str, list[Run]] = {}
     excluded: list[tuple[Run, list[Violation]]] = []
     for run in runs:
@@ -80,8 +99,10 @@ def gather(runs: Sequence[Run], draws: int = DRAWS) -> Evidence:
     ]
     boot = SessionBootstrap(sessions, draws)
     names = _in_order(runs)
-    slo = Slo.model_validate(runs[0].manifest.get("slo", {}))
-    cells = [measure(valid[name], boot, slo.ttft_s, slo.tpot_s) for name in names if name in valid]
+    chosen = slo_of(runs[0], slo)
+    cells = [
+        measure(valid[name], boot, chosen.ttft_s, chosen.tpot_s) for name in names if name in valid
+    ]
     baseline = _baseline(runs, cells)
     pairs = [
         (base.name, cell.name)
@@ -96,14 +117,33 @@ def gather(runs: Sequence[Run], draws: int = DRAWS) -> Evidence:
         if ours.load == theirs.load and (_engine(ours), _engine(theirs)) == ("sglang", "vllm")
     ]
     every = compare_cells(valid, list(dict.fromkeys(pairs + across)), boot)
+    stated = [item for item in every if _carries(item)]
     return Evidence(
         runs=list(runs),
         excluded=excluded,
         cells=cells,
-        comparisons=[item for item in every if (item.baseline, item.arm) in pairs],
-        across=[item for item in every if (item.baseline, item.arm) in across],
+        comparisons=[item for item in stated if (item.baseline, item.arm) in pairs],
+        across=[item for item in stated if (item.baseline, item.arm) in across],
         baseline=baseline,
+        slo=chosen,
+        searches=list(searches),
     )
+
+
+def _carries(item: Comparison) -> bool:
+    """Whether a comparison's quantile has enough requests beyond it to be stated; one without any
+    request is kept, to be said to be so."""
+    quantile = item.measure.quantile
+    return quantile is None or not item.requests or enough(item.requests, quantile)
+
+
+def slo_of(run: Run, replaced: Mapping[str, float] | None = None) -> Slo:
+    """The objective that `run` was made with, with bounds replaced. Raises `InputError`."""
+    given: dict[str, Any] = {**run.manifest.get("slo", {}), **(replaced or {})}
+    try:
+        return Slo.model_validate(given)
+    except ValidationError as error:
+        raise InputError(f"--slo: {one_line(error, given)}") from None
 
 
 def _in_order(runs: Sequence[Run]) -> list[str]:

@@ -13,6 +13,7 @@ from eval.formatting import DASH, Entry
 from eval.metrics import INTERFERING_PREFILL_TOKENS
 from eval.records import Run
 from eval.report.evidence import DRAWS, Evidence
+from eval.secrets import text_without_secrets
 
 _CPU_CAUTION = (
     "Engines ran on a CPU with a tiny model: this shows that the parts work together and what "
@@ -27,14 +28,10 @@ def place(hardware: Mapping[str, Any], topology: Mapping[str, Any]) -> list[str]
 
 
 def banner(evidence: Evidence) -> list[str]:
-    """Machine, model, scale of lengths, and what makes the runs carry less than they seem to."""
+    """Scaled lengths, and what makes the runs carry less than they seem to."""
     lines = []
-    machines = {_machine(run.manifest.get("hardware", {})) for run in evidence.runs}
-    models = {
-        str(run.manifest.get("topology", {}).get("model", "unknown")) for run in evidence.runs
-    }
+    places = machines(evidence.runs)
     scales = {run.length_scale for run in evidence.runs if run.trace is not None}
-    lines.append(f"Measured on {'; '.join(sorted(machines))}. Model: {', '.join(sorted(models))}.")
     if scales and scales != {1.0}:
         words = ", ".join(f"{scale:.4g}" for scale in sorted(scales))
         lines.append(
@@ -44,7 +41,7 @@ def banner(evidence: Evidence) -> list[str]:
     devices = {run.manifest.get("topology", {}).get("device") for run in evidence.runs}
     if "cpu" in devices:
         lines.append(_CPU_CAUTION)
-    if len(machines) > 1:
+    if len(places) > 1:
         lines.append("The runs come from different machines: compare arms with care.")
     commits = {
         (run.manifest.get("git") or {}).get("commit", "unknown")[:12] for run in evidence.runs
@@ -64,9 +61,35 @@ def engine_entry(engines: Mapping[str, str]) -> Entry:
     )
 
 
-def definitions(first: Run) -> list[tuple[str, str]]:
+def machines(runs: Sequence[Run]) -> set[str]:
+    """Each machine that runs were made on, in words."""
+    return {_machine(run.manifest.get("hardware", {})) for run in runs}
+
+
+def models(runs: Sequence[Run]) -> set[str]:
+    """The models that were served."""
+    return {str(run.manifest.get("topology", {}).get("model", "unknown")) for run in runs}
+
+
+def slo_words(slo: Slo) -> str:
+    """The objective of a turn: its bounds, those that are set."""
+    known = {
+        "ttft_s": "TTFT ≤ {:g} s",
+        "ttft_s_per_new_token": "+ {:g} s a new token",
+        "tpot_s": "TPOT ≤ {:g} s",
+        "worst_gap_s": "worst gap ≤ {:g} s",
+    }
+    parts = [
+        words.format(value)
+        for key, words in known.items()
+        if isinstance(value := getattr(slo, key, None), int | float) and value
+    ]
+    return ", ".join(parts).replace(", +", " +")
+
+
+def definitions(evidence: Evidence) -> list[tuple[str, str]]:
     """What each word of the report means, by the rules of the first run."""
-    slo = Slo.model_validate(first.manifest.get("slo", {}))
+    first = evidence.runs[0]
     rules = ValidityRules.model_validate(first.manifest.get("validity", {}))
     least = INTERFERING_PREFILL_TOKENS * first.length_scale
     return [
@@ -76,7 +99,7 @@ def definitions(first: Run) -> list[tuple[str, str]]:
         ("E2E", "end of the answer less scheduled time"),
         ("APC", "cached over prompt tokens, both as the engine reports them"),
         ("Best possible APC", "one infinite cache, in arrival order"),
-        ("Goodput", f"answered with TTFT ≤ {slo.ttft_s:g} s and TPOT ≤ {slo.tpot_s:g} s"),
+        ("Goodput", f"answered with {slo_words(evidence.slo)}"),
         ("Long prefill", f"at least {least:.0f} new tokens"),
         (
             "Valid run",
@@ -103,7 +126,7 @@ def commands(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         source = run.manifest.get("source", {})
         if "command" in source:
-            found.append(str(source["command"]))
+            found.append(text_without_secrets(str(source["command"])))
     return list(dict.fromkeys(found))
 
 
@@ -120,7 +143,8 @@ def caption(evidence: Evidence) -> str:
     runs = f"{len(cell.runs)} run" + ("s" if len(cell.runs) > 1 else "")
     return (
         f"{cell.n // len(cell.runs)} requests a run, {runs} an arm; bars: 95 % intervals. "
-        f"{', '.join(sorted(engines))}. {banner(evidence)[0]}"
+        f"{', '.join(sorted(engines))}. Measured on {'; '.join(sorted(machines(evidence.runs)))}. "
+        f"Model: {', '.join(sorted(models(evidence.runs)))}."
     )
 
 

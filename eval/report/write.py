@@ -7,9 +7,11 @@ from pathlib import Path
 
 from eval.document import Document, write_document
 from eval.report import facts
-from eval.report.claims import claims
+from eval.report.claims import claims, verdicts
 from eval.report.evidence import Evidence
+from eval.report.opening import opening
 from eval.report.sections import sections
+from eval.secrets import without_secrets
 
 
 def write_report(evidence: Evidence, output: Path, notes: Sequence[str] = ()) -> list[Path]:
@@ -24,9 +26,11 @@ def write_report(evidence: Evidence, output: Path, notes: Sequence[str] = ()) ->
         title=facts.title(evidence.runs),
         banner=facts.banner(evidence),
         claims=claims(evidence),
+        verdicts=verdicts(evidence),
         sections=found,
-        definitions=facts.definitions(first),
+        definitions=facts.definitions(evidence),
         commands=facts.commands(evidence.runs),
-        manifest=first.manifest,
+        manifest=without_secrets(first.manifest),
+        opening=opening(evidence),
     )
     return write_document(document, output)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from eval.document import Section
 from eval.report.evidence import Evidence
 from eval.report.sections import (
+    capacity,
     classes,
     comparison,
+    curves,
     decisions,
     distributions,
     frameworks,
@@ -26,6 +28,8 @@ from eval.report.sections import (
 
 _SECTIONS: tuple[Callable[[Evidence], Section | None], ...] = (
     headline.section,
+    capacity.section,
+    curves.section,
     comparison.section,
     frameworks.section,
     classes.section,

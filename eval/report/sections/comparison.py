@@ -18,8 +18,11 @@ def section(evidence: Evidence) -> Section | None:
         return None
     kept = after_holm(evidence.comparisons)
 
-    def floor(item: Comparison) -> str:
-        return f"±{percent(item.noise_floor)}" if math.isfinite(item.noise_floor) else "unknown"
+    def floor(item: Comparison) -> str | None:
+        return f"±{percent(item.noise_floor)}" if math.isfinite(item.noise_floor) else None
+
+    def verdict(item: Comparison) -> str | None:
+        return None if evidence.once else str(item.verdict)
 
     columns: tuple[Column[Comparison], ...] = (
         Column("arm", "Arm", lambda item: item.arm),
@@ -33,13 +36,14 @@ def section(evidence: Evidence) -> Section | None:
         Column(
             "verdict",
             "Verdict",
-            lambda item: str(item.verdict),
+            verdict,
             tag=lambda item: TAGS[item.verdict],
         ),
         Column("p_value", "", lambda item: item.p_value),
         Column("holds_after_holm", "Holds after Holm", lambda item: kept.get(id(item), DASH)),
     )
-    found = Section("comparison", "Arms compared on the same requests")
+    # One run an arm judges nothing: the table is there for whoever wants it.
+    found = Section("comparison", "Arms compared on the same requests", folded=evidence.once)
     found.tables.append(("", tabulate("comparison", evidence.comparisons, columns)))
     found.text.append(
         f"Each arm against {evidence.baseline}, "

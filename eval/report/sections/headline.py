@@ -10,6 +10,7 @@ from eval.compare import Comparison, Verdict
 from eval.document import Figure, Section
 from eval.formatting import Entry, change, number, percent, percent_entry, seconds
 from eval.metrics import QUANTILES, Cell
+from eval.report.arms import per_unit, share_unit
 from eval.report.claims import TAGS
 from eval.report.evidence import Evidence
 from eval.report.figures import latency
@@ -41,7 +42,7 @@ def _gaps(cell: Cell) -> Entry:
     return Entry(f"{seconds(p50.value)} / {seconds(p99.value)}")
 
 
-COLUMNS: tuple[Column[Cell], ...] = (
+_COLUMNS: tuple[Column[Cell], ...] = (
     *(_latency(name, i) for name in ("ttft", "tpot", "e2e") for i in range(len(QUANTILES))),
     Column("itl_p50_p99", "ITL p50 / p99", _gaps),
     Column("apc", "APC", lambda cell: cell.apc, PERCENT),
@@ -62,6 +63,27 @@ COLUMNS: tuple[Column[Cell], ...] = (
     ),
     Column("runs", "Valid runs", lambda cell: len(cell.runs), COUNT),
 )
+
+
+def columns(cells: Sequence[Cell]) -> tuple[Column[Cell], ...]:
+    """The measures of a cell; rates by GPU (or worker) too where every cell's number is known."""
+    unit = share_unit(cells)
+    if not unit:
+        return _COLUMNS
+    key = unit.lower()
+    return (
+        *_COLUMNS,
+        Column(
+            f"output_tps_per_{key}",
+            f"Output tokens / s a {unit}",
+            lambda cell: per_unit(cell, cell.output_tps, unit),
+        ),
+        Column(
+            f"goodput_rps_per_{key}",
+            f"Goodput / s a {unit}",
+            lambda cell: per_unit(cell, cell.goodput_rps, unit),
+        ),
+    )
 
 
 def section(evidence: Evidence) -> Section | None:
@@ -102,9 +124,10 @@ def section(evidence: Evidence) -> Section | None:
 def headline(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Table:
     """Rows of measures, columns of cells; under a value its interval, and the verdict."""
     by_key = {(item.measure.key, item.arm): item for item in comparisons}
-    flat = tabulate("", cells, COLUMNS, keep_empty=True)
+    measures = columns(cells)
+    flat = tabulate("", cells, measures, keep_empty=True)
     rows = []
-    for column in COLUMNS:
+    for column in measures:
         at = flat.columns.index(column.title)
         key = column.key.removesuffix("_s")
         entries = [
@@ -112,7 +135,25 @@ def headline(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Table:
             for cell, row in zip(cells, flat.rows, strict=True)
         ]
         rows.append([Entry(column.title), *entries])
-    return Table(["", *(cell.name for cell in cells)], rows)
+    return Table(["", *(cell.name for cell in cells)], rows, stacked=True)
+
+
+def cells_table(cells: Sequence[Cell]) -> Table:
+    """A row a cell, for programs: what the headline shows, and the numbers behind its words."""
+    names: tuple[Column[Cell], ...] = (
+        Column("cell", "Cell", lambda cell: cell.name),
+        Column("arm", "", lambda cell: cell.arm),
+        Column("load", "", lambda cell: cell.load),
+        Column("requests", "", lambda cell: cell.n),
+        Column("failed", "", lambda cell: sum(cell.errors.values())),
+        Column("best_apc", "", lambda cell: cell.best_apc),
+        Column("goodput_rps", "", lambda cell: cell.goodput_rps),
+        Column("attainment", "", lambda cell: cell.goodput_share),
+        Column("itl_p50_s", "", lambda cell: cell.latency["itl"][0].value),
+    )
+    spoken = {"errors", "goodput_share", "itl_p50_p99"}
+    measures = [column for column in columns(cells) if column.key not in spoken]
+    return tabulate("cells", cells, (*names, *measures))
 
 
 def _judged(entry: Entry, item: Comparison | None) -> Entry:
