@@ -25,6 +25,19 @@ Name = Annotated[str, Field(pattern=_NAME, max_length=64)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Scalar = str | int | float | bool
+_LATENCY_NAMES = ("ttft", "tpot", "worst_gap", "e2e")
+_RATE_NAMES = ("throughput_output_tps", "requests_per_s", "goodput_rps")
+MEASURE_NAMES = (
+    *(f"{name}_p{percent}" for name in _LATENCY_NAMES for percent in (50, 90, 99)),
+    *_RATE_NAMES,
+    *(f"{name}_per_gpu" for name in _RATE_NAMES),
+    "attainment",
+    "session_completion_p50",
+    "session_completion_p90",
+    "stretch_p90",
+    "apc",
+    "recomputed_share",
+)
 TRACE_SOURCES = ("path", "synth", "convert", "prefixes")
 
 
@@ -170,14 +183,40 @@ class Arm(_Table):
 
 
 class Slo(_Table):
-    """What counts towards goodput: both bounds held by a request that did not fail."""
+    """What a turn must keep to count as good: it did not fail, its first token came within
+    `ttft_s` + `ttft_s_per_new_token` × new tokens (of its prompt, those that an endless cache would
+    not hold), its tokens at `tpot_s` each on average and never further apart than `worst_gap_s`.
 
-    ttft_s: Positive = 5.0
-    tpot_s: Positive = 0.1
+    A load is carried where the share of good turns is at least `attainment` and the p90 of the
+    sessions' stretch at most `stretch_p90`.
+    """
+
+    ttft_s: Positive = 3.0
+    ttft_s_per_new_token: Annotated[float, Field(ge=0)] = 0.0001
+    tpot_s: Positive = 0.05
+    worst_gap_s: Positive = 1.0
+    attainment: Annotated[float, Field(gt=0, le=1)] = 0.9
+    stretch_p90: Annotated[float, Field(ge=1)] = 2.0
+
+
+class Analysis(_Table):
+    """How runs are compared: the few measures that the experiment is about, to which the correction
+    for many comparisons applies, and what is drawn anew in every round (the same for all arms)."""
+
+    primary: list[str] = Field(default_factory=lambda: ["ttft_p90", "tpot_p90", "goodput_rps"])
+    vary: list[Literal["trace.seed", "replay.seed"]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _known_measures(self) -> Analysis:
+        for name in self.primary:
+            if name not in MEASURE_NAMES:
+                raise ValueError(f"primary: unknown measure {name!r}; {', '.join(MEASURE_NAMES)}")
+        return self
 
 
 class ValidityRules(_Table):
-    """When a run is excluded by rule (never by hand)."""
+    """When a run is excluded by rule (never by hand). `max_error_share` is of requests that failed
+    by the client's or the machine's fault; what servers fail is an outcome."""
 
     cold_slack_tokens: Annotated[int, Field(ge=0)] = 64
     max_client_lag_p99_s: Positive = 0.25
@@ -202,6 +241,7 @@ class Experiment(_Table):
     replay: Replay = Field(default_factory=Replay)
     slo: Slo = Field(default_factory=Slo)
     validity: ValidityRules = Field(default_factory=ValidityRules)
+    analysis: Analysis = Field(default_factory=Analysis)
     loads: list[Load] = Field(default_factory=list)
     arms: Annotated[list[Arm], Field(min_length=1)]
 

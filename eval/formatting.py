@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from eval.outcomes import Measure
 from eval.stats import Estimate
 
 DASH = "–"
@@ -24,7 +25,9 @@ class Entry:
 
 
 def seconds(value: float) -> str:
-    """`0.0123` → `12.3 ms`; three significant digits."""
+    """`0.0123` → `12.3 ms`; three significant digits. `∞` is among requests that failed."""
+    if value == math.inf:
+        return "∞"
     if not math.isfinite(value):
         return DASH
     if abs(value) < 1:
@@ -36,10 +39,13 @@ def seconds(value: float) -> str:
 
 def seconds_interval(estimate: Estimate) -> str:
     """The interval in the value's own unit: `11–14`."""
-    if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
+    if not math.isfinite(estimate.low) or math.isnan(estimate.high):
         return ""
+    if not math.isfinite(estimate.value):
+        return f"{seconds(estimate.low)} to ∞"
     factor = 1000.0 if abs(estimate.value) < 1 else 1.0 if abs(estimate.value) < 600 else 1 / 60
-    return f"{_digits(estimate.low * factor)}–{_digits(estimate.high * factor)}"
+    high = _digits(estimate.high * factor) if math.isfinite(estimate.high) else "∞"
+    return f"{_digits(estimate.low * factor)}–{high}"
 
 
 def seconds_entry(estimate: Estimate) -> Entry:
@@ -59,6 +65,8 @@ def percent_entry(estimate: Estimate) -> Entry:
 
 def change(ratio: float) -> str:
     """A ratio as a change: `0.88` → `−12 %`."""
+    if ratio == math.inf:
+        return "∞"
     if not math.isfinite(ratio):
         return DASH
     points = (ratio - 1) * 100
@@ -66,10 +74,24 @@ def change(ratio: float) -> str:
     return f"{sign}{abs(points):.0f} %" if abs(points) >= 10 else f"{sign}{abs(points):.1f} %"
 
 
-def change_interval(estimate: Estimate) -> str:
-    if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
+def points(difference: float) -> str:
+    """A difference of two shares: `-0.051` → `−5.1 points`."""
+    if not math.isfinite(difference):
+        return DASH
+    sign = "+" if difference >= 0 else "−"
+    return f"{sign}{abs(difference) * 100:.1f} points"
+
+
+def effect(measure: Measure, value: float) -> str:
+    """A comparison's effect in one measure: a change in percent, or in points of a share."""
+    return points(value) if measure.in_points else change(value)
+
+
+def effect_interval(measure: Measure, estimate: Estimate) -> str:
+    """The interval of such an effect: `−20 % to −3.1 %`."""
+    if math.isnan(estimate.low) or math.isnan(estimate.high):
         return ""
-    return f"{change(estimate.low)} to {change(estimate.high)}"
+    return f"{effect(measure, estimate.low)} to {effect(measure, estimate.high)}"
 
 
 def number(value: float) -> str:

@@ -51,7 +51,8 @@ def read_samples(run: Run) -> Samples:
     """The samples of a run; empty tables where none were taken."""
     clock = (run.manifest.get("replay") or {}).get("clock") or {}
     origin_s = clock.get("unix_origin_s")
-    end_s = float(run.requests["finished_s"].max()) if len(run.requests) else float("nan")
+    ended_s = run.all_requests["finished_s"]
+    end_s = float(ended_s.max()) if len(ended_s) else float("nan")
     processes = _table(run.folder / "processes.csv", ("unix_s", "id", "cpu_s", "rss_bytes"))
     gpus = _table(
         run.folder / "gpu.csv",

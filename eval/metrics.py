@@ -6,19 +6,28 @@ Owns every definition behind a reported number; each function says its own. Know
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
 
-from eval.records import Gaps, Run
+from eval.experiment import Slo
+from eval.interference import INTERFERING_PREFILL_TOKENS, Interference, interference
+from eval.outcomes import LATENCY_QUANTILES, MEASURES, estimate, sample
+from eval.records import Run
 from eval.stats import UNKNOWN, Array, Estimate, SessionBootstrap, quantile_points
+from eval.steady import Steadiness, not_sustained, steadiness
+from eval.stretch import Alone, alone_from
 
-QUANTILES = (0.5, 0.9, 0.99)
-LATENCIES = ("ttft", "tpot", "itl", "e2e")
+__all__ = ["INTERFERING_PREFILL_TOKENS", "LATENCIES", "QUANTILES", "Cell", "measure"]
+
+QUANTILES = LATENCY_QUANTILES
+LATENCIES = ("ttft", "tpot", "worst_gap", "itl", "e2e")
+# Counts and shares that mean the same whether or not the state was a steady one.
+ALWAYS_KNOWN = ("attainment", "apc", "recomputed_share")
 CLASS_BOUNDS_TOKENS = (5_000, 20_000, 50_000)
-INTERFERING_PREFILL_TOKENS = 2_048
+_REQUESTS_PER_S = next(m for m in MEASURES if m.key == "requests_per_s")
 # A worker with fewer requests has no p90 worth comparing.
 MIN_REQUESTS_A_WORKER = 5
 
@@ -47,17 +56,6 @@ class WorkerRow:
     ttft_p50_s: float
     ttft_p90_s: float
     tpot_p90_s: float
-
-
-@dataclass(frozen=True)
-class Interference:
-    """TPOT p90 of requests that decoded beside a long prefill, over that of the others."""
-
-    index: Estimate
-    beside_n: int
-    apart_n: int
-    beside_tpot_p90_s: float
-    apart_tpot_p90_s: float
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,15 @@ class DecisionRow:
 
 @dataclass(frozen=True)
 class Cell:
-    """Everything measured for one arm under one load."""
+    """Everything measured for one arm under one load.
+
+    `requests` are all measured requests of all runs, failed ones with infinite latencies; `errors`
+    counts failures by kind, `failed` those that the servers made. `measures` has every measure that
+    arms are compared by, by its key (`eval.outcomes.MEASURES`); `latency` the quantiles by name. Of
+    a cell that did not sustain its load (`unsustained` says why) no latency and no rate is known.
+    `one_arrival_share` is of answers that came all at once, `first_chunk_share` of output tokens
+    that came with the first arrival.
+    """
 
     name: str
     arm: str
@@ -106,8 +112,17 @@ class Cell:
     requests: pd.DataFrame
     n: int
     errors: dict[str, int]
+    failed: int
+    steadiness: list[Steadiness]
+    unsustained: str | None
+    slo: Slo
+    gpus: int | None
+    alone: Alone | None
+    measures: dict[str, Estimate]
     latency: dict[str, list[Estimate]]
     mean: dict[str, Estimate]
+    one_arrival_share: float
+    first_chunk_share: float
     apc: Estimate
     best_apc: float
     apc_by_worker: dict[str, Estimate]
@@ -124,34 +139,62 @@ class Cell:
     class_source: str
     workers: list[WorkerRow]
     hotspot: float
+    hotspot_by_run: list[float]
     interference: Interference
     kv: KvMoved | None
     decisions: list[DecisionRow]
     engines: dict[str, str] = field(default_factory=dict)
 
 
+def session_bootstrap(runs: Sequence[Run], draws: int) -> SessionBootstrap:
+    """Resamples of the sessions of all runs, whichever part of them is measured."""
+    return SessionBootstrap(
+        [name for run in runs for name in run.all_requests["conversation"]], draws
+    )
+
+
+def alone_by_arm(cells: Mapping[str, Sequence[Run]]) -> dict[str, Alone | None]:
+    """What requests take alone, for each arm from its runs under all loads."""
+    by_arm: dict[str, list[Run]] = {}
+    for runs in cells.values():
+        by_arm.setdefault(runs[0].arm, []).extend(runs)
+    return {arm: alone_from(runs) for arm, runs in by_arm.items()}
+
+
 def pool(runs: Sequence[Run]) -> pd.DataFrame:
-    """All requests of `runs`, with the column `run` numbering them from 0."""
+    """All measured requests of `runs`, with the column `run` numbering them from 0."""
     return pd.concat([run.requests.assign(run=i) for i, run in enumerate(runs)], ignore_index=True)
 
 
 def measure(
-    runs: Sequence[Run], boot: SessionBootstrap, slo_ttft_s: float, slo_tpot_s: float
+    runs: Sequence[Run], boot: SessionBootstrap, slo: Slo, alone: Alone | None = None
 ) -> Cell:
     """The metrics of one cell from its valid runs (at least one)."""
     table = pool(runs)
     ok = table[table["ok"]]
+    asked = table[table["ok"] | table["failed"]]
     scale = runs[0].length_scale
-    latency = {name: _quantiles(boot, ok, f"{name}_s") for name in LATENCIES if name != "itl"}
-    latency["itl"] = _gap_quantiles(boot, [run.gaps for run in runs])
-    met = (
-        ok["ttft_s"].le(slo_ttft_s) & (ok["tpot_s"].isna() | ok["tpot_s"].le(slo_tpot_s))
-    ).to_numpy()
-    good = np.zeros(len(table))
-    good[ok.index.to_numpy()[met]] = 1.0
-    spans = [_span_s(run) for run in runs]
-    span_s = float(sum(spans))
-    classes, class_source = class_rows(boot, ok, scale)
+    unsustained = not_sustained(runs)
+    measures = {
+        m.key: UNKNOWN
+        if unsustained is not None and m.key not in ALWAYS_KNOWN
+        else estimate(boot, [sample(run, m, slo, alone) for run in runs], m)
+        for m in MEASURES
+    }
+    latency = {
+        name: [measures[f"{name}_p{round(q * 100)}"] for q in QUANTILES]
+        for name in LATENCIES
+        if name != "itl"
+    }
+    latency["itl"] = (
+        _gap_quantiles(boot, runs) if unsustained is None else [UNKNOWN for _ in QUANTILES]
+    )
+    spans = [end_s - start_s for start_s, end_s in (run.span_s for run in runs)]
+    prefilled = [_prefilled_tokens(run) for run in runs]
+    classes, class_source = class_rows(boot, asked, scale)
+    hotspots = [hotspot_index(run.requests[run.requests["ok"]]) for run in runs]
+    after_first = ok["output_tokens"] - ok["first_chunk_tokens"]
+    output_tokens = float(ok["output_tokens"].sum())
     return Cell(
         name=runs[0].cell,
         arm=runs[0].arm,
@@ -160,6 +203,13 @@ def measure(
         requests=table,
         n=len(table),
         errors={str(k): int(v) for k, v in table["error_kind"].value_counts().items()},
+        failed=int(table["failed"].sum()),
+        steadiness=[steadiness(run) for run in runs],
+        unsustained=unsustained,
+        slo=slo,
+        gpus=runs[0].gpus,
+        alone=alone,
+        measures=measures,
         latency=latency,
         mean={
             name: boot.ratio(
@@ -169,29 +219,33 @@ def measure(
             )
             for name in ("ttft", "tpot", "e2e")
         },
-        apc=apc(boot, ok),
+        one_arrival_share=float((after_first <= 0).mean()) if len(ok) else float("nan"),
+        first_chunk_share=(
+            float(ok["first_chunk_tokens"].sum()) / output_tokens if output_tokens else float("nan")
+        ),
+        apc=measures["apc"],
         best_apc=best_apc(ok),
         apc_by_worker={
             str(worker): apc(boot, rows) for worker, rows in ok.groupby("decode_worker")
         },
-        request_rps=len(ok) / span_s if span_s else float("nan"),
-        input_tps=float(ok["prompt_tokens"].sum()) / span_s if span_s else float("nan"),
-        output_tps=float(ok["output_tokens"].sum()) / span_s if span_s else float("nan"),
+        request_rps=measures["requests_per_s"].value,
+        input_tps=sum(prefilled) / sum(spans) if sum(spans) else float("nan"),
+        output_tps=measures["throughput_output_tps"].value,
         request_rps_by_run=[
-            float(run.requests["ok"].sum()) / span
-            for run, span in zip(runs, spans, strict=True)
-            if span
+            estimate(boot, [sample(run, _REQUESTS_PER_S, slo)], _REQUESTS_PER_S).value
+            for run in runs
         ],
-        goodput_rps=float(good.sum()) / span_s if span_s else float("nan"),
-        goodput_share=boot.ratio(list(table["session_id"]), good, np.ones(len(table))),
+        goodput_rps=measures["goodput_rps"].value,
+        goodput_share=measures["attainment"],
         lag_p99_s=_quantile(table["lag_s"], 0.99),
         cached_tokens=float(ok["cached_tokens"].sum()),
         prompt_tokens=float(ok["prompt_tokens"].sum()),
         classes=classes,
         class_source=class_source,
         workers=worker_rows(ok),
-        hotspot=hotspot_index(ok),
-        interference=interference(boot, ok, scale),
+        hotspot=float(np.nanmean(hotspots)) if np.isfinite(hotspots).any() else float("nan"),
+        hotspot_by_run=hotspots,
+        interference=interference(boot, runs),
         kv=kv_moved(runs),
         decisions=decision_rows(ok),
         engines=_engines(runs),
@@ -202,7 +256,7 @@ def apc(boot: SessionBootstrap, ok: pd.DataFrame) -> Estimate:
     """Automatic prefix caching rate: cached over prompt tokens, both as the engine reports them."""
     known = ok[ok["cached_tokens"].notna()]
     return boot.ratio(
-        list(known["session_id"]),
+        list(known["conversation"]),
         known["cached_tokens"].to_numpy(dtype=float),
         known["prompt_tokens"].to_numpy(dtype=float),
     )
@@ -211,7 +265,7 @@ def apc(boot: SessionBootstrap, ok: pd.DataFrame) -> Estimate:
 def best_apc(ok: pd.DataFrame) -> float:
     """What one infinite cache, in arrival order, would have reused of the same requests."""
     known = ok[ok["best_cached_tokens"].notna()]
-    total = float(known["input_length"].sum())
+    total = float(known["prompt_tokens"].sum())
     return float(known["best_cached_tokens"].sum()) / total if total else float("nan")
 
 
@@ -282,7 +336,8 @@ def worker_rows(ok: pd.DataFrame) -> list[WorkerRow]:
 
 
 def hotspot_index(ok: pd.DataFrame) -> float:
-    """The busiest worker's TTFT p90 over the median of the workers' TTFT p90.
+    """The busiest worker's TTFT p90 over the median of the workers' TTFT p90, of one run: pooled
+    over repeats a hotspot that moves between workers would vanish.
 
     By the worker that prefills (TTFT is made there); the busiest is the one where requests spent
     the most seconds from sending to first token, summed. NaN with fewer than two workers that
@@ -296,61 +351,6 @@ def hotspot_index(ok: pd.DataFrame) -> float:
     busiest = max(groups, key=lambda rows: float((rows["first_token_s"] - rows["sent_s"]).sum()))
     median = float(np.median([_quantile(rows["ttft_s"], 0.9) for rows in groups]))
     return _quantile(busiest["ttft_s"], 0.9) / median if median > 0 else float("nan")
-
-
-def beside_prefill(ok: pd.DataFrame, least_tokens: float) -> pd.Series[bool]:
-    """Which requests decoded while another request's prefill of `least_tokens` or more new tokens
-    was in hand on the same worker of the same run.
-
-    Seen from the client: a prefill is in hand from the moment its request was sent until its first
-    token, which includes its wait in the worker's queue.
-    """
-    flags = pd.Series(False, index=ok.index)
-    heavy = ok[ok["new_tokens"] >= least_tokens]
-    keys = ["run", "worker"]
-    by_place = dict(list(heavy.rename(columns={"prefill_worker": "worker"}).groupby(keys)))
-    for key, rows in ok.rename(columns={"decode_worker": "worker"}).groupby(keys):
-        others = by_place.get(key)
-        if others is None:
-            continue
-        starts = others["sent_s"].to_numpy()
-        ends = others["first_token_s"].to_numpy()
-        for index, begin, end in zip(
-            rows.index, rows["first_token_s"], rows["last_token_s"], strict=True
-        ):
-            flags[index] = bool(np.any((starts < end) & (ends > begin)))
-    return flags
-
-
-def interference(boot: SessionBootstrap, ok: pd.DataFrame, scale: float) -> Interference:
-    """TPOT p90 beside a prefill of ≥ 2,048 new tokens (times `scale`), over TPOT p90 without."""
-    decoding = ok[ok["tpot_s"].notna()]
-    if decoding.empty or decoding["decode_worker"].isna().all():
-        return Interference(UNKNOWN, 0, 0, float("nan"), float("nan"))
-    # Prefills of requests that themselves got one token still disturb others: look among all.
-    flags = beside_prefill(ok, INTERFERING_PREFILL_TOKENS * scale)[decoding.index]
-    beside, apart = decoding[flags], decoding[~flags]
-    if beside.empty or apart.empty:
-        return Interference(
-            UNKNOWN,
-            len(beside),
-            len(apart),
-            _quantile(beside["tpot_s"], 0.9),
-            _quantile(apart["tpot_s"], 0.9),
-        )
-    draws = [
-        boot.quantile_draws(list(rows["session_id"]), rows["tpot_s"].to_numpy(), [0.9])[:, 0]
-        for rows in (beside, apart)
-    ]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = draws[0] / draws[1]
-    top, bottom = _quantile(beside["tpot_s"], 0.9), _quantile(apart["tpot_s"], 0.9)
-    known = ratios[np.isfinite(ratios)]
-    low, high = np.quantile(known, [0.025, 0.975]) if len(known) > 1 else (np.nan, np.nan)
-    index = Estimate(
-        top / bottom if bottom > 0 else float("nan"), float(low), float(high), len(decoding)
-    )
-    return Interference(index, len(beside), len(apart), top, bottom)
 
 
 def kv_moved(runs: Sequence[Run]) -> KvMoved | None:
@@ -411,19 +411,16 @@ def _engines(runs: Sequence[Run]) -> dict[str, str]:
     return found
 
 
-def _span_s(run: Run) -> float:
-    """Seconds from the first scheduled request to the last answer's end."""
-    imported = run.manifest.get("imported")
-    if imported is not None:
-        return float(imported["duration_s"])
-    table = run.requests
-    if table["finished_s"].notna().sum() == 0:
-        return 0.0
-    return float(table["finished_s"].max() - table["scheduled_s"].min())
+def _prefilled_tokens(run: Run) -> float:
+    """Prompt tokens of the requests whose first token came inside the window."""
+    start_s, end_s = run.span_s
+    table = run.all_requests[run.all_requests["ok"] & run.all_requests["phase"].ne("prime")]
+    inside = table["first_token_s"].between(start_s, end_s) | (run.window is None)
+    return float(table.loc[inside, "prompt_tokens"].sum())
 
 
 def _sessions(table: pd.DataFrame, column: str) -> list[str]:
-    return list(table.loc[table[column].notna(), "session_id"])
+    return list(table.loc[table[column].notna(), "conversation"])
 
 
 def _values(table: pd.DataFrame, column: str) -> Array:
@@ -434,15 +431,21 @@ def _quantiles(boot: SessionBootstrap, table: pd.DataFrame, column: str) -> list
     return boot.quantiles(_sessions(table, column), _values(table, column), QUANTILES)
 
 
-def _gap_quantiles(boot: SessionBootstrap, gaps: Sequence[Gaps]) -> list[Estimate]:
-    sessions = [name for part in gaps for name in part.session]
-    if not sessions:
+def _gap_quantiles(boot: SessionBootstrap, runs: Sequence[Run]) -> list[Estimate]:
+    """Of the gaps between the arrivals of answered requests, each as often as tokens it brought."""
+    codes, seconds, tokens = [], [], []
+    for run in runs:
+        ok = run.requests[run.requests["ok"]]
+        code_of_row = np.full(len(run.all_requests), -1, dtype=np.int64)
+        code_of_row[ok["row"].to_numpy()] = boot.codes(list(ok["conversation"]))
+        rows, gap_s, came = run.arrivals.gaps(ok["row"].to_numpy())
+        codes.append(code_of_row[rows])
+        seconds.append(gap_s)
+        tokens.append(came)
+    if not sum(map(len, codes)):
         return [UNKNOWN for _ in QUANTILES]
     return boot.quantiles(
-        sessions,
-        np.concatenate([part.seconds for part in gaps]),
-        QUANTILES,
-        np.concatenate([part.tokens for part in gaps]),
+        np.concatenate(codes), np.concatenate(seconds), QUANTILES, np.concatenate(tokens)
     )
 
 

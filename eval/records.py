@@ -1,15 +1,14 @@
 """A finished run's folder, read into tables.
 
 Owns how result lines, decisions and engine steps become columns, and the derived columns (TTFT,
-TPOT, E2E, lag, new tokens). Knows the files of docs/formats.md; not what is compared with what.
-A line cut off by a kill is skipped.
+TPOT, worst gap, E2E, lag, new tokens). Knows the files of docs/formats.md; not what is compared
+with what. A line cut off by a kill is skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deltaserve.errors import InputError
-from eval.experiment import Slo, ValidityRules, one_line
+from eval.experiment import Analysis, Slo, ValidityRules, one_line
 from eval.provenance import MANIFEST
 from replay.results import RESULTS_FILE, Result, read_results
 
+PHASES_FILE = "phases.json"
 _REQUEST_COLUMNS = (
     "request_id",
     "session_id",
@@ -39,6 +39,9 @@ _REQUEST_COLUMNS = (
     "cached_tokens",
     "decision_id",
     "status",
+    "phase",
+    "play",
+    "best_cached_tokens",
 )
 _FLOATS = (
     "scheduled_s",
@@ -49,7 +52,17 @@ _FLOATS = (
     "prompt_tokens",
     "cached_tokens",
     "input_length",
+    "best_cached_tokens",
+    "first_chunk_tokens",
+    "worst_gap_s",
+    "tpot_s",
 )
+LATENCY_COLUMNS = ("ttft_s", "tpot_s", "worst_gap_s", "e2e_s")
+# Whose fault an error is. These are of the client or the machine it runs on; all others are what
+# the servers made of the request, which is an outcome.
+CLIENT_FAULTS = ("client_bug", "connect", "client_error")
+# Refusals (4xx) that a server gives because it is busy, not because the request is wrong.
+_BUSY_STATUS = (408, 425, 429)
 _DECISION_COLUMNS = (
     "decision_id",
     "request_id",
@@ -62,6 +75,7 @@ _DECISION_COLUMNS = (
     "predicted_s",
     "believed_cached_tokens",
     "noted_cached_tokens",
+    "recomputed_tokens",
     "decided_to_first_token_s",
     "outcome",
 )
@@ -94,15 +108,49 @@ class _Manifest(BaseModel):
     workers: list[Any] | None = None
     slo: Slo = Slo()
     validity: ValidityRules = ValidityRules()
+    analysis: Analysis = Analysis()
 
 
 @dataclass(frozen=True)
-class Gaps:
-    """Inter-token gaps: the time between two arrivals, over the tokens that the later brought."""
+class Arrivals:
+    """Every arrival of a run's answers: `seconds` of the run's clock and `tokens` of that request
+    received so far. Those of row i of `Run.all_requests` are `starts[i]` to `starts[i + 1]`."""
 
-    session: list[str]
+    starts: npt.NDArray[np.int64]
     seconds: npt.NDArray[np.float64]
-    tokens: npt.NDArray[np.float64]
+    tokens: npt.NDArray[np.int64]
+
+    def of(self, row: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Times and tokens so far of one request."""
+        part = slice(self.starts[row], self.starts[row + 1])
+        return self.seconds[part], self.tokens[part]
+
+    def gaps(
+        self, rows: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """The gaps between arrivals of the requests in `rows`: the row, the seconds a token that
+        the later arrival brought, and how many tokens it brought."""
+        owner = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        wanted = np.zeros(len(self.starts), dtype=np.bool_)
+        wanted[rows] = True
+        inside = np.flatnonzero((owner[1:] == owner[:-1]) & wanted[owner[1:]])
+        tokens = (self.tokens[inside + 1] - self.tokens[inside]).astype(np.float64)
+        seconds = (self.seconds[inside + 1] - self.seconds[inside]) / tokens
+        return owner[inside + 1], seconds, tokens
+
+
+@dataclass(frozen=True)
+class Window:
+    """The measured part of a run (`phases.json`), in seconds of the run's clock."""
+
+    start_s: float
+    end_s: float
+    start: str = "cold"
+    recycle: bool = False
+
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
@@ -128,15 +176,21 @@ class TraceFacts:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its manifest and its tables (one row a request, a KV transfer)."""
+    """One run: its manifest and its tables (one row a request, a KV transfer).
+
+    `requests` holds the measured requests, those scheduled inside `window`; `all_requests` also
+    primes, warm-up and drain (the column `phase`). Without a window they are the same.
+    """
 
     folder: Path
     manifest: dict[str, Any]
     requests: pd.DataFrame
-    gaps: Gaps
+    all_requests: pd.DataFrame
+    arrivals: Arrivals
     transfers: pd.DataFrame
     broken_lines: int
     trace: TraceFacts | None
+    window: Window | None = None
 
     @property
     def arm(self) -> str:
@@ -158,6 +212,28 @@ class Run:
     @property
     def length_scale(self) -> float:
         return self.trace.length_scale if self.trace is not None else 1.0
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs that the run's workers had; None where the manifest does not say."""
+        given = self.manifest.get("gpus")
+        if given is not None:
+            return int(given)
+        workers = [w for w in self.manifest.get("workers") or [] if isinstance(w, dict)]
+        return sum(len(w.get("gpus") or []) for w in workers) or None
+
+    @property
+    def span_s(self) -> tuple[float, float]:
+        """From when to when rates are counted: the window, or the first scheduled request to the
+        last answer's end."""
+        if self.window is not None:
+            return self.window.start_s, self.window.end_s
+        imported = self.manifest.get("imported") or {}
+        if "duration_s" in imported:
+            return 0.0, float(imported["duration_s"])
+        if self.requests["finished_s"].notna().sum() == 0:
+            return 0.0, 0.0
+        return float(self.requests["scheduled_s"].min()), float(self.requests["finished_s"].max())
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -202,29 +278,39 @@ def read_run(folder: Path) -> Run:
         raise InputError(f"{manifest_path}: {one_line(error, manifest)}") from None
     results = read_results(folder) if (folder / RESULTS_FILE).is_file() else []
     trace = _read_trace(folder)
+    window = _read_window(folder)
     decisions, broken_lines = read_json_lines(folder / "decisions.jsonl")
-    requests = request_table(results)
-    requests = _join_decisions(requests, decision_table(decisions))
-    for column in ("best_cached_tokens", "possible_cached_tokens"):
-        known = {} if trace is None else getattr(trace, column)
-        requests[column] = requests["request_id"].map(known).astype(float)
-    transfers = _read_transfers(folder / "steps")
+    table = request_table(results)
+    table["window_tokens"] = _tokens_within(results, window)
+    table = _join_decisions(table, decision_table(decisions))
+    if trace is not None:
+        known = table["request_id"].map(trace.best_cached_tokens).astype(float)
+        table["best_cached_tokens"] = table["best_cached_tokens"].fillna(known)
+    possible = {} if trace is None else trace.possible_cached_tokens
+    table["possible_cached_tokens"] = table["request_id"].map(possible).astype(float)
+    measured = table[table["phase"].eq("measure")]
     return Run(
         folder=folder,
         manifest=manifest,
-        requests=requests,
-        gaps=_gaps(results),
-        transfers=transfers,
+        requests=measured.reset_index(drop=True),
+        all_requests=table,
+        arrivals=_arrivals(results),
+        transfers=_read_transfers(folder / "steps"),
         broken_lines=broken_lines,
         trace=trace,
+        window=window,
     )
 
 
 def request_table(results: Iterable[Result]) -> pd.DataFrame:
-    """Results as columns, with `ttft_s`, `tpot_s`, `e2e_s`, `lag_s`, `new_tokens`, `ok`.
+    """Results as columns; `row` numbers them.
 
     TTFT and E2E count from the scheduled time, so the client's own lateness is inside them and
-    stands apart as `lag_s`. TPOT = (last − first)/(tokens − 1), undefined for one token.
+    stands apart as `lag_s`. `tpot_s`, `worst_gap_s` and `first_chunk_tokens` are as
+    `replay.results` defines them. `ok` requests were answered; `failed` ones the servers did not
+    answer whole or in time, and their latencies are infinite; the rest failed by the client's or
+    the machine's fault, and their latencies are unknown. `conversation` is the session, the same in
+    every play of it.
     """
     records = []
     for result in results:
@@ -233,21 +319,38 @@ def request_table(results: Iterable[Result]) -> pd.DataFrame:
         record["error_message"] = None if result.error is None else result.error.message
         arrivals = result.arrivals
         record["last_token_s"] = arrivals[-1][0] if arrivals else result.finished_s
+        record["first_chunk_tokens"] = result.first_chunk_tokens()
+        record["worst_gap_s"] = result.worst_gap_s()
+        record["tpot_s"] = result.tpot_s()
         records.append(record)
-    columns = [*_REQUEST_COLUMNS, "error_kind", "error_message", "last_token_s"]
+    columns = [
+        *_REQUEST_COLUMNS,
+        "error_kind",
+        "error_message",
+        "last_token_s",
+        "first_chunk_tokens",
+        "worst_gap_s",
+        "tpot_s",
+    ]
     table = pd.DataFrame.from_records(records, columns=columns)
+    table["row"] = np.arange(len(table))
     for name in (*_FLOATS, "last_token_s"):
         table[name] = pd.to_numeric(table[name]).astype(float)
     for name in ("request_id", "session_id"):
         table[name] = table[name].astype(str)
+    table["conversation"] = [
+        session.removesuffix(f"#{play}") if play else session
+        for session, play in zip(table["session_id"], table["play"], strict=True)
+    ]
     table["ok"] = table["error_kind"].isna() & table["first_token_s"].notna()
     table["ttft_s"] = table["first_token_s"] - table["scheduled_s"]
-    several = table["output_tokens"] > 1
-    table["tpot_s"] = (
-        (table["last_token_s"] - table["first_token_s"]) / (table["output_tokens"] - 1)
-    ).where(several)
     table["e2e_s"] = table["finished_s"] - table["scheduled_s"]
     table["lag_s"] = table["sent_s"] - table["scheduled_s"]
+    busy = pd.to_numeric(table["status"]).isin(_BUSY_STATUS)
+    by_client = table["error_kind"].isin(CLIENT_FAULTS) & ~busy
+    table["failed"] = ~table["ok"] & ~by_client
+    for name in LATENCY_COLUMNS:
+        table[name] = table[name].mask(table["failed"], np.inf).mask(by_client)
     table["prompt_tokens"] = table["prompt_tokens"].fillna(table["input_length"])
     table["new_tokens"] = table["prompt_tokens"] - table["cached_tokens"]
     return table
@@ -279,6 +382,7 @@ def decision_table(events: Iterable[dict[str, Any]]) -> pd.DataFrame:
                 decided_to_first_token_s=event.get("first_token_s"),
                 outcome=event.get("outcome"),
                 noted_cached_tokens=event.get("cached_tokens"),
+                recomputed_tokens=event.get("recomputed_tokens"),
             )
     return pd.DataFrame.from_records(list(rows.values()), columns=list(_DECISION_COLUMNS))
 
@@ -295,24 +399,65 @@ def _join_decisions(requests: pd.DataFrame, decisions: pd.DataFrame) -> pd.DataF
     )
     joined.loc[unknown, ["cached_tokens", "new_tokens"]] = float("nan")
     joined = joined.drop(columns=["noted_cached_tokens"])
-    for name in ("predicted_s", "decided_to_first_token_s", "believed_cached_tokens"):
+    for name in (
+        "predicted_s",
+        "decided_to_first_token_s",
+        "believed_cached_tokens",
+        "recomputed_tokens",
+    ):
         joined[name] = pd.to_numeric(joined[name]).astype(float)
     return joined
 
 
-def _gaps(results: Iterable[Result]) -> Gaps:
-    session: list[str] = []
-    seconds: list[float] = []
-    tokens: list[float] = []
+def _arrivals(results: Sequence[Result]) -> Arrivals:
+    counts = [len(result.arrivals) for result in results]
+    starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64))).astype(np.int64)
+    seconds = np.empty(int(starts[-1]))
+    tokens = np.empty(int(starts[-1]), dtype=np.int64)
+    for i, result in enumerate(results):
+        if result.arrivals:
+            part = slice(starts[i], starts[i + 1])
+            seconds[part], tokens[part] = zip(*result.arrivals, strict=True)
+    return Arrivals(starts, seconds, tokens)
+
+
+def _tokens_within(results: Sequence[Result], window: Window | None) -> list[float]:
+    """Tokens of each request that arrived inside the window, or at all where there is none."""
+    if window is None:
+        return [float(result.output_tokens) for result in results]
+    found = []
     for result in results:
-        if result.error is not None:
-            continue
-        for (before_s, before), (after_s, after) in pairwise(result.arrivals):
-            if after > before:
-                session.append(result.session_id)
-                seconds.append((after_s - before_s) / (after - before))
-                tokens.append(float(after - before))
-    return Gaps(session, np.asarray(seconds, dtype=float), np.asarray(tokens, dtype=float))
+        by_start = by_end = 0
+        for at_s, tokens in result.arrivals:
+            if at_s < window.start_s:
+                by_start = tokens
+            if at_s >= window.end_s:
+                break
+            by_end = tokens
+        found.append(float(max(0, by_end - by_start)))
+    return found
+
+
+def _read_window(folder: Path) -> Window | None:
+    path = folder / PHASES_FILE
+    if not path.is_file():
+        return None
+    try:
+        phases = orjson.loads(path.read_bytes())
+        start_s = float(phases["window_start_s"])
+        end_s = phases.get("window_end_s")
+        window = Window(
+            start_s=start_s,
+            # A run that was killed inside its window has no end of it yet.
+            end_s=start_s + float(phases["measure_s"]) if end_s is None else float(end_s),
+            start=str(phases.get("start", "cold")),
+            recycle=bool(phases.get("recycle", False)),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: not what a replay writes there: {error!r}") from None
+    if not window.length_s > 0:
+        raise InputError(f"{path}: the window ends ({window.end_s}) before it starts")
+    return window
 
 
 def _read_trace(folder: Path) -> TraceFacts | None:

@@ -305,7 +305,7 @@ def cell_order(experiment: Experiment, run: PlannedRun) -> int:
 
 def _with_possible(folder: Path, trace: Path, replay: Replay, facts: TraceFacts) -> TraceFacts:
     """`facts` with what this run's own requests can have left in caches, by when they were sent."""
-    requests = read_run(folder).requests
+    requests = read_run(folder).all_requests
     sent = requests[requests["sent_s"].notna()]
     answered = requests[requests["first_token_s"].notna()]
     return dataclasses.replace(
@@ -332,9 +332,9 @@ def _conclude(
         with contextlib.suppress(orjson.JSONDecodeError):
             manifest["replay"] = orjson.loads(replayed.read_bytes())
     run = read_run(folder)
-    manifest["results"] = len(run.requests)
+    manifest["results"] = len(run.all_requests)
     manifest["broken_lines"] = run.broken_lines
-    manifest["coldness"] = [vars(first) for first in cold_checks(run.requests)]
+    manifest["coldness"] = [vars(first) for first in cold_checks(run.all_requests)]
     manifest["state"] = "complete" if failure is None else "failed"
     manifest["reason"] = failure
     run.manifest.update(manifest)

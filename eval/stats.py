@@ -5,7 +5,8 @@ units.
 
 Requests of one session are not independent (they share a context that grows), so whole sessions
 are resampled, never requests. All arms replay the same trace, so one draw of sessions serves every
-arm: differences between arms are paired on the same requests.
+arm: differences between arms are paired on the same requests. Values may be infinite (a request
+that failed took longer than any that was answered); a quantile among them is infinite too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Sessions = Sequence[str] | npt.NDArray[np.int64]
+"""The session of each value: its name, or its index as `SessionBootstrap.codes` gives it."""
 LEVEL = 0.95
 _MAX_BINS = 4096
 
@@ -57,13 +60,16 @@ class SessionBootstrap:
             picked = rng.integers(0, size, size)
             self._counts[row] = np.bincount(picked, minlength=size)
 
-    def codes(self, sessions: Sequence[str]) -> npt.NDArray[np.int64]:
-        """The index of each session; raises KeyError for one that is not resampled."""
+    def codes(self, sessions: Sessions) -> npt.NDArray[np.int64]:
+        """The index of each session; raises KeyError for one that is not resampled. An array of
+        such indices is returned as it is."""
+        if isinstance(sessions, np.ndarray):
+            return sessions
         return np.fromiter((self._index[s] for s in sessions), dtype=np.int64, count=len(sessions))
 
     def quantile_draws(
         self,
-        sessions: Sequence[str],
+        sessions: Sessions,
         values: Array,
         quantiles: Sequence[float],
         weights: Array | None = None,
@@ -96,7 +102,7 @@ class SessionBootstrap:
             out[start : start + rows] = _row_quantiles(cumulative, centres, quantiles)
         return out
 
-    def ratio_draws(self, sessions: Sequence[str], numerator: Array, denominator: Array) -> Array:
+    def ratio_draws(self, sessions: Sessions, numerator: Array, denominator: Array) -> Array:
         """For each draw the ratio of the resampled sums; NaN where the denominator is zero."""
         codes = self.codes(sessions)
         size = len(self.names)
@@ -105,9 +111,21 @@ class SessionBootstrap:
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(bottom > 0, top / bottom, np.nan).astype(np.float64)
 
+    def sum_draws(self, sessions: Sessions, values: Array) -> Array:
+        """For each draw the sum of the resampled sessions' values."""
+        totals = np.bincount(self.codes(sessions), weights=values, minlength=len(self.names))
+        return (self._counts @ totals).astype(np.float64)
+
+    def total(self, sessions: Sessions, values: Array, scale: float = 1.0) -> Estimate:
+        """The sum of `values` times `scale`, with its interval."""
+        if not len(values) or not np.isfinite(scale):
+            return UNKNOWN
+        draws = self.sum_draws(sessions, values) * scale
+        return interval(float(values.sum()) * scale, draws, len(values))
+
     def quantiles(
         self,
-        sessions: Sequence[str],
+        sessions: Sessions,
         values: Array,
         quantiles: Sequence[float],
         weights: Array | None = None,
@@ -120,7 +138,7 @@ class SessionBootstrap:
         draws = self.quantile_draws(sessions, values, quantiles, weights)
         return [interval(float(point), draws[:, i], len(values)) for i, point in enumerate(points)]
 
-    def ratio(self, sessions: Sequence[str], numerator: Array, denominator: Array) -> Estimate:
+    def ratio(self, sessions: Sessions, numerator: Array, denominator: Array) -> Estimate:
         """Sum over sum, with its interval."""
         total = float(denominator.sum())
         if total <= 0:
@@ -133,8 +151,9 @@ def quantile_points(
     values: Array, quantiles: Sequence[float], weights: Array | None = None
 ) -> Array:
     """Quantiles of `values`, each counted `weights` times (integers), linearly interpolated."""
-    if weights is None:
+    if weights is None and np.isfinite(values).all():
         return np.asarray(np.quantile(values, quantiles), dtype=np.float64)
+    weights = np.ones(len(values)) if weights is None else weights
     order = np.argsort(values, kind="stable")
     cumulative = np.cumsum(weights[order])[None, :].astype(np.float64)
     return np.asarray(_row_quantiles(cumulative, values[order], quantiles)[0], dtype=np.float64)
@@ -151,15 +170,27 @@ def _row_quantiles(cumulative: Array, values: Array, quantiles: Sequence[float])
         upper = np.minimum(lower + 1, total - 1)
         below = values[np.minimum((cumulative <= lower[:, None]).sum(axis=1), last)]
         above = values[np.minimum((cumulative <= upper[:, None]).sum(axis=1), last)]
-        out[:, i] = below + (above - below) * np.clip(rank - lower, 0, 1)
+        share = np.clip(rank - lower, 0, 1)
+        # Between an answered and a failed request there is no middle: any share of it is infinite.
+        # A share that is only rounding is none.
+        share[share < 1e-6] = 0.0
+        with np.errstate(invalid="ignore"):
+            between = below + (above - below) * share
+        out[:, i] = np.where(np.isinf(above), np.where(share > 0, above, below), between)
     out[total <= 0] = np.nan
     return out
 
 
 def interval(value: float, draws: Array, n: int) -> Estimate:
     """`value` with the central 95 % of its bootstrap draws; no interval under 2 known draws."""
-    known = draws[np.isfinite(draws)]
+    known = draws[~np.isnan(draws)]
     if len(known) < 2:
         return Estimate(value, float("nan"), float("nan"), n)
-    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = quantile_points(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(value, float(low), float(high), n)
+
+
+def known_variance(draws: Array) -> float:
+    """Of the draws that have a value; NaN where none has."""
+    known = draws[np.isfinite(draws)]
+    return float(np.var(known)) if len(known) else float("nan")

@@ -15,8 +15,6 @@ from typing import Any, Generic, TypeVar
 from eval.formatting import (
     DASH,
     Entry,
-    change,
-    change_interval,
     number,
     percent,
     percent_entry,
@@ -71,7 +69,6 @@ RATIO = Format(
     lambda e: f"{e.low:.2f}–{e.high:.2f}" if math.isfinite(e.low) else "",
 )
 SIZE = Format(size, _number_interval)
-CHANGE = Format(change, change_interval)
 COUNT = Format(lambda value: f"{value:.0f}" if math.isfinite(value) else DASH, lambda _: "")
 
 
@@ -164,12 +161,12 @@ def known_quantile(value: Estimate, quantile: float) -> Estimate | None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON and CSV have it: None for what is unknown, beyond all bounds or undefined."""
+    """A value as CSV has it: None for what is unknown; what is beyond every bound is infinite."""
     if isinstance(value, Entry):
         return value.text
     if value is None or isinstance(value, bool | str):
         return value
     number_ = float(value)
-    if not math.isfinite(number_):
+    if math.isnan(number_):
         return None
-    return int(number_) if isinstance(value, int) else number_
+    return value if isinstance(value, int) else number_

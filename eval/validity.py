@@ -76,12 +76,13 @@ def _checks(requests: pd.DataFrame) -> list[ColdCheck]:
 
 
 def violations(run: Run, rules: ValidityRules) -> list[Violation]:
-    """Every rule that `run` breaks; empty for a valid run.
+    """Every rule that `run` breaks; empty for a valid run. What servers fail is no violation.
 
     `failed`: the run ended without results, or its runner says so. `not_cold`: a worker's first
     request, or one that begins a session, found more in a cache than the run itself can have left
     there, by more than the slack. `client_lag`: the client sent late (p99 over the
-    bound), so the load was not the stated one. `errors`: too many requests failed. `dropped`:
+    bound), so the load was not the stated one. `client_errors`: too many requests failed by the
+    client's or the machine's fault: it could not connect, or asked what no server takes. `dropped`:
     requests of the trace have no result line.
     """
     state = run.manifest.get("state")
@@ -89,10 +90,10 @@ def violations(run: Run, rules: ValidityRules) -> list[Violation]:
         reason = run.manifest.get("reason") or f"state is {state!r}"
         return [Violation("failed", str(reason))]
     table = run.requests
-    if table.empty or not bool(table["ok"].any()):
-        return [Violation("failed", "no request was answered")]
+    if table.empty:
+        return [Violation("failed", "no request was measured")]
     found: list[Violation] = []
-    warm = found_warm(table, rules.cold_slack_tokens)
+    warm = found_warm(run.all_requests, rules.cold_slack_tokens)
     if warm:
         worst = max(warm, key=lambda check: check.cached_tokens - check.possible_tokens)
         found.append(
@@ -114,23 +115,24 @@ def violations(run: Run, rules: ValidityRules) -> list[Violation]:
                     f"(at most {rules.max_client_lag_p99_s:g} s)",
                 )
             )
-    failed = int((~table["ok"]).sum())
-    if failed / len(table) > rules.max_error_share:
+    by_client = table[~table["ok"] & ~table["failed"]]
+    if len(by_client) / len(table) > rules.max_error_share:
         kinds = ", ".join(
-            f"{count} {kind}" for kind, count in table["error_kind"].value_counts().items()
+            f"{count} {kind}" for kind, count in by_client["error_kind"].value_counts().items()
         )
         found.append(
             Violation(
-                "errors",
-                f"{failed} of {len(table)} requests failed ({kinds or 'no first token'}; "
-                f"at most {rules.max_error_share:.0%})",
+                "client_errors",
+                f"{len(by_client)} of {len(table)} requests failed by the client's or the "
+                f"machine's fault ({kinds}; at most {rules.max_error_share:.0%})",
             )
         )
     planned = run.trace.planned if run.trace is not None else None
-    if planned is not None and len(table) < planned:
+    # A window is as long as it is, whatever part of the trace was sent in it.
+    if planned is not None and run.window is None and len(table) < planned:
         found.append(
             Violation("dropped", f"{planned - len(table)} of {planned} requests have no result")
         )
-    if len(table) > table["request_id"].nunique():
+    if table.duplicated(["request_id", "play"]).any():
         found.append(Violation("dropped", "a request has more than one result"))
     return found

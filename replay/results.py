@@ -7,7 +7,8 @@ evaluation can use it alone. Must not know how results come about.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +28,7 @@ ErrorKind = Literal[
     "cancelled",
     "client_bug",
 ]
+Phase = Literal["prime", "warm_up", "measure", "drain"]
 RESULTS_FILE = "requests.jsonl"
 _TAIL_BYTES = 1 << 16
 REPLAY_FILE = "replay.json"
@@ -45,7 +47,9 @@ class Result(BaseModel):
     `scheduled_s` is when the request was due: its time in the trace (`trace_s`), or when its
     parent's answer ended (closed loop: plus think time) if that is later. `sent_s - scheduled_s` is
     the client's own lateness. `arrivals` holds the time of each chunk and the tokens received so
-    far.
+    far. `phase` says which part of the run the request was scheduled in, `play` which replay of its
+    session it belongs to (from 0), `best_cached_tokens` what a cache that never evicts would hold
+    of its prompt, where the replayer knew.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -65,6 +69,9 @@ class Result(BaseModel):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_ids: list[int] | None = None
+    phase: Phase = "measure"
+    play: int = 0
+    best_cached_tokens: int | None = None
     decision_id: str | None = None
     status: int | None = None
     error: ErrorInfo | None = None
@@ -76,16 +83,40 @@ class Result(BaseModel):
         return self.first_token_s - self.scheduled_s
 
     def tpot_s(self) -> float | None:
-        """Time per output token after the first, in seconds; None with fewer than two tokens."""
-        if self.first_token_s is None or self.finished_s is None or self.output_tokens < 2:
-            return None
-        return (self.arrivals[-1][0] - self.first_token_s) / (self.output_tokens - 1)
+        """Time per output token after the first arrival, in seconds (`tpot_s` of the module)."""
+        return tpot_s(self.arrivals)
+
+    def worst_gap_s(self) -> float | None:
+        """The longest time between two arrivals, in seconds; None with fewer than two."""
+        return worst_gap_s(self.arrivals)
+
+    def first_chunk_tokens(self) -> int | None:
+        """Tokens that the first arrival brought; None where nothing arrived."""
+        return self.arrivals[0][1] if self.arrivals else None
 
     def lateness_s(self) -> float | None:
         """How long after the schedule the client sent the request, in seconds."""
         if self.sent_s is None or self.scheduled_s is None:
             return None
         return self.sent_s - self.scheduled_s
+
+
+def tpot_s(arrivals: Sequence[tuple[float, int]]) -> float | None:
+    """Time per output token, in seconds: from the first arrival to the last, over the tokens that
+    came after the first arrival. None where no token did.
+
+    The tokens of the first arrival are not counted: an engine that holds its first tokens back and
+    sends them at once did not make them in no time. `arrivals` are (seconds, tokens so far).
+    """
+    if len(arrivals) < 2:
+        return None
+    (first_s, first), (last_s, last) = arrivals[0], arrivals[-1]
+    return (last_s - first_s) / (last - first) if last > first else None
+
+
+def worst_gap_s(arrivals: Sequence[tuple[float, int]]) -> float | None:
+    """The longest time between two arrivals, in seconds; None with fewer than two."""
+    return max((after[0] - before[0] for before, after in pairwise(arrivals)), default=None)
 
 
 class ResultWriter:
@@ -126,11 +157,12 @@ def iter_results(path: Path) -> Iterator[Result]:
 
 
 def read_results(path: Path) -> list[Result]:
-    """All of `iter_results`; of two results for one request the later counts."""
-    results: dict[str, Result] = {}
+    """All of `iter_results`; of two results for one request of one play the later counts."""
+    results: dict[tuple[str, int, bool], Result] = {}
     for result in iter_results(path):
-        results.pop(result.request_id, None)
-        results[result.request_id] = result
+        key = (result.request_id, result.play, result.phase == "prime")
+        results.pop(key, None)
+        results[key] = result
     return list(results.values())
 
 

@@ -10,13 +10,11 @@ import math
 from collections.abc import Sequence
 
 from eval.compare import Comparison, Verdict
-from eval.formatting import change, number, seconds
+from eval.formatting import effect, number, seconds
 from eval.metrics import Cell
 from eval.report.evidence import Evidence
 from eval.tables import enough
 
-# What is said first where the experiment names no primary measures of its own.
-_FIRST = ("ttft_p90", "tpot_p90", "output_tps", "throughput_output_tps", "goodput_rps")
 _MOST_ARMS = 4
 
 
@@ -31,15 +29,6 @@ def answer(evidence: Evidence) -> str:
     if evidence.once:
         return _unjudged(evidence)
     return _verdicts(evidence)
-
-
-def primary(evidence: Evidence) -> tuple[str, ...]:
-    """Keys of the measures that the experiment calls primary, else those usually asked for."""
-    for run in evidence.runs:
-        named = (run.manifest.get("analysis") or {}).get("primary")
-        if named:
-            return tuple(map(str, named))
-    return _FIRST
 
 
 def _capacities(evidence: Evidence) -> str:
@@ -58,6 +47,8 @@ def _capacities(evidence: Evidence) -> str:
 
 def _figures(cell: Cell) -> str:
     """TTFT p90 and TPOT p90 (p50 where there are too few requests) and the output rate."""
+    if cell.unsustained is not None:
+        return "did not sustain its load"
     parts = []
     for name in ("ttft", "tpot"):
         p50, p90, *_ = cell.latency[name]
@@ -89,10 +80,9 @@ def _unjudged(evidence: Evidence) -> str:
 def _verdicts(evidence: Evidence) -> str:
     """A clause an arm: in which primary measures it is better or worse, at how many loads."""
     arms = {cell.name: cell.arm for cell in evidence.cells}
-    wanted = primary(evidence)
     by_arm: dict[str, list[Comparison]] = {}
     for item in evidence.comparisons:
-        if item.measure.key in wanted and item.verdict is not Verdict.UNJUDGED:
+        if item.primary and item.verdict is not Verdict.UNJUDGED:
             by_arm.setdefault(arms.get(item.arm, item.arm), []).append(item)
     if not by_arm:
         return "Nothing here carries a verdict; the reasons stand below."
@@ -119,8 +109,8 @@ def _clause(arm: str, items: Sequence[Comparison]) -> str:
 
 
 def _range(items: Sequence[Comparison]) -> str:
-    ratios = sorted(item.ratio.value for item in items)
-    low, high = change(ratios[0]), change(ratios[-1])
+    effects = sorted(item.effect.value for item in items)
+    low, high = (effect(items[0].measure, value) for value in (effects[0], effects[-1]))
     return low if low == high else f"{low} to {high}"
 
 

@@ -31,10 +31,8 @@ def worker_groups(run: Run) -> list[Mapping[str, Any]]:
 
 def gpu_count(run: Run) -> int:
     """GPUs that the run's workers had; 0 on a CPU and where nothing says."""
-    started = [worker for worker in run.manifest.get("workers") or [] if isinstance(worker, dict)]
-    held = {(worker.get("node"), gpu) for worker in started for gpu in worker.get("gpus") or []}
-    if held:
-        return len(held)
+    if run.gpus:
+        return run.gpus
     said = run.manifest.get("arm", {}).get("gpus")
     if isinstance(said, int):
         return said

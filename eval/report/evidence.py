@@ -16,12 +16,12 @@ from pydantic import ValidationError
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.compare import Comparison, compare_cells
-from eval.experiment import Slo, ValidityRules, one_line
-from eval.metrics import Cell, measure
+from eval.experiment import Analysis, Slo, ValidityRules, one_line
+from eval.identity import check_repeats
+from eval.metrics import Cell, alone_by_arm, measure, session_bootstrap
 from eval.records import Run, read_run
 from eval.report.searches import Search
 from eval.secrets import without_secrets
-from eval.stats import SessionBootstrap
 from eval.tables import enough
 from eval.validity import Violation, violations
 
@@ -33,7 +33,8 @@ class Evidence:
     """Everything a report rests on: runs kept and excluded, cells measured, arms compared.
 
     `comparisons` are of each arm with the baseline, `across` of each SGLang with each vLLM arm.
-    `slo` is what counts as goodput, `searches` what searches for capacity found.
+    `slo` is what counts as goodput, `primary` the measures that the experiment is about, `searches`
+    what searches for capacity found.
     """
 
     runs: list[Run]
@@ -43,6 +44,7 @@ class Evidence:
     across: list[Comparison]
     baseline: str | None
     slo: Slo = field(default_factory=Slo)
+    primary: tuple[str, ...] = ()
     searches: list[Search] = field(default_factory=list)
 
     @property
@@ -94,15 +96,13 @@ def gather(
             excluded.append((run, found))
         else:
             valid.setdefault(run.cell, []).append(run)
-    sessions = [
-        name for group in valid.values() for run in group for name in run.requests["session_id"]
-    ]
-    boot = SessionBootstrap(sessions, draws)
-    names = _in_order(runs)
+    check_repeats(valid)
+    boot = session_bootstrap([run for group in valid.values() for run in group], draws)
+    names = [name for name in _in_order(runs) if name in valid]
     chosen = slo_of(runs[0], slo)
-    cells = [
-        measure(valid[name], boot, chosen.ttft_s, chosen.tpot_s) for name in names if name in valid
-    ]
+    analysis = Analysis.model_validate(runs[0].manifest.get("analysis", {}))
+    alone = alone_by_arm(valid)
+    cells = [measure(valid[name], boot, chosen, alone[valid[name][0].arm]) for name in names]
     baseline = _baseline(runs, cells)
     pairs = [
         (base.name, cell.name)
@@ -116,8 +116,16 @@ def gather(
         for theirs in cells
         if ours.load == theirs.load and (_engine(ours), _engine(theirs)) == ("sglang", "vllm")
     ]
-    every = compare_cells(valid, list(dict.fromkeys(pairs + across)), boot)
-    stated = [item for item in every if _carries(item)]
+    every = compare_cells(
+        valid,
+        list(dict.fromkeys(pairs + across)),
+        boot,
+        slo=chosen,
+        alone=alone,
+        primary=analysis.primary,
+    )
+    by_name = {cell.name: cell for cell in cells}
+    stated = [item for item in every if _carries(item, by_name)]
     return Evidence(
         runs=list(runs),
         excluded=excluded,
@@ -126,15 +134,19 @@ def gather(
         across=[item for item in stated if (item.baseline, item.arm) in across],
         baseline=baseline,
         slo=chosen,
+        primary=tuple(analysis.primary),
         searches=list(searches),
     )
 
 
-def _carries(item: Comparison) -> bool:
-    """Whether a comparison's quantile has enough requests beyond it to be stated; one without any
-    request is kept, to be said to be so."""
+def _carries(item: Comparison, cells: Mapping[str, Cell]) -> bool:
+    """Whether a comparison's quantile has enough observations beyond it in both cells to be stated;
+    one without any request is kept, to be said to be so."""
     quantile = item.measure.quantile
-    return quantile is None or not item.requests or enough(item.requests, quantile)
+    if quantile is None or not item.requests:
+        return True
+    counts = [cells[name].measures[item.measure.key].n for name in (item.baseline, item.arm)]
+    return enough(min(counts), quantile)
 
 
 def slo_of(run: Run, replaced: Mapping[str, float] | None = None) -> Slo:

@@ -68,14 +68,24 @@ def summary_json(evidence: Evidence) -> dict[str, Any]:
                 "measure": item.measure.key,
                 "baseline": item.baseline,
                 "arm": item.arm,
-                "ratio": estimate(item.ratio),
+                "effect": estimate(item.effect),
+                "in_points": item.measure.in_points,
+                "primary": item.primary,
+                "holds": item.holds,
+                "reason": item.reason,
                 "noise_floor": _finite(item.noise_floor),
                 "p_value": _finite(item.p_value),
                 "verdict": str(item.verdict),
             }
             for item in evidence.comparisons
         ],
-        "tables": {key: table.records for key, table in tables(evidence).items()},
+        "tables": {
+            key: [
+                {name: _finite(v) if isinstance(v, float) else v for name, v in record.items()}
+                for record in table.records
+            ]
+            for key, table in tables(evidence).items()
+        },
     }
 
 

@@ -94,7 +94,15 @@ def definitions(evidence: Evidence) -> list[tuple[str, str]]:
     least = INTERFERING_PREFILL_TOKENS * first.length_scale
     return [
         ("TTFT", "first token less scheduled time; the client's own lateness is inside it"),
-        ("TPOT", "(last token − first token) / (tokens − 1)"),
+        (
+            "TPOT",
+            (
+                "(last arrival − first arrival) / (tokens after the first arrival); unknown where "
+                "all came at once"
+            ),
+        ),
+        ("Worst gap", "the longest time between two arrivals of one answer"),
+        ("Failed requests", "slower than any quantile of those that were answered, never goodput"),
         ("ITL", "time between two arrivals over the tokens that the later one brought"),
         ("E2E", "end of the answer less scheduled time"),
         ("APC", "cached over prompt tokens, both as the engine reports them"),

@@ -1,6 +1,6 @@
 """What load a cell was under: how it was made, its level as a number, and its measured window.
 
-Owns reading that out of manifests and `phases.json`.
+Owns reading that out of manifests.
 """
 
 from __future__ import annotations
@@ -9,13 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from eval.metrics import Cell
 from eval.plot import Shade
 from eval.records import Run
-
-PHASES_FILE = "phases.json"
 
 
 @dataclass(frozen=True)
@@ -24,17 +20,6 @@ class Levels:
 
     title: str
     of: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Phases:
-    """The measured window of a run, in seconds of its results' clock."""
-
-    window_start_s: float
-    window_end_s: float
-    start: str = "cold"
-    recycle: bool = False
-    max_think_s: float | None = None
 
 
 # Settings of the replay that make a level of load, and what the level is then called.
@@ -61,30 +46,14 @@ def levels(cells: Sequence[Cell]) -> Levels:
     return Levels("requests a second", {cell.name: cell.request_rps for cell in cells})
 
 
-def phases(run: Run) -> Phases | None:
-    """The run's measured window; None where the whole run is one."""
-    path = run.folder / PHASES_FILE
-    try:
-        found = orjson.loads(path.read_bytes())
-        return Phases(
-            window_start_s=float(found["window_start_s"]),
-            window_end_s=float(found["window_end_s"]),
-            start=str(found.get("start", "cold")),
-            recycle=bool(found.get("recycle", False)),
-            max_think_s=found.get("max_think_s"),
-        )
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-        return None
-
-
 def shades(run: Run, end_s: float) -> list[Shade]:
     """The parts of a timeline up to `end_s` that are not measured: warm-up before the window,
     drain after it."""
-    found = phases(run)
+    found = run.window
     if found is None:
         return []
-    before = Shade(0.0, found.window_start_s, "warm-up")
-    after = Shade(found.window_end_s, max(end_s, found.window_end_s), "drain")
+    before = Shade(0.0, found.start_s, "warm-up")
+    after = Shade(found.end_s, max(end_s, found.end_s), "drain")
     return [before, after]
 
 
@@ -102,8 +71,7 @@ def words(run: Run) -> str:
     scale = given.get("time_scale")
     if scale not in (None, 1, 1.0):
         parts.append(f"{scale:g} times as fast as recorded")
-    window = phases(run)
-    think = given.get("max_think_s", None if window is None else window.max_think_s)
+    think = given.get("max_think_s")
     if think is not None:
         parts.append(f"think times up to {float(think):g} s")
     if given.get("splice_outputs"):
@@ -113,12 +81,12 @@ def words(run: Run) -> str:
 
 def window_words(run: Run) -> str:
     """What part of the run was measured."""
-    found = phases(run)
+    found = run.window
     if found is None:
         return "the whole run, its start and end included"
     start = "in the middle of sessions" if found.start == "mid" else "with fresh sessions"
-    length = found.window_end_s - found.window_start_s
-    return f"{length:.0f} s after {found.window_start_s:.0f} s of warm-up that begins {start}" + (
+    length = found.length_s
+    return f"{length:.0f} s after {found.start_s:.0f} s of warm-up that begins {start}" + (
         ", sessions recycled" if found.recycle else ""
     )
 

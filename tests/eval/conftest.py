@@ -13,13 +13,14 @@ import pytest
 
 from eval import provenance
 from eval.records import Run, read_run
-from replay.results import ErrorInfo, Result, ResultWriter
+from replay.results import ErrorInfo, ErrorKind, Result, ResultWriter
 from replay.trace import Request, write_trace
 
 
 @dataclass
 class Recipe:
-    """How a made run behaves: latencies are lognormal around `ttft_s` and `tpot_s`."""
+    """How a made run behaves: latencies are lognormal around `ttft_s` and `tpot_s`; a third of the
+    answers come in bursts of `burst` tokens."""
 
     arm: str = "a"
     load: str | None = None
@@ -31,10 +32,14 @@ class Recipe:
     spread: float = 0.3
     seed: int = 0
     trace_seed: int = 1
+    sha256: str = "0" * 64
     cached_share: float = 0.6
     first_cached_tokens: int = 0
     lag_s: float = 0.001
+    burst: int = 1
     errors: int = 0
+    error_kind: ErrorKind = "server_error"
+    error_status: int | None = None
     dropped: int = 0
     workers: tuple[str, ...] = ("w0", "w1")
     manifest: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +62,10 @@ def make_results(recipe: Recipe) -> list[Result]:
             tpot_s = recipe.tpot_s * float(np.exp(rng.normal(0, recipe.spread)))
             first_s = scheduled_s + ttft_s
             arrivals = [(first_s + tpot_s * i, i + 1) for i in range(tokens)]
+            if recipe.burst > 1 and (session + turn) % 3 == 0:
+                # The engine holds tokens back, and sends several at once.
+                arrivals = arrivals[recipe.burst - 1 :: recipe.burst] or arrivals[-1:]
+                first_s, tokens = arrivals[0][0], arrivals[-1][1]
             results.append(
                 Result(
                     request_id=f"s{session}-{turn}",
@@ -82,7 +91,8 @@ def make_results(recipe: Recipe) -> list[Result]:
         first = next(r for r in results if int(r.session_id[1:]) % len(recipe.workers) == worker)
         first.cached_tokens = recipe.first_cached_tokens
     for result in results[len(results) - recipe.errors :] if recipe.errors else []:
-        result.error = ErrorInfo(kind="server_error", message="made to fail")
+        result.error = ErrorInfo(kind=recipe.error_kind, message="made to fail")
+        result.status = recipe.error_status
         result.first_token_s = None
         result.arrivals = []
         result.output_tokens = 0
@@ -137,7 +147,7 @@ def write_run(output: Path, recipe: Recipe) -> Path:
         orjson.dumps(
             {
                 "path": "made.jsonl",
-                "sha256": "0" * 64,
+                "sha256": recipe.sha256,
                 "length_scale": 1.0,
                 "best_cached_tokens": {
                     result.request_id: int(result.input_length * 0.7) if result.turn else 0

@@ -11,17 +11,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from eval.metrics import Cell, beside_prefill, class_labels, hotspot_index, measure
+from eval.experiment import Slo
+from eval.metrics import Cell, class_labels, hotspot_index, measure, session_bootstrap
 from eval.records import Run, decision_table, read_run, read_steps
 from eval.report import find_runs, gather, summary_json
-from eval.stats import SessionBootstrap
 
 MakeRun = Callable[..., Run]
+SLO = Slo(ttft_s=0.6, ttft_s_per_new_token=0.0, tpot_s=0.03, worst_gap_s=1.0)
 
 
 def cell_of(*runs: Run) -> Cell:
-    sessions = [name for run in runs for name in run.requests["session_id"]]
-    return measure(runs, SessionBootstrap(sessions, 200), slo_ttft_s=0.6, slo_tpot_s=0.03)
+    return measure(runs, session_bootstrap(runs, 200), SLO)
 
 
 def raw(run: Run) -> list[dict[str, object]]:
@@ -29,27 +29,60 @@ def raw(run: Run) -> list[dict[str, object]]:
 
 
 def test_latencies_are_numpys_percentiles_of_the_raw_lines(make_run: MakeRun) -> None:
-    run = make_run(errors=2)
+    """With answers of which a third come in bursts: first arrivals of several tokens, and later
+    ones."""
+    run = make_run(burst=3)
     cell = cell_of(run)
-    lines = [line for line in raw(run) if line["error"] is None]
-    expected: dict[str, list[float]] = {"ttft": [], "tpot": [], "e2e": []}
+    lines = raw(run)
+    expected: dict[str, list[float]] = {"ttft": [], "tpot": [], "e2e": [], "worst_gap": []}
     gaps: list[float] = []
+    at_once = 0
     for line in lines:
         expected["ttft"].append(line["first_token_s"] - line["scheduled_s"])
         expected["e2e"].append(line["finished_s"] - line["scheduled_s"])
         arrivals = line["arrivals"]
-        if line["output_tokens"] > 1:
-            span_s = arrivals[-1][0] - line["first_token_s"]
-            expected["tpot"].append(span_s / (line["output_tokens"] - 1))
-        gaps += [b[0] - a[0] for a, b in pairwise(arrivals)]
+        at_once += len(arrivals) == 1
+        if len(arrivals) > 1:
+            span_s = arrivals[-1][0] - arrivals[0][0]
+            expected["tpot"].append(span_s / (arrivals[-1][1] - arrivals[0][1]))
+            expected["worst_gap"].append(max(b[0] - a[0] for a, b in pairwise(arrivals)))
+        for before, after in pairwise(arrivals):
+            gaps += [(after[0] - before[0]) / (after[1] - before[1])] * (after[1] - before[1])
     for name, values in expected.items():
         for i, q in enumerate((0.5, 0.9, 0.99)):
             estimate = cell.latency[name][i]
             assert estimate.value == pytest.approx(np.quantile(values, q))
             assert estimate.low <= estimate.value <= estimate.high
     assert cell.latency["itl"][1].value == pytest.approx(np.quantile(gaps, 0.9), rel=1e-6)
-    assert cell.errors == {"server_error": 2}
-    assert cell.n == len(lines) + 2
+    assert 0 < at_once < len(lines)
+    assert cell.one_arrival_share == pytest.approx(at_once / len(lines))
+    first = sum(line["arrivals"][0][1] for line in lines)
+    tokens = sum(line["output_tokens"] for line in lines)
+    assert cell.first_chunk_share == pytest.approx(first / tokens)
+
+
+def test_failed_requests_are_slower_than_all_that_were_answered(make_run: MakeRun) -> None:
+    """Six of 120: 5 %, so that p90 is of an answer and p99 of none."""
+    run = make_run(errors=6)
+    cell = cell_of(run)
+    ttft = [
+        line["first_token_s"] - line["scheduled_s"] if line["error"] is None else np.inf
+        for line in raw(run)
+    ]
+    ordered = np.sort(ttft)
+    p90, p99 = cell.latency["ttft"][1:]
+    assert ordered[107] <= p90.value <= ordered[108]
+    assert p99.value == np.inf
+    assert np.isfinite(cell.measures["tpot_p50"].value)
+    assert cell.measures["tpot_p99"].value == cell.measures["worst_gap_p99"].value == np.inf
+    assert cell.errors == {"server_error": 6}
+    assert (cell.n, cell.failed) == (120, 6)
+
+
+def test_faults_of_the_client_are_no_latency_of_the_servers(make_run: MakeRun) -> None:
+    cell = cell_of(make_run(errors=6, error_kind="client_bug"))
+    assert np.isfinite(cell.latency["ttft"][2].value)
+    assert cell.measures["attainment"].n == 114
 
 
 def test_rates_and_shares_are_sums_over_the_raw_lines(make_run: MakeRun) -> None:
@@ -67,6 +100,8 @@ def test_rates_and_shares_are_sums_over_the_raw_lines(make_run: MakeRun) -> None
     good = 0
     for line in ok:
         tpot_s = (line["arrivals"][-1][0] - line["first_token_s"]) / (line["output_tokens"] - 1)
+        gap_s = max(b[0] - a[0] for a, b in pairwise(line["arrivals"]))
+        assert gap_s <= 1.0
         good += line["first_token_s"] - line["scheduled_s"] <= 0.6 and tpot_s <= 0.03
     assert 0 < good < len(ok)
     assert cell.goodput_share.value == pytest.approx(good / len(lines))
@@ -103,29 +138,6 @@ def table(rows: list[dict[str, object]]) -> pd.DataFrame:
     return pd.DataFrame([{"run": 0} | row for row in rows])
 
 
-def test_interference_sees_only_other_requests_prefills_on_the_same_worker_and_run() -> None:
-    def row(
-        prefill: str, decode: str, sent: float, first: float, last: float, new: int, run: int = 0
-    ):
-        return {
-            "run": run, "prefill_worker": prefill, "decode_worker": decode,
-            "sent_s": sent, "first_token_s": first, "last_token_s": last, "new_tokens": new,
-        }  # fmt: skip
-
-    rows = table(
-        [
-            row("a", "a", 0, 1, 10, 9000),  # its own prefill does not count
-            row("a", "a", 12, 13, 20, 10),
-            row("a", "a", 15, 16, 16, 4000),  # disturbs the one before, on a
-            row("b", "b", 12, 13, 20, 10),  # b is another worker
-            row("p", "a", 30, 31, 40, 4000),
-            row("a", "a", 29, 30.5, 40, 10),  # the prefill beside it runs on p
-            row("a", "a", 12, 13, 20, 10, run=1),  # another run
-        ]
-    )
-    assert list(beside_prefill(rows, 2048)) == [False, True, False, False, False, False, False]
-
-
 def test_hotspot_is_the_busiest_workers_p90_over_the_median_workers() -> None:
     rows = []
     for worker, ttft_s in (("a", 1.0), ("b", 2.0), ("c", 8.0)):
@@ -139,6 +151,21 @@ def test_hotspot_is_the_busiest_workers_p90_over_the_median_workers() -> None:
                 }
             )
     assert hotspot_index(table(rows)) == pytest.approx(4.0)
+
+
+def test_a_hotspot_that_moves_between_runs_is_one(make_run: MakeRun) -> None:
+    """The first worker is ten times as slow in one run, the second in the other."""
+    runs = [make_run(repeat=r, spread=0.01) for r in (1, 2)]
+    for run, slow in zip(runs, ("w0", "w1"), strict=True):
+        hot = run.requests["prefill_worker"] == slow
+        for column in ("ttft_s", "first_token_s"):
+            extra_s = 9 * run.requests["ttft_s"]
+            run.requests[column] = run.requests[column].where(~hot, run.requests[column] + extra_s)
+    cell = cell_of(*runs)
+    by_run = [hotspot_index(run.requests) for run in runs]
+    assert min(by_run) > 1.5
+    assert cell.hotspot_by_run == pytest.approx(by_run)
+    assert cell.hotspot == pytest.approx(np.mean(by_run))
 
 
 def test_a_separated_request_belongs_to_its_prefill_and_its_decode_worker() -> None:

@@ -158,7 +158,7 @@ def test_once_is_said_only_where_it_is_so(make_run: MakeRun, tmp_path: Path) -> 
             make_run(arm=arm, repeat=repeat, sessions=1, workers=("w0",))
     _, markdown = written(tmp_path / "runs")
     assert "ran once" not in markdown
-    assert "b against a is shown without a verdict: the requests" in markdown
+    assert "b against a: the requests compared are of too few sessions" in markdown
 
 
 def test_a_report_on_invalid_runs_only_says_so(make_run: MakeRun, tmp_path: Path) -> None:

@@ -28,11 +28,14 @@ def broken_rules(run: Run) -> list[str]:
             "found 65 tokens cached where the run itself can have left 0 .slack 64.; .*: 2",
         ),
         ({"lag_s": 0.4}, "client_lag", "0.400 s late at p99"),
-        ({"errors": 2}, "errors", "2 of 120 requests failed .2 server_error"),
+        (
+            {"errors": 2, "error_kind": "connect"},
+            "client_errors",
+            "2 of 120 requests failed by the client's or the machine's fault .2 connect",
+        ),
         ({"dropped": 1}, "dropped", "1 of 120 requests have no result"),
         ({"manifest": {"state": "running"}}, "failed", "state is 'running'"),
         ({"manifest": {"state": "failed", "reason": "it burnt"}}, "failed", "it burnt"),
-        ({"errors": 120}, "failed", "no request was answered"),
     ],
 )
 def test_a_run_that_breaks_a_rule_is_named_with_the_figures(
@@ -43,7 +46,19 @@ def test_a_run_that_breaks_a_rule_is_named_with_the_figures(
     assert any(re.search(said, item.detail) for item in found)
 
 
-@pytest.mark.parametrize("recipe", [{}, {"first_cached_tokens": 64}, {"lag_s": 0.2}, {"errors": 1}])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {},
+        {"first_cached_tokens": 64},
+        {"lag_s": 0.2},
+        {"errors": 1, "error_kind": "client_bug"},
+        {"errors": 12, "error_kind": "server_error"},
+        {"errors": 12, "error_kind": "timeout"},
+        {"errors": 12, "error_kind": "client_error", "error_status": 429},
+        {"errors": 120},
+    ],
+)
 def test_a_run_within_the_bounds_is_valid(make_run: MakeRun, recipe: dict[str, Any]) -> None:
     assert broken_rules(make_run(**recipe)) == []
 
@@ -62,7 +77,7 @@ def test_what_a_request_sent_just_before_left_in_the_cache_is_no_sign_of_warmth(
     make_run: MakeRun,
 ) -> None:
     run = make_run(first_cached_tokens=900)
-    run.requests["possible_cached_tokens"] = run.requests["cached_tokens"]
+    run.all_requests["possible_cached_tokens"] = run.all_requests["cached_tokens"]
     assert broken_rules(run) == []
 
 
@@ -70,14 +85,14 @@ def test_a_session_that_begins_with_tokens_nobody_sent_before_shows_a_warm_worke
     make_run: MakeRun,
 ) -> None:
     run = make_run()
-    run.requests["possible_cached_tokens"] = run.requests["cached_tokens"]
-    begins = run.requests.index[run.requests["turn"] == 0][-1]
-    run.requests.loc[begins, "cached_tokens"] += 65
+    run.all_requests["possible_cached_tokens"] = run.all_requests["cached_tokens"]
+    begins = run.all_requests.index[run.all_requests["turn"] == 0][-1]
+    run.all_requests.loc[begins, "cached_tokens"] += 65
     assert broken_rules(run) == ["not_cold"]
     # A later turn may also find the answer before it, which the trace does not know.
-    run.requests.loc[begins, "cached_tokens"] -= 65
-    later = run.requests.index[run.requests["turn"] == 2][-1]
-    run.requests.loc[later, "cached_tokens"] += 65
+    run.all_requests.loc[begins, "cached_tokens"] -= 65
+    later = run.all_requests.index[run.all_requests["turn"] == 2][-1]
+    run.all_requests.loc[later, "cached_tokens"] += 65
     assert broken_rules(run) == []
 
 

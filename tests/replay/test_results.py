@@ -85,6 +85,18 @@ def test_times_are_derived_from_the_schedule_and_the_arrivals() -> None:
     assert _result("a", output_tokens=1, first_token_s=1.0).tpot_s() is None
 
 
+def test_tokens_of_the_first_arrival_took_no_time_that_was_seen() -> None:
+    """Eight tokens at once, then four: the pace is that of the four."""
+    held_back = _result("a", output_tokens=12, arrivals=[(2.0, 8), (2.5, 10), (4.0, 12)])
+    assert held_back.tpot_s() == 0.5
+    assert held_back.worst_gap_s() == 1.5
+    assert held_back.first_chunk_tokens() == 8
+    at_once = _result("a", output_tokens=12, arrivals=[(2.0, 12)])
+    assert (at_once.tpot_s(), at_once.worst_gap_s()) == (None, None)
+    assert at_once.first_chunk_tokens() == 12
+    assert _result("a").first_chunk_tokens() is None
+
+
 def test_reading_results_needs_none_of_the_clients_packages() -> None:
     code = "import sys, replay.results; print('aiohttp' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eval.metrics import Cell
+from eval.outcomes import MEASURES
 from eval.plot import PALETTE, Axis, Chart, Dots, Line, Rule
 from eval.report import loads
 from eval.report.arms import per_unit, share_unit
@@ -27,31 +28,35 @@ class Measured:
     key: str
     title: str
     unit: str
-    of: Callable[[Cell], Estimate | float | None]
+    of: Callable[[Cell], Estimate | None]
     factor: float = 1.0
     shared: bool = False
     zero: bool = True
 
 
-def _latency(name: str, index: int, quantile: float) -> Callable[[Cell], Estimate | None]:
+def _of(key: str) -> Callable[[Cell], Estimate | None]:
+    quantile = next(measure.quantile for measure in MEASURES if measure.key == key)
+
     def value(cell: Cell) -> Estimate | None:
-        found = cell.latency.get(name)
-        return None if found is None else known_quantile(found[index], quantile)
+        found = cell.measures[key]
+        return found if quantile is None else known_quantile(found, quantile)
 
     return value
 
 
 MEASURED: tuple[Measured, ...] = (
-    Measured("ttft_p50", "TTFT p50", "s", _latency("ttft", 0, 0.5)),
-    Measured("ttft_p90", "TTFT p90", "s", _latency("ttft", 1, 0.9)),
-    Measured("tpot_p90", "TPOT p90", "s", _latency("tpot", 1, 0.9)),
-    Measured("worst_gap_p90", "Worst gap p90", "s", _latency("worst_gap", 1, 0.9)),
-    Measured("e2e_p90", "End to end p90", "s", _latency("e2e", 1, 0.9)),
-    Measured("output_tps", "Output tokens/s", "", lambda cell: cell.output_tps, shared=True),
-    Measured("goodput_rps", "Goodput, requests/s", "", lambda cell: cell.goodput_rps, shared=True),
-    Measured("attainment", "Objective met", "%", lambda cell: cell.goodput_share, 100.0),
-    Measured("apc", "Prompt tokens from cache", "%", lambda cell: cell.apc, 100.0),
-)
+    Measured("ttft_p50", "TTFT p50", "s", _of("ttft_p50")),
+    Measured("ttft_p90", "TTFT p90", "s", _of("ttft_p90")),
+    Measured("tpot_p90", "TPOT p90", "s", _of("tpot_p90")),
+    Measured("worst_gap_p90", "Worst gap p90", "s", _of("worst_gap_p90")),
+    Measured("stretch_p90", "Session stretch p90", "×", _of("stretch_p90")),
+    Measured("throughput_output_tps", "Output tokens/s", "", _of("throughput_output_tps"),
+             shared=True),
+    Measured("goodput_rps", "Goodput, requests/s", "", _of("goodput_rps"), shared=True),
+    Measured("attainment", "Turns within the objective", "%", _of("attainment"), 100.0),
+    Measured("apc", "Prompt tokens from cache", "%", _of("apc"), 100.0),
+    Measured("recomputed_share", "Tokens recomputed", "%", _of("recomputed_share"), 100.0),
+)  # fmt: skip
 
 
 def curves(cells: Sequence[Cell]) -> list[tuple[str, Chart]]:
@@ -96,13 +101,10 @@ def _point(cell: Cell, measured: Measured, unit: str) -> Estimate:
     found = measured.of(cell)
     if found is None:
         return Estimate(_NAN, _NAN, _NAN, 0)
-    estimate = found if isinstance(found, Estimate) else Estimate(found, _NAN, _NAN, cell.n)
     factor = measured.factor
     if unit:
         factor *= per_unit(cell, 1.0, unit) or _NAN
-    return Estimate(
-        estimate.value * factor, estimate.low * factor, estimate.high * factor, estimate.n
-    )
+    return Estimate(found.value * factor, found.low * factor, found.high * factor, found.n)
 
 
 def pareto(cells: Sequence[Cell]) -> Chart | None:

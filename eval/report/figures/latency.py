@@ -99,8 +99,9 @@ def repeats_strip(cells: Sequence[Cell]) -> Chart:
     marks = []
     for i, cell in enumerate(cells):
         points = [
-            float(np.quantile(run.requests.loc[run.requests["ok"], "ttft_s"], 0.9))
+            float(np.quantile(answered, 0.9)) if len(answered) else _NAN
             for run in cell.runs
+            for answered in [run.requests.loc[run.requests["ok"], "ttft_s"]]
         ]
         marks.append(
             Dots(

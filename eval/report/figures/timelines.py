@@ -79,7 +79,8 @@ def sample_timeline(
 
 def running_requests(run: Run) -> tuple[list[float], list[float], list[float]]:
     """Times, requests sent but without a token, and requests decoding, as step functions."""
-    table = run.requests[run.requests["sent_s"].notna() & run.requests["finished_s"].notna()]
+    table = run.all_requests
+    table = table[table["sent_s"].notna() & table["finished_s"].notna()]
     if table.empty:
         return [], [], []
     first = table["first_token_s"].fillna(table["finished_s"])

@@ -6,17 +6,16 @@ import math
 
 from eval.compare import Comparison
 from eval.document import Section
-from eval.formatting import DASH, percent
-from eval.report.claims import TAGS, after_holm
+from eval.formatting import Entry, effect, effect_interval, percent
+from eval.report.claims import TAGS
 from eval.report.evidence import Evidence
-from eval.tables import CHANGE, COUNT, PERCENT, Column, tabulate
+from eval.tables import COUNT, PERCENT, Column, tabulate
 
 
 def section(evidence: Evidence) -> Section | None:
     """The table of all comparisons, with what to make of many of them."""
     if not evidence.comparisons:
         return None
-    kept = after_holm(evidence.comparisons)
 
     def floor(item: Comparison) -> str | None:
         return f"±{percent(item.noise_floor)}" if math.isfinite(item.noise_floor) else None
@@ -28,7 +27,15 @@ def section(evidence: Evidence) -> Section | None:
         Column("arm", "Arm", lambda item: item.arm),
         Column("baseline", "", lambda item: item.baseline),
         Column("measure", "Measure", lambda item: item.measure.label),
-        Column("ratio", "Change", lambda item: item.ratio, CHANGE),
+        Column(
+            "change",
+            "Change",
+            lambda item: Entry(effect(item.measure, item.effect.value)),
+            under=lambda item: effect_interval(item.measure, item.effect),
+        ),
+        Column("effect", "", lambda item: item.effect),
+        Column("in_points", "", lambda item: item.measure.in_points),
+        Column("primary", "", lambda item: item.primary),
         Column("noise_floor_words", "A/A noise floor", floor),
         Column("noise_floor", "", lambda item: item.noise_floor),
         Column("better_share", "Requests better", lambda item: item.better_share, PERCENT),
@@ -40,7 +47,7 @@ def section(evidence: Evidence) -> Section | None:
             tag=lambda item: TAGS[item.verdict],
         ),
         Column("p_value", "", lambda item: item.p_value),
-        Column("holds_after_holm", "Holds after Holm", lambda item: kept.get(id(item), DASH)),
+        Column("holds_after_holm", "Holds after Holm", lambda item: item.holds),
     )
     # One run an arm judges nothing: the table is there for whoever wants it.
     found = Section("comparison", "Arms compared on the same requests", folded=evidence.once)
@@ -51,12 +58,12 @@ def section(evidence: Evidence) -> Section | None:
         "of sessions and the spread between repeats; the noise floor is what two runs of the same "
         "arm reach. Better or worse is said only outside both."
     )
-    judged = [item for item in evidence.comparisons if math.isfinite(item.p_value)]
+    judged = [item for item in evidence.comparisons if item.holds is not None]
     if len(judged) > 1:
         expected = 0.05 * len(judged)
         found.text.append(
-            f"{len(judged)} comparisons were made: with no real difference anywhere, about "
-            f"{expected:.1f} would still look significant at 5 %. The last column keeps the chance "
-            "of any false one at 5 % (Holm)."
+            f"{len(judged)} comparisons are of primary measures: with no real difference anywhere, "
+            f"about {expected:.1f} would still look significant at 5 %. The last column keeps the "
+            "chance of any false one at 5 % (Holm)."
         )
     return found

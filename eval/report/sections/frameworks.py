@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from eval.compare import Comparison, Verdict
 from eval.document import Section
-from eval.formatting import Entry, change, change_interval
+from eval.formatting import Entry, effect, effect_interval
 from eval.report.claims import TAGS
 from eval.report.evidence import Evidence
 from eval.tables import Table, plain
 
-_SHOWN = ("ttft_p50", "ttft_p90", "tpot_p90", "e2e_p50", "e2e_p90", "apc")
+_SHOWN = (
+    "ttft_p50",
+    "ttft_p90",
+    "tpot_p90",
+    "worst_gap_p90",
+    "e2e_p90",
+    "throughput_output_tps_per_gpu",
+    "goodput_rps",
+    "apc",
+)
 
 
 def section(evidence: Evidence) -> Section | None:
@@ -28,8 +37,9 @@ def section(evidence: Evidence) -> Section | None:
     ]
     records = [
         {"sglang": item.arm, "vllm": item.baseline, "measure": item.measure.key}
-        | {"ratio": plain(item.ratio.value), "verdict": str(item.verdict)}
-        | {"ratio_low": plain(item.ratio.low), "ratio_high": plain(item.ratio.high)}
+        | {"effect": plain(item.effect.value), "in_points": item.measure.in_points}
+        | {"effect_low": plain(item.effect.low), "effect_high": plain(item.effect.high)}
+        | {"verdict": str(item.verdict)}
         for item in found
     ]
     table = Table(
@@ -51,8 +61,8 @@ def _entry(item: Comparison | None) -> Entry:
         return Entry("–")
     words = "" if item.verdict is Verdict.UNJUDGED else str(item.verdict)
     return Entry(
-        change(item.ratio.value),
-        change_interval(item.ratio),
+        effect(item.measure, item.effect.value),
+        effect_interval(item.measure, item.effect),
         TAGS[item.verdict],
         words.replace("no difference beyond noise", "within noise"),
     )

@@ -8,16 +8,19 @@ from dataclasses import replace
 
 from eval.compare import Comparison, Verdict
 from eval.document import Figure, Section
-from eval.formatting import Entry, change, number, percent, percent_entry, seconds
-from eval.metrics import QUANTILES, Cell
+from eval.formatting import DASH, Entry, effect, percent, seconds
+from eval.metrics import Cell
+from eval.outcomes import MEASURES, Measure
 from eval.report.arms import per_unit, share_unit
 from eval.report.claims import TAGS
 from eval.report.evidence import Evidence
 from eval.report.figures import latency
+from eval.stats import Estimate
 from eval.tables import (
     COUNT,
     NUMBER,
     PERCENT,
+    RATIO,
     SECONDS,
     Column,
     Table,
@@ -25,65 +28,61 @@ from eval.tables import (
     tabulate,
 )
 
+_FORMS = {"quantile": SECONDS, "sessions": SECONDS, "rate": NUMBER, "share": PERCENT}
 
-def _latency(name: str, index: int) -> Column[Cell]:
-    quantile = QUANTILES[index]
-    label = f"p{round(quantile * 100)}"
-    return Column(
-        f"{name}_{label}_s",
-        f"{name.upper()} {label}",
-        lambda cell: known_quantile(cell.latency[name][index], quantile),
-        SECONDS,
-    )
+
+def _column(measure: Measure) -> Column[Cell]:
+    """A compared measure of a cell; a quantile only where enough lies beyond it."""
+
+    def value(cell: Cell) -> Estimate | None:
+        found = cell.measures[measure.key]
+        return found if measure.quantile is None else known_quantile(found, measure.quantile)
+
+    form = RATIO if measure.column == "stretch" else _FORMS[measure.kind]
+    return Column(measure.key, measure.label, value, form)
 
 
 def _gaps(cell: Cell) -> Entry:
     p50, _, p99 = cell.latency["itl"]
-    return Entry(f"{seconds(p50.value)} / {seconds(p99.value)}")
+    return Entry(f"{seconds(p50.value)} / {seconds(p99.value)}" if p50.known else DASH)
 
 
-_COLUMNS: tuple[Column[Cell], ...] = (
-    *(_latency(name, i) for name in ("ttft", "tpot", "e2e") for i in range(len(QUANTILES))),
+def _steady(cell: Cell) -> str:
+    """The least steady of the cell's runs: not sustained, not assessed, steady."""
+    states = {str(found.state) for found in cell.steadiness}
+    return next((state for state in ("not sustained", "not assessed") if state in states), "steady")
+
+
+def _failures(cell: Cell) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in cell.errors.items())
+
+
+_FACTS: tuple[Column[Cell], ...] = (
+    Column("errors", "Errors", lambda cell: f"{sum(cell.errors.values())} of {cell.n}",
+           under=_failures),
     Column("itl_p50_p99", "ITL p50 / p99", _gaps),
-    Column("apc", "APC", lambda cell: cell.apc, PERCENT),
-    Column(
-        "errors",
-        "Errors",
-        lambda cell: Entry(f"{sum(cell.errors.values())} of {cell.n}"),
-        under=lambda cell: ", ".join(f"{n} {kind}" for kind, n in cell.errors.items()),
-    ),
-    Column("request_rps", "Requests / s", lambda cell: cell.request_rps, NUMBER),
-    Column("input_tps", "Input tokens / s", lambda cell: cell.input_tps, NUMBER),
-    Column("output_tps", "Output tokens / s", lambda cell: cell.output_tps, NUMBER),
-    Column(
-        "goodput_share",
-        "Goodput",
-        lambda cell: Entry(f"{percent(cell.goodput_share.value)}, {number(cell.goodput_rps)} / s"),
-        under=lambda cell: percent_entry(cell.goodput_share).interval,
-    ),
+    Column("input_tps", "Tokens prefilled / s", lambda cell: cell.input_tps),
+    Column("one_arrival_share", "Answers in one arrival", lambda cell: cell.one_arrival_share,
+           PERCENT),
+    Column("first_chunk_share", "Tokens in the first arrival", lambda cell: cell.first_chunk_share,
+           PERCENT),
+    Column("steady", "State", _steady),
     Column("runs", "Valid runs", lambda cell: len(cell.runs), COUNT),
-)
+)  # fmt: skip
 
 
 def columns(cells: Sequence[Cell]) -> tuple[Column[Cell], ...]:
-    """The measures of a cell; rates by GPU (or worker) too where every cell's number is known."""
-    unit = share_unit(cells)
-    if not unit:
-        return _COLUMNS
-    key = unit.lower()
-    return (
-        *_COLUMNS,
-        Column(
-            f"output_tps_per_{key}",
-            f"Output tokens / s a {unit}",
-            lambda cell: per_unit(cell, cell.output_tps, unit),
-        ),
-        Column(
-            f"goodput_rps_per_{key}",
-            f"Goodput / s a {unit}",
-            lambda cell: per_unit(cell, cell.goodput_rps, unit),
-        ),
+    """What is said of a cell: every compared measure, then facts; rates by worker too where there
+    is no GPU to divide by."""
+    measures = tuple(_column(measure) for measure in MEASURES)
+    if share_unit(cells) != "worker":
+        return (*measures, *_FACTS)
+    by_worker: Column[Cell] = Column(
+        "throughput_output_tps_per_worker",
+        "Output tokens/s a worker",
+        lambda cell: per_unit(cell, cell.output_tps, "worker"),
     )
+    return (*measures, by_worker, *_FACTS)
 
 
 def section(evidence: Evidence) -> Section | None:
@@ -106,6 +105,7 @@ def section(evidence: Evidence) -> Section | None:
     for metric, title in (
         ("ttft", "Time to first token"),
         ("tpot", "Time per output token"),
+        ("worst_gap", "Worst gap of an answer"),
         ("e2e", "End to end"),
     ):
         found.figures.append(
@@ -129,12 +129,12 @@ def headline(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Table:
     rows = []
     for column in measures:
         at = flat.columns.index(column.title)
-        key = column.key.removesuffix("_s")
         entries = [
-            _judged(row[at], by_key.get((key, cell.name)))
+            _judged(row[at], by_key.get((column.key, cell.name)))
             for cell, row in zip(cells, flat.rows, strict=True)
         ]
-        rows.append([Entry(column.title), *entries])
+        if any(entry.text != DASH for entry in entries):
+            rows.append([Entry(column.title), *entries])
     return Table(["", *(cell.name for cell in cells)], rows, stacked=True)
 
 
@@ -147,19 +147,17 @@ def cells_table(cells: Sequence[Cell]) -> Table:
         Column("requests", "", lambda cell: cell.n),
         Column("failed", "", lambda cell: sum(cell.errors.values())),
         Column("best_apc", "", lambda cell: cell.best_apc),
-        Column("goodput_rps", "", lambda cell: cell.goodput_rps),
-        Column("attainment", "", lambda cell: cell.goodput_share),
         Column("itl_p50_s", "", lambda cell: cell.latency["itl"][0].value),
     )
-    spoken = {"errors", "goodput_share", "itl_p50_p99"}
+    spoken = {"errors", "itl_p50_p99"}
     measures = [column for column in columns(cells) if column.key not in spoken]
     return tabulate("cells", cells, (*names, *measures))
 
 
 def _judged(entry: Entry, item: Comparison | None) -> Entry:
-    if item is None:
+    if item is None or entry.text == DASH:
         return entry
-    words = change(item.ratio.value)
+    words = effect(item.measure, item.effect.value)
     if item.verdict is Verdict.NONE:
         words += ", within noise"
     elif item.verdict is not Verdict.UNJUDGED:

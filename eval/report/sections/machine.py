@@ -6,6 +6,7 @@ from eval.document import Figure, Section
 from eval.machine import GIB, Use, machine_use, read_samples
 from eval.report.evidence import Evidence
 from eval.report.figures import timelines as figures
+from eval.report.sections.timelines import shown_cells
 from eval.tables import NUMBER, PERCENT, SIZE, Column, Format, tabulate
 
 _Row = tuple[str, Use]
@@ -36,11 +37,14 @@ _TIMELINES = (
 
 def section(evidence: Evidence) -> Section | None:
     """Means and maxima by process of each cell's first valid run, and their course."""
-    found = Section("machine", "CPU and GPU")
+    found = Section("machine", "CPU and GPU", folded=len(evidence.cells) > 4)
     rows: list[_Row] = []
+    drawn = {cell.name for _, cell in shown_cells(evidence.cells)}
     for i, cell in enumerate(evidence.cells):
         samples = read_samples(cell.runs[0])
         rows += [(cell.name, use) for use in machine_use(samples)]
+        if cell.name not in drawn:
+            continue
         for table, by, column, what, unit, factor in _TIMELINES:
             sampled = getattr(samples, table)
             figure = figures.sample_timeline(cell, sampled, by, column, what, unit, factor)

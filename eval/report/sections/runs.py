@@ -30,7 +30,7 @@ def _engine(run: Run) -> Entry:
 def _cold(run: Run) -> str:
     return ", ".join(
         f"{check.worker}: {check.cached_tokens:.0f} of {check.possible_tokens:.0f}"
-        for check in cold_checks(run.requests)
+        for check in cold_checks(run.all_requests)
     )
 
 

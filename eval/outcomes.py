@@ -1,0 +1,236 @@
+"""What became of a run's requests and sessions: good or not, how long, how much longer than alone.
+
+Owns the definition of a good turn under a stated SLO, of a session's completion and of every
+measure that arms are compared by, as what one run contributes to it. Knows tables of
+`eval.records`; not arms, noise or verdicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from eval.experiment import Slo
+from eval.records import Run
+from eval.stats import UNKNOWN, Array, Estimate, SessionBootstrap
+from eval.stretch import Alone
+
+LATENCY_QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A quantity that is compared: its name, which way is better, and what it is made of.
+
+    `kind`: a `quantile` of a column of requests, or of `sessions`; a `rate` (a sum over the
+    window's seconds), per GPU where `per_gpu`; or a `share`, compared in points, not as a ratio.
+    """
+
+    key: str
+    label: str
+    lower_is_better: bool
+    column: str
+    quantile: float | None = None
+    kind: Literal["quantile", "sessions", "rate", "share"] = "quantile"
+    per_gpu: bool = False
+
+    @property
+    def in_points(self) -> bool:
+        return self.kind == "share"
+
+
+_RATES = (
+    ("throughput_output_tps", "Output tokens / s", "window_tokens"),
+    ("requests_per_s", "Requests / s", "completed"),
+    ("goodput_rps", "Goodput", "good"),
+)
+MEASURES = (
+    *(
+        Measure(f"{name}_p{round(q * 100)}", f"{label} p{round(q * 100)}", True, column, q)
+        for name, label, column in (
+            ("ttft", "TTFT", "ttft_s"),
+            ("tpot", "TPOT", "tpot_s"),
+            ("worst_gap", "Worst gap", "worst_gap_s"),
+            ("e2e", "E2E", "e2e_s"),
+        )
+        for q in LATENCY_QUANTILES
+    ),
+    *(Measure(key, label, False, column, kind="rate") for key, label, column in _RATES),
+    *(
+        Measure(
+            f"{key}_per_gpu", f"{label} a GPU".replace(" / s", "/s"), False, column, None, "rate",
+            per_gpu=True,
+        )
+        for key, label, column in _RATES
+    ),
+    Measure("attainment", "Turns within the SLO", False, "good", kind="share"),
+    *(
+        Measure(
+            f"session_completion_p{round(q * 100)}",
+            f"Session completion p{round(q * 100)}",
+            True,
+            "completion_s",
+            q,
+            "sessions",
+        )
+        for q in (0.5, 0.9)
+    ),
+    Measure("stretch_p90", "Session stretch p90", True, "stretch", 0.9, "sessions"),
+    Measure("apc", "APC", False, "cached_tokens", kind="share"),
+    Measure("recomputed_share", "Tokens recomputed", True, "recomputed_tokens", kind="share"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one run contributes to a measure: values with their sessions, and what their sum is
+    over: other values (a share), seconds (a rate), or nothing (a quantile)."""
+
+    sessions: list[str]
+    values: Array
+    over: Array | float | None = None
+
+
+def new_tokens(requests: pd.DataFrame) -> pd.Series[float]:
+    """Tokens of each prompt that a cache without end would not hold; where that is not known, those
+    that the engine computed; else the whole prompt."""
+    prompt = requests["prompt_tokens"]
+    new: pd.Series[float] = (
+        (prompt - requests["best_cached_tokens"]).fillna(requests["new_tokens"]).fillna(prompt)
+    )
+    return new.clip(lower=0)
+
+
+def good(requests: pd.DataFrame, slo: Slo) -> npt.NDArray[np.bool_]:
+    """Which requests kept the SLO. A request whose tokens all came at once has no pace or gap to
+    keep; one that failed is never good."""
+    bound_s = slo.ttft_s + slo.ttft_s_per_new_token * new_tokens(requests)
+    kept = requests["ok"] & requests["ttft_s"].le(bound_s)
+    for column, most_s in (("tpot_s", slo.tpot_s), ("worst_gap_s", slo.worst_gap_s)):
+        kept &= requests[column].isna() | requests[column].le(most_s)
+    return kept.to_numpy(dtype=bool)
+
+
+def recomputed_tokens(requests: pd.DataFrame) -> pd.Series[float]:
+    """Tokens that a cache without end would have held and the engine computed; unknown where either
+    is, and never negative: an engine may also find the answer before, which a trace does not know.
+    """
+    best = requests["best_cached_tokens"].clip(upper=requests["prompt_tokens"])
+    return (best - requests["cached_tokens"]).clip(lower=0)
+
+
+def by_session(run: Run, alone: Alone | None = None) -> pd.DataFrame:
+    """One row a session and play: `conversation`, `completion_s`, `stretch`.
+
+    Completion: from when the first measured turn was due to the end of the last; unknown for a
+    session that the window cuts (it has turns before or after). Stretch: the same time (of measured
+    turns, cut or not) over what those turns would take alone, their think times as they were. A
+    session with a failed turn was never completed: both are infinite.
+    """
+    requests = run.requests[run.requests["scheduled_s"].notna()].sort_values("scheduled_s")
+    columns = ["conversation", "completion_s", "stretch"]
+    if requests.empty:
+        return pd.DataFrame({name: pd.Series(dtype=float) for name in columns})
+    outside = run.all_requests["phase"].isin(["warm_up", "drain"])
+    cut = set(run.all_requests.loc[outside, "session_id"])
+    sessions = requests.groupby("session_id", sort=True)
+    found = pd.DataFrame(
+        {
+            "conversation": sessions["conversation"].first(),
+            "took_s": sessions["finished_s"].max() - sessions["scheduled_s"].min(),
+            "failed": sessions["failed"].any(),
+            "known": sessions["ok"].sum() + sessions["failed"].sum() == sessions.size(),
+        }
+    )
+    took_s = found["took_s"].where(~found["failed"], np.inf).where(found["known"])
+    found["completion_s"] = took_s.where([name not in cut for name in found.index])
+    found["stretch"] = np.nan
+    if alone is not None:
+        before_s = sessions["finished_s"].shift(1)
+        think_s = (requests["scheduled_s"] - before_s).clip(lower=0).fillna(0.0)
+        alone_s = think_s + alone.service_s(requests)
+        total_s = alone_s.groupby(requests["session_id"]).sum(min_count=1)
+        # Of failed turns the service alone need not be known.
+        stretch = (took_s / total_s).where(~found["failed"], np.inf)
+        found["stretch"] = stretch.where(found["known"] & (total_s.gt(0) | found["failed"]))
+    return found[columns].reset_index(drop=True)
+
+
+def sample(
+    run: Run,
+    measure: Measure,
+    slo: Slo,
+    alone: Alone | None = None,
+    requests: frozenset[str] | None = None,
+) -> Sample:
+    """What `run` contributes to `measure`; from those of `requests` only where they are given and
+    the measure is of single requests."""
+    if measure.kind == "sessions":
+        table = by_session(run, alone)
+        known = table[table[measure.column].notna()]
+        return Sample(list(known["conversation"]), known[measure.column].to_numpy(dtype=float))
+    if measure.kind == "rate":
+        return _rate(run, measure, slo)
+    table = run.requests
+    if requests is not None:
+        table = table[table["request_id"].isin(requests)]
+    if measure.kind == "quantile":
+        known = table[table[measure.column].notna()]
+        return Sample(list(known["conversation"]), known[measure.column].to_numpy(dtype=float))
+    if measure.key == "attainment":
+        counted = table[table["ok"] | table["failed"]]
+        values = good(counted, slo).astype(float)
+        return Sample(list(counted["conversation"]), values, np.ones(len(counted)))
+    counted = table[table["ok"]]
+    tokens = (
+        recomputed_tokens(counted) if measure.key == "recomputed_share" else counted[measure.column]
+    )
+    counted, tokens = counted[tokens.notna()], tokens[tokens.notna()]
+    return Sample(
+        list(counted["conversation"]),
+        tokens.to_numpy(dtype=float),
+        counted["prompt_tokens"].to_numpy(dtype=float),
+    )
+
+
+def _rate(run: Run, measure: Measure, slo: Slo) -> Sample:
+    """A sum over the seconds in which it was made. Tokens and completed requests count where they
+    fell inside the window, whenever the request was scheduled; tokens of an answer that failed do
+    not. Goodput counts the requests scheduled inside the window."""
+    start_s, end_s = run.span_s
+    seconds = end_s - start_s
+    if measure.per_gpu:
+        seconds *= run.gpus if run.gpus is not None else float("nan")
+    if measure.column == "good":
+        table = run.requests
+        values = good(table, slo).astype(float)
+    else:
+        cancelled = run.all_requests["error_kind"].eq("cancelled")
+        table = run.all_requests[run.all_requests["ok"] | cancelled]
+        table = table[table["phase"].ne("prime")]
+        if measure.column == "completed":
+            inside = table["finished_s"].between(start_s, end_s)
+            values = (table["ok"] & (inside | (run.window is None))).to_numpy(dtype=float)
+        else:
+            values = table["window_tokens"].to_numpy(dtype=float)
+    return Sample(list(table["conversation"]), values, float(seconds))
+
+
+def estimate(boot: SessionBootstrap, samples: Sequence[Sample], measure: Measure) -> Estimate:
+    """The measure over all runs' samples together, with its interval."""
+    sessions = [name for part in samples for name in part.sessions]
+    values = np.concatenate([part.values for part in samples])
+    if measure.quantile is not None:
+        return boot.quantiles(sessions, values, [measure.quantile])[0]
+    over = [part.over for part in samples]
+    if measure.kind == "rate":
+        seconds = float(sum(part for part in over if isinstance(part, float)))
+        return boot.total(sessions, values, 1 / seconds) if seconds > 0 else UNKNOWN
+    return boot.ratio(
+        sessions, values, np.concatenate([part for part in over if isinstance(part, np.ndarray)])
+    )
