@@ -166,22 +166,30 @@ def report_command(
 )
 def import_command(
     file_format: Annotated[
-        str, typer.Argument(metavar="FORMAT", help="bench-serving (SGLang's) or aiperf.")
+        str,
+        typer.Argument(
+            metavar="FORMAT", help="bench-serving (SGLang's), aiperf, or replay (our own)."
+        ),
     ],
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="The tool's output file.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The tool's output file, or the replay's folder.")
+    ],
     arm: Annotated[str, typer.Option(help="The arm's name in reports.")],
     output: Annotated[Path, typer.Option(help="Folder for the runs, as of eval run.")],
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="How many GPUs the servers had, for figures a GPU.")
+    ] = None,
 ) -> None:
     """Turn another load generator's results into runs that eval report reads.
 
     bench-serving: sglang.bench_serving with --output-details, one run a line. aiperf:
-    profile_export.jsonl, one run a file.
+    profile_export.jsonl, one run a file. replay: a folder of deltaserve replay run.
     """
-    from eval.imports import FORMATS, import_file
+    from eval.imports import FORMATS, REPLAY, import_file
 
-    if file_format not in FORMATS:
-        raise InputError(f"format {file_format}: expected one of {', '.join(FORMATS)}")
-    for folder in import_file(source, file_format, arm, output):
+    if file_format not in (*FORMATS, REPLAY):
+        raise InputError(f"format {file_format}: expected one of {', '.join((*FORMATS, REPLAY))}")
+    for folder in import_file(source, file_format, arm, output, gpus):
         typer.echo(str(folder))
 
 

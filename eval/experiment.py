@@ -254,6 +254,12 @@ class Experiment(_Table):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{what}: the name {twice[0]!r} is used twice")
+        drawn = self.trace.synth or self.trace.prefixes or self.trace.sample
+        if "trace.seed" in self.analysis.vary and drawn is None:
+            raise ValueError(
+                "analysis.vary: trace.seed changes nothing of this trace; add trace.sample, or "
+                "vary replay.seed"
+            )
         if self.baseline is not None and self.baseline not in [arm.name for arm in self.arms]:
             raise ValueError(f"baseline: no arm is named {self.baseline!r}")
         known = [load.name for load in self.loads]
@@ -264,6 +270,22 @@ class Experiment(_Table):
             for name in self.loads_of(arm):
                 self.replay_of(arm, name)
         return self
+
+    def with_draw(self, repeat: int) -> Experiment:
+        """The experiment as round `repeat` (from 1) runs it: what `analysis.vary` names is drawn
+        anew, the same for every arm."""
+        shift = repeat - 1
+        changed: dict[str, Any] = {}
+        if "trace.seed" in self.analysis.vary:
+            drawn = {
+                name: part.model_copy(
+                    update={"seed": (self.seed if part.seed is None else part.seed) + shift}
+                )
+                for name in ("synth", "prefixes", "sample")
+                if (part := getattr(self.trace, name)) is not None
+            }
+            changed["trace"] = self.trace.model_copy(update=drawn)
+        return self.model_copy(update=changed) if changed and shift else self
 
     def loads_of(self, arm: Arm) -> list[str | None]:
         """The names of the loads that `arm` runs under; one None where the file names no loads."""
@@ -311,7 +333,8 @@ class PlannedRun:
 
     @property
     def digest(self) -> str:
-        """Changes when anything that the run measures changes."""
+        """Changes when a setting of the run changes. What the settings led to (the trace's content,
+        the vocabulary, the engine's version) is checked beside it: `eval.runner.is_complete`."""
         content = {
             "arm": self.arm.model_dump(exclude={"loads", "priority", "set"}),
             "load": self.load,
@@ -348,11 +371,20 @@ def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[Pla
         for repeat in range(1, experiment.repeats + 1):
             rng.shuffle(cells)
             runs += [
-                PlannedRun(arm, name, repeat, experiment.replay_of(arm, name), keys)
+                PlannedRun(arm, name, repeat, _drawn(experiment, arm, name, repeat), keys)
                 for arm, name, keys in cells
                 if not only or arm.name in only
             ]
     return runs
+
+
+def _drawn(experiment: Experiment, arm: Arm, load: str | None, repeat: int) -> Replay:
+    """The replay settings of a round: prompts of its own where `replay.seed` varies."""
+    replay = experiment.replay_of(arm, load)
+    if "replay.seed" not in experiment.analysis.vary:
+        return replay
+    first = experiment.seed if replay.seed is None else replay.seed
+    return replay.model_copy(update={"seed": first + repeat - 1})
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def identity_of(run: Run) -> Identity:
             vocab_size=_first(written.get("vocab_size"), arguments.get("vocab_size")),
             splice_outputs=_first(written.get("splice_outputs"), arguments.get("splice_outputs")),
             phases=(
-                f"start {window.start}, {window.length_s:.0f} s"
+                f"start {window.start}, {_length(window.asked_s)}"
                 + (", recycled" if window.recycle else "")
                 if window is not None
                 else "none"
@@ -119,6 +119,10 @@ def different_workload(one: Sequence[Run], two: Sequence[Run]) -> str | None:
                     "; ".join(found)
                 )
     return None
+
+
+def _length(asked_s: float | None) -> str:
+    return "as long as there is something to send" if asked_s is None else f"{asked_s:g} s"
 
 
 def _flat(value: Identity | Workload) -> dict[str, Any]:

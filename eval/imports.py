@@ -6,16 +6,20 @@ send times and no sessions, AIPerf no cached tokens and no token count a chunk.
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.experiment import Name, one_line
+from eval.import_replay import import_replay
 from launch.cache import make_folder
 from replay.readers.lines import objects
 from replay.results import RESULTS_FILE, ErrorInfo, ErrorKind, Result, ResultWriter
@@ -59,10 +63,15 @@ class Imported:
     duration_s: float
     timed: bool
     facts: dict[str, Any]
+    dataset: str | None = None
+    """Equal for runs that asked the same requests in the same order; None where that is unknown."""
 
 
-def import_file(source: Path, file_format: str, arm: str, output: Path) -> list[Path]:
-    """Writes each run in `source` as `output`/<arm>/r<k>; returns the folders.
+def import_file(
+    source: Path, file_format: str, arm: str, output: Path, gpus: int | None = None
+) -> list[Path]:
+    """Writes each run in `source` as `output`/<arm>/r<k>; returns the folders. `gpus` is how many
+    the servers had, for figures a GPU.
 
     Repeats are numbered on from those already there. Raises `InputError` naming file and line, or
     an `arm` that is no name of one.
@@ -71,16 +80,27 @@ def import_file(source: Path, file_format: str, arm: str, output: Path) -> list[
         TypeAdapter(Name).validate_python(arm)
     except ValidationError as error:
         raise InputError(f"--arm {arm}: {one_line(error, {})}") from None
+    if file_format == REPLAY:
+        if not (source / RESULTS_FILE).is_file():
+            raise InputError(
+                f"{source}: no {RESULTS_FILE} there; expected a folder of `replay run`"
+            )
+        make_folder(output)
+        folder, repeat = _next_folder(output, arm)
+        about = {"experiment": output.name, "arm": {"name": arm}, "repeat": repeat, "gpus": gpus}
+        try:
+            import_replay(source, folder, about)
+        except InputError:
+            shutil.rmtree(folder)
+            raise
+        return [folder]
     if not source.is_file():
         raise InputError(f"{source}: no such file")
     make_folder(output)
     folders = []
     # All of the file is read first: what is wrong with a later line leaves nothing behind.
     for run in list(FORMATS[file_format](source)):
-        repeat = 1
-        while (folder := output / arm / f"r{repeat}").exists():
-            repeat += 1
-        folder.mkdir(parents=True)
+        folder, repeat = _next_folder(output, arm)
         writer = ResultWriter(folder / RESULTS_FILE)
         for result in run.results:
             writer.write(result)
@@ -93,6 +113,8 @@ def import_file(source: Path, file_format: str, arm: str, output: Path) -> list[
                 "arm": {"name": arm},
                 "load": None,
                 "repeat": repeat,
+                "gpus": gpus,
+                "identity": {"trace_sha256": run.dataset},
                 "topology": {"model": str(run.facts.get("model", "unknown")), "device": "unknown"},
                 "versions": {"engines": {}},
                 "source": {"file": str(source.resolve()), "format": file_format},
@@ -104,6 +126,15 @@ def import_file(source: Path, file_format: str, arm: str, output: Path) -> list[
         )
         folders.append(folder)
     return folders
+
+
+def _next_folder(output: Path, arm: str) -> tuple[Path, int]:
+    """A new folder for the arm's next repeat, and its number."""
+    repeat = 1
+    while (folder := output / arm / f"r{repeat}").exists():
+        repeat += 1
+    folder.mkdir(parents=True)
+    return folder, repeat
 
 
 def read_bench_serving(source: Path) -> Iterator[Imported]:
@@ -151,7 +182,10 @@ def read_bench_serving(source: Path) -> Iterator[Imported]:
                 )
             )
         scalars = {k: v for k, v in record.items() if isinstance(v, str | int | float | bool)}
-        yield Imported(results, run.duration, timed=False, facts=scalars)
+        # Its requests have no names: only runs with the same lengths in the same order are of the
+        # same data set, and their requests comparable one by one.
+        lengths = hashlib.sha256(orjson.dumps(run.input_lens)).hexdigest()
+        yield Imported(results, run.duration, timed=False, facts=scalars, dataset=lengths)
 
 
 def read_aiperf(source: Path) -> Iterator[Imported]:
@@ -238,6 +272,7 @@ def _metric(record: dict[str, Any], *names: str) -> float | None:
     return None
 
 
+REPLAY = "replay"
 FORMATS: dict[str, Callable[[Path], Iterator[Imported]]] = {
     "bench-serving": read_bench_serving,
     "aiperf": read_aiperf,

@@ -124,8 +124,9 @@ def recomputed_tokens(requests: pd.DataFrame) -> pd.Series[float]:
     return (best - requests["cached_tokens"]).clip(lower=0)
 
 
-def by_session(run: Run, alone: Alone | None = None) -> pd.DataFrame:
-    """One row a session and play: `conversation`, `completion_s`, `stretch`.
+def by_session(run: Run, alone: Alone | None = None, slo: Slo | None = None) -> pd.DataFrame:
+    """One row a session and play: `conversation`, `turns` (measured, but for the client's own
+    faults), `met` (those of them that kept the SLO), `completion_s`, `stretch`.
 
     Completion: from when the first measured turn was due to the end of the last; unknown for a
     session that the window cuts (it has turns before or after). Stretch: the same time (of measured
@@ -133,22 +134,25 @@ def by_session(run: Run, alone: Alone | None = None) -> pd.DataFrame:
     session with a failed turn was never completed: both are infinite.
     """
     requests = run.requests[run.requests["scheduled_s"].notna()].sort_values("scheduled_s")
-    columns = ["conversation", "completion_s", "stretch"]
+    columns = ["conversation", "turns", "met", "completion_s", "stretch"]
     if requests.empty:
         return pd.DataFrame({name: pd.Series(dtype=float) for name in columns})
     outside = run.all_requests["phase"].isin(["warm_up", "drain"])
     cut = set(run.all_requests.loc[outside, "session_id"])
+    requests = requests.assign(met=good(requests, slo or Slo()))
     sessions = requests.groupby("session_id", sort=True)
     found = pd.DataFrame(
         {
             "conversation": sessions["conversation"].first(),
             "took_s": sessions["finished_s"].max() - sessions["scheduled_s"].min(),
             "failed": sessions["failed"].any(),
-            "known": sessions["ok"].sum() + sessions["failed"].sum() == sessions.size(),
+            "turns": sessions["ok"].sum() + sessions["failed"].sum(),
+            "met": sessions["met"].sum(),
         }
     )
+    found["known"] = found["turns"] == sessions.size()
     took_s = found["took_s"].where(~found["failed"], np.inf).where(found["known"])
-    found["completion_s"] = took_s.where([name not in cut for name in found.index])
+    found["completion_s"] = took_s.where(~found.index.isin(list(cut)))
     found["stretch"] = np.nan
     if alone is not None:
         before_s = sessions["finished_s"].shift(1)
@@ -184,8 +188,11 @@ def sample(
         return Sample(list(known["conversation"]), known[measure.column].to_numpy(dtype=float))
     if measure.key == "attainment":
         counted = table[table["ok"] | table["failed"]]
-        values = good(counted, slo).astype(float)
-        return Sample(list(counted["conversation"]), values, np.ones(len(counted)))
+        return Sample(
+            list(counted["conversation"]),
+            np.asarray(good(counted, slo), dtype=np.float64),
+            np.ones(len(counted)),
+        )
     counted = table[table["ok"]]
     tokens = (
         recomputed_tokens(counted) if measure.key == "recomputed_share" else counted[measure.column]
@@ -206,18 +213,20 @@ def _rate(run: Run, measure: Measure, slo: Slo) -> Sample:
     seconds = end_s - start_s
     if measure.per_gpu:
         seconds *= run.gpus if run.gpus is not None else float("nan")
+    values: Array
     if measure.column == "good":
         table = run.requests
-        values = good(table, slo).astype(float)
+        values = np.asarray(good(table, slo), dtype=np.float64)
     else:
         cancelled = run.all_requests["error_kind"].eq("cancelled")
         table = run.all_requests[run.all_requests["ok"] | cancelled]
         table = table[table["phase"].ne("prime")]
         if measure.column == "completed":
             inside = table["finished_s"].between(start_s, end_s)
-            values = (table["ok"] & (inside | (run.window is None))).to_numpy(dtype=float)
+            done = table["ok"] & (inside | (run.window is None))
+            values = np.asarray(done, dtype=np.float64)
         else:
-            values = table["window_tokens"].to_numpy(dtype=float)
+            values = np.asarray(table["window_tokens"], dtype=np.float64)
     return Sample(list(table["conversation"]), values, float(seconds))
 
 

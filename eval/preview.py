@@ -34,14 +34,18 @@ def preview(
     engine, the trace) is said.
     """
     runs = plan_runs(experiment, only)
-    topologies = load_topologies(site, experiment, runs)
+    topologies = load_topologies(site, experiment, plan_runs(experiment))
+    rounds = range(1, experiment.repeats + 1)
+    for trace in dict.fromkeys(planned_trace(experiment.with_draw(r), output) for r in rounds):
+        if not trace.is_file():
+            made = "missing" if experiment.trace.path is not None else "made at the start"
+            yield f"# trace: {trace} ({made})"
     trace = planned_trace(experiment, output)
-    if not trace.is_file():
-        made = "missing" if experiment.trace.path is not None else "made at the start"
-        yield f"# trace: {trace} ({made})"
     vocab_size = shared_vocab(site, topologies.values())
     cells = {run.cell: run for run in reversed(runs)}
     for cell, topology in topologies.items():
+        if cell not in cells:
+            continue
         yield f"# {cell}"
         yield from _commands(cells[cell], topology, trace, output, site, vocab_size)
     yield from _schedule(experiment, runs, output)

@@ -147,6 +147,8 @@ class Window:
     end_s: float
     start: str = "cold"
     recycle: bool = False
+    asked_s: float | None = None
+    """How long it was to last; None: until nothing was left to send."""
 
     @property
     def length_s(self) -> float:
@@ -278,13 +280,18 @@ def read_run(folder: Path) -> Run:
         raise InputError(f"{manifest_path}: {one_line(error, manifest)}") from None
     results = read_results(folder) if (folder / RESULTS_FILE).is_file() else []
     trace = _read_trace(folder)
-    window = _read_window(folder)
+    window = _read_window(folder, results)
     decisions, broken_lines = read_json_lines(folder / "decisions.jsonl")
     table = request_table(results)
     table["window_tokens"] = _tokens_within(results, window)
     table = _join_decisions(table, decision_table(decisions))
     if trace is not None:
-        known = table["request_id"].map(trace.best_cached_tokens).astype(float)
+        # In a later play of a session the trace's ids have the play's number behind them.
+        names = [
+            name.removesuffix(f"#{play}") if play else name
+            for name, play in zip(table["request_id"], table["play"], strict=True)
+        ]
+        known = pd.Series(names, index=table.index).map(trace.best_cached_tokens).astype(float)
         table["best_cached_tokens"] = table["best_cached_tokens"].fillna(known)
     possible = {} if trace is None else trace.possible_cached_tokens
     table["possible_cached_tokens"] = table["request_id"].map(possible).astype(float)
@@ -438,18 +445,22 @@ def _tokens_within(results: Sequence[Result], window: Window | None) -> list[flo
     return found
 
 
-def _read_window(folder: Path) -> Window | None:
+def _read_window(folder: Path, results: Sequence[Result]) -> Window | None:
     path = folder / PHASES_FILE
     if not path.is_file():
         return None
     try:
         phases = orjson.loads(path.read_bytes())
         start_s = float(phases["window_start_s"])
-        end_s = phases.get("window_end_s")
+        end_s, asked_s = phases.get("window_end_s"), phases.get("measure_s")
+        if end_s is None:
+            # A run that was killed inside its window has no end of it yet.
+            ended_s = [result.finished_s for result in results if result.finished_s is not None]
+            end_s = max(ended_s, default=start_s) if asked_s is None else start_s + float(asked_s)
         window = Window(
             start_s=start_s,
-            # A run that was killed inside its window has no end of it yet.
-            end_s=start_s + float(phases["measure_s"]) if end_s is None else float(end_s),
+            end_s=float(end_s),
+            asked_s=None if asked_s is None else float(asked_s),
             start=str(phases.get("start", "cold")),
             recycle=bool(phases.get("recycle", False)),
         )

@@ -19,9 +19,11 @@ from typing import Any, Protocol
 
 import orjson
 
+import deltaserve
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.experiment import Experiment, PlannedRun, Replay, plan_runs
+from eval.identity import engine_words
 from eval.progress import Progress
 from eval.records import TraceFacts, read_run
 from eval.secrets import without_secrets
@@ -37,6 +39,7 @@ from eval.traces import (
 from eval.validity import cold_checks, violations
 from launch.cache import make_folder
 from launch.supervised import Supervised
+from replay.trace import digest
 
 _LOOK_EVERY_S = 0.25
 
@@ -52,6 +55,8 @@ class Fleet(Protocol):
     def engine_versions(self) -> Mapping[str, str]: ...
     @property
     def timings(self) -> Mapping[str, float]: ...
+    def check(self) -> None:
+        """Raises when a process of the fleet has died since it was started."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class Site:
     """How fleets are made here.
 
     `load` makes a topology from a name and overrides, and `check` raises `InputError` for one that
-    cannot be started here; `vocab_size` is of its model, None where unknown.
+    cannot be started here; `vocab_size` is of its model, None where unknown; `engine` the versions
+    of the engine that it would start, empty where that is known only once it runs.
     """
 
     load: Callable[[str, list[str]], Any]
@@ -70,6 +76,7 @@ class Site:
     end: Callable[[Path], int]
     replay: Sequence[str] = (*DELTASERVE, "replay", "run")
     clock: Callable[[], float] = time.monotonic
+    engine: Callable[[Any], Mapping[str, str]] = lambda _topology: {}
 
 
 def launch_site() -> Site:
@@ -101,6 +108,7 @@ def launch_site() -> Site:
         describe=lambda topology: topology.model_dump(mode="json"),
         vocab_size=vocab_size,
         end=lambda folder: down(folder) if (folder / "fleet.json").is_file() else 0,
+        engine=lambda topology: launch.plan(topology, Path()).engine.versions,
     )
 
 
@@ -154,13 +162,27 @@ def run_experiment(
     fleet and propagates; the interrupted run is redone next time.
     """
     runs = plan_runs(experiment, only)
-    topologies = load_topologies(site, experiment, runs)
-    for topology in topologies.values():
-        site.check(topology)
+    topologies = load_topologies(site, experiment, plan_runs(experiment))
+    cells = {run.cell for run in runs}
+    for cell in cells:
+        site.check(topologies[cell])
+    engines = {cell: site.engine(topologies[cell]) for cell in cells}
+    # Of all arms, those left out with `only` as well: their prompts must be the same ones.
     vocab_size = shared_vocab(site, topologies.values())
     make_folder(output)
-    todo = [run for run in runs if not is_complete(output / run.folder, run)]
-    trace = prepare_trace(experiment, output)
+    traces = {
+        repeat: prepare_trace(experiment.with_draw(repeat), output)
+        for repeat in sorted({run.repeat for run in runs})
+    }
+    todo = [
+        run
+        for run in runs
+        if not is_complete(
+            output / run.folder,
+            run,
+            identity(run, traces[run.repeat], vocab_size, engines[run.cell]),
+        )
+    ]
     (output / "experiment.json").write_bytes(
         orjson.dumps(
             without_secrets({"experiment": experiment.model_dump(), "source": dict(source)}),
@@ -192,7 +214,7 @@ def run_experiment(
             run,
             experiment,
             output,
-            trace,
+            traces[run.repeat],
             topologies[run.cell],
             site=site,
             source=source,
@@ -246,6 +268,7 @@ def _execute(
     manifest: dict[str, Any] = {
         "state": "running",
         "digest": run.digest,
+        "identity": identity(run, trace, vocab_size, {}),
         "experiment": experiment.name,
         "source": dict(source),
         "arm": run.arm.model_dump(),
@@ -262,6 +285,7 @@ def _execute(
         "length_scale": facts.length_scale,
         "slo": experiment.slo.model_dump(),
         "validity": experiment.validity.model_dump(),
+        "analysis": experiment.analysis.model_dump(),
         "hardware": provenance.hardware(),
         "versions": provenance.versions(),
         "git": provenance.git(),
@@ -275,6 +299,7 @@ def _execute(
             manifest["timings"]["fleet_up_s"] = time.monotonic() - began_s
             manifest["timings"]["fleet"] = dict(fleet.timings)
             manifest["versions"]["engines"] = dict(fleet.engine_versions)
+            manifest["identity"] = identity(run, trace, vocab_size, fleet.engine_versions)
             manifest["workers"] = [_plain(worker) for worker in fleet.workers]
             if fleet.router_url is None:
                 raise InputError(f"{run.arm.topology}: has no router")
@@ -282,7 +307,7 @@ def _execute(
             manifest["replay_command"] = command
             provenance.write_manifest(folder, manifest)
             replay_began_s = time.monotonic()
-            failure = _replay(command, folder, facts.planned, progress)
+            failure = _replay(command, folder, facts.planned, progress, fleet.check)
             manifest["timings"]["replay_s"] = time.monotonic() - replay_began_s
             down_began_s = time.monotonic()
         manifest["timings"]["fleet_down_s"] = time.monotonic() - down_began_s
@@ -355,8 +380,18 @@ def shared_vocab(site: Site, topologies: Iterable[Any]) -> int | None:
     return min(sizes, default=None)
 
 
-def _replay(command: list[str], folder: Path, planned: int, progress: Progress) -> str | None:
-    """Runs the replay; None, or why it failed. It ends with this process, whatever ends that."""
+def _replay(
+    command: list[str],
+    folder: Path,
+    planned: int,
+    progress: Progress,
+    check_fleet: Callable[[], None],
+) -> str | None:
+    """Runs the replay; None, or why it failed. It ends with this process, whatever ends that.
+
+    `check_fleet` raises when a process of the fleet has died: it is asked all the while and once
+    more at the end, for a run on seven of eight workers measured something else than its arm.
+    """
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     log_path = logs / "replay.log"
@@ -364,10 +399,12 @@ def _replay(command: list[str], folder: Path, planned: int, progress: Progress) 
     process = Supervised(command, os.environ, log_path, Path.cwd())
     try:
         while (status := process.exit_status()) is None:
+            check_fleet()
             progress.count("replaying", results.count(), planned)
             time.sleep(_LOOK_EVERY_S)
     finally:
         process.stop()
+    check_fleet()
     done = results.count()
     progress.count("replayed", done, planned)
     if status == 0:
@@ -379,8 +416,23 @@ def _replay(command: list[str], folder: Path, planned: int, progress: Progress) 
     return f"the replay exited with {status}: {last or 'see logs/replay.log'}"
 
 
-def is_complete(folder: Path, run: PlannedRun) -> bool:
-    """Whether `folder` holds the finished run; `InputError` where it was one of other settings."""
+def identity(
+    run: PlannedRun, trace: Path, vocab_size: int | None, engine: Mapping[str, str]
+) -> dict[str, Any]:
+    """What the run is a run of, beside its settings: goes into its manifest."""
+    return {
+        "trace_sha256": digest(trace),
+        "seed": run.replay.seed,
+        "vocab_size": run.replay.vocab_size or vocab_size,
+        "splice_outputs": run.replay.splice_outputs,
+        "engine": engine_words(engine),
+        "deltaserve": deltaserve.__version__,
+    }
+
+
+def is_complete(folder: Path, run: PlannedRun, expected: Mapping[str, Any] | None = None) -> bool:
+    """Whether `folder` holds the finished run; `InputError` where it was one of other settings, or
+    its identity, as far as both say, is not what is `expected` now."""
     manifest = provenance.read_manifest(folder)
     if manifest is None or manifest.get("state") != "complete":
         return False
@@ -389,6 +441,13 @@ def is_complete(folder: Path, run: PlannedRun) -> bool:
             f"{folder}: holds a finished run with other settings than {run.cell} has now; "
             "choose another --output, or remove that folder"
         )
+    was = manifest.get("identity") or {}
+    for name, value in (expected or {}).items():
+        if value is not None and was.get(name) is not None and was[name] != value:
+            raise InputError(
+                f"{folder}: holds a finished run with {name.replace('_', ' ')} {was[name]}, which "
+                f"is {value} now; choose another --output, or remove that folder"
+            )
     return True
 
 

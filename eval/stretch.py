@@ -31,8 +31,10 @@ class Curve:
         """Seconds for each number of tokens; NaN where that is unknown or the curve is empty."""
         if not len(self.tokens):
             return pd.Series(np.nan, index=tokens.index)
-        found = pd.Series(np.interp(tokens, self.tokens, self.seconds), index=tokens.index)
-        return found.where(tokens.notna())
+        at: pd.Series[float] = pd.Series(
+            np.interp(tokens, self.tokens, self.seconds), index=tokens.index, dtype=float
+        )
+        return at.where(tokens.notna())
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def alone_from(runs: Sequence[Run]) -> Alone | None:
     measured_s: dict[str, float] = {}
     if single:
         took_s = table["finished_s"] - table["sent_s"]
-        measured_s = took_s.groupby(table["request_id"]).median().to_dict()
+        medians = took_s.groupby(table["request_id"]).median()
+        measured_s = {str(name): float(value) for name, value in medians.items()}
     return Alone(
         source=(
             f"measured at one session in flight ({len(table)} requests)"
@@ -109,5 +112,5 @@ def _curve(tokens: pd.Series[float], seconds: pd.Series[float], quantile: float)
     bins = min(_MOST_BINS, len(x) // _LEAST_IN_BIN) or min(1, len(x))
     parts = [part for part in np.array_split(order, bins) if len(part)] if bins else []
     middles = np.array([np.median(x[part]) for part in parts])
-    values = np.array([quantile_points(y[part], [quantile])[0] for part in parts])
+    values = np.array([quantile_points(np.asarray(y[part]), [quantile])[0] for part in parts])
     return Curve(middles, np.maximum.accumulate(values) if len(values) else values)

@@ -31,6 +31,7 @@ ErrorKind = Literal[
 Phase = Literal["prime", "warm_up", "measure", "drain"]
 RESULTS_FILE = "requests.jsonl"
 _TAIL_BYTES = 1 << 16
+_LINE_BEGIN = b'{"request_id":'
 REPLAY_FILE = "replay.json"
 
 
@@ -47,9 +48,10 @@ class Result(BaseModel):
     `scheduled_s` is when the request was due: its time in the trace (`trace_s`), or when its
     parent's answer ended (closed loop: plus think time) if that is later. `sent_s - scheduled_s` is
     the client's own lateness. `arrivals` holds the time of each chunk and the tokens received so
-    far. `phase` says which part of the run the request was scheduled in, `play` which replay of its
-    session it belongs to (from 0), `best_cached_tokens` what a cache that never evicts would hold
-    of its prompt, where the replayer knew.
+    far. `phase` is that of a run with phases (else all are measured), `play` how often the session
+    was begun before, `best_cached_tokens` what an endless cache would have held of this prompt.
+    `counted_by` is "chunks" where the server does not say how many tokens a chunk holds: then each
+    chunk of text counts as one in `arrivals`.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -66,6 +68,7 @@ class Result(BaseModel):
     finished_s: float | None = None
     arrivals: list[tuple[float, int]] = []
     output_tokens: int = 0
+    counted_by: Literal["usage", "chunks"] = "usage"
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_ids: list[int] | None = None
@@ -121,19 +124,31 @@ def worst_gap_s(arrivals: Sequence[tuple[float, int]]) -> float | None:
 
 class ResultWriter:
     """Appends results to a file, each with one write, so that a kill leaves whole lines (but for
-    the last). Several processes may append to one file."""
+    the last). Several processes may append to one file. Raises `InputError` where the file cannot
+    be written, and after that for every result: a line is written whole or not at all."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._path = path
+        self._failed: str | None = None
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
     def write(self, result: Result) -> None:
+        if self._failed:
+            raise InputError(self._failed)
         # The fields as they are: pydantic's own dump would copy every arrival.
         record = result.__dict__ | {"error": result.error.__dict__ if result.error else None}
         if result.output_ids is None:
             del record["output_ids"]
         line = memoryview(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-        while line:
-            line = line[os.write(self._descriptor, line) :]
+        try:
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+        except OSError as error:
+            self._failed = f"{self._path}: cannot be written: {error.strerror}"
+            raise InputError(self._failed) from None
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -143,8 +158,8 @@ def iter_results(path: Path) -> Iterator[Result]:
     """Results of a `requests.jsonl` (or of the folder that holds it), in the order they finished; a
     resumed run may have two of one request.
 
-    A torn last line, as a kill leaves it, is dropped; any other broken line is an error that names
-    it.
+    A torn last line, as a kill leaves it, is dropped, and so is the torn beginning that a process
+    on a full disk leaves before another's line; any other broken line is an error that names it.
     """
     file = path / RESULTS_FILE if path.is_dir() else path
     try:
@@ -157,18 +172,22 @@ def iter_results(path: Path) -> Iterator[Result]:
 
 
 def read_results(path: Path) -> list[Result]:
-    """All of `iter_results`; of two results for one request of one play the later counts."""
-    results: dict[tuple[str, int, bool], Result] = {}
+    """All of `iter_results`; of two results for one request the later counts."""
+    results: dict[str, Result] = {}
     for result in iter_results(path):
-        key = (result.request_id, result.play, result.phase == "prime")
-        results.pop(key, None)
-        results[key] = result
+        results.pop(result.request_id, None)
+        results[result.request_id] = result
     return list(results.values())
 
 
 def _parse(line: bytes, place: str) -> Result:
+    whole = line[max(0, line.rfind(_LINE_BEGIN)) :]
     try:
-        return Result.model_validate(orjson.loads(line))
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            record = orjson.loads(whole)
+        return Result.model_validate(record)
     except orjson.JSONDecodeError as error:
         raise InputError(f"{place}: expected one JSON object a line: {error}") from None
     except ValidationError as error:

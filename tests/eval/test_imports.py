@@ -9,6 +9,8 @@ import pytest
 from deltaserve.errors import InputError
 from eval.imports import import_file
 from eval.report import find_runs, gather, write_report
+from replay.results import Result, ResultWriter
+from replay.trace import digest, read_trace
 
 SERVING = {
     "backend": "sglang",
@@ -106,6 +108,100 @@ def test_imported_and_own_runs_make_one_report(tmp_path: Path) -> None:
     markdown = write_report(evidence, tmp_path / "report")[1].read_text()
     assert "hardware that was not recorded" in markdown
     assert "| one |" in markdown
+
+
+def test_bench_serving_runs_of_other_lengths_are_not_compared(tmp_path: Path) -> None:
+    """Their requests are told apart by position alone."""
+    clean = SERVING | {"errors": ["", "", ""], "ttfts": [0.5, 1.0, 2.0]}
+    for arm, lengths in (("one", [100, 200, 300]), ("two", [300, 200, 100])):
+        source = tmp_path / f"{arm}.jsonl"
+        source.write_text((json.dumps(clean | {"input_lens": lengths}) + "\n") * 2)
+        import_file(source, "bench-serving", arm, tmp_path / "out")
+    evidence = gather(find_runs([tmp_path / "out"]), draws=50)
+    assert {item.requests for item in evidence.comparisons} == {0}
+    assert all("were asked different things" in (c.reason or "") for c in evidence.comparisons)
+
+
+def replayed(folder: Path, trace: Path, **record: object) -> Path:
+    """A folder as `replay run` leaves it."""
+    folder.mkdir()
+    writer = ResultWriter(folder / "requests.jsonl")
+    for number, request in enumerate(read_trace(trace)):
+        at_s = float(number)
+        writer.write(
+            Result(
+                request_id=request.request_id,
+                session_id=request.session_id,
+                turn=request.turn,
+                input_length=request.input_length,
+                output_length=8,
+                scheduled_s=at_s,
+                sent_s=at_s,
+                first_token_s=at_s + 0.5,
+                finished_s=at_s + 0.9,
+                arrivals=[(at_s + 0.5, 1), (at_s + 0.9, 8)],
+                output_tokens=8,
+                prompt_tokens=request.input_length,
+                cached_tokens=0,
+            )
+        )
+    writer.close()
+    whole = {
+        "arguments": {"seed": 0, "vocab_size": 1000, "mode": "open", "length_scale": 1.0},
+        "trace": {"path": str(trace), "sha256": digest(trace)},
+        "versions": {"deltaserve": "0.1.0"},
+        "clock": {"unix_origin_s": 0.0},
+        "summary": {"duration_s": 12.0},
+    }
+    (folder / "replay.json").write_text(json.dumps(whole | record))
+    return folder
+
+
+def test_a_folder_of_replay_run_is_a_run_with_its_trace_and_gpus(
+    tmp_path: Path, small_trace: Path
+) -> None:
+    source = replayed(tmp_path / "mine", small_trace)
+    out = tmp_path / "out"
+    folders = [
+        *import_file(source, "replay", "mine", out, gpus=2),
+        *import_file(source, "replay", "mine", out, gpus=2),
+        *import_file(source, "replay", "yours", out, gpus=4),
+    ]
+    assert [f"{folder.parent.name}/{folder.name}" for folder in folders] == [
+        "mine/r1", "mine/r2", "yours/r1",
+    ]  # fmt: skip
+    evidence = gather(find_runs([out]), draws=50)
+    assert evidence.excluded == []
+    cell = evidence.cells[0]
+    assert (cell.n, cell.gpus) == (24, 2)
+    assert cell.requests["best_cached_tokens"].notna().all()
+    rate = cell.measures["requests_per_s"].value
+    assert rate == pytest.approx(12 / 11.9)
+    assert cell.measures["requests_per_s_per_gpu"].value == pytest.approx(rate / 2)
+    markdown = write_report(evidence, tmp_path / "report")[1].read_text()
+    assert "| mine |" in markdown
+
+
+def test_a_replay_that_was_not_finished_is_said_to_be(tmp_path: Path, small_trace: Path) -> None:
+    source = replayed(tmp_path / "mine", small_trace)
+    record = json.loads((source / "replay.json").read_text())
+    del record["summary"]
+    (source / "replay.json").write_text(json.dumps(record))
+    import_file(source, "replay", "mine", tmp_path / "out")
+    (_, found) = gather(find_runs([tmp_path / "out"]), draws=50).excluded[0]
+    assert found[0].detail == "the replay was not finished (replay.json: no summary)"
+
+
+def test_a_folder_of_something_else_is_answered_in_one_line(
+    tmp_path: Path, small_trace: Path
+) -> None:
+    with pytest.raises(InputError, match=r"no requests\.jsonl there; expected a folder of"):
+        import_file(tmp_path, "replay", "a", tmp_path / "out")
+    source = replayed(tmp_path / "mine", small_trace)
+    (source / "replay.json").write_text("{}")
+    with pytest.raises(InputError, match=r"replay\.json: not what replay run writes there"):
+        import_file(source, "replay", "a", tmp_path / "out")
+    assert not list((tmp_path / "out" / "a").iterdir())
 
 
 @pytest.mark.parametrize(

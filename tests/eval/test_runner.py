@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rich.console import Console
 
 from deltaserve.errors import InputError
 from eval.experiment import (
+    Analysis,
     Excerpt,
     Experiment,
     Prefixes,
@@ -70,6 +71,11 @@ class FakeFleet:
     workers: Sequence[Any] = ("w0",)
     engine_versions: dict[str, str] = field(default_factory=lambda: {"madeengine": "1.2.3"})
     timings: dict[str, float] = field(default_factory=lambda: {"start_s": 0.0})
+    dies_when: Callable[[], bool] = lambda: False
+
+    def check(self) -> None:
+        if self.dies_when():
+            raise RuntimeError("worker w0 died (SIGKILL); the end of w0.log:\n one\n two")
 
 
 @dataclass
@@ -77,6 +83,7 @@ class FakeSite:
     """Fleets that are nothing; remembers which were up, and refuses those in `broken`."""
 
     broken: set[str] = field(default_factory=set)
+    dying: set[str] = field(default_factory=set)
     up: list[str] = field(default_factory=list)
     down: list[str] = field(default_factory=list)
     run_s: float = 0.0
@@ -102,7 +109,9 @@ class FakeSite:
                 raise RuntimeError("worker w0 died; the end of w0.log:\n one\n two")
             self.up.append(f"{folder.parent.name}/{folder.name}")
             try:
-                yield FakeFleet()
+                hangs = folder / "hanging"
+                dies = hangs.is_file if topology["name"] in self.dying else lambda: False
+                yield FakeFleet(dies_when=dies)
             finally:
                 self.now_s += self.run_s
                 self.down.append(f"{folder.parent.name}/{folder.name}")
@@ -252,6 +261,100 @@ def test_a_fleet_that_does_not_come_up_fails_its_run_in_one_line(
     assert sorted(summary.failed) == ["one/r1", "one/r2"]
     reason = manifest(output, "one/r1")["reason"]
     assert reason == "RuntimeError: worker w0 died; the end of w0.log"
+
+
+def test_a_worker_that_dies_during_the_load_fails_the_run_at_once(
+    experiment: Experiment, tmp_path: Path, small_trace: Path
+) -> None:
+    """The replay would go on for a minute without it."""
+    (small_trace.parent / "behave.json").write_text('{"two": "hang"}')
+    output = tmp_path / "out"
+    began_s = time.monotonic()
+    summary, said = execute(experiment, output, FakeSite(dying={"t-two"}))
+    assert time.monotonic() - began_s < 30
+    assert sorted(summary.failed) == ["two/r1", "two/r2"]
+    found = manifest(output, "two/r1")
+    assert found["reason"] == "RuntimeError: worker w0 died (SIGKILL); the end of w0.log"
+    assert found["results"] == 3
+    assert found["violations"][0]["rule"] == "failed"
+    assert "two/r1: failed: RuntimeError: worker w0 died (SIGKILL)" in said
+    assert not any(str(output / "two").encode() in command for command in commands_running())
+
+
+def test_a_worker_that_died_at_the_very_end_of_the_load_is_noticed(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    """Its last answers came, so the replay itself ended well."""
+    looks: list[int] = []
+
+    def replayed() -> bool:
+        looks.append(1)
+        return any((tmp_path / "out").glob("*/*/requests.jsonl")) and all(
+            path.read_bytes().count(b"\n") == 12
+            for path in (tmp_path / "out").glob("*/*/requests.jsonl")
+        )
+
+    site = FakeSite().site()
+
+    @contextlib.contextmanager
+    def fleet(topology: Any, folder: Path, say: Any) -> Iterator[FakeFleet]:
+        yield FakeFleet(dies_when=replayed)
+
+    with Progress(Console(file=io.StringIO())) as progress:
+        summary = run_experiment(
+            experiment, tmp_path / "out", site=replace(site, fleet=fleet), source={},
+            progress=progress, only=["one"],
+        )  # fmt: skip
+    assert looks
+    assert len(summary.failed) == 2
+
+
+def test_a_finished_run_on_another_trace_is_never_taken_for_this_one(
+    experiment: Experiment, tmp_path: Path, small_trace: Path
+) -> None:
+    """The same path and settings, other content."""
+    output = tmp_path / "out"
+    execute(experiment, output, FakeSite())
+    requests = list(read_trace(small_trace))
+    requests[0].output_length += 1
+    write_trace(small_trace, requests)
+    with pytest.raises(InputError, match=r"r1: holds a finished run with trace sha256 \w+, which"):
+        execute(experiment, output, FakeSite())
+
+
+def test_each_round_may_have_a_draw_of_its_own_that_all_arms_share(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    prefixes = Prefixes(
+        requests=12, prefixes=4, prefix_tokens=64, suffix_tokens=32, output_tokens=4, block_size=32
+    )
+    varied = experiment.model_copy(
+        update={
+            "trace": Trace(prefixes=prefixes),
+            "analysis": Analysis(vary=["trace.seed", "replay.seed"]),
+        }
+    )
+    output = tmp_path / "out"
+    summary, _ = execute(varied, output, FakeSite())
+    assert summary.complete == 4
+    found = {
+        run: manifest(output, run)["identity"] for run in ("one/r1", "two/r1", "one/r2", "two/r2")
+    }
+    assert found["one/r1"] == found["two/r1"]
+    assert found["one/r2"] == found["two/r2"]
+    assert found["one/r1"]["trace_sha256"] != found["one/r2"]["trace_sha256"]
+    assert [found[run]["seed"] for run in ("one/r1", "one/r2")] == [0, 1]
+    assert execute(varied, output, FakeSite())[0].kept == 4
+
+
+def test_a_fixed_trace_has_no_draw_to_vary(tmp_path: Path, small_trace: Path) -> None:
+    path = tmp_path / "varied.toml"
+    path.write_text(TEXT.format(trace=small_trace) + '[analysis]\nvary = ["trace.seed"]\n')
+    with pytest.raises(InputError, match=r"analysis\.vary: trace\.seed changes nothing"):
+        load_experiment(str(path))
+    path.write_text(TEXT.format(trace=small_trace) + '[analysis]\nprimary = ["ttft"]\n')
+    with pytest.raises(InputError, match=r"analysis: primary: unknown measure 'ttft'; ttft_p50"):
+        load_experiment(str(path))
 
 
 def test_a_run_on_a_warm_fleet_is_invalid_and_said_to_be(
