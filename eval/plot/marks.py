@@ -81,8 +81,10 @@ def _line(mark: Line, across: Scale, vertical: Scale) -> str:
         f"<title>{name}</title></path>"
     )
     if mark.dots:
-        shown = zip(mark.x, mark.y, points, strict=False) if len(points) == len(mark.x) else ()
-        for x, y, (px, py) in shown:
+        for x, y in zip(mark.x, mark.y, strict=True):
+            if not (math.isfinite(x) and math.isfinite(y)):
+                continue
+            px, py = across(x), vertical(y)
             said = f"{name}: {across.said(x)}, {vertical.said(y)}"
             out += (
                 f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.4" fill="{mark.colour}">'

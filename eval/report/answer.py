@@ -89,6 +89,9 @@ def _verdicts(evidence: Evidence) -> str:
     clauses = [_clause(arm, items) for arm, items in list(by_arm.items())[:_MOST_ARMS]]
     more = len(by_arm) - _MOST_ARMS
     tail = f"; {more} more arms below" if more > 0 else ""
+    beyond = [cell.name for cell in evidence.cells if cell.unsustained is not None]
+    if beyond:
+        tail += f". Not sustained: {', '.join(beyond)}"
     return f"Against {evidence.baseline}: " + "; ".join(clauses) + tail + "."
 
 

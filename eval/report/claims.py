@@ -70,9 +70,12 @@ def _unjudged(evidence: Evidence) -> list[str]:
     pairs: dict[tuple[str, str], list[Comparison]] = {}
     for item in evidence.comparisons:
         pairs.setdefault((item.baseline, item.arm), []).append(item)
+    unsustained = {cell.name for cell in evidence.cells if cell.unsustained is not None}
     shown = False
     for (baseline, arm), items in pairs.items():
         if any(item.verdict is not Verdict.UNJUDGED for item in items):
+            continue
+        if {baseline, arm} & unsustained:  # said below, once
             continue
         if evidence.once and any(item.requests for item in items):
             shown = True

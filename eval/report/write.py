@@ -20,7 +20,9 @@ def write_report(evidence: Evidence, output: Path, notes: Sequence[str] = ()) ->
     `notes` are said under the headline.
     """
     found = sections(evidence)
-    found[0].text += notes
+    for section in found:
+        if section.key == "headline":
+            section.text += notes
     first = evidence.runs[0]
     document = Document(
         title=facts.title(evidence.runs),

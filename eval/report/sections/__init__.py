@@ -21,15 +21,17 @@ from eval.report.sections import (
     headline,
     kv,
     machine,
+    residency,
     runs,
     timelines,
     workers,
 )
 
 _SECTIONS: tuple[Callable[[Evidence], Section | None], ...] = (
-    headline.section,
     capacity.section,
     curves.section,
+    headline.section,
+    residency.section,
     comparison.section,
     frameworks.section,
     classes.section,

@@ -87,7 +87,8 @@ def columns(cells: Sequence[Cell]) -> tuple[Column[Cell], ...]:
 
 def section(evidence: Evidence) -> Section | None:
     """The headline's table for each load, and bars of the latencies and of APC."""
-    found = Section("headline", "Headline")
+    # Over several loads the curves say it; the tables are there for whoever wants the figures.
+    found = Section("headline", "Every figure", folded=len(evidence.by_load) > 1)
     for load, cells in evidence.by_load.items():
         names = {cell.name for cell in cells}
         table = headline(cells, [item for item in evidence.comparisons if item.arm in names])
