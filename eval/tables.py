@@ -38,7 +38,8 @@ class Table:
 
     `records` are the same rows for programs: the value of each column by its key, without units or
     rounding. `key` names the table in exports; one without a key is not exported. A `stacked` table
-    shows its rows below each other on a narrow screen, where others scroll.
+    shows its rows below each other on a narrow screen, where others scroll; a `folded` one shows
+    its heading only, until it is opened.
     """
 
     columns: list[str]
@@ -46,6 +47,7 @@ class Table:
     note: str = ""
     key: str = ""
     stacked: bool = False
+    folded: bool = False
     records: list[Record] = field(default_factory=list)
 
 

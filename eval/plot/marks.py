@@ -68,8 +68,15 @@ def _line(mark: Line, across: Scale, vertical: Scale) -> str:
     name = escape(mark.name.lstrip("_"))
     out = ""
     if mark.low is not None and mark.high is not None:
-        upper = _known(mark.x, mark.high, across, vertical)
-        lower = _known(mark.x, mark.low, across, vertical)
+        # A bound that is beyond all numbers ends at the chart's edge.
+        top, bottom = vertical.high, vertical.low
+        band = [
+            (x, max(low, bottom), min(high, top))
+            for x, low, high in zip(mark.x, mark.low, mark.high, strict=True)
+            if math.isfinite(low) and not math.isnan(high)
+        ]
+        upper = _known([x for x, _, _ in band], [high for _, _, high in band], across, vertical)
+        lower = _known([x for x, _, _ in band], [low for _, low, _ in band], across, vertical)
         if upper and lower:
             ring = _path(upper + lower[::-1])
             out += f'<path d="{ring}Z" fill="{mark.colour}" opacity=".16"/>'

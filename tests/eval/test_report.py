@@ -332,7 +332,7 @@ def test_over_several_loads_every_measure_is_a_curve(make_run: MakeRun, tmp_path
         for arm in ("a", "b"):
             flags = ["replay", "--max-inflight-sessions", str(n)]
             make_run(arm=arm, load=load, manifest={"replay_command": flags})
-    page, markdown = written(tmp_path / "runs")
+    _, markdown = written(tmp_path / "runs")
     assert "- Load: 2 levels: 4, 8 sessions in flight" in markdown
     text = (tmp_path / "runs" / "report.html").read_text()
     for key in ("curve-ttft_p90", "curve-throughput_output_tps", "pareto"):

@@ -128,6 +128,8 @@ def pareto(cells: Sequence[Cell]) -> Chart | None:
         x, y, names = (list(column) for column in zip(*points, strict=True))
         if len(points) > 1:
             marks.append(Line(f"_{arm}", x, y, palette[arm]))
+        # The loads at either end; names of all of them would cover each other.
+        names[1:-1] = [""] * len(names[1:-1])
         marks.append(Dots(arm, x, y, palette[arm], names if several else (), marked=several))
     if not marks:
         return None

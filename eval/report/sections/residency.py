@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from eval.document import Figure, Section
 from eval.metrics import Cell
@@ -28,7 +28,7 @@ class _Row:
     """The account of one run, or of one of its workers."""
 
     cell: str
-    run: int
+    run: int | None
     worker: str
     account: Account
     belady: Belady | None = None
@@ -36,7 +36,7 @@ class _Row:
 
 _COLUMNS: tuple[Column[_Row], ...] = (
     Column("arm", "Arm", lambda row: row.cell),
-    Column("run", "Run", lambda row: f"r{row.run}"),
+    Column("run", "Run", lambda row: None if row.run is None else f"r{row.run}"),
     Column("worker", "Worker", lambda row: row.worker),
     Column("requests", "Requests", lambda row: row.account.requests, COUNT),
     Column("prompt_tokens", "Prompt tokens", lambda row: row.account.prompt_tokens, NUMBER),
@@ -67,7 +67,7 @@ def section(evidence: Evidence) -> Section | None:
             account = residency(run)
             if account is None:
                 continue
-            runs.append(_Row(cell.name, run.repeat, "all", account.whole, account.belady))
+            runs.append(_Row(cell.name, run.repeat, "", account.whole, account.belady))
             workers += [
                 _Row(cell.name, run.repeat, worker, part)
                 for worker, part in account.by_worker.items()
@@ -76,9 +76,37 @@ def section(evidence: Evidence) -> Section | None:
                 found.figures += _figures(i, cell, account)
     if not runs:
         return None
-    found.tables.append(("", tabulate("residency", runs, _COLUMNS)))
-    if any(row.worker != "fleet" for row in workers):
-        found.tables.append(("By worker", tabulate("residency_workers", workers, _COLUMNS)))
+    found.tables.append(("", tabulate("residency", _pooled(runs), _COLUMNS)))
+    # For whoever looks for the worker or the run that differs; the exports have them too.
+    for heading, key, rows in (
+        ("Each run", "residency_runs", runs if not evidence.once else []),
+        ("Each worker", "residency_workers", [row for row in workers if row.worker != "fleet"]),
+    ):
+        if rows:
+            found.tables.append((heading, replace(tabulate(key, rows, _COLUMNS), folded=True)))
+    return found
+
+
+def _pooled(runs: Sequence[_Row]) -> list[_Row]:
+    """One row a cell: the sums over its runs."""
+    by_cell: dict[str, list[_Row]] = {}
+    for row in runs:
+        by_cell.setdefault(row.cell, []).append(row)
+    found = []
+    for cell, rows in by_cell.items():
+        sums = {
+            name.name: sum(getattr(row.account, name.name) for row in rows)
+            for name in fields(Account)
+        }
+        known = [row.belady for row in rows if row.belady is not None]
+        belady = None
+        if len(known) == len(rows):
+            belady = Belady(
+                known[0].capacity_tokens,
+                sum(one.cached_tokens for one in known),
+                sum(one.prompt_tokens for one in known),
+            )
+        found.append(_Row(cell, None, "", Account(**sums), belady))
     return found
 
 
