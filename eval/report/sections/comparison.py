@@ -49,8 +49,10 @@ def section(evidence: Evidence) -> Section | None:
         Column("p_value", "", lambda item: item.p_value),
         Column("holds_after_holm", "Holds after Holm", lambda item: item.holds),
     )
-    # One run an arm judges nothing: the table is there for whoever wants it.
-    found = Section("comparison", "Arms compared on the same requests", folded=evidence.once)
+    # One run an arm judges nothing, and a row for each measure, arm and load is long: the table is
+    # there for whoever wants it.
+    folded = evidence.once or len(evidence.by_load) > 1
+    found = Section("comparison", "Arms compared on the same requests", folded=folded)
     found.tables.append(("", tabulate("comparison", evidence.comparisons, columns)))
     found.text.append(
         f"Each arm against {evidence.baseline}, "
