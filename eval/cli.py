@@ -66,6 +66,7 @@ def run_command(
         for line in preview(parsed, folder, site=launch_site(), only=only):
             typer.echo(line)
         return
+    # As given, for whoever repeats it; what is recorded of it leaves values of secret keys out.
     command = ["deltaserve", "eval", "run", experiment, "--output", str(folder)]
     for override in overrides or []:
         command += ["--set", override]
@@ -100,26 +101,51 @@ def run_command(
     raise typer.Exit(1 if summary.failed else 0)
 
 
-@app.command("report", epilog="Example: deltaserve eval report out/demo --output out/demo/report")
+@app.command(
+    "report", epilog="Example: deltaserve eval report out/demo --slo ttft_s=3,tpot_s=0.05 --csv x"
+)
 def report_command(
     folders: Annotated[
         list[Path], typer.Argument(help="Folders with runs (found at any depth).", metavar="DIR...")
     ],
     output: Annotated[
-        Path, typer.Option(help="Where to write; .html and .md are appended.")
-    ] = Path("report"),
+        Path | None,
+        typer.Option(help="Where to write; .html and .md are appended. Default: DIR/report."),
+    ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Also draw the headline to this .png or .svg file.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the figures as one JSON object.")
+        bool, typer.Option("--json", help="Print every figure and table as one JSON object.")
     ] = False,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,…",
+            help="Judge by another objective than that of the runs, as in ttft_s=5,tpot_s=0.05.",
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write each table as a CSV file.")
+    ] = None,
+    parquet: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write each table as a Parquet file (pyarrow)."),
+    ] = None,
 ) -> None:
     """Write one self-contained HTML file and one Markdown file about finished runs."""
     from eval import report
 
-    evidence = report.gather(report.find_runs(folders))
-    written = report.write_report(evidence, output)
+    evidence = report.gather(
+        report.find_runs(folders),
+        slo=_bounds(slo or []),
+        searches=report.find_searches(folders),
+    )
+    written = report.write_report(evidence, output or folders[0] / "report")
+    if csv is not None:
+        written += report.write_csv(evidence, csv)
+    if parquet is not None:
+        written += report.write_parquet(evidence, parquet)
     if picture is not None:
         if not evidence.cells:
             raise InputError(f"--picture {picture}: no run is valid, there is nothing to draw")
@@ -166,6 +192,20 @@ def import_command(
         raise InputError(f"format {file_format}: expected one of {', '.join((*FORMATS, REPLAY))}")
     for folder in import_file(source, file_format, arm, output, gpus):
         typer.echo(str(folder))
+
+
+def _bounds(words: list[str]) -> dict[str, float]:
+    """`["ttft_s=5,tpot_s=0.05"]` → `{"ttft_s": 5.0, "tpot_s": 0.05}`."""
+    found = {}
+    for pair in ",".join(words).split(",") if words else []:
+        key, sign, value = pair.partition("=")
+        try:
+            found[key.strip()] = float(value)
+        except ValueError:
+            sign = ""
+        if not sign:
+            raise InputError(f"--slo {pair}: expected key=number, as in ttft_s=5,tpot_s=0.05")
+    return found
 
 
 @app.command(

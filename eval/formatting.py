@@ -1,4 +1,7 @@
-"""Numbers as people read them, and the tables that both reports share."""
+"""Numbers as people read them: seconds, shares, changes, bytes.
+
+Knows estimates and their intervals; not what is measured.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,6 @@ class Entry:
     interval: str = ""
     tag: str = ""
     verdict: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A titled table; the first column names the row."""
-
-    columns: list[str]
-    rows: list[list[Entry]]
-    note: str = ""
 
 
 def seconds(value: float) -> str:

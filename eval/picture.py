@@ -7,8 +7,8 @@ from pathlib import Path
 from textwrap import fill
 
 from deltaserve.errors import InputError
-from eval.figures import colours
 from eval.metrics import QUANTILES, Cell
+from eval.report.figures import colours
 
 
 def write_picture(cells: Sequence[Cell], caption: str, path: Path) -> None:

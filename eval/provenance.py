@@ -20,9 +20,10 @@ import psutil
 
 import deltaserve
 from deltaserve.errors import InputError
+from eval.secrets import without_secrets
 
 MANIFEST = "manifest.json"
-_PACKAGES = ("aiohttp", "numpy", "orjson", "pandas", "plotly", "pydantic", "scipy")
+_PACKAGES = ("aiohttp", "numpy", "orjson", "pandas", "pydantic", "scipy")
 
 
 def now() -> str:
@@ -106,11 +107,15 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Replaces the folder's manifest in one step: a reader sees the old one or the new one."""
+    """Replaces the folder's manifest in one step: a reader sees the old one or the new one.
+
+    Values of keys that name a secret are not written.
+    """
     path = folder / MANIFEST
     partial = folder / f".{MANIFEST}.partial"
     with partial.open("wb") as file:
-        file.write(orjson.dumps(manifest, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
+        told = without_secrets(manifest)
+        file.write(orjson.dumps(told, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -23,6 +23,7 @@ from eval.endpoint import Endpoint
 from eval.execution import cell_order, execute, identity
 from eval.experiment import Experiment, PlannedRun, plan_runs
 from eval.progress import Progress
+from eval.secrets import without_secrets
 from eval.site import Site, shared_vocab, with_endpoints
 from eval.traces import (
     prepare_trace,
@@ -194,7 +195,7 @@ class _Matrix:
             self._trace(repeat)
         (output / "experiment.json").write_bytes(
             orjson.dumps(
-                {"experiment": experiment.model_dump(), "source": dict(source)},
+                without_secrets({"experiment": experiment.model_dump(), "source": dict(source)}),
                 option=orjson.OPT_INDENT_2,
             )
         )

@@ -17,14 +17,14 @@ from itertools import pairwise
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from eval.document import Figure, Section
-from eval.figures import PALETTE, layout
-from eval.formatting import Entry, Table, number
+from eval.formatting import Entry, number
 from eval.micro.driver import Bench, answered, driver
+from eval.plot import PALETTE, Axis, Chart, Dots, Line
 from eval.records import step_table
 from eval.stats import Estimate, interval
+from eval.tables import Table
 from replay.results import Result
 
 SEEN_BEFORE = (
@@ -169,22 +169,18 @@ def sections(sweep: Sweep) -> list[Section]:
                 Entry(f"{number(float(np.quantile(inside, 0.9)))} µs"),
             ]
         )
-    sample = np.linspace(0, len(x) - 1, min(len(x), 3000)).astype(int)
-    figure = go.Figure()
-    figure.add_scatter(
-        name="steps",
-        x=x[sample],
-        y=y[sample],
-        mode="markers",
-        marker={"size": 3, "opacity": 0.25, "color": PALETTE[0]},
+    sample = np.linspace(0, len(x) - 1, min(len(x), 1500)).astype(int)
+    top = float(np.quantile(y, 0.99)) * 1.15 if len(y) else None
+    shown = [i for i in sample if top is None or y[i] <= top]
+    figure = Chart(
+        "Decode steps",
+        Axis("blocks of 16 tokens held by the cache"),
+        Axis("one step", "µs", zero=True, high=top),
+        (
+            Dots("steps", x[shown].tolist(), y[shown].tolist(), PALETTE[0], size=1.6, opacity=0.3),
+            Line("median", centres, medians, PALETTE[5], dots=True),
+        ),
     )
-    figure.add_scatter(
-        name="median", x=centres, y=medians, mode="lines+markers", line={"color": PALETTE[5]}
-    )
-    words = layout("Decode steps", "blocks of 16 tokens held by the cache", "microseconds")
-    figure.update_layout(**words)
-    if len(y):
-        figure.update_yaxes(range=[0, float(np.quantile(y, 0.99)) * 1.15])
     finding = (
         f"Slope: {found.value:+.1f} µs a step per 1,000 blocks of {BLOCK_TOKENS} tokens (95 % "
         f"interval {found.low:+.1f} to {found.high:+.1f}; {found.n} decode steps, timed by the "

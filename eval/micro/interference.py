@@ -16,9 +16,10 @@ from itertools import pairwise
 import numpy as np
 
 from eval.document import Figure, Section
-from eval.figures import heatmap
-from eval.formatting import DASH, Entry, Table, seconds
+from eval.formatting import DASH, Entry, seconds
 from eval.micro.driver import Bench, Driver, Prompt, answered, driver
+from eval.plot import Axis, Chart, Heat
+from eval.tables import Table
 from replay.results import Result
 
 SEEN_BEFORE = (
@@ -192,13 +193,18 @@ def sections(points: Sequence[Point]) -> list[Section]:
         ],
         [("", Table(columns, rows))],
     )
-    y = [str(d) for d in decodes]
-    x = [str(p) for p in prefills]
+    y = tuple(str(d) for d in decodes)
+    x = tuple(str(p) for p in prefills)
     for key, title, grid in (
         ("index", "Interference index (×)", index),
         ("worst", "Worst gap between tokens (s)", worst),
     ):
-        figure = heatmap(x, y, grid, title, "prefill tokens", "running decodes")
+        figure = Chart(
+            title,
+            Axis("prefill tokens", categories=x),
+            Axis("running decodes", categories=y),
+            (Heat(grid),),
+        )
         words = f"{title}, by running decodes and prefill length"
         section.figures.append(Figure(f"interference-{key}", words, figure))
     return [section]

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import plotly.graph_objects as go
 
 import launch
 from deltaserve.errors import InputError
 from eval.document import Figure, Section
-from eval.figures import PALETTE, layout
-from eval.formatting import DASH, Entry, Table, percent, seconds, size
+from eval.formatting import DASH, Entry, percent, seconds, size
 from eval.micro.driver import Bench, answered, driver, separated
+from eval.plot import PALETTE, Axis, Chart, Spans
 from eval.records import events
+from eval.tables import Table
 from replay.results import Result
 
 SEEN_BEFORE = (
@@ -198,20 +198,19 @@ def sections(asks: Sequence[Ask]) -> list[Section]:
                 Entry(size(float(np.median(saved))) if saved else DASH),
             ]
         )
-    figure = go.Figure()
+    marks = []
+    begun = [0.0] * len(kinds)
     for i, stage in enumerate(STAGES):
-        figure.add_bar(
-            name=stage,
-            y=kinds,
-            x=[medians[kind][stage] for kind in kinds],
-            orientation="h",
-            marker_color=PALETTE[i % len(PALETTE)],
-            hovertemplate="%{x:.4g} s<extra>" + stage + "</extra>",
-        )
-    height = 200 + 42 * len(kinds)
-    figure.update_yaxes(autorange="reversed")
-    figure.update_layout(barmode="stack", **layout("Seconds to first token", "seconds", "", height))
-    figure.update_legends(traceorder="normal")
+        ended = [at + medians[kind][stage] for at, kind in zip(begun, kinds, strict=True)]
+        marks.append(Spans(stage, begun, ended, PALETTE[i % len(PALETTE)]))
+        begun = ended
+    figure = Chart(
+        "Time to first token",
+        Axis("median", "s", zero=True),
+        Axis(categories=tuple(kinds)),
+        marks,
+        80 + 34 * len(kinds),
+    )
     columns = [
         "Prompt",
         "TTFT",

@@ -1,0 +1,122 @@
+"""The report's answer in one sentence: from capacities, else from verdicts, else the figures.
+
+Owns that sentence. It says no more than the data carries: where every arm ran once it names the
+figures and says that nothing judges them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from eval.compare import Comparison, Verdict
+from eval.formatting import effect, number, seconds
+from eval.metrics import Cell
+from eval.report.evidence import Evidence
+from eval.tables import enough
+
+_MOST_ARMS = 4
+
+
+def answer(evidence: Evidence) -> str:
+    """One sentence, or a few short ones where several arms are compared."""
+    if not evidence.cells:
+        return "No run is valid: there is nothing to compare."
+    if evidence.searches:
+        return _capacities(evidence)
+    if len({cell.arm for cell in evidence.cells}) == 1:
+        return _alone(evidence.cells)
+    if evidence.once:
+        return _unjudged(evidence)
+    return _verdicts(evidence)
+
+
+def _capacities(evidence: Evidence) -> str:
+    parts = []
+    for search in evidence.searches:
+        unit = search.unit or "GPU"
+        if math.isfinite(search.per_unit):
+            parts.append(
+                f"{search.arm} carries {number(search.per_unit)} {search.what} a {unit}"
+                + (f" ({search.interval})" if search.interval else "")
+            )
+        else:
+            parts.append(f"{search.arm}: no level met the objective")
+    return "; ".join(parts) + "."
+
+
+def _figures(cell: Cell) -> str:
+    """TTFT p90 and TPOT p90 (p50 where there are too few requests) and the output rate."""
+    if cell.unsustained is not None:
+        return "did not sustain its load"
+    parts = []
+    for name in ("ttft", "tpot"):
+        p50, p90, *_ = cell.latency[name]
+        value, words = (p90, "p90") if enough(p90.n, 0.9) else (p50, "p50")
+        if value.known:
+            parts.append(f"{name.upper()} {words} {seconds(value.value)}")
+    parts.append(f"{number(cell.output_tps)} output tokens/s")
+    return ", ".join(parts)
+
+
+def _alone(cells: Sequence[Cell]) -> str:
+    if len(cells) == 1:
+        return f"{cells[0].name}: {_figures(cells[0])}."
+    first, last = cells[0], cells[-1]
+    return f"{first.name}: {_figures(first)}; {last.name}: {_figures(last)}."
+
+
+def _unjudged(evidence: Evidence) -> str:
+    cells = evidence.cells[:_MOST_ARMS]
+    figures = "; ".join(f"{cell.name}: {_figures(cell)}" for cell in cells)
+    more = len(evidence.cells) - len(cells)
+    return (
+        f"One run an arm, which judges nothing. {figures}"
+        + (f"; and {more} more below" if more else "")
+        + "."
+    )
+
+
+def _verdicts(evidence: Evidence) -> str:
+    """A clause an arm: in which primary measures it is better or worse, at how many loads."""
+    arms = {cell.name: cell.arm for cell in evidence.cells}
+    by_arm: dict[str, list[Comparison]] = {}
+    for item in evidence.comparisons:
+        if item.primary and item.verdict is not Verdict.UNJUDGED:
+            by_arm.setdefault(arms.get(item.arm, item.arm), []).append(item)
+    if not by_arm:
+        return "Nothing here carries a verdict; the reasons stand below."
+    clauses = [_clause(arm, items) for arm, items in list(by_arm.items())[:_MOST_ARMS]]
+    more = len(by_arm) - _MOST_ARMS
+    tail = f"; {more} more arms below" if more > 0 else ""
+    beyond = [cell.name for cell in evidence.cells if cell.unsustained is not None]
+    if beyond:
+        tail += f". Not sustained: {', '.join(beyond)}"
+    return f"Against {evidence.baseline}: " + "; ".join(clauses) + tail + "."
+
+
+def _clause(arm: str, items: Sequence[Comparison]) -> str:
+    said = []
+    for verdict in (Verdict.BETTER, Verdict.WORSE):
+        by_measure: dict[str, list[Comparison]] = {}
+        for item in items:
+            if item.verdict is verdict:
+                by_measure.setdefault(item.measure.label, []).append(item)
+        words = [
+            f"{label} ({_range(found)}{_at_loads(found, items)})"
+            for label, found in by_measure.items()
+        ]
+        if words:
+            said.append(f"{verdict} in {', '.join(words)}")
+    return f"{arm} is {' and '.join(said)}" if said else f"{arm} differs in nothing beyond noise"
+
+
+def _range(items: Sequence[Comparison]) -> str:
+    effects = sorted(item.effect.value for item in items)
+    low, high = (effect(items[0].measure, value) for value in (effects[0], effects[-1]))
+    return low if low == high else f"{low} to {high}"
+
+
+def _at_loads(found: Sequence[Comparison], items: Sequence[Comparison]) -> str:
+    alike = [item for item in items if item.measure.key == found[0].measure.key]
+    return f" at {len(found)} of {len(alike)} loads" if len(alike) > 1 else ""

@@ -1,0 +1,177 @@
+"""What a report rests on: which runs count, the cells measured from them, and the arms compared.
+
+Owns finding run folders, sorting out invalid ones and choosing what is compared with what. Knows
+nothing of words, tables or figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from deltaserve.errors import InputError
+from eval import provenance
+from eval.compare import Comparison, compare_cells
+from eval.experiment import Analysis, Slo, ValidityRules, one_line
+from eval.identity import check_repeats
+from eval.metrics import Cell, alone_by_arm, measure, session_bootstrap
+from eval.records import Run, read_run
+from eval.report.searches import Search
+from eval.secrets import without_secrets
+from eval.tables import enough
+from eval.validity import Violation, violations
+
+DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything a report rests on: runs kept and excluded, cells measured, arms compared.
+
+    `comparisons` are of each arm with the baseline, `across` of each SGLang with each vLLM arm.
+    `slo` is what counts as goodput, `primary` the measures that the experiment is about, `searches`
+    what searches for capacity found.
+    """
+
+    runs: list[Run]
+    excluded: list[tuple[Run, list[Violation]]]
+    cells: list[Cell]
+    comparisons: list[Comparison]
+    across: list[Comparison]
+    baseline: str | None
+    slo: Slo = field(default_factory=Slo)
+    primary: tuple[str, ...] = ()
+    searches: list[Search] = field(default_factory=list)
+
+    @property
+    def once(self) -> bool:
+        """Whether every arm ran once, so that nothing shows what a rerun would give."""
+        return all(len(cell.runs) == 1 for cell in self.cells)
+
+    @property
+    def by_load(self) -> dict[str | None, list[Cell]]:
+        """The cells of each load, in the order of the experiment file."""
+        found: dict[str | None, list[Cell]] = {}
+        for cell in self.cells:
+            found.setdefault(cell.load, []).append(cell)
+        return found
+
+
+def find_runs(folders: Sequence[Path]) -> list[Run]:
+    """Every run under `folders`, by folder name. Raises `InputError` where there is none."""
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"{folder}: no such folder; expected the output of eval run")
+        for manifest in sorted(folder.rglob(provenance.MANIFEST)):
+            place = manifest.parent.resolve()
+            if place not in found:
+                run = read_run(manifest.parent)
+                # Older versions recorded whatever they were given.
+                found[place] = replace(run, manifest=without_secrets(run.manifest))
+    if not found:
+        raise InputError(f"{', '.join(map(str, folders))}: no run folder (manifest.json) inside")
+    return list(found.values())
+
+
+def gather(
+    runs: Sequence[Run],
+    draws: int = DRAWS,
+    slo: Mapping[str, float] | None = None,
+    searches: Sequence[Search] = (),
+) -> Evidence:
+    """Sorts out invalid runs, measures each cell from its valid ones and compares the arms.
+
+    `slo` replaces bounds of the objective that the runs were made with (`{"ttft_s": 5.0}`).
+    """
+    valid: dict[str, list[Run]] = {}
+    excluded: list[tuple[Run, list[Violation]]] = []
+    for run in runs:
+        found = violations(run, ValidityRules.model_validate(run.manifest.get("validity", {})))
+        if found:
+            excluded.append((run, found))
+        else:
+            valid.setdefault(run.cell, []).append(run)
+    check_repeats(valid)
+    boot = session_bootstrap([run for group in valid.values() for run in group], draws)
+    names = [name for name in _in_order(runs) if name in valid]
+    chosen = slo_of(runs[0], slo)
+    analysis = Analysis.model_validate(runs[0].manifest.get("analysis", {}))
+    alone = alone_by_arm(valid)
+    cells = [measure(valid[name], boot, chosen, alone[valid[name][0].arm]) for name in names]
+    baseline = _baseline(runs, cells)
+    pairs = [
+        (base.name, cell.name)
+        for cell in cells
+        for base in cells
+        if base.arm == baseline and base.load == cell.load and cell.arm != baseline
+    ]
+    across = [
+        (theirs.name, ours.name)
+        for ours in cells
+        for theirs in cells
+        if ours.load == theirs.load and (_engine(ours), _engine(theirs)) == ("sglang", "vllm")
+    ]
+    every = compare_cells(
+        valid,
+        list(dict.fromkeys(pairs + across)),
+        boot,
+        slo=chosen,
+        alone=alone,
+        primary=analysis.primary,
+    )
+    by_name = {cell.name: cell for cell in cells}
+    stated = [item for item in every if _carries(item, by_name)]
+    return Evidence(
+        runs=list(runs),
+        excluded=excluded,
+        cells=cells,
+        comparisons=[item for item in stated if (item.baseline, item.arm) in pairs],
+        across=[item for item in stated if (item.baseline, item.arm) in across],
+        baseline=baseline,
+        slo=chosen,
+        primary=tuple(analysis.primary),
+        searches=list(searches),
+    )
+
+
+def _carries(item: Comparison, cells: Mapping[str, Cell]) -> bool:
+    """Whether a comparison's quantile has enough observations beyond it in both cells to be stated;
+    one without any request is kept, to be said to be so."""
+    quantile = item.measure.quantile
+    if quantile is None or not item.requests:
+        return True
+    counts = [cells[name].measures[item.measure.key].n for name in (item.baseline, item.arm)]
+    return enough(min(counts), quantile)
+
+
+def slo_of(run: Run, replaced: Mapping[str, float] | None = None) -> Slo:
+    """The objective that `run` was made with, with bounds replaced. Raises `InputError`."""
+    given: dict[str, Any] = {**run.manifest.get("slo", {}), **(replaced or {})}
+    try:
+        return Slo.model_validate(given)
+    except ValidationError as error:
+        raise InputError(f"--slo: {one_line(error, given)}") from None
+
+
+def _in_order(runs: Sequence[Run]) -> list[str]:
+    """Cells as the experiment file lists its arms, then loads."""
+    places = {run.cell: (run.manifest.get("cell_order", 0), run.cell) for run in runs}
+    return sorted(places, key=lambda name: places[name])
+
+
+def _baseline(runs: Sequence[Run], cells: Sequence[Cell]) -> str | None:
+    arms = [cell.arm for cell in cells]
+    for run in runs:
+        named = run.manifest.get("baseline")
+        if named in arms:
+            return str(named)
+    return arms[0] if arms else None
+
+
+def _engine(cell: Cell) -> str:
+    return str(cell.runs[0].manifest.get("topology", {}).get("engine", {}).get("name", ""))

