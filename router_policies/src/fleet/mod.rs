@@ -5,14 +5,20 @@
 //! to a request through its [`Reservation`].
 
 mod circuit;
+mod engine_run;
+mod liveness;
 pub mod log;
 mod prefills;
 pub mod prefix;
 mod rates;
 mod reservation;
+mod which;
+mod whole;
 mod worker;
 
 pub use reservation::{Outcome, Reservation, Usage};
+pub use which::Which;
+pub(crate) use worker::SGLANG_GROUP;
 pub use worker::{EngineLoad, Load, WorkerSnapshot};
 
 use crate::config::{Engine, WorkerSpec};
@@ -153,11 +159,12 @@ impl Fleet {
         &self.sink
     }
 
-    /// Adds a worker. It is routable once its health is reported.
+    /// Adds a worker. It is routable once its health is reported. What is returned names this
+    /// registration, however often its id is taken again.
     ///
     /// # Errors
     /// The id is taken.
-    pub fn add_worker(&self, spec: WorkerSpec) -> Result<(), String> {
+    pub fn add_worker(&self, spec: WorkerSpec) -> Result<Arc<WorkerSpec>, String> {
         let mut state = self.state.lock();
         let taken = |w: &Worker| !w.removed && w.spec.id == spec.id;
         if state.workers.iter().flatten().any(taken) {
@@ -166,7 +173,8 @@ impl Fleet {
         let serial = state.next_serial;
         state.next_serial += 1;
         let block = estimate_block(&spec);
-        let worker = Worker::new(Arc::new(spec), serial, block);
+        let spec = Arc::new(spec);
+        let worker = Worker::new(Arc::clone(&spec), serial, block);
         let slot = match state.workers.iter().position(Option::is_none) {
             Some(slot) => slot,
             None => {
@@ -181,7 +189,7 @@ impl Fleet {
         }
         state.set_estimate_capacity(slot, block, capacity);
         self.set_token_block(&state);
-        Ok(())
+        Ok(spec)
     }
 
     /// The coarsest block that fits every worker's.
@@ -199,10 +207,10 @@ impl Fleet {
 
     /// From now on the worker's KV events tell what it holds, in pages of `page_size` tokens; what
     /// was known before is forgotten. False if there is no such worker.
-    pub fn begin_kv_events(&self, id: &str, page_size: usize) -> bool {
+    pub fn begin_kv_events<'a>(&self, which: impl Into<Which<'a>>, page_size: usize) -> bool {
         let mut guard = self.state.lock();
         let state = &mut *guard;
-        let Some(slot) = state.slot_of(id) else {
+        let Some(slot) = state.slot_of(which) else {
             return false;
         };
         state.forget_prefixes(slot);
@@ -215,10 +223,10 @@ impl Fleet {
     }
 
     /// Applies a worker's KV events, in their order. False when events before them are missing.
-    pub fn apply_kv_events(&self, id: &str, events: &[KvEvent]) -> bool {
+    pub fn apply_kv_events<'a>(&self, which: impl Into<Which<'a>>, events: &[KvEvent]) -> bool {
         let mut guard = self.state.lock();
         let state = &mut *guard;
-        let Some(slot) = state.slot_of(id) else {
+        let Some(slot) = state.slot_of(which) else {
             return true;
         };
         let applied = events.iter().map(|event| state.exact.apply(slot, event));
@@ -226,8 +234,8 @@ impl Fleet {
     }
 
     /// How often the worker came up; none while it is down or where there is none.
-    pub fn incarnation(&self, id: &str) -> Option<u64> {
-        self.with_worker(id, |worker| worker.healthy.then_some(worker.incarnation))
+    pub fn incarnation<'a>(&self, which: impl Into<Which<'a>>) -> Option<u64> {
+        self.with_worker(which, |worker| worker.healthy.then_some(worker.incarnation))
             .flatten()
     }
 
@@ -251,31 +259,68 @@ impl Fleet {
             .is_some()
     }
 
-    /// Reports a health check. A worker that comes back is taken to have lost its cache.
-    pub fn report_health(&self, id: &str, healthy: bool) {
+    /// Reports a health check. A worker that comes back is taken to have lost its cache, unless its
+    /// engine is known to be the one that it was: see [`Fleet::report_engine`].
+    pub fn report_health<'a>(&self, which: impl Into<Which<'a>>, healthy: bool) {
+        let now_s = self.now_s();
         let mut state = self.state.lock();
-        let Some(slot) = state.slot_of(id) else {
+        let Some(slot) = state.slot_of(which) else {
             return;
         };
         let Some(worker) = &mut state.workers[slot] else {
             return;
         };
         let was = std::mem::replace(&mut worker.healthy, healthy);
-        if healthy && !was {
+        if was == healthy {
+            return;
+        }
+        ::log::info!(
+            "worker {} is {}",
+            worker.spec.id,
+            if healthy { "up" } else { "down" }
+        );
+        if healthy {
             worker.incarnation += 1;
-        }
-        if was && !healthy {
-            state.forget_prefixes(slot);
-        }
-        if was != healthy {
-            ::log::info!("worker {id} is {}", if healthy { "up" } else { "down" });
+            worker.circuit = circuit::Circuit::default();
+            worker.liveness.renew(now_s);
+            if !worker.engine_run.is_confirmed() {
+                state.forget_prefixes(slot);
+            }
+        } else {
+            worker.engine_run.doubt();
+            worker.forget_report();
         }
     }
 
-    /// Takes over the capacity and page size that an engine reports, where none was configured.
-    pub fn report_capacity(&self, id: &str, kv_capacity_tokens: u64) {
+    /// Says which run of the engine answers (a number that differs from start to start), if that can be
+    /// told. If it is another one than before, what its cache held is forgotten.
+    pub fn report_engine<'a>(&self, which: impl Into<Which<'a>>, run: Option<u64>) {
         let mut state = self.state.lock();
-        let Some(slot) = state.slot_of(id) else {
+        let Some(slot) = state.slot_of(which) else {
+            return;
+        };
+        let Some(worker) = &mut state.workers[slot] else {
+            return;
+        };
+        if worker.engine_run.report(run) {
+            ::log::info!("worker {}: its engine was restarted", worker.spec.id);
+            // KV events are followed anew: their count began anew too.
+            worker.incarnation += 1;
+            state.forget_prefixes(slot);
+        }
+    }
+
+    /// Whether answers since the last [`Fleet::report_engine`] had fewer cached tokens than the worker
+    /// was believed to hold.
+    pub fn misses_cache<'a>(&self, which: impl Into<Which<'a>>) -> bool {
+        self.with_worker(which, |worker| worker.engine_run.is_doubted())
+            .unwrap_or_default()
+    }
+
+    /// Takes over the capacity and page size that an engine reports, where none was configured.
+    pub fn report_capacity<'a>(&self, which: impl Into<Which<'a>>, kv_capacity_tokens: u64) {
+        let mut state = self.state.lock();
+        let Some(slot) = state.slot_of(which) else {
             return;
         };
         let Some(worker) = &mut state.workers[slot] else {
@@ -290,15 +335,15 @@ impl Fleet {
         }
     }
 
-    /// Counts an answer with 5xx against the worker that gave it.
-    pub fn blame(&self, id: &str) {
+    /// Counts a failure against the worker, of a request that was placed on it at `begun_s`.
+    pub fn blame<'a>(&self, which: impl Into<Which<'a>>, begun_s: f64) {
         let now_s = self.now_s();
-        self.with_worker(id, |worker| worker.circuit.failed(now_s));
+        self.with_worker(which, |worker| worker.circuit.failed(now_s, begun_s));
     }
 
     /// Whether the worker is up; none where there is no such worker.
-    pub fn health(&self, id: &str) -> Option<bool> {
-        self.with_worker(id, |worker| worker.healthy)
+    pub fn health<'a>(&self, which: impl Into<Which<'a>>) -> Option<bool> {
+        self.with_worker(which, |worker| worker.healthy)
     }
 
     /// Every worker that has not been removed.
@@ -473,6 +518,7 @@ impl Fleet {
             new_tokens,
             new_pairs: attention_pairs(state.facts[prefilling].cached_tokens, new_tokens),
             delta_tokens: view.new_tokens(&state.facts[answering]),
+            until_token_s,
             untold_until_us: (!request.stream).then_some(((now_s + until_token_s) * 1e6) as u64),
         };
         state.reserve(&share, now_s);
@@ -536,6 +582,7 @@ impl Fleet {
             ],
         };
         let decision_id = format!("{:016x}", state.random.u64(..));
+        let signs = state.signs([prefilling, answering]);
         drop(guard);
 
         let record = Arc::new(DecisionRecord {
@@ -562,6 +609,7 @@ impl Fleet {
             share,
             answering_spec,
             prefill_spec,
+            signs,
             now_s,
         ))
     }
@@ -572,16 +620,28 @@ impl Fleet {
     }
 
     /// Takes over an engine's load report.
-    pub fn report_load(&self, id: &str, load: EngineLoad) {
-        self.with_worker(id, |worker| worker.take_report(load));
+    pub fn report_load<'a>(&self, which: impl Into<Which<'a>>, load: EngineLoad) {
+        let which = which.into();
+        let now_s = self.now_s();
+        self.with_worker(which, |worker| worker.take_report(load, now_s));
         if let Some(capacity) = load.capacity_tokens {
-            self.report_capacity(id, capacity);
+            self.report_capacity(which, capacity);
         }
     }
 
-    fn with_worker<R>(&self, id: &str, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
+    /// The engine has stopped to report its load: what its last report had beyond the router's own
+    /// requests may be long over.
+    pub fn end_load_reports<'a>(&self, which: impl Into<Which<'a>>) {
+        self.with_worker(which, Worker::forget_report);
+    }
+
+    fn with_worker<'a, R>(
+        &self,
+        which: impl Into<Which<'a>>,
+        change: impl FnOnce(&mut Worker) -> R,
+    ) -> Option<R> {
         let mut state = self.state.lock();
-        let slot = state.slot_of(id)?;
+        let slot = state.slot_of(which)?;
         state.workers[slot].as_mut().map(change)
     }
 
@@ -598,9 +658,10 @@ impl Fleet {
 }
 
 impl State {
-    fn slot_of(&self, id: &str) -> Option<usize> {
+    fn slot_of<'a>(&self, which: impl Into<Which<'a>>) -> Option<usize> {
+        let which = which.into();
         self.workers.iter().position(
-            |worker| matches!(worker, Some(worker) if !worker.removed && worker.spec.id == id),
+            |worker| matches!(worker, Some(worker) if !worker.removed && which.is(&worker.spec)),
         )
     }
 
@@ -613,6 +674,7 @@ impl State {
                 None => Worker::absent(slot),
             });
         }
+        self.pardon_suspects(exclude, now_s);
     }
 
     fn fill_cached(&mut self, prompt: &PromptHashes) {
