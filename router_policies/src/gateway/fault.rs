@@ -44,7 +44,7 @@ pub(super) struct Fault {
     pub kind: Kind,
     pub message: String,
     /// What it said, if it answered at all.
-    pub answer: Option<Response<Bytes>>,
+    pub answer: Option<Box<Response<Bytes>>>,
 }
 
 impl Fault {
@@ -60,7 +60,7 @@ impl Fault {
         Self {
             kind: Kind::Answered,
             message: format!("HTTP {}: {}", status_of(&answer), excerpt(answer.body())),
-            answer: Some(answer),
+            answer: Some(Box::new(answer)),
         }
     }
 
@@ -79,7 +79,7 @@ impl Fault {
     }
 
     pub fn status(&self) -> Option<StatusCode> {
-        self.answer.as_ref().map(status_of)
+        self.answer.as_deref().map(status_of)
     }
 
     pub fn code(&self) -> Option<u16> {
@@ -188,7 +188,7 @@ pub(super) fn relay(worker: &str, fault: Fault) -> Response<Reply> {
         let (status, kind) = fault.unanswered_status();
         return error(status, kind, &fault.message);
     };
-    let mut response = from_worker(answer.map(|body| Reply::Whole(Full::from(body))), worker);
+    let mut response = from_worker((*answer).map(|body| Reply::Whole(Full::from(body))), worker);
     if is_full {
         let retry_after = response.headers_mut().entry(RETRY_AFTER);
         retry_after.or_insert(HeaderValue::from_static("1"));

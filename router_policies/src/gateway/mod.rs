@@ -396,7 +396,7 @@ impl Server {
     }
 
     /// What opens the log files again under their names, after they were moved away.
-    pub fn reopen_logs(&self) -> impl Fn() + Send + 'static {
+    pub fn reopen_logs(&self) -> impl Fn() + Send + use<> {
         let fleet = self.fleet();
         move || fleet.sink().reopen()
     }
