@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -250,12 +251,24 @@ def route(
         if check:
             _core.check(json.dumps(settings), decide)
             return
+        _raise_open_files()
         _core.serve(json.dumps(settings), _announce, decide)
     except ValueError as error:
         raise InputError(str(error)) from None
     except KeyboardInterrupt:
         # Python saw the Ctrl-C too; the router has ended in good order by now.
         return
+
+
+def _raise_open_files() -> None:
+    """Raises the limit on open files to what this process may have.
+
+    A request holds two sockets, three where it is separated: the usual limit of 1,024 is reached
+    long before `max_inflight`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _one_policy(policy: str | None, of_prefill: str | None, of_decode: str | None) -> str | None:

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 const MAX_S: f64 = 7.0 * 86_400.0;
 /// Shorter ones would keep a processor busy.
 const MIN_S: f64 = 0.001;
+const MAX_ID_BYTES: usize = 128;
 const SPEEDS_TOKENS_PER_S: RangeInclusive<f64> = 0.001..=1e9;
 
 /// Reads `T` from a tree of JSON.
@@ -248,6 +249,20 @@ impl WorkerSpec {
         if self.id.is_empty() {
             self.id = authority.to_owned();
         }
+        // It stands in paths, headers and the log.
+        let is_plain = |c: char| c.is_ascii_graphic() && !matches!(c, '/' | '?' | '#' | '%');
+        if self.id.len() > MAX_ID_BYTES || !self.id.chars().all(is_plain) {
+            let id: String = self
+                .id
+                .chars()
+                .take(32)
+                .flat_map(char::escape_default)
+                .collect();
+            return Err(format!(
+                "worker {id}: id: expected at most {MAX_ID_BYTES} printable characters without \
+                 spaces and / ? # %"
+            ));
+        }
         self.url = format!("http://{authority}");
         Ok(self)
     }
@@ -313,6 +328,25 @@ pub struct Config {
     /// Time between load reports asked of each worker; 0 asks for none.
     #[serde(default = "default_load_interval_s")]
     pub load_interval_s: f64,
+    /// A worker that owes first tokens, or has reported its load so far, and gives no sign of life for so
+    /// long is suspected to hang.
+    #[serde(default = "default_silence_timeout_s")]
+    pub silence_timeout_s: f64,
+    /// Bytes of request bodies held at once, before and while they have no answer; more are refused
+    /// with 503.
+    #[serde(default = "default_max_held_bytes")]
+    pub max_held_bytes: usize,
+    /// A request whose body does not come on for so long is refused with 408.
+    #[serde(default = "default_body_timeout_s")]
+    pub body_timeout_s: f64,
+    /// Whether what clients say of where KV comes from and goes to is taken out of their requests:
+    /// `bootstrap_*` and `kv_transfer_params` in bodies, `x-override-*` in headers.
+    #[serde(default = "default_true")]
+    pub strip_transfer_keys: bool,
+    /// The model's vocabulary: larger token ids are refused. Where it is absent, it is read from the
+    /// model's folder if SGLang names one that is on this machine.
+    #[serde(default)]
+    pub vocab_size: Option<u64>,
     /// Requests served at once; more wait.
     #[serde(default = "default_max_inflight")]
     pub max_inflight: usize,
@@ -371,6 +405,18 @@ fn default_load_interval_s() -> f64 {
     1.0
 }
 
+fn default_silence_timeout_s() -> f64 {
+    5.0
+}
+
+fn default_max_held_bytes() -> usize {
+    1 << 30
+}
+
+fn default_body_timeout_s() -> f64 {
+    30.0
+}
+
 fn default_max_inflight() -> usize {
     4096
 }
@@ -405,6 +451,11 @@ impl Default for Config {
             retries: default_retries(),
             health_interval_s: default_health_interval_s(),
             load_interval_s: default_load_interval_s(),
+            silence_timeout_s: default_silence_timeout_s(),
+            max_held_bytes: default_max_held_bytes(),
+            body_timeout_s: default_body_timeout_s(),
+            strip_transfer_keys: true,
+            vocab_size: None,
             max_inflight: default_max_inflight(),
             max_queued: default_max_queued(),
             queue_timeout_s: default_queue_timeout_s(),
@@ -488,11 +539,14 @@ impl Config {
         if let Some(worker) = self.workers.iter().find(|w| !ids.insert(&w.id)) {
             return Err(format!("worker {}: id: given twice", worker.id));
         }
+        within("vocab_size", self.vocab_size.unwrap_or(1), 1..=1 << 32)?;
         for (field, value, least_s) in [
             ("request_timeout_s", self.request_timeout_s, MIN_S),
             ("connect_timeout_s", self.connect_timeout_s, MIN_S),
             ("health_interval_s", self.health_interval_s, MIN_S),
             ("queue_timeout_s", self.queue_timeout_s, MIN_S),
+            ("silence_timeout_s", self.silence_timeout_s, MIN_S),
+            ("body_timeout_s", self.body_timeout_s, MIN_S),
             ("drain_timeout_s", self.drain_timeout_s, 0.0),
         ] {
             within(field, value, least_s..=MAX_S)?;
@@ -504,6 +558,7 @@ impl Config {
         for (field, value, range) in [
             ("threads", self.threads, 1..=1024),
             ("max_body_bytes", self.max_body_bytes, 1..=1 << 32),
+            ("max_held_bytes", self.max_held_bytes, 1..=1 << 40),
             ("retries", self.retries, 0..=1000),
             ("max_inflight", self.max_inflight, 1..=1_000_000),
             ("max_queued", self.max_queued, 0..=1_000_000),

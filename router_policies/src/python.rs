@@ -76,7 +76,11 @@ fn serve(
             let server = bound.map_err(PyValueError::new_err)?;
             let address = server.address()?.to_string();
             Python::attach(|py| announce.call1(py, (address,)))?;
+            let reopen = reopen_signal(server.reopen_logs())
+                .map_err(|error| PyOSError::new_err(error.to_string()))?;
+            let reopening = tokio::spawn(reopen);
             server.serve(stop).await;
+            reopening.abort();
             Ok(())
         });
         runtime.shutdown_timeout(std::time::Duration::from_secs(1));
@@ -95,6 +99,18 @@ fn stop_signal() -> std::io::Result<impl Future<Output = ()>> {
             _ = terminate.recv() => {}
         }
         log::info!("stopping: no new requests, running ones may end");
+    })
+}
+
+/// Calls `reopen` at every SIGHUP, which ends no request.
+fn reopen_signal(reopen: impl Fn()) -> std::io::Result<impl Future<Output = ()>> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut hangup = signal(SignalKind::hangup())?;
+    Ok(async move {
+        while hangup.recv().await.is_some() {
+            log::info!("SIGHUP: the decision log is opened again");
+            reopen();
+        }
     })
 }
 

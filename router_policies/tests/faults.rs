@@ -320,11 +320,14 @@ async fn seeded_faults_leave_nothing_behind() {
     let lines = std::fs::read_to_string(&log).expect("the log");
     for line in lines.lines() {
         let event: Value = serde_json::from_str(line).expect("JSON");
-        let id = event["decision_id"].as_str().expect("an id").to_owned();
-        if event["event"] == "decision" {
-            decisions += 1;
-        } else {
-            *finishes.entry(id).or_default() += 1;
+        match event["event"].as_str().expect("a kind") {
+            "decision" => decisions += 1,
+            "finish" => {
+                let id = event["decision_id"].as_str().expect("an id").to_owned();
+                *finishes.entry(id).or_default() += 1;
+            }
+            // What residency did.
+            kind => assert!(matches!(kind, "wait" | "give_up"), "{event}"),
         }
     }
     assert_eq!(finishes.len(), decisions, "every decision finishes");

@@ -245,7 +245,7 @@ fn an_answer_with_5xx_counts_against_a_worker_only_where_it_is_blamed() {
     }
     for _ in 0..5 {
         assert!(!fleet.snapshot()[0].circuit_open);
-        fleet.blame("w0");
+        fleet.blame("w0", 0.0);
     }
     assert!(fleet.snapshot()[0].circuit_open);
 }

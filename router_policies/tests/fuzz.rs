@@ -125,7 +125,7 @@ fn bodies_are_scanned_and_spliced_as_serde_reads_them() {
     fuzz(move |data| {
         let body = Bytes::from(mutated(data, &seeds));
         let read = serde_json::from_slice::<Members>(&body);
-        for api in [Api::Generate, Api::Completions, Api::Chat] {
+        for api in Api::ALL {
             let scanned = scan(api, &body, 2, 16);
             // The same whatever had come when it was first looked at.
             let mut scanner = Scanner::new(api, 2, 16);
@@ -140,7 +140,8 @@ fn bodies_are_scanned_and_spliced_as_serde_reads_them() {
             let key = match api {
                 Api::Generate => "input_ids",
                 Api::Completions => "prompt",
-                Api::Chat => "messages",
+                Api::Chat | Api::Messages => "messages",
+                Api::Responses => "input",
             };
             let of = |name: &str| -> Vec<&Value> {
                 let same = members.iter().filter(|(key, _)| key == name);
@@ -152,7 +153,7 @@ fn bodies_are_scanned_and_spliced_as_serde_reads_them() {
                 [value] if of("text").is_empty() && plain => token_ids(value),
                 _ => None,
             };
-            if let (Some(ids), false) = (ids, api == Api::Chat) {
+            if let (Some(ids), Api::Generate | Api::Completions) = (ids, api) {
                 let scanned = scanned.as_ref().expect("serde reads it");
                 assert_eq!(scanned.prompt, hashes(&ids));
                 if let [Value::Bool(stream)] = of("stream")[..] {
@@ -180,10 +181,18 @@ fn bodies_are_scanned_and_spliced_as_serde_reads_them() {
 fn events_of(stream: &[u8]) -> (u64, bool) {
     let (mut events, mut done) = (0, false);
     let mut data: Option<Vec<u8>> = None;
-    let mut lines: Vec<&[u8]> = stream.split(|&byte| byte == b'\n').collect();
+    // A line ends with LF, CR LF or CR.
+    let text: Vec<u8> = stream.to_vec();
+    let mut lines: Vec<Vec<u8>> = vec![Vec::new()];
+    for (at, &byte) in text.iter().enumerate() {
+        match byte {
+            b'\n' if at > 0 && text[at - 1] == b'\r' => {}
+            b'\n' | b'\r' => lines.push(Vec::new()),
+            _ => lines.last_mut().expect("one").push(byte),
+        }
+    }
     let unfinished = lines.pop().unwrap_or_default();
     for line in lines {
-        let line = line.strip_suffix(b"\r").unwrap_or(line);
         if line.is_empty() {
             if let Some(data) = data.take() {
                 done = data == b"[DONE]";
@@ -204,6 +213,7 @@ fn event_streams_are_counted_alike_however_they_are_cut() {
     let seeds: Vec<Vec<u8>> = [
         "data: {\"text\":\"a\"}\n\ndata: {\"text\":\"b\"}\n\ndata: [DONE]\n\n",
         "data: a\r\n\r\ndata: [DONE]\r\n\r\n",
+        "data: a\r\rdata: [DONE]\r\r",
         ": ping\n\nevent: x\ndata: 1\ndata: 2\n\n\n\ndata:[DONE]\n\n",
     ]
     .iter()

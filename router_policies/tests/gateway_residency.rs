@@ -35,6 +35,10 @@ type Answer = Response<hyper::body::Incoming>;
 impl Router {
     /// Before workers of 10,000 KV tokens.
     async fn start(workers: &[&MockWorker], residency: Value) -> Self {
+        Self::with(Config::default(), workers, residency).await
+    }
+
+    async fn with(config: Config, workers: &[&MockWorker], residency: Value) -> Self {
         let workers = workers.iter().enumerate().map(|(i, mock)| {
             let spec =
                 json!({"url": mock.url, "id": format!("w{i}"), "kv_capacity_tokens": 10_000});
@@ -46,7 +50,7 @@ impl Router {
             workers: workers.collect(),
             residency,
             max_inflight: 2,
-            ..Config::default()
+            ..config
         };
         let server = Server::bind(config).await.expect("binds");
         let router = Self {
@@ -256,4 +260,141 @@ async fn a_request_whose_worker_dies_is_served_by_another() {
         1,
         "one place, where it is now"
     );
+}
+
+/// A conversation of about 5,000 tokens.
+fn long_text() -> String {
+    "word ".repeat(4_000)
+}
+
+#[tokio::test]
+async fn every_way_to_ask_for_tokens_passes_the_gate_and_others_do_not() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Stall);
+    let router = Router::start(&[&mock], json!({"growth_turns": 0})).await;
+    let first = router.send(1, 8_000, &[]);
+    until("it runs", || {
+        mock.behaviour.running.load(Ordering::SeqCst) == 1
+    })
+    .await;
+    mock.set_fault(Fault::None);
+    let turns = json!([{"role": "user", "content": long_text()}]);
+    let ids: Vec<u32> = (0..2_500).collect();
+    let asked = [
+        (
+            "/v1/messages",
+            json!({"model": "m", "max_tokens": 4, "messages": turns}),
+        ),
+        (
+            "/v1/responses",
+            json!({"model": "m", "input": turns, "max_output_tokens": 4}),
+        ),
+        (
+            "/v1/chat/completions",
+            json!({"model": "m", "messages": turns, "max_tokens": 4}),
+        ),
+        // Its prompts fit one by one, and not together.
+        (
+            "/v1/completions",
+            json!({"model": "m", "prompt": [ids, ids], "max_tokens": 4}),
+        ),
+        // Its answers do not.
+        (
+            "/v1/completions",
+            json!({"model": "m", "prompt": ids[..100], "max_tokens": 200, "n": 16}),
+        ),
+    ];
+    let mut pending = Vec::new();
+    for (path, body) in asked {
+        let request = Request::post(format!("{}{path}", router.url))
+            .header("x-session-id", format!("s-{path}-{}", pending.len()))
+            .header("x-session-end", "1");
+        let request = request.body(Full::from(body.to_string()));
+        let answer = router.client.request(request.expect("a request"));
+        pending.push(tokio::spawn(
+            async move { answer.await.expect("an answer") },
+        ));
+        router.waiting(pending.len()).await;
+    }
+    assert_eq!(mock.behaviour.running.load(Ordering::SeqCst), 1);
+    let body = json!({"model": "m", "messages": turns}).to_string();
+    let request = Request::post(format!("{}/v1/messages/count_tokens", router.url))
+        .header("x-session-end", "1")
+        .body(Full::from(body));
+    let counted = router.client.request(request.expect("a request")).await;
+    assert_eq!(counted.expect("an answer").status(), StatusCode::OK);
+    router.waiting(pending.len()).await;
+    first.abort();
+    for answer in pending {
+        let answer = answer.await.expect("sent");
+        assert_eq!(answer.status(), StatusCode::OK);
+        text(answer).await;
+    }
+    until("nothing is left", || router.fleet.is_idle()).await;
+    for headers in mock.behaviour.headers.lock().iter() {
+        assert!(!headers.contains_key("x-session-end"));
+    }
+}
+
+#[tokio::test]
+async fn what_waits_too_long_is_told_so_in_its_apis_shape() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Stall);
+    let router = Router::start(&[&mock], json!({"max_wait_s": 0.3})).await;
+    let first = router.send(1, 8_000, &[]);
+    until("it runs", || {
+        mock.behaviour.running.load(Ordering::SeqCst) == 1
+    })
+    .await;
+    let turns = json!([{"role": "user", "content": long_text()}]);
+    let body = json!({"model": "m", "max_tokens": 4, "messages": turns}).to_string();
+    let request = Request::post(format!("{}/v1/messages", router.url)).body(Full::from(body));
+    let answer = router.client.request(request.expect("a request")).await;
+    let answer = answer.expect("an answer");
+    assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert!(answer.headers().contains_key("retry-after"));
+    let told: Value = serde_json::from_str(&text(answer).await).expect("JSON");
+    assert_eq!(told["error"]["type"], "overloaded_error");
+    first.abort();
+}
+
+#[tokio::test]
+async fn what_moves_off_a_silent_worker_waits_for_room_elsewhere() {
+    let (a, b) = (MockWorker::start().await, MockWorker::start().await);
+    let config = Config {
+        silence_timeout_s: 0.3,
+        load_interval_s: 0.0,
+        ..Config::default()
+    };
+    let router = Router::with(config, &[&a, &b], json!({"growth_turns": 0})).await;
+    for mock in [&a, &b] {
+        mock.behaviour.hangs.store(true, Ordering::SeqCst);
+    }
+    let moving = router.send(1, 8_000, &[]);
+    until("it is sent", || {
+        router.fleet.snapshot().iter().any(|w| w.load.requests > 0)
+    })
+    .await;
+    let is_first = router.fleet.snapshot()[0].load.requests > 0;
+    let (here, there) = if is_first { (0, &b) } else { (1, &a) };
+    there.behaviour.hangs.store(false, Ordering::SeqCst);
+    // It gives signs all the time.
+    there.behaviour.tokens.store(30, Ordering::Relaxed);
+    there.behaviour.token_us.store(100_000, Ordering::Relaxed);
+    let other = router.send(2, 8_000, &[("x-session-end", "1")]);
+    until("the other worker is full", || {
+        router.fleet.snapshot()[1 - here].load.requests > 0
+    })
+    .await;
+    router.waiting(1).await;
+    assert!(router.fleet.snapshot()[here].suspect);
+    assert_eq!(router.fleet.snapshot()[here].load.requests, 1);
+    for answer in [other, moving] {
+        let answer = answer.await.expect("sent");
+        assert_eq!(answer.status(), StatusCode::OK);
+        let worker = format!("w{}", 1 - here);
+        assert_eq!(answer.headers()["x-deltaserve-worker"], worker.as_str());
+        text(answer).await;
+    }
+    until("nothing is left", || router.fleet.is_idle()).await;
 }

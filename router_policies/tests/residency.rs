@@ -7,7 +7,7 @@ use router_policies::fleet::log::EventSink;
 use router_policies::fleet::prefix::hash::TokenHasher;
 use router_policies::fleet::residency::{Residence, ResidencyRecord, settings};
 use router_policies::fleet::{
-    Admit, Fleet, Hints, Outcome, Refused, Request, Reservation, Ticket, Usage,
+    Admit, Fleet, Hints, Outcome, Refused, Request, Reservation, Separable, Ticket, Usage,
 };
 use router_policies::policy;
 use serde_json::{Value, json};
@@ -564,6 +564,93 @@ proptest! {
             prop_assert_eq!(worker.residency.sessions, 0);
         }
     }
+}
+
+#[test]
+fn places_are_kept_and_lost_with_the_cache_that_they_are_in() {
+    let world = World::new(1, Value::Null);
+    let sessions = || world.fleet.snapshot()[0].residency.sessions;
+    world.fleet.report_engine("w0", Some(7));
+    world.serve(world.placed(&world.turn(1, 20_000)));
+    assert_eq!(sessions(), 1);
+    // It could not be reached for a while, and is the one that it was.
+    world.fleet.report_health("w0", false);
+    world.fleet.report_engine("w0", Some(7));
+    world.fleet.report_health("w0", true);
+    assert_eq!(sessions(), 1);
+    drop(world.placed(&world.turn(1, 21_000)));
+    assert_eq!(world.last().state, Residence::Resident);
+    // It was restarted without anybody having noticed that it was down.
+    world.fleet.report_engine("w0", Some(8));
+    assert_eq!(sessions(), 0);
+    drop(world.placed(&world.turn(1, 22_000)));
+    assert_eq!(world.last().state, Residence::Admitted);
+}
+
+#[test]
+fn what_cannot_be_separated_waits_for_a_worker_that_serves_alone() {
+    let world = World::new(1, json!({"growth_turns": 0}));
+    let spec = json!({"id": "d", "url": "http://d:1", "role": "decode",
+        "kv_capacity_tokens": CAPACITY});
+    let spec = serde_json::from_value::<WorkerSpec>(spec).expect("a worker");
+    world.fleet.add_worker(spec).expect("a new id");
+    world.fleet.report_health("d", true);
+    let last = Hints {
+        ends: true,
+        ..Hints::default()
+    };
+    let running = world.placed(&Request {
+        hints: last,
+        ..world.turn(1, 80_000)
+    });
+    assert_eq!(running.answering().id, "w0");
+    let whole = Request {
+        separable: Separable::ByNone,
+        ..world.turn(2, 50_000)
+    };
+    let ticket = world.waits(&whole);
+    world.serve(running);
+    let placed = world.fetch(ticket, &whole).map_err(|_| "it waits");
+    let placed = placed.expect("there is room now");
+    assert_eq!(placed.answering().id, "w0");
+    world.serve(placed);
+}
+
+#[test]
+fn as_much_is_booked_as_all_answers_of_a_request_may_need() {
+    let booked = |answers| {
+        let world = World::new(1, json!({"growth_turns": 0}));
+        let request = Request {
+            answers,
+            ..world.turn(1, 10_000)
+        };
+        let running = world.placed(&request);
+        let booked = world.fleet.snapshot()[0].residency.booked_tokens;
+        world.serve(running);
+        booked
+    };
+    assert_eq!(booked(1), booked(0));
+    assert_eq!(booked(8) - booked(1), 700);
+    // Whatever a client says, it is a number that can be booked.
+    booked(u64::MAX);
+}
+
+#[test]
+fn a_worker_that_is_suspected_to_hang_gets_no_turn_of_its_sessions_while_another_can_serve() {
+    let world = World::new(2, Value::Null);
+    world.serve(world.placed(&world.turn(1, 20_000)));
+    let home = world.fleet.sink().recent(1)[0].reserved[0]
+        .worker
+        .id
+        .clone();
+    let stalled = world.placed(&world.turn(1, 21_000));
+    assert_eq!(stalled.answering().id, home);
+    world.advance(600.0);
+    assert!(world.fleet.find_silent(5.0, 5.0));
+    let moved = world.placed(&world.turn(1, 22_000));
+    assert_ne!(moved.answering().id, home);
+    drop((stalled, moved));
+    assert!(world.fleet.is_idle());
 }
 
 /// A client of the closed loop below: a session with so many turns to go, and its sub-agents.

@@ -12,6 +12,8 @@ pub struct Circuit {
     failures: u32,
     trials: u32,
     open_until_s: Option<f64>,
+    /// When it was last opened, or opened for longer.
+    opened_s: f64,
 }
 
 impl Circuit {
@@ -34,12 +36,18 @@ impl Circuit {
         *self = Self::default();
     }
 
-    pub fn failed(&mut self, now_s: f64) {
+    /// Notes the failure of a request that was placed at `begun_s`. Of an open circuit, only requests
+    /// placed since are trials; the others ran when it opened and say nothing new.
+    pub fn failed(&mut self, now_s: f64, begun_s: f64) {
+        if self.is_open() {
+            if begun_s <= self.opened_s {
+                return;
+            }
+            self.trials += 1;
+        }
         self.failures += 1;
         if self.failures >= FAILURES {
-            if self.open_until_s.is_some() {
-                self.trials += 1;
-            }
+            self.opened_s = now_s;
             self.open_until_s = Some(now_s + self.pause_s());
         }
     }
@@ -53,14 +61,21 @@ impl Circuit {
 mod tests {
     use super::*;
 
+    /// Opened at 0 s.
+    fn opened() -> Circuit {
+        let mut circuit = Circuit::default();
+        (0..FAILURES).for_each(|_| circuit.failed(0.0, -1.0));
+        circuit
+    }
+
     #[test]
     fn it_opens_after_failures_in_a_row_and_closes_after_one_success() {
         let mut circuit = Circuit::default();
         for _ in 0..FAILURES - 1 {
-            circuit.failed(0.0);
+            circuit.failed(0.0, -1.0);
         }
         assert!(circuit.allows(0.0));
-        circuit.failed(0.0);
+        circuit.failed(0.0, -1.0);
         assert!(!circuit.allows(PAUSE_S - 0.1));
         assert!(circuit.allows(PAUSE_S));
         circuit.placed(PAUSE_S);
@@ -70,11 +85,24 @@ mod tests {
     }
 
     #[test]
-    fn the_pause_doubles_up_to_a_bound() {
-        let mut circuit = Circuit::default();
-        for _ in 0..100 {
-            circuit.failed(0.0);
+    fn the_pause_doubles_with_every_failed_trial_up_to_a_bound() {
+        let mut circuit = opened();
+        let mut now_s = 0.0;
+        for pause_s in [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0] {
+            assert!(!circuit.allows(now_s + pause_s - 0.1));
+            now_s += pause_s;
+            assert!(circuit.allows(now_s));
+            circuit.placed(now_s);
+            circuit.failed(now_s, now_s);
         }
-        assert!(circuit.allows(MAX_PAUSE_S) && !circuit.allows(MAX_PAUSE_S - 0.1));
+    }
+
+    #[test]
+    fn requests_that_ran_when_it_opened_are_no_trials() {
+        let mut circuit = opened();
+        for _ in 0..10 {
+            circuit.failed(0.1, -1.0);
+        }
+        assert!(circuit.allows(PAUSE_S), "as after the fifth failure");
     }
 }

@@ -260,8 +260,15 @@ pub fn unix_now_s() -> f64 {
 
 type Observer = Box<dyn Fn(&Event) + Send + Sync>;
 
+/// What the thread that writes is told.
+enum Task {
+    Write(Event),
+    /// The file was moved away: what comes goes to a new one of its name.
+    Reopen,
+}
+
 struct Writer {
-    sender: mpsc::Sender<Event>,
+    sender: mpsc::Sender<Task>,
     thread: std::thread::JoinHandle<()>,
 }
 
@@ -287,17 +294,15 @@ impl EventSink {
     /// # Errors
     /// The file cannot be opened; one line that names it.
     pub fn to_file(path: &Path) -> Result<Self, String> {
-        let file = std::fs::OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(path)
-            .map_err(|error| format!("decision_log: {}: {error}", path.display()))?;
-        let (sender, receiver) = mpsc::channel::<Event>();
-        let shown = path.display().to_string();
+        let file =
+            open(path).map_err(|error| format!("decision_log: {}: {error}", path.display()))?;
+        let (sender, receiver) = mpsc::channel::<Task>();
+        let path = path.to_owned();
         let thread = std::thread::Builder::new()
             .name("decision-log".to_owned())
             .spawn(move || {
-                if let Err(error) = write_events(&receiver, BufWriter::new(file)) {
+                if let Err(error) = write_events(&receiver, BufWriter::new(file), &path) {
+                    let shown = path.display();
                     ::log::error!("decision_log: {shown}: {error}; no more decisions are written");
                 }
             })
@@ -327,7 +332,14 @@ impl EventSink {
         }
         if let Some(writer) = &self.writer {
             // The thread ends early only when the file cannot be written, which it has logged.
-            let _ = writer.sender.send(event);
+            let _ = writer.sender.send(Task::Write(event));
+        }
+    }
+
+    /// Writes what comes from now on to a new file of the log's name, if that was moved away.
+    pub fn reopen(&self) {
+        if let Some(writer) = &self.writer {
+            let _ = writer.sender.send(Task::Reopen);
         }
     }
 
@@ -352,15 +364,31 @@ impl Drop for EventSink {
     }
 }
 
+fn open(path: &Path) -> std::io::Result<std::fs::File> {
+    std::fs::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path)
+}
+
 fn write_events(
-    receiver: &mpsc::Receiver<Event>,
+    receiver: &mpsc::Receiver<Task>,
     mut file: BufWriter<std::fs::File>,
+    path: &Path,
 ) -> std::io::Result<()> {
     while let Ok(first) = receiver.recv() {
         let mut next = Some(first);
-        while let Some(event) = next {
-            serde_json::to_writer(&mut file, &event)?;
-            file.write_all(b"\n")?;
+        while let Some(task) = next {
+            match task {
+                Task::Write(event) => {
+                    serde_json::to_writer(&mut file, &event)?;
+                    file.write_all(b"\n")?;
+                }
+                Task::Reopen => {
+                    file.flush()?;
+                    file = BufWriter::new(open(path)?);
+                }
+            }
             next = receiver.try_recv().ok();
         }
         file.flush()?;

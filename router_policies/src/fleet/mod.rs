@@ -5,6 +5,8 @@
 //! to a request through its [`Reservation`].
 
 mod circuit;
+mod engine_run;
+mod liveness;
 pub mod log;
 mod placing;
 mod prefills;
@@ -12,10 +14,15 @@ pub mod prefix;
 mod rates;
 mod reservation;
 pub mod residency;
+mod which;
+mod whole;
 mod worker;
 
 pub use placing::{Admit, Refused, Ticket};
 pub use reservation::{Outcome, Reservation, Usage};
+pub use which::Which;
+pub use whole::Separable;
+pub(crate) use worker::SGLANG_GROUP;
 pub use worker::{EngineLoad, Load, WorkerSnapshot};
 
 use crate::config::{Engine, WorkerSpec};
@@ -57,6 +64,10 @@ pub struct Request {
     pub hints: Hints,
     /// By the fleet's clock, where it has been tried before: it queues as one that came then.
     pub arrived_s: Option<f64>,
+    /// Which workers may share it.
+    pub separable: Separable,
+    /// Answers that are made of it at once, of all its prompts together; 0 counts as one.
+    pub answers: u64,
 }
 
 /// What a request's headers say of its session.
@@ -179,11 +190,12 @@ impl Fleet {
         &self.sink
     }
 
-    /// Adds a worker. It is routable once its health is reported.
+    /// Adds a worker. It is routable once its health is reported. What is returned names this
+    /// registration, however often its id is taken again.
     ///
     /// # Errors
     /// The id is taken.
-    pub fn add_worker(&self, spec: WorkerSpec) -> Result<(), String> {
+    pub fn add_worker(&self, spec: WorkerSpec) -> Result<Arc<WorkerSpec>, String> {
         let mut state = self.state.lock();
         let taken = |w: &Worker| !w.removed && w.spec.id == spec.id;
         if state.workers.iter().flatten().any(taken) {
@@ -192,7 +204,8 @@ impl Fleet {
         let serial = state.next_serial;
         state.next_serial += 1;
         let block = estimate_block(&spec);
-        let worker = Worker::new(Arc::new(spec), serial, block);
+        let spec = Arc::new(spec);
+        let worker = Worker::new(Arc::clone(&spec), serial, block);
         let slot = match state.workers.iter().position(Option::is_none) {
             Some(slot) => slot,
             None => {
@@ -208,7 +221,7 @@ impl Fleet {
         }
         state.set_estimate_capacity(slot, block, capacity);
         self.set_token_block(&state);
-        Ok(())
+        Ok(spec)
     }
 
     /// The coarsest block that fits every worker's.
@@ -226,10 +239,10 @@ impl Fleet {
 
     /// From now on the worker's KV events tell what it holds, in pages of `page_size` tokens; what
     /// was known before is forgotten. False if there is no such worker.
-    pub fn begin_kv_events(&self, id: &str, page_size: usize) -> bool {
+    pub fn begin_kv_events<'a>(&self, which: impl Into<Which<'a>>, page_size: usize) -> bool {
         let mut guard = self.state.lock();
         let state = &mut *guard;
-        let Some(slot) = state.slot_of(id) else {
+        let Some(slot) = state.slot_of(which) else {
             return false;
         };
         state.forget_prefixes(slot);
@@ -242,10 +255,10 @@ impl Fleet {
     }
 
     /// Applies a worker's KV events, in their order. False when events before them are missing.
-    pub fn apply_kv_events(&self, id: &str, events: &[KvEvent]) -> bool {
+    pub fn apply_kv_events<'a>(&self, which: impl Into<Which<'a>>, events: &[KvEvent]) -> bool {
         let mut guard = self.state.lock();
         let state = &mut *guard;
-        let Some(slot) = state.slot_of(id) else {
+        let Some(slot) = state.slot_of(which) else {
             return true;
         };
         let applied = events.iter().map(|event| state.exact.apply(slot, event));
@@ -260,8 +273,8 @@ impl Fleet {
     }
 
     /// How often the worker came up; none while it is down or where there is none.
-    pub fn incarnation(&self, id: &str) -> Option<u64> {
-        self.with_worker(id, |worker| worker.healthy.then_some(worker.incarnation))
+    pub fn incarnation<'a>(&self, which: impl Into<Which<'a>>) -> Option<u64> {
+        self.with_worker(which, |worker| worker.healthy.then_some(worker.incarnation))
             .flatten()
     }
 
@@ -274,8 +287,7 @@ impl Fleet {
         if let Some(worker) = &mut state.workers[slot] {
             worker.removed = true;
         }
-        state.forget_prefixes(slot);
-        state.lose_places(slot);
+        state.forget_cache(slot);
         state.free_if_idle(slot);
         self.settle(state);
         true
@@ -288,33 +300,70 @@ impl Fleet {
         found.is_some()
     }
 
-    /// Reports a health check. A worker that comes back is taken to have lost its cache.
-    pub fn report_health(&self, id: &str, healthy: bool) {
+    /// Reports a health check. A worker that comes back is taken to have lost its cache, unless its
+    /// engine is known to be the one that it was: see [`Fleet::report_engine`].
+    pub fn report_health<'a>(&self, which: impl Into<Which<'a>>, healthy: bool) {
+        let now_s = self.now_s();
         let mut state = self.state.lock();
-        let Some(slot) = state.slot_of(id) else {
+        let Some(slot) = state.slot_of(which) else {
             return;
         };
         let Some(worker) = &mut state.workers[slot] else {
             return;
         };
         let was = std::mem::replace(&mut worker.healthy, healthy);
-        if healthy && !was {
+        if was == healthy {
+            return;
+        }
+        ::log::info!(
+            "worker {} is {}",
+            worker.spec.id,
+            if healthy { "up" } else { "down" }
+        );
+        if healthy {
             worker.incarnation += 1;
+            worker.circuit = circuit::Circuit::default();
+            worker.liveness.renew(now_s);
+            if !worker.engine_run.is_confirmed() {
+                state.forget_cache(slot);
+            }
+        } else {
+            worker.engine_run.doubt();
+            worker.forget_report();
         }
-        if was && !healthy {
-            state.forget_prefixes(slot);
-            state.lose_places(slot);
-        }
-        if was != healthy {
-            ::log::info!("worker {id} is {}", if healthy { "up" } else { "down" });
+        self.settle(state);
+    }
+
+    /// Says which run of the engine answers (a number that differs from start to start), if that can be
+    /// told. If it is another one than before, what its cache held is forgotten.
+    pub fn report_engine<'a>(&self, which: impl Into<Which<'a>>, run: Option<u64>) {
+        let mut state = self.state.lock();
+        let Some(slot) = state.slot_of(which) else {
+            return;
+        };
+        let Some(worker) = &mut state.workers[slot] else {
+            return;
+        };
+        if worker.engine_run.report(run) {
+            ::log::info!("worker {}: its engine was restarted", worker.spec.id);
+            // KV events are followed anew: their count began anew too.
+            worker.incarnation += 1;
+            state.forget_cache(slot);
             self.settle(state);
         }
     }
 
+    /// Whether answers since the last [`Fleet::report_engine`] had fewer cached tokens than the worker
+    /// was believed to hold.
+    pub fn misses_cache<'a>(&self, which: impl Into<Which<'a>>) -> bool {
+        self.with_worker(which, |worker| worker.engine_run.is_doubted())
+            .unwrap_or_default()
+    }
+
     /// Takes over the capacity and page size that an engine reports, where none was configured.
-    pub fn report_capacity(&self, id: &str, kv_capacity_tokens: u64) {
+    pub fn report_capacity<'a>(&self, which: impl Into<Which<'a>>, kv_capacity_tokens: u64) {
         let mut state = self.state.lock();
-        let Some(slot) = state.slot_of(id) else {
+        let Some(slot) = state.slot_of(which) else {
             return;
         };
         let Some(worker) = &mut state.workers[slot] else {
@@ -330,15 +379,15 @@ impl Fleet {
         }
     }
 
-    /// Counts an answer with 5xx against the worker that gave it.
-    pub fn blame(&self, id: &str) {
+    /// Counts a failure against the worker, of a request that was placed on it at `begun_s`.
+    pub fn blame<'a>(&self, which: impl Into<Which<'a>>, begun_s: f64) {
         let now_s = self.now_s();
-        self.with_worker(id, |worker| worker.circuit.failed(now_s));
+        self.with_worker(which, |worker| worker.circuit.failed(now_s, begun_s));
     }
 
     /// Whether the worker is up; none where there is no such worker.
-    pub fn health(&self, id: &str) -> Option<bool> {
-        self.with_worker(id, |worker| worker.healthy)
+    pub fn health<'a>(&self, which: impl Into<Which<'a>>) -> Option<bool> {
+        self.with_worker(which, |worker| worker.healthy)
     }
 
     /// Every worker that has not been removed.
@@ -394,16 +443,28 @@ impl Fleet {
     }
 
     /// Takes over an engine's load report.
-    pub fn report_load(&self, id: &str, load: EngineLoad) {
-        self.with_worker(id, |worker| worker.take_report(load));
+    pub fn report_load<'a>(&self, which: impl Into<Which<'a>>, load: EngineLoad) {
+        let which = which.into();
+        let now_s = self.now_s();
+        self.with_worker(which, |worker| worker.take_report(load, now_s));
         if let Some(capacity) = load.capacity_tokens {
-            self.report_capacity(id, capacity);
+            self.report_capacity(which, capacity);
         }
     }
 
-    fn with_worker<R>(&self, id: &str, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
+    /// The engine has stopped to report its load: what its last report had beyond the router's own
+    /// requests may be long over.
+    pub fn end_load_reports<'a>(&self, which: impl Into<Which<'a>>) {
+        self.with_worker(which, Worker::forget_report);
+    }
+
+    fn with_worker<'a, R>(
+        &self,
+        which: impl Into<Which<'a>>,
+        change: impl FnOnce(&mut Worker) -> R,
+    ) -> Option<R> {
         let mut state = self.state.lock();
-        let slot = state.slot_of(id)?;
+        let slot = state.slot_of(which)?;
         state.workers[slot].as_mut().map(change)
     }
 
@@ -421,9 +482,10 @@ impl Fleet {
 }
 
 impl State {
-    fn slot_of(&self, id: &str) -> Option<usize> {
+    fn slot_of<'a>(&self, which: impl Into<Which<'a>>) -> Option<usize> {
+        let which = which.into();
         self.workers.iter().position(
-            |worker| matches!(worker, Some(worker) if !worker.removed && worker.spec.id == id),
+            |worker| matches!(worker, Some(worker) if !worker.removed && which.is(&worker.spec)),
         )
     }
 
@@ -436,14 +498,27 @@ impl State {
                 None => Worker::absent(slot),
             });
         }
+        self.pardon_suspects(exclude, now_s);
     }
 
-    /// The workers that may answer requests, as residency sees them.
-    fn sites(&self, now_s: f64) -> Vec<Site> {
+    /// The workers that may answer requests, as residency sees them. Those that are suspected to hang
+    /// get nothing, unless all are that are not in `exclude`: see [`State::pardon_suspects`].
+    fn sites(&self, exclude: &[String], now_s: f64) -> Vec<Site> {
         let workers = self.workers.iter().enumerate();
-        workers
+        let mut sites: Vec<Site> = workers
             .filter_map(|(slot, worker)| worker.as_ref()?.site(slot, now_s))
-            .collect()
+            .collect();
+        let is_suspect = |site: &Site| {
+            let worker = self.workers[site.slot].as_ref();
+            worker.is_some_and(|worker| worker.liveness.is_suspect())
+        };
+        let may_go = |site: &Site| site.routable && !exclude.contains(&site.spec.id);
+        if sites.iter().any(|site| may_go(site) && !is_suspect(site)) {
+            for site in &mut sites {
+                site.routable &= !is_suspect(site);
+            }
+        }
+        sites
     }
 
     fn site(&self, slot: usize, now_s: f64) -> Option<Site> {
@@ -460,7 +535,8 @@ impl State {
     }
 
     /// The worker's cache is gone, and with it the places on it.
-    fn lose_places(&mut self, slot: usize) {
+    fn forget_cache(&mut self, slot: usize) {
+        self.forget_prefixes(slot);
         if let Some(worker) = &self.workers[slot] {
             let spec = Arc::clone(&worker.spec);
             self.residency.lose_all(slot, &spec);
@@ -477,7 +553,7 @@ impl State {
             let cached = self.cached_by_slot(&prompt);
             self.residency.set_cached(id, cached, now_s);
         }
-        let sites = self.sites(now_s);
+        let sites = self.sites(&[], now_s);
         self.residency.pump(&sites, now_s);
     }
 

@@ -8,14 +8,19 @@ use super::residency::footprint::Coarse;
 use super::residency::queue::{Admitted, NewWaiter, Progress};
 use super::residency::sessions::Identity;
 use super::residency::{Asked, Go, Residence, ResidencyRecord, Seat, Site, WaitReason, Wake};
+use super::whole::{self, Separable};
 use super::{
     COMPLAINT_INTERVAL_S, ESTIMATE_BLOCK_TOKENS, Fleet, Request, State, check_candidates,
     session_key,
 };
 use crate::policy::{Decision, Policy, Refusal, Route, View, attention_pairs};
 use parking_lot::MutexGuard;
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
+
+/// Answers of one request that are booked for, at most: more than engines run of one at once.
+const MAX_ANSWERS: u64 = 1024;
 
 /// What came of asking for a place.
 #[expect(
@@ -108,10 +113,7 @@ impl Fleet {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         let identity = state.meet(request, exclude, now_s);
-        let mean = state.mean_output_tokens;
-        let output_tokens = state
-            .residency
-            .output_tokens(request.max_output_tokens, mean);
+        let output_tokens = state.output_tokens(request);
         let arrived_s = request.arrived_s.unwrap_or(now_s);
         let entry = |way, sites| Entry {
             way,
@@ -127,7 +129,8 @@ impl Fleet {
                 Admit::Placed,
             );
         }
-        let sites = state.sites(now_s);
+        let sites = state.sites(exclude, now_s);
+        let not_for = state.not_for(request, exclude);
         let cached: Vec<u64> = state
             .facts
             .iter()
@@ -139,7 +142,7 @@ impl Fleet {
             prompt: Coarse::of(&request.prompt, state.residency.text_scale()),
             output_tokens,
             cached: &cached,
-            exclude,
+            exclude: &not_for,
             arrived_s,
             parent: request.hints.parent_session.as_deref().map(session_key),
         };
@@ -155,10 +158,15 @@ impl Fleet {
             None if state.residency.must_queue(now_s) => Err(WaitReason::BehindOthers),
             _ => state.residency.ask_now(&asked, &sites, now_s),
         };
-        let mut not_on = exclude.to_vec();
+        let mut not_on = not_for.to_vec();
         let reason = match verdict {
             Ok(go) => {
-                match self.choose(state, request, Some(&go.slots), |p, view| p.decide(view)) {
+                match self.choose(
+                    state,
+                    request,
+                    Some(&go.slots),
+                    whole::decide(request.separable),
+                ) {
                     Ok(choice) => {
                         let placed =
                             self.commit(guard, begun, request, choice, entry(Way::Gate(go), sites));
@@ -256,7 +264,7 @@ impl Fleet {
         };
         state.fill_facts(exclude, now_s);
         state.fill_cached(&request.prompt);
-        let sites = state.sites(now_s);
+        let sites = state.sites(exclude, now_s);
         let site = sites.iter().find(|site| {
             site.slot == admitted.slot && site.serial == admitted.serial && site.routable
         });
@@ -265,9 +273,13 @@ impl Fleet {
             self.settle(guard);
             return Admit::Waiting(self.ticket(id));
         };
-        let choice = self.choose(state, request, Some(&[admitted.slot]), |p, view| {
-            p.decide(view)
-        });
+        let only = [admitted.slot];
+        let choice = self.choose(
+            state,
+            request,
+            Some(&only),
+            whole::decide(request.separable),
+        );
         match choice {
             Ok(choice) => {
                 let Some(waiter) = state.residency.leave(id, true, now_s) else {
@@ -343,7 +355,7 @@ impl Fleet {
         request: &Request,
         exclude: &[String],
     ) -> Result<Reservation, Refusal> {
-        self.place(request, exclude, |policy, view| policy.decide(view))
+        self.place(request, exclude, whole::decide(request.separable))
     }
 
     /// Reserves on the worker called `id`, by the decision that `choose` makes of its slot.
@@ -377,10 +389,7 @@ impl Fleet {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         let identity = state.meet(request, exclude, now_s);
-        let mean = state.mean_output_tokens;
-        let output_tokens = state
-            .residency
-            .output_tokens(request.max_output_tokens, mean);
+        let output_tokens = state.output_tokens(request);
         let choice = self.choose(state, request, None, choose)?;
         let entry = Entry {
             way: Way::Past,
@@ -407,7 +416,7 @@ impl Fleet {
         request: &Request,
         entry: Entry,
     ) -> Result<Reservation, Refusal> {
-        let choice = self.choose(&mut guard, request, None, |p, view| p.decide(view))?;
+        let choice = self.choose(&mut guard, request, None, whole::decide(request.separable))?;
         self.commit(guard, begun, request, choice, entry)
     }
 
@@ -520,6 +529,7 @@ impl Fleet {
             new_tokens,
             new_pairs: attention_pairs(state.facts[prefilling].cached_tokens, new_tokens),
             delta_tokens: view.new_tokens(&state.facts[answering]),
+            until_token_s,
             untold_until_us: (!request.stream).then_some(((now_s + until_token_s) * 1e6) as u64),
             key: entry.identity.key,
             turn: 0,
@@ -587,6 +597,7 @@ impl Fleet {
             ],
         };
         let decision_id = format!("{:016x}", state.random.u64(..));
+        let signs = state.signs([prefilling, answering]);
         self.settle(guard);
 
         let record = Arc::new(DecisionRecord {
@@ -615,6 +626,7 @@ impl Fleet {
             seat,
             answering_spec,
             prefill_spec,
+            signs,
             now_s,
         ))
     }
@@ -628,6 +640,30 @@ fn has_other(sites: &[Site], not_on: &[String]) -> bool {
 }
 
 impl State {
+    /// Tokens to be booked for all the answers that are made of a request.
+    fn output_tokens(&self, request: &Request) -> u64 {
+        let (limit, mean) = (request.max_output_tokens, self.mean_output_tokens);
+        let each = self.residency.output_tokens(limit, mean);
+        each.saturating_mul(request.answers.clamp(1, MAX_ANSWERS))
+    }
+
+    /// Ids of the workers that cannot answer a request, `exclude` among them.
+    fn not_for<'a>(&self, request: &Request, exclude: &'a [String]) -> Cow<'a, [String]> {
+        if request.separable == Separable::ByAll {
+            return Cow::Borrowed(exclude);
+        }
+        let unable = self.facts.iter().zip(&self.workers);
+        let unable = unable.filter_map(|(facts, worker)| {
+            let may = facts.serves_local || request.separable.is_in(facts.transfer_group);
+            (!may).then(|| worker.as_ref().map(|worker| worker.spec.id.clone()))?
+        });
+        let unable: Vec<String> = unable.collect();
+        if unable.is_empty() {
+            return Cow::Borrowed(exclude);
+        }
+        Cow::Owned([exclude, &unable].concat())
+    }
+
     /// Looks at a request: what every worker has of it, and whose it is.
     fn meet(&mut self, request: &Request, exclude: &[String], now_s: f64) -> Identity {
         self.fill_facts(exclude, now_s);
@@ -662,7 +698,7 @@ impl State {
         } = entry;
         if sites.is_empty() {
             sites = match self.residency.gates() {
-                true => self.sites(now_s),
+                true => self.sites(&[], now_s),
                 false => self.site(slot, now_s).into_iter().collect(),
             };
         }

@@ -1,5 +1,6 @@
 //! What a decision takes from its workers, and the guard that gives it back.
 
+use super::liveness::Signs;
 use super::log::{Event, FinishRecord, unix_now_s};
 use super::residency::Seat;
 use super::residency::book::Served;
@@ -18,6 +19,8 @@ pub enum Outcome {
     WorkerError,
     Rejected,
     Timeout,
+    /// The router itself could not send the request: it has no descriptor left, or finds no address.
+    RouterError,
 }
 
 /// What one decision reserves.
@@ -32,6 +35,8 @@ pub(super) struct Share {
     pub new_pairs: f64,
     /// On the worker that answers: where separated, the KV it must be sent.
     pub delta_tokens: u64,
+    /// Predicted, from the decision to the first token.
+    pub until_token_s: f64,
     /// Where the answer does not come in pieces: when its prefill is taken to have ended.
     pub untold_until_us: Option<u64>,
     /// Whose turn it is, and its number in the book of residency.
@@ -46,6 +51,16 @@ pub struct Usage {
     pub cached_tokens: Option<u64>,
 }
 
+impl Share {
+    /// The workers' slots, each once.
+    fn slots(&self) -> impl Iterator<Item = usize> {
+        let answering = self.route.answering();
+        let prefilling = self.route.prefilling();
+        let other = (prefilling != answering).then_some(prefilling);
+        std::iter::once(answering).chain(other)
+    }
+}
+
 impl State {
     pub(super) fn reserve(&mut self, share: &Share, now_s: f64) {
         if let Route::PrefillDecode { prefill, .. } = share.route {
@@ -55,8 +70,17 @@ impl State {
                 worker.load.enter(share.input_tokens);
             }
         }
-        if let Some(until_us) = share.untold_until_us {
-            self.untold.insert((until_us, share.id), *share);
+        match share.untold_until_us {
+            Some(until_us) => {
+                self.untold.insert((until_us, share.id), *share);
+            }
+            None => {
+                for slot in share.slots() {
+                    if let Some(worker) = self.worker_mut(slot) {
+                        worker.liveness.owe(now_s, share.until_token_s);
+                    }
+                }
+            }
         }
         if let Some(worker) = self.worker_mut(share.route.prefilling()) {
             worker.load.prefilling += 1;
@@ -106,6 +130,13 @@ impl State {
                     + share.delta_tokens as f64 / worker.rates.transfer_tokens_per_s
             }),
         };
+        if share.untold_until_us.is_none() {
+            for slot in share.slots() {
+                if let Some(worker) = self.worker_mut(slot) {
+                    worker.liveness.settle();
+                }
+            }
+        }
         let mut had_s = None;
         if let Some(worker) = self.worker_mut(slot) {
             // The next prefill began when this one's KV left, before its first token came.
@@ -180,7 +211,7 @@ impl State {
         outcome: Outcome,
         status: Option<u16>,
         prefill_failed: bool,
-        now_s: f64,
+        (begun_s, now_s): (f64, f64),
     ) {
         let slot = if prefill_failed {
             share.route.prefilling()
@@ -198,11 +229,12 @@ impl State {
                 }
             }
             Outcome::WorkerError if status.is_none_or(|status| status < 500) => {
-                worker.circuit.failed(now_s);
+                worker.circuit.failed(now_s, begun_s);
             }
             Outcome::WorkerError
             | Outcome::ClientDisconnect
             | Outcome::Rejected
+            | Outcome::RouterError
             | Outcome::Timeout => {}
         }
     }
@@ -240,6 +272,10 @@ pub struct Reservation {
     usage: Usage,
     is_stream: bool,
     failed_prefill: bool,
+    /// Whose fault the failure is, the request's other attempts tell.
+    is_undecided: bool,
+    /// Of the worker that prefills and the one that answers.
+    signs: [Arc<Signs>; 2],
 }
 
 impl Reservation {
@@ -250,6 +286,7 @@ impl Reservation {
         seat: Seat,
         answering: Arc<WorkerSpec>,
         prefill: Option<Arc<WorkerSpec>>,
+        signs: [Arc<Signs>; 2],
         begun_s: f64,
     ) -> Self {
         Self {
@@ -268,6 +305,8 @@ impl Reservation {
             usage: Usage::default(),
             is_stream: false,
             failed_prefill: false,
+            is_undecided: false,
+            signs,
         }
     }
 
@@ -302,9 +341,15 @@ impl Reservation {
 
     /// Notes that `count` more pieces of the answer arrived; the first ends the prefill.
     pub fn output(&mut self, count: u64) {
+        if count == 0 {
+            return;
+        }
         self.output_chunks += count;
-        if count > 0 && self.first_token_s.is_none() {
-            let now_s = self.fleet.now_s();
+        let now_s = self.fleet.now_s();
+        let [prefill, answering] = &self.signs;
+        answering.note(now_s);
+        if self.first_token_s.is_none() {
+            prefill.note(now_s);
             self.first_token_s = Some(now_s);
             let mut state = self.fleet.state.lock();
             state.end_prefill(&self.share, now_s, self.is_stream);
@@ -328,6 +373,17 @@ impl Reservation {
             .residency
             .lengthen(seat, more_tokens, site.as_ref(), self.fleet.now_s());
         self.fleet.settle(state);
+    }
+
+    /// When the decision was made, by the fleet's clock.
+    pub fn begun_s(&self) -> f64 {
+        self.begun_s
+    }
+
+    /// Its worker broke the connection: nothing shows yet whether the worker or the request is to blame,
+    /// and its end counts against neither. See [`Fleet::blame`].
+    pub fn leave_undecided(&mut self) {
+        self.is_undecided = true;
     }
 
     /// Ends the request as failed by its prefill worker.
@@ -373,13 +429,25 @@ impl Drop for Reservation {
             state.end_decode(&self.share);
             state.evict_excess(self.share.route.prefilling());
             state.evict_excess(self.share.route.answering());
-            state.note_outcome(
-                &self.share,
-                self.outcome,
-                self.status,
-                self.failed_prefill,
-                now_s,
-            );
+            if !self.is_undecided {
+                state.note_outcome(
+                    &self.share,
+                    self.outcome,
+                    self.status,
+                    self.failed_prefill,
+                    (self.begun_s, now_s),
+                );
+            }
+            if let (Route::Local { worker }, Some(reported)) =
+                (self.share.route, self.usage.cached_tokens)
+            {
+                let believed = self.share.input_tokens - self.share.delta_tokens;
+                let worker = state.worker_mut(worker);
+                if worker.is_some_and(|worker| worker.engine_run.compare(believed, reported)) {
+                    // Before this turn ends: it has been served since, and its session keeps its place.
+                    state.forget_cache(self.share.route.answering());
+                }
+            }
             if let Some(seat) = self.seat.take() {
                 // How long an answer is that does not come in pieces, nothing says.
                 let output_tokens = match self.is_stream {

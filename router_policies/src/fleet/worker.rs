@@ -1,6 +1,8 @@
 //! One worker's state.
 
 use super::circuit::Circuit;
+use super::engine_run::EngineRun;
+use super::liveness::Liveness;
 use super::log::PrefixSource;
 use super::prefills::PrefillQueue;
 use super::rates::{self, Prior};
@@ -14,6 +16,9 @@ use std::sync::Arc;
 
 /// Migrations older than this are forgotten.
 const MIGRATION_WINDOW_S: f64 = 60.0;
+
+/// The transfer group of SGLang's workers.
+pub(crate) const SGLANG_GROUP: u32 = 0;
 
 /// What is reserved on a worker. All zero when it is idle.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -55,6 +60,8 @@ pub(crate) struct Worker {
     pub prior: Prior,
     pub prefills: PrefillQueue,
     pub circuit: Circuit,
+    pub liveness: Liveness,
+    pub engine_run: EngineRun,
     pub prefix_source: PrefixSource,
     /// Pages of the KV events, in tokens.
     pub page_size: usize,
@@ -74,6 +81,9 @@ pub struct EngineLoad {
     pub waiting_requests: u32,
     pub used_tokens: Option<u64>,
     pub capacity_tokens: Option<u64>,
+    /// Tokens that the engine has worked off since it started, where it counts them.
+    #[serde(skip)]
+    pub progress: Option<u64>,
 }
 
 /// How far the router's counters and the engine's reports were apart.
@@ -95,6 +105,8 @@ pub struct WorkerSnapshot {
     pub spec: Arc<WorkerSpec>,
     pub healthy: bool,
     pub draining: bool,
+    /// It owes tokens or load reports and gives no sign of life.
+    pub suspect: bool,
     #[serde(flatten)]
     pub load: Load,
     pub kv_capacity_tokens: Option<u64>,
@@ -123,6 +135,8 @@ impl Worker {
             load: Load::default(),
             prefills: PrefillQueue::default(),
             circuit: Circuit::default(),
+            liveness: Liveness::default(),
+            engine_run: EngineRun::default(),
             prefix_source: PrefixSource::Estimate,
             page_size: 1,
             incarnation: 0,
@@ -141,7 +155,9 @@ impl Worker {
 
     /// Takes over an engine's report. What it has beyond our reservations is someone else's, and
     /// counts as load until the next report.
-    pub fn take_report(&mut self, load: EngineLoad) {
+    pub fn take_report(&mut self, load: EngineLoad, now_s: f64) {
+        let by_scheduler = self.spec.engine == Engine::Sglang;
+        self.liveness.report(now_s, by_scheduler, load.progress);
         let reported = load.running_requests + load.waiting_requests;
         self.external_requests = reported.saturating_sub(self.load.requests);
         let under = self.load.requests.saturating_sub(reported);
@@ -150,6 +166,21 @@ impl Worker {
         self.drift.requests_over += u64::from(self.external_requests);
         self.drift.requests_under += u64::from(under);
         self.engine = Some(load);
+    }
+
+    /// The last report says nothing of the present any more.
+    pub fn forget_report(&mut self) {
+        self.engine = None;
+        self.external_requests = 0;
+    }
+
+    /// Whether the worker may get new requests, unless it is suspected to hang.
+    pub fn may_get_requests(&self, exclude: &[String], now_s: f64) -> bool {
+        self.healthy
+            && !self.draining
+            && !self.removed
+            && self.circuit.allows(now_s)
+            && !exclude.contains(&self.spec.id)
     }
 
     /// How much longer the prefills reserved here take than they would alone.
@@ -176,11 +207,7 @@ impl Worker {
         (self.migrations.len() - self.migrations.partition_point(is_old)) as u32
     }
 
-    fn is_routable(&self, now_s: f64) -> bool {
-        self.healthy && !self.draining && !self.removed && self.circuit.allows(now_s)
-    }
-
-    /// The worker as residency sees it; none where it only prefills for others.
+    /// The worker as residency sees it, suspected to hang or not; none where it only prefills for others.
     pub fn site(&self, slot: usize, now_s: f64) -> Option<Site> {
         let (serves_local, _, serves_decode) = abilities(&self.spec);
         if self.removed || !(serves_local || serves_decode) {
@@ -196,7 +223,7 @@ impl Worker {
             slot,
             serial: self.serial,
             spec: Arc::clone(&self.spec),
-            routable: self.is_routable(now_s),
+            routable: self.may_get_requests(&[], now_s),
             prefills: serves_local,
             kv_capacity_tokens: capacity,
             external_tokens,
@@ -213,13 +240,13 @@ impl Worker {
         WorkerFacts {
             slot,
             role: self.spec.role,
-            routable: self.is_routable(now_s) && !exclude.contains(&self.spec.id),
+            routable: self.may_get_requests(exclude, now_s) && !self.liveness.is_suspect(),
             admits: true,
             serves_local,
             serves_prefill,
             serves_decode,
             transfer_group: match (self.spec.engine, self.spec.kv_connector) {
-                (Engine::Sglang, _) => 0,
+                (Engine::Sglang, _) => SGLANG_GROUP,
                 (Engine::Vllm, None | Some(Connector::Nixl)) => 1,
                 (Engine::Vllm, Some(Connector::Mooncake)) => 2,
             },
@@ -275,6 +302,7 @@ impl Worker {
             spec: Arc::clone(&self.spec),
             healthy: self.healthy,
             draining: self.draining,
+            suspect: self.liveness.is_suspect(),
             load: self.load,
             kv_capacity_tokens: self.kv_capacity_tokens,
             rates: self.rates,

@@ -1,14 +1,14 @@
 //! Everything but generation: liveness, readiness, metrics, workers, decisions, and questions about
 //! the model that one worker answers for all.
 
-use super::{Gateway, Reply, error, json, not_allowed};
+use super::{Gateway, Reply, error, guard, json, not_allowed};
 use crate::config::{self, WORKER_FIELDS, WorkerSpec};
 use crate::fleet::WorkerSnapshot;
 use crate::policy::Role;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 use serde::Deserialize;
 use serde_json::{Value, json as value};
@@ -22,13 +22,15 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
     let method = request.method().clone();
     let path = request.uri().path().trim_end_matches('/').to_owned();
     let changes = method != Method::GET && (path == "/workers" || path.starts_with("/workers/"));
-    if changes && !may_change(gateway, &request) {
-        let message = "changing the workers needs the admin token as Authorization: Bearer";
-        return error(StatusCode::FORBIDDEN, "forbidden", message);
+    if changes && let Some((status, message)) = guard::refusal(gateway, &request) {
+        return error(status, "forbidden", message);
     }
     match (&method, path.as_str()) {
-        (&Method::GET, "/health" | "/livez" | "/liveness") => text(StatusCode::OK, "ok\n"),
-        (&Method::GET, "/readyz" | "/readiness") => {
+        // Load balancers ask with HEAD; the server leaves the body out.
+        (&Method::GET | &Method::HEAD, "/health" | "/livez" | "/liveness") => {
+            text(StatusCode::OK, "ok\n")
+        }
+        (&Method::GET | &Method::HEAD, "/readyz" | "/readiness") => {
             if gateway.fleet.is_ready() {
                 text(StatusCode::OK, "ready\n")
             } else {
@@ -55,6 +57,8 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
             let recent: Vec<_> = recent.iter().map(|record| record.as_ref()).collect();
             json(StatusCode::OK, &value!({"decisions": recent}))
         }
+        (&Method::GET, path) if is_model(path) => ask_one(gateway, path).await,
+        (_, path) if is_model(path) => not_allowed("GET"),
         (
             &Method::GET,
             "/v1/models" | "/model_info" | "/get_model_info" | "/server_info" | "/get_server_info",
@@ -71,28 +75,13 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
             None => error(
                 StatusCode::NOT_FOUND,
                 "not_found",
-                &format!("{path}: no such path"),
+                &format!(
+                    "{}: no such path",
+                    if path.is_empty() { "/" } else { &path }
+                ),
             ),
         },
     }
-}
-
-/// Whether the caller may change the fleet.
-fn may_change(gateway: &Gateway, request: &Request<Incoming>) -> bool {
-    let Some(token) = &gateway.config.admin_token else {
-        return gateway.is_loopback;
-    };
-    let given = request.headers().get(AUTHORIZATION);
-    let given = given.and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
-    // Compares all bytes, so that the time taken says nothing about where they differ.
-    given.is_some_and(|given| {
-        given.len() == token.len()
-            && given
-                .iter()
-                .zip(token.as_bytes())
-                .fold(0, |diff, (a, b)| diff | (a ^ b))
-                == 0
-    })
 }
 
 fn text(status: StatusCode, body: &'static str) -> Response<Reply> {
@@ -101,6 +90,12 @@ fn text(status: StatusCode, body: &'static str) -> Response<Reply> {
     ))));
     *response.status_mut() = status;
     response
+}
+
+/// Whether the path is that of one model. A name may have slashes of its own.
+fn is_model(path: &str) -> bool {
+    path.strip_prefix("/v1/models/")
+        .is_some_and(|name| !name.is_empty() && !name.split('/').any(|part| part == ".."))
 }
 
 fn query<'a>(request: &'a Request<Incoming>, name: &str) -> Option<&'a str> {
@@ -210,6 +205,27 @@ async fn add_worker(gateway: &Arc<Gateway>, request: Request<Incoming>) -> Respo
     }
 }
 
+/// A part of a path with its %XX as what they stand for.
+fn unescaped(part: &str) -> String {
+    let mut bytes = Vec::with_capacity(part.len());
+    let mut rest = part.as_bytes();
+    while let Some((&byte, after)) = rest.split_first() {
+        let hex = after.get(..2).and_then(|hex| std::str::from_utf8(hex).ok());
+        let code = hex.and_then(|hex| u8::from_str_radix(hex, 16).ok());
+        match (byte, code) {
+            (b'%', Some(code)) => {
+                bytes.push(code);
+                rest = &after[2..];
+            }
+            _ => {
+                bytes.push(byte);
+                rest = after;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
 async fn one_worker(
     gateway: &Arc<Gateway>,
     method: &Method,
@@ -220,6 +236,7 @@ async fn one_worker(
         Some((id, action @ ("drain" | "undrain"))) => (id, Some(action)),
         _ => (path, None),
     };
+    let id = &*unescaped(id);
     drop(request);
     let missing = || {
         error(

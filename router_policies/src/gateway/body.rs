@@ -5,6 +5,9 @@
 //! Bodies are otherwise forwarded byte for byte. The scan follows JSON's structure but leaves the
 //! validation of values that routing does not need to the engine.
 
+pub use super::apis::Api;
+use super::apis::PromptKeys;
+use super::session;
 use super::short_ids;
 use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use bytes::Bytes;
@@ -13,24 +16,6 @@ use smallvec::SmallVec;
 use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll};
-
-/// Which request format a body follows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Api {
-    Generate,
-    Completions,
-    Chat,
-}
-
-impl Api {
-    pub fn path(self) -> &'static str {
-        match self {
-            Self::Generate => "/generate",
-            Self::Completions => "/v1/completions",
-            Self::Chat => "/v1/chat/completions",
-        }
-    }
-}
 
 /// What routing needs of a body.
 #[derive(Clone, Debug, PartialEq)]
@@ -44,9 +29,16 @@ pub struct Scanned {
     pub add_special_tokens: bool,
     pub stream: bool,
     pub max_output_tokens: Option<u64>,
-    pub user: Option<String>,
+    /// The session that the body names; see [`session`].
+    pub session: Option<String>,
     /// SGLang's own request id, if the client chose one.
     pub rid: Option<String>,
+    /// Answers asked for each prompt.
+    pub answers: u64,
+    /// The largest token id of the prompts.
+    pub largest_token: Option<u32>,
+    /// The body has keys by which clients could steer the moving of KV; ours override them.
+    pub has_transfer_keys: bool,
     /// Position of the outer object's closing brace.
     close: usize,
     is_empty: bool,
@@ -304,6 +296,65 @@ impl<'a> Cursor<'a> {
     }
 }
 
+/// Keys of bodies by which engines are told where KV comes from and goes to. They are the router's to
+/// set: a client's could read other clients' KV, or make a worker connect anywhere.
+pub(super) const SGLANG_TRANSFER_KEYS: [&str; 6] = [
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "disagg_prefill_dp_rank",
+];
+pub(super) const VLLM_TRANSFER_KEYS: [&str; 2] = ["kv_transfer_params", "ec_transfer_params"];
+
+/// The parts of a conversation, in whatever order its keys come.
+#[derive(Default)]
+struct Conversation<'a> {
+    before: SmallVec<[&'a [u8]; 2]>,
+    turns: Option<&'a [u8]>,
+}
+
+impl<'a> Conversation<'a> {
+    /// Takes the value if the key is one of a conversation's. The last of equal keys counts.
+    fn take(
+        &mut self,
+        cursor: &mut Cursor<'a>,
+        key: &[u8],
+        before: &[&str],
+        turns: &str,
+    ) -> Result<bool, Malformed> {
+        if let Some(at) = before.iter().position(|name| key == name.as_bytes()) {
+            self.before.resize(before.len(), &[]);
+            self.before[at] = cursor.value()?;
+            return Ok(true);
+        }
+        if key != turns.as_bytes() {
+            return Ok(false);
+        }
+        self.turns = Some(match cursor.peek() {
+            Some(b'"') => cursor.string()?,
+            Some(b'[') => {
+                // Without the brackets, so that a longer conversation extends a shorter one.
+                let raw = cursor.value()?;
+                &raw[1..raw.len() - 1]
+            }
+            _ => return cursor.fail("a list of messages"),
+        });
+        Ok(true)
+    }
+
+    fn finish(self, text_block: usize) -> Option<PromptHashes> {
+        let turns = self.turns?;
+        if self.before.iter().all(|part| part.is_empty()) {
+            return Some(PromptHashes::of_text(turns, text_block));
+        }
+        let mut whole = self.before.concat();
+        whole.extend_from_slice(turns);
+        Some(PromptHashes::of_text(&whole, text_block))
+    }
+}
+
 struct Object {
     close: usize,
     is_empty: bool,
@@ -314,10 +365,16 @@ struct Prompts {
     first: Option<PromptHashes>,
     count: usize,
     more: usize,
+    largest_token: Option<u32>,
     texts: SmallVec<[Range<usize>; 1]>,
 }
 
 impl Prompts {
+    fn add_tokens(&mut self, hasher: TokenHasher) {
+        self.largest_token = self.largest_token.max(hasher.largest());
+        self.add(hasher.finish());
+    }
+
     fn add(&mut self, prompt: PromptHashes) {
         self.count += 1;
         if self.first.is_some() {
@@ -369,7 +426,9 @@ impl Prompts {
                         cursor.run = Some(run);
                         return Err(malformed);
                     }
-                    return Ok(Self::one(run.hasher.finish()));
+                    let mut prompts = Self::default();
+                    prompts.add_tokens(run.hasher);
+                    return Ok(prompts);
                 }
                 let mut prompts = Self::default();
                 cursor.array(|cursor| {
@@ -378,7 +437,7 @@ impl Prompts {
                     }
                     let mut run = TokenRun::new(cursor.at, TokenHasher::new(block));
                     cursor.tokens(&mut run)?;
-                    prompts.add(run.hasher.finish());
+                    prompts.add_tokens(run.hasher);
                     Ok(())
                 })?;
                 Ok(prompts)
@@ -443,7 +502,7 @@ impl Scanner {
             if run.at > run.start {
                 run.take_short_ids(begin);
             }
-        } else if self.api != Api::Chat
+        } else if matches!(self.api.shape().prompt, PromptKeys::Prompts { .. })
             && self.searched < SEARCHED_BYTES
             && self.searched * 2 <= begin.len()
         {
@@ -475,39 +534,47 @@ impl Scanner {
             text_block,
             ..
         } = *self;
+        let shape = api.shape();
         let mut prompts: Option<Prompts> = None;
-        let mut prompt_text: Option<Prompts> = None;
+        let mut second_choice: Option<Prompts> = None;
+        let mut conversation = Conversation::default();
         let mut add_special_tokens = true;
         let mut stream = false;
         let mut max_output_tokens = None;
-        let mut user = None;
+        let mut named = session::InBody::default();
         let mut rid = None;
+        let mut answers = 1;
+        let mut has_transfer_keys = false;
         let outer = cursor.object(|cursor, key| {
-            match (api, key) {
-                (Api::Generate, b"input_ids") | (Api::Completions, b"prompt")
-                    if cursor.peek() != Some(b'n') =>
-                {
-                    prompts = Some(Prompts::read(cursor, block, text_block, bytes)?);
-                }
-                (Api::Generate, b"text") if cursor.peek() != Some(b'n') => {
-                    prompt_text = Some(Prompts::read(cursor, block, text_block, bytes)?);
-                }
-                (Api::Chat, b"messages") => {
-                    let raw = cursor.value()?;
-                    // Without the brackets, so that a longer conversation extends a shorter one.
-                    let inner = raw
-                        .strip_prefix(b"[")
-                        .and_then(|raw| raw.strip_suffix(b"]"));
-                    let Some(inner) = inner else {
-                        return cursor.fail("a list of messages");
+            match shape.prompt {
+                PromptKeys::Prompts { first, second } => {
+                    let choice = if key == first.as_bytes() {
+                        Some(&mut prompts)
+                    } else {
+                        let is_second = second.is_some_and(|second| key == second.as_bytes());
+                        is_second.then_some(&mut second_choice)
                     };
-                    prompts = Some(Prompts::one(PromptHashes::of_text(inner, text_block)));
+                    if let Some(choice) = choice
+                        && cursor.peek() != Some(b'n')
+                    {
+                        *choice = Some(Prompts::read(cursor, block, text_block, bytes)?);
+                        return Ok(());
+                    }
                 }
+                PromptKeys::Conversation { before, turns } => {
+                    if conversation.take(cursor, key, before, turns)? {
+                        return Ok(());
+                    }
+                }
+            }
+            match (api, key) {
                 (Api::Generate, b"sampling_params") if cursor.peek() == Some(b'{') => {
                     cursor.object(|cursor, key| {
                         let raw = cursor.value()?;
-                        if key == b"max_new_tokens" {
-                            max_output_tokens = unsigned(raw);
+                        match key {
+                            b"max_new_tokens" => max_output_tokens = unsigned(raw),
+                            b"n" => answers = unsigned(raw).unwrap_or(1),
+                            _ => {}
                         }
                         Ok(())
                     })?;
@@ -516,12 +583,31 @@ impl Scanner {
                     add_special_tokens = cursor.value()? != b"false";
                 }
                 (_, b"stream") => stream = cursor.value()? == b"true",
-                (Api::Completions | Api::Chat, b"max_tokens" | b"max_completion_tokens") => {
+                (Api::Completions | Api::Chat, b"n" | b"best_of") => {
+                    answers = answers.max(unsigned(cursor.value()?).unwrap_or(1));
+                }
+                (_, b"metadata") if cursor.peek() == Some(b'{') => {
+                    cursor.object(|cursor, key| {
+                        let raw = cursor.value()?;
+                        if key == b"user_id" {
+                            named.metadata_user_id = text(raw);
+                        }
+                        Ok(())
+                    })?;
+                }
+                (_, b"prompt_cache_key") => named.prompt_cache_key = text(cursor.value()?),
+                (_, b"user") => named.user = text(cursor.value()?),
+                (Api::Generate, b"rid") => rid = text(cursor.value()?),
+                _ if api != Api::Generate
+                    && shape.limits.iter().any(|limit| key == limit.as_bytes()) =>
+                {
                     max_output_tokens = unsigned(cursor.value()?).or(max_output_tokens);
                 }
-                (_, b"user") => user = text(cursor.value()?),
-                (Api::Generate, b"rid") => rid = text(cursor.value()?),
                 _ => {
+                    let mut names = SGLANG_TRANSFER_KEYS.iter().chain(&VLLM_TRANSFER_KEYS);
+                    has_transfer_keys |= names.any(|name| key == name.as_bytes())
+                        // An escape may hide any letter of a key.
+                        || key.contains(&b'\\');
                     cursor.value()?;
                 }
             }
@@ -530,12 +616,17 @@ impl Scanner {
         if cursor.peek().is_some() {
             return cursor.fail("the end of the body");
         }
-        let Some(found) = prompts.or(prompt_text) else {
+        let found = match shape.prompt {
+            PromptKeys::Prompts { .. } => prompts.or(second_choice),
+            PromptKeys::Conversation { .. } => conversation.finish(text_block).map(Prompts::one),
+        };
+        let Some(found) = found else {
             cursor.at = outer.close;
             return cursor.fail(match api {
                 Api::Generate => "a key \"input_ids\" or \"text\"",
                 Api::Completions => "a key \"prompt\"",
-                Api::Chat => "a key \"messages\"",
+                Api::Chat | Api::Messages => "a key \"messages\"",
+                Api::Responses => "a key \"input\"",
             });
         };
         let Some(mut prompt) = found.first else {
@@ -550,8 +641,11 @@ impl Scanner {
             add_special_tokens,
             stream,
             max_output_tokens,
-            user,
+            session: named.session(),
             rid,
+            answers,
+            largest_token: found.largest_token,
+            has_transfer_keys,
             close: outer.close,
             is_empty: outer.is_empty,
         })
@@ -654,7 +748,7 @@ mod tests {
         let (short, long) = (turn(2), turn(3));
         assert!(long.prompt.states.starts_with(&short.prompt.states));
         assert!(short.prompt.states.len() > 5);
-        assert_eq!(short.user.as_deref(), Some("u"));
+        assert_eq!(short.session.as_deref(), Some("u"));
     }
 
     #[test]

@@ -1,50 +1,140 @@
 //! Request bodies on their way in: one copy into one buffer of the right size, and the buffers of large
 //! bodies used again, because fresh memory costs more (a page fault each 4 KiB) than the copy itself.
+//! All bodies together are bounded, and one whose client falls silent is given up.
 
 use bytes::{Bytes, BytesMut};
 use http_body::Body;
 use http_body_util::BodyExt;
+use hyper::StatusCode;
 use hyper::body::Incoming;
 use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 /// Smaller buffers are the allocator's business.
 const MIN_KEPT_BYTES: usize = 128 << 10;
 /// Larger ones are too rare to hold memory for.
 const MAX_KEPT_BYTES: usize = 4 << 20;
 const KEPT: usize = 16;
+/// Bodies that are in one piece and this small are not worth counting.
+const UNCOUNTED_BYTES: usize = 4 << 10;
 
 /// Why a body was not taken.
 pub(super) enum NotCollected {
     TooLarge,
+    /// All bodies together would be more than is held at once.
+    NoRoom,
+    /// Nothing of it came for so long.
+    Silent(Duration),
     Broken(hyper::Error),
 }
 
-/// Buffers of bodies that are done with.
-#[derive(Default)]
-pub(crate) struct Buffers(Mutex<Vec<BytesMut>>);
+impl NotCollected {
+    pub fn status(&self) -> (StatusCode, &'static str) {
+        match self {
+            Self::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error"),
+            Self::NoRoom => (StatusCode::SERVICE_UNAVAILABLE, "overloaded"),
+            Self::Silent(_) => (StatusCode::REQUEST_TIMEOUT, "timeout"),
+            Self::Broken(_) => (StatusCode::BAD_REQUEST, "invalid_request_error"),
+        }
+    }
+
+    pub fn message(&self, limit: usize) -> String {
+        match self {
+            Self::TooLarge => format!("body: expected at most {limit} bytes (max_body_bytes)"),
+            Self::NoRoom => {
+                "body: the router holds as many bytes of requests as it may (max_held_bytes)".into()
+            }
+            Self::Silent(patience) => {
+                let patience_s = patience.as_secs_f64();
+                format!("body: nothing of it came for {patience_s} s (body_timeout_s)")
+            }
+            Self::Broken(failure) => format!("body: {failure}"),
+        }
+    }
+}
+
+/// Buffers of bodies that are done with, and how much the others hold.
+pub(crate) struct Buffers {
+    kept: Mutex<Vec<BytesMut>>,
+    held_bytes: Arc<AtomicUsize>,
+    max_held_bytes: usize,
+    patience: Duration,
+}
+
+/// A body's part of what all bodies may hold; given back when dropped.
+pub(super) struct Budget {
+    held_bytes: Arc<AtomicUsize>,
+    bytes: usize,
+}
+
+impl Budget {
+    /// Takes `bytes` more, if there is room.
+    fn take(&mut self, bytes: usize, max_held_bytes: usize) -> Result<(), NotCollected> {
+        let before = self.held_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.bytes += bytes;
+        if before.saturating_add(bytes) > max_held_bytes {
+            return Err(NotCollected::NoRoom);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Budget {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            self.held_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        }
+    }
+}
 
 impl Buffers {
-    /// The whole body, of at most `limit` bytes. Where it comes in pieces, `on_more` gets what is there
-    /// so far and the length that is announced, while the next piece is on its way.
+    /// For bodies of at most `max_held_bytes` together, whose pieces come within `patience` of each
+    /// other.
+    pub fn new(max_held_bytes: usize, patience: Duration) -> Self {
+        Self {
+            kept: Mutex::default(),
+            held_bytes: Arc::default(),
+            max_held_bytes,
+            patience,
+        }
+    }
+
+    /// The whole body, of at most `limit` bytes, and what it takes of the budget, to be held as long as
+    /// it. Where it comes in pieces, `on_more` gets what is there so far and the length that is
+    /// announced, while the next piece is on its way.
     pub(super) async fn collect(
         &self,
         mut body: Incoming,
         limit: usize,
         mut on_more: impl FnMut(&[u8], usize),
-    ) -> Result<Bytes, NotCollected> {
+    ) -> Result<(Bytes, Budget), NotCollected> {
         let announced = body.size_hint();
         if announced.lower() > limit as u64 {
             return Err(NotCollected::TooLarge);
         }
         let announced = announced.exact().unwrap_or_default() as usize;
+        let mut budget = Budget {
+            held_bytes: Arc::clone(&self.held_bytes),
+            bytes: 0,
+        };
         let mut whole: Option<BytesMut> = None;
-        while let Some(frame) = body.frame().await {
+        loop {
+            let frame = tokio::time::timeout(self.patience, body.frame()).await;
+            let Some(frame) = frame.map_err(|_| NotCollected::Silent(self.patience))? else {
+                break;
+            };
             let Ok(data) = frame.map_err(NotCollected::Broken)?.into_data() else {
                 continue;
             };
             if whole.is_none() && data.len() == announced {
-                return Ok(data);
+                if announced > UNCOUNTED_BYTES {
+                    budget.take(announced, self.max_held_bytes)?;
+                }
+                return Ok((data, budget));
             }
+            budget.take(data.len(), self.max_held_bytes)?;
             let buffer = whole.get_or_insert_with(|| self.take(announced));
             if buffer.len() + data.len() > limit {
                 return Err(NotCollected::TooLarge);
@@ -52,12 +142,12 @@ impl Buffers {
             buffer.extend_from_slice(&data);
             on_more(buffer, announced);
         }
-        Ok(whole.unwrap_or_default().freeze())
+        Ok((whole.unwrap_or_default().freeze(), budget))
     }
 
     fn take(&self, bytes: usize) -> BytesMut {
         if (MIN_KEPT_BYTES..=MAX_KEPT_BYTES).contains(&bytes) {
-            let mut kept = self.0.lock();
+            let mut kept = self.kept.lock();
             if let Some(at) = kept.iter().position(|buffer| buffer.capacity() >= bytes) {
                 return kept.swap_remove(at);
             }
@@ -73,7 +163,7 @@ impl Buffers {
         };
         buffer.clear();
         if (MIN_KEPT_BYTES..=MAX_KEPT_BYTES).contains(&buffer.capacity()) {
-            let mut kept = self.0.lock();
+            let mut kept = self.kept.lock();
             if kept.len() == KEPT {
                 kept.remove(0);
             }

@@ -1,35 +1,43 @@
-//! Watches one worker until it leaves the fleet.
+//! Watches one registration of a worker until it leaves the fleet.
 
-use super::Gateway;
-use crate::config::{Engine, WorkerSpec};
-use std::sync::Weak;
-use std::time::Duration;
+use super::{Gateway, engine_info};
+use crate::config::WorkerSpec;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 /// SGLang's `/health` generates a token on an idle worker and takes at least a second; busy workers
 /// answer late, so only silence for this long counts.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Failed checks in a row before a worker that was up counts as down.
 const FAILURES: u32 = 3;
+/// How often an engine that shows no trouble is asked whether it is still the one that it was.
+const ENGINE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Checks the worker's health every `health_interval_s`, more often while it is down.
-pub(super) async fn watch(gateway: Weak<Gateway>, spec: WorkerSpec) {
+pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>) {
     let mut failures = 0;
     let mut is_up = false;
+    let mut asked = Instant::now();
     loop {
         let Some(gateway) = gateway.upgrade() else {
             return;
         };
-        let Some(healthy) = gateway.fleet.health(&spec.id) else {
+        let Some(healthy) = gateway.fleet.health(&spec) else {
             return;
         };
         is_up &= healthy;
         match gateway.get(&spec, "/health", PATIENCE).await {
             Ok((status, _)) if status.is_success() => {
                 failures = 0;
+                let is_due =
+                    asked.elapsed() >= ENGINE_INTERVAL || gateway.fleet.misses_cache(&spec);
+                if !is_up || is_due {
+                    asked = Instant::now();
+                    learn(&gateway, &spec, is_up).await;
+                }
                 if !is_up {
                     is_up = true;
-                    learn_capacity(&gateway, &spec).await;
-                    gateway.fleet.report_health(&spec.id, true);
+                    gateway.fleet.report_health(&spec, true);
                 }
             }
             Ok((status, _)) => {
@@ -41,9 +49,12 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: WorkerSpec) {
                 failures += 1;
             }
         }
+        if failures == FAILURES && !is_up {
+            log::warn!("worker {}: {} does not answer /health", spec.id, spec.url);
+        }
         if failures >= FAILURES && is_up {
             is_up = false;
-            gateway.fleet.report_health(&spec.id, false);
+            gateway.fleet.report_health(&spec, false);
         }
         let interval = gateway.config.health_interval_s;
         drop(gateway);
@@ -52,35 +63,17 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: WorkerSpec) {
     }
 }
 
-/// Asks an engine for its KV capacity.
-async fn learn_capacity(gateway: &Gateway, spec: &WorkerSpec) {
-    if spec.kv_capacity_tokens.is_some() {
-        return;
+/// Asks the engine which run of it this is, and, when it comes up, how much it holds and what its model
+/// takes.
+async fn learn(gateway: &Gateway, spec: &Arc<WorkerSpec>, is_up: bool) {
+    let info = engine_info::ask(gateway, spec).await;
+    gateway.fleet.report_engine(spec, info.run);
+    if let (Some(tokens), None, false) = (info.kv_capacity_tokens, spec.kv_capacity_tokens, is_up) {
+        gateway.fleet.report_capacity(spec, tokens);
     }
-    let found = match spec.engine {
-        Engine::Sglang => sglang_capacity(gateway, spec).await,
-        Engine::Vllm => vllm_capacity(gateway, spec).await,
-    };
-    if let Some(tokens) = found {
-        gateway.fleet.report_capacity(&spec.id, tokens);
+    if !is_up && gateway.vocabulary.is_wanted() {
+        gateway
+            .vocabulary
+            .learn(engine_info::vocabulary(gateway, spec).await);
     }
-}
-
-async fn sglang_capacity(gateway: &Gateway, spec: &WorkerSpec) -> Option<u64> {
-    let (_, body) = gateway.get(spec, "/server_info", PATIENCE).await.ok()?;
-    let info: serde_json::Value = serde_json::from_slice(&body).ok()?;
-    info.get("max_total_num_tokens")?.as_u64()
-}
-
-async fn vllm_capacity(gateway: &Gateway, spec: &WorkerSpec) -> Option<u64> {
-    let (_, body) = gateway.get(spec, "/metrics", PATIENCE).await.ok()?;
-    let text = std::str::from_utf8(&body).ok()?;
-    let line = text
-        .lines()
-        .find(|line| line.starts_with("vllm:cache_config_info{"))?;
-    let label = |name: &str| -> Option<u64> {
-        let (_, rest) = line.split_once(&format!("{name}=\""))?;
-        rest.split_once('"')?.0.parse().ok()
-    };
-    Some(label("block_size")? * label("num_gpu_blocks")?)
 }

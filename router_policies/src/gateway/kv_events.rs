@@ -19,14 +19,14 @@ const REPLAY_PATIENCE: Duration = Duration::from_secs(10);
 const END_OF_REPLAY: u64 = u64::MAX;
 
 /// Subscribes whenever the worker is up.
-pub(super) async fn follow(fleet: Weak<Fleet>, spec: WorkerSpec, endpoint: String) {
+pub(super) async fn follow(fleet: Weak<Fleet>, spec: Arc<WorkerSpec>, endpoint: String) {
     loop {
         let incarnation = {
             let Some(fleet) = fleet.upgrade() else { return };
-            if fleet.health(&spec.id).is_none() {
+            if fleet.health(&spec).is_none() {
                 return;
             }
-            fleet.incarnation(&spec.id)
+            fleet.incarnation(&spec)
         };
         if let Some(incarnation) = incarnation {
             let mut follower = Follower {
@@ -45,7 +45,7 @@ pub(super) async fn follow(fleet: Weak<Fleet>, spec: WorkerSpec, endpoint: Strin
 
 struct Follower<'a> {
     fleet: Weak<Fleet>,
-    spec: &'a WorkerSpec,
+    spec: &'a Arc<WorkerSpec>,
     incarnation: u64,
     /// Number of the batch that comes next.
     next: u64,
@@ -100,12 +100,12 @@ impl Follower<'_> {
 
     fn current(&self) -> Option<Arc<Fleet>> {
         let fleet = self.fleet.upgrade()?;
-        (fleet.incarnation(&self.spec.id) == Some(self.incarnation)).then_some(fleet)
+        (fleet.incarnation(self.spec) == Some(self.incarnation)).then_some(fleet)
     }
 
     fn begin(&self) {
         if let Some(fleet) = self.fleet.upgrade() {
-            fleet.begin_kv_events(&self.spec.id, self.spec.page_size);
+            fleet.begin_kv_events(self.spec, self.spec.page_size);
         }
     }
 
@@ -154,7 +154,7 @@ impl Follower<'_> {
         match decode(payload) {
             Ok(events) => {
                 if let Some(fleet) = self.fleet.upgrade()
-                    && !fleet.apply_kv_events(&self.spec.id, &events)
+                    && !fleet.apply_kv_events(self.spec, &events)
                 {
                     log::debug!("worker {}: KV events with unknown parents", self.spec.id);
                 }

@@ -3,37 +3,46 @@
 //! SGLang answers on `/v1/loads`, vLLM in its metrics. An engine that has neither is not asked again
 //! for a while: its absence is no fault.
 
-use super::Gateway;
+use super::{Gateway, engine_info};
 use crate::config::{Engine, WorkerSpec};
 use crate::fleet::EngineLoad;
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 const PATIENCE: Duration = Duration::from_secs(5);
+/// An engine that has never reported is asked again after so long.
 const PAUSE_WITHOUT_REPORT: Duration = Duration::from_secs(30);
 
-pub(super) async fn watch(gateway: Weak<Gateway>, spec: WorkerSpec) {
+pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>) {
+    let mut has_reported = false;
     loop {
         let Some(gateway) = gateway.upgrade() else {
             return;
         };
-        let Some(healthy) = gateway.fleet.health(&spec.id) else {
+        let Some(healthy) = gateway.fleet.health(&spec) else {
             return;
         };
         let interval = Duration::from_secs_f64(gateway.config.load_interval_s);
         let mut pause = interval;
         if healthy {
             match ask(&gateway, &spec).await {
-                Some(load) => gateway.fleet.report_load(&spec.id, load),
+                Some(load) => {
+                    has_reported = true;
+                    gateway.fleet.report_load(&spec, load);
+                }
+                None if has_reported => gateway.fleet.end_load_reports(&spec),
                 None => pause = PAUSE_WITHOUT_REPORT.max(interval),
             }
+        } else {
+            // It may come back as another engine.
+            has_reported = false;
         }
         drop(gateway);
         tokio::time::sleep(pause).await;
     }
 }
 
-async fn ask(gateway: &Gateway, spec: &WorkerSpec) -> Option<EngineLoad> {
+async fn ask(gateway: &Gateway, spec: &Arc<WorkerSpec>) -> Option<EngineLoad> {
     let path = match spec.engine {
         Engine::Sglang => "/v1/loads?include=core",
         Engine::Vllm => "/metrics",
@@ -44,7 +53,14 @@ async fn ask(gateway: &Gateway, spec: &WorkerSpec) -> Option<EngineLoad> {
     }
     match spec.engine {
         Engine::Sglang => sglang_load(&body),
-        Engine::Vllm => vllm_load(std::str::from_utf8(&body).ok()?),
+        Engine::Vllm => {
+            let text = std::str::from_utf8(&body).ok()?;
+            // A restart shows here soonest.
+            gateway
+                .fleet
+                .report_engine(spec, engine_info::run_in_metrics(text));
+            vllm_load(text)
+        }
     }
 }
 
@@ -64,6 +80,7 @@ fn sglang_load(body: &[u8]) -> Option<EngineLoad> {
         waiting_requests: count("num_waiting_reqs")?,
         used_tokens: sum("num_used_tokens"),
         capacity_tokens: sum("max_total_num_tokens").filter(|&tokens| tokens > 0),
+        progress: None,
     })
 }
 
@@ -81,6 +98,9 @@ fn vllm_load(text: &str) -> Option<EngineLoad> {
     Some(EngineLoad {
         running_requests: sum("vllm:num_requests_running")? as u32,
         waiting_requests: sum("vllm:num_requests_waiting")? as u32,
+        progress: sum("vllm:generation_tokens_total")
+            .zip(sum("vllm:prompt_tokens_total"))
+            .map(|(generated, prompt)| (generated + prompt) as u64),
         ..EngineLoad::default()
     })
 }

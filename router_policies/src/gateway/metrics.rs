@@ -192,6 +192,7 @@ impl Metrics {
             for (fact, value) in [
                 ("healthy", i64::from(worker.healthy)),
                 ("draining", i64::from(worker.draining)),
+                ("suspect", i64::from(worker.suspect)),
                 ("requests", i64::from(worker.load.requests)),
                 ("prefilling", i64::from(worker.load.prefilling)),
                 ("decoding", i64::from(worker.load.decoding)),

@@ -4,16 +4,25 @@
 
 mod admin;
 mod admission;
+pub mod apis;
+mod attempt;
 pub mod body;
 mod buffers;
 mod client;
 mod dispatch;
 mod encoder;
+mod engine_info;
+mod fault;
+mod guard;
 mod health;
 mod kv_events;
 mod load;
 mod metrics;
+mod passthrough;
+mod session;
 mod short_ids;
+mod silence;
+mod sse;
 mod stream;
 mod waiting;
 
@@ -23,11 +32,13 @@ use crate::fleet::log::EventSink;
 use crate::fleet::residency::settings;
 use crate::policy::{Policy, Role};
 use admission::Admission;
-use body::{Api, Pieces};
+use apis::Api;
+use body::Pieces;
 use buffers::Buffers;
 use bytes::Bytes;
 use client::Socket;
 use encoder::PromptEncoder;
+use engine_info::Vocabulary;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
@@ -38,12 +49,12 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use metrics::Metrics;
+pub use sse::SseProgress;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
-pub use stream::SseProgress;
 use tokio::net::TcpListener;
 use tokio::time::Instant;
 
@@ -53,6 +64,9 @@ const IDLE_CONNECTION: Duration = Duration::from_secs(4);
 /// What a connection reads at once. Larger reads are no faster, and this stays in the processor's
 /// cache until the body is put together.
 const READ_BYTES: usize = 128 << 10;
+/// How often a quiet connection to a worker is probed, and how many probes may go unanswered.
+const KEEPALIVE: Duration = Duration::from_secs(5);
+const KEEPALIVE_PROBES: u32 = 3;
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What every request handler shares.
@@ -64,6 +78,9 @@ pub(crate) struct Gateway {
     pub admission: Admission,
     pub buffers: Buffers,
     pub encoder: Option<Arc<PromptEncoder>>,
+    pub vocabulary: Vocabulary,
+    /// Counts up while any worker is down or suspected to hang, to wake the requests that wait.
+    pub alarms: tokio::sync::watch::Sender<u64>,
     pub is_loopback: bool,
     /// Something looks again and again at the requests that wait for room.
     pub is_pumping: waiting::IsPumping,
@@ -118,10 +135,16 @@ pub(crate) fn json(status: StatusCode, value: &impl serde::Serialize) -> Respons
 
 /// An error in the shape that OpenAI's and SGLang's clients read.
 pub(crate) fn error(status: StatusCode, kind: &str, message: &str) -> Response<Reply> {
-    let mut response = json(
-        status,
-        &serde_json::json!({"error": {"message": message, "type": kind, "code": status.as_u16()}}),
-    );
+    with_body(status, &apis::openai_error(kind, status.as_u16(), message))
+}
+
+/// An error in the shape that clients of `api` read.
+pub(crate) fn error_of(api: Api, status: StatusCode, kind: &str, message: &str) -> Response<Reply> {
+    with_body(status, &(api.shape().error)(kind, status.as_u16(), message))
+}
+
+fn with_body(status: StatusCode, body: &serde_json::Value) -> Response<Reply> {
+    let mut response = json(status, body);
     if matches!(
         status,
         StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS
@@ -164,6 +187,11 @@ impl Gateway {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(Duration::from_secs_f64(config.connect_timeout_s)));
+        // A host that lost its power or its network says nothing: its streams break this way.
+        connector.set_keepalive(Some(KEEPALIVE));
+        connector.set_keepalive_interval(Some(KEEPALIVE));
+        connector.set_keepalive_retries(Some(KEEPALIVE_PROBES));
+        connector.set_tcp_user_timeout(Some(KEEPALIVE * (KEEPALIVE_PROBES + 1)));
         let client = Client::builder(TokioExecutor::new())
             .pool_idle_timeout(IDLE_CONNECTION)
             .pool_timer(TokioTimer::new())
@@ -171,10 +199,15 @@ impl Gateway {
         Ok(Arc::new(Self {
             fleet: Arc::new(fleet),
             admission: Admission::new(config.max_inflight, config.max_queued),
+            buffers: Buffers::new(
+                config.max_held_bytes,
+                Duration::from_secs_f64(config.body_timeout_s),
+            ),
+            vocabulary: Vocabulary::new(config.vocab_size),
+            alarms: tokio::sync::watch::Sender::new(0),
             config,
             client,
             metrics,
-            buffers: Buffers::default(),
             encoder,
             is_loopback,
             is_pumping: waiting::IsPumping::default(),
@@ -184,14 +217,14 @@ impl Gateway {
     /// Adds a worker and starts watching its health.
     pub fn add_worker(self: &Arc<Self>, spec: WorkerSpec) -> Result<(), String> {
         let spec = spec.normalise()?;
-        self.fleet.add_worker(spec.clone())?;
+        let spec = self.fleet.add_worker(spec)?;
         if self.config.load_interval_s > 0.0 {
-            tokio::spawn(load::watch(Arc::downgrade(self), spec.clone()));
+            tokio::spawn(load::watch(Arc::downgrade(self), Arc::clone(&spec)));
         }
         if let Some(endpoint) = spec.kv_events.clone() {
             tokio::spawn(kv_events::follow(
                 Arc::downgrade(&self.fleet),
-                spec.clone(),
+                Arc::clone(&spec),
                 endpoint,
             ));
         }
@@ -207,17 +240,15 @@ impl Gateway {
         let deadline = Instant::now() + Duration::from_secs_f64(self.config.request_timeout_s);
         client.begin(deadline);
         let path = request.uri().path();
-        let api = match path {
-            "/generate" => Some(Api::Generate),
-            "/v1/completions" => Some(Api::Completions),
-            "/v1/chat/completions" => Some(Api::Chat),
-            _ => None,
-        };
-        match (request.method(), api) {
+        match (request.method(), Api::at(path)) {
             (&Method::POST, Some(api)) => {
                 dispatch::handle(&self, client, deadline, api, request).await
             }
+            (&Method::POST, None) if passthrough::is_passed_on(path) => {
+                passthrough::handle(&self, deadline, request).await
+            }
             (_, Some(_)) => not_allowed("POST"),
+            _ if passthrough::is_passed_on(path) => not_allowed("POST"),
             _ => tokio::time::timeout_at(deadline, admin::handle(&self, request))
                 .await
                 .unwrap_or_else(|_| {
@@ -348,6 +379,7 @@ impl Server {
             .local_addr()
             .is_ok_and(|address| address.ip().is_loopback());
         let gateway = Gateway::new(config, policy, encoder, is_loopback)?;
+        tokio::spawn(silence::watch(Arc::downgrade(&gateway)));
         for spec in gateway.config.workers.clone() {
             gateway.add_worker(spec)?;
         }
@@ -368,6 +400,12 @@ impl Server {
     /// What the router knows of its workers.
     pub fn fleet(&self) -> Arc<Fleet> {
         Arc::clone(&self.gateway.fleet)
+    }
+
+    /// What opens the log files again under their names, after they were moved away.
+    pub fn reopen_logs(&self) -> impl Fn() + Send + use<> {
+        let fleet = self.fleet();
+        move || fleet.sink().reopen()
     }
 
     /// Serves until `stop` resolves, then lets running requests end, at most `drain_timeout_s`.

@@ -1,8 +1,10 @@
 //! Answers on their way to the client: counted, checked for completeness, and ended properly.
 
 use super::admission::Permit;
+use super::apis::Api;
 use super::client::Client;
 use super::dispatch::TIME_IS_OVER;
+use super::sse::SseProgress;
 use crate::fleet::{Outcome, Reservation, Usage};
 use bytes::Bytes;
 use http_body::Frame;
@@ -14,60 +16,6 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::sync::oneshot;
-
-/// Follows a server-sent event stream without parsing what is in it: counts events that carry data,
-/// and remembers whether the last one was `[DONE]`. However the stream is cut, the count is the same.
-#[derive(Debug, Default)]
-pub struct SseProgress {
-    /// The beginning of the line that has not ended yet, and its length.
-    line: SmallVec<[u8; LINE_BYTES]>,
-    line_bytes: usize,
-    /// The event that has not ended yet has a line of data.
-    has_data: bool,
-    last_is_done: bool,
-}
-
-/// As much of a line as is looked at.
-const LINE_BYTES: usize = 16;
-
-impl SseProgress {
-    /// Takes the next bytes; returns the number of events, other than `[DONE]`, that they end.
-    pub fn feed(&mut self, data: &[u8]) -> u64 {
-        let mut events = 0;
-        let mut begin = 0;
-        for end in memchr::memchr_iter(b'\n', data) {
-            self.extend_line(&data[begin..end]);
-            events += u64::from(self.end_line());
-            begin = end + 1;
-        }
-        self.extend_line(&data[begin..]);
-        events
-    }
-
-    fn extend_line(&mut self, bytes: &[u8]) {
-        let room = LINE_BYTES - self.line.len();
-        self.line.extend_from_slice(&bytes[..bytes.len().min(room)]);
-        self.line_bytes += bytes.len();
-    }
-
-    /// Whether the line ends an event other than `[DONE]`.
-    fn end_line(&mut self) -> bool {
-        let is_whole = self.line_bytes <= LINE_BYTES;
-        let is_empty = is_whole && matches!(self.line.as_slice(), b"" | b"\r");
-        if !is_empty && self.line.starts_with(b"data:") {
-            self.has_data = true;
-            self.last_is_done = is_whole && self.line[5..].trim_ascii() == b"[DONE]";
-        }
-        self.line.clear();
-        self.line_bytes = 0;
-        is_empty && std::mem::take(&mut self.has_data) && !self.last_is_done
-    }
-
-    /// Whether the stream's last event was `data: [DONE]`.
-    pub fn is_done(&self) -> bool {
-        self.last_is_done && !self.line.starts_with(b"data:")
-    }
-}
 
 /// Holds a request's prefill half, which ends when this is dropped.
 pub struct PrefillHalf(oneshot::Sender<()>);
@@ -109,6 +57,7 @@ pub struct Answer {
     progress: SseProgress,
     reservation: Option<Reservation>,
     status: u16,
+    api: Api,
     client: Arc<Client>,
     usage: UsageReader,
     held: Held,
@@ -188,16 +137,17 @@ impl Answer {
         first: Bytes,
         incoming: Incoming,
         reservation: Reservation,
-        status: u16,
+        (api, status): (Api, u16),
         client: Arc<Client>,
         held: Held,
     ) -> Self {
         Self {
             first: Some(first),
             incoming,
-            progress: SseProgress::default(),
+            progress: SseProgress::ending_with(api.ends()),
             reservation: Some(reservation),
             status,
+            api,
             client,
             usage: UsageReader::default(),
             held,
@@ -217,29 +167,39 @@ impl Answer {
         if let Some(reservation) = self.reservation.take() {
             reservation.finish(outcome, Some(self.status), Some(message.to_owned()));
         }
-        error_event(outcome, message)
+        let event = self.api.error_event(outcome, message);
+        Bytes::from(format!("{}{event}", self.progress.separator()))
+    }
+
+    /// The worker has said all that it had to say; whether that was an answer, its events tell.
+    fn end(&mut self) {
+        if let Some(reservation) = self.reservation.take() {
+            let status = Some(self.status);
+            if self.progress.has_error() {
+                let message = "an event of the worker's stream was an error".to_owned();
+                reservation.finish(Outcome::WorkerError, status, Some(message));
+            } else {
+                reservation.finish(Outcome::Ok, status, None);
+            }
+        }
+        if let Some(prefill) = self.held.prefill.take() {
+            prefill.linger();
+        }
     }
 }
 
 impl Drop for Answer {
     fn drop(&mut self) {
-        if self.client.is_over()
+        if self.progress.is_done() {
+            // The client has all of it, and left without waiting for the connection's own end.
+            self.end();
+        } else if self.client.is_over()
             && let Some(reservation) = self.reservation.take()
         {
             let message = Some(TIME_IS_OVER.to_owned());
             reservation.finish(Outcome::Timeout, Some(self.status), message);
         }
     }
-}
-
-/// The event by which a stream ends that cannot go on.
-fn error_event(outcome: Outcome, message: &str) -> Bytes {
-    let (kind, code) = match outcome {
-        Outcome::Timeout => ("timeout", 504),
-        _ => ("worker_error", 502),
-    };
-    let error = serde_json::json!({"error": {"message": message, "type": kind, "code": code}});
-    Bytes::from(format!("data: {error}\n\n"))
 }
 
 impl http_body::Body for Answer {
@@ -270,23 +230,24 @@ impl http_body::Body for Answer {
                 }
                 return Poll::Ready(Some(Ok(frame)));
             }
-            Poll::Ready(None) if this.progress.is_done() => {
-                if let Some(reservation) = this.reservation.take() {
-                    reservation.finish(Outcome::Ok, Some(this.status), None);
-                }
-                if let Some(prefill) = this.held.prefill.take() {
-                    prefill.linger();
-                }
+            Poll::Ready(Some(Err(error)))
+                if !this.progress.is_done() && !this.progress.has_error() =>
+            {
+                this.break_off(
+                    Outcome::WorkerError,
+                    &format!("the worker's stream broke: {error}"),
+                )
+            }
+            Poll::Ready(None) if !this.progress.is_done() && !this.progress.has_error() => this
+                .break_off(
+                    Outcome::WorkerError,
+                    &format!("the worker's stream ended before {}", this.api.end()),
+                ),
+            // Nothing more comes, or what comes behind the end is not of this answer.
+            Poll::Ready(_) => {
+                this.end();
                 return Poll::Ready(None);
             }
-            Poll::Ready(None) => this.break_off(
-                Outcome::WorkerError,
-                "the worker's stream ended before [DONE]",
-            ),
-            Poll::Ready(Some(Err(error))) => this.break_off(
-                Outcome::WorkerError,
-                &format!("the worker's stream broke: {error}"),
-            ),
             Poll::Pending => return Poll::Pending,
         };
         Poll::Ready(Some(Ok(Frame::data(event))))
@@ -296,7 +257,6 @@ impl http_body::Body for Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
 
     fn usage(prompt_tokens: u64, cached_tokens: Option<u64>) -> Usage {
         Usage {
@@ -367,42 +327,6 @@ mod tests {
                 let found = read_usage(text.chunks(size));
                 assert_eq!(found, usage(40, Some(32)), "pieces of {size} bytes");
             }
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn events_are_counted_however_the_stream_is_cut(
-            events in 1usize..20, cuts in proptest::collection::vec(1usize..40, 1..30),
-        ) {
-            let mut text: Vec<u8> = (0..events)
-                .flat_map(|i| format!("data: {{\"text\": \"{i}\"}}\n\n").into_bytes())
-                .collect();
-            text.extend_from_slice(b"data: [DONE]\n\n");
-            let mut progress = SseProgress::default();
-            let (mut counted, mut rest) = (0, &text[..]);
-            for cut in cuts.iter().cycle() {
-                let (head, tail) = rest.split_at((*cut).min(rest.len()));
-                counted += progress.feed(head);
-                rest = tail;
-                if rest.is_empty() {
-                    break;
-                }
-                prop_assert!(!progress.is_done() || rest.trim_ascii().is_empty());
-            }
-            prop_assert_eq!(counted, events as u64);
-            prop_assert!(progress.is_done());
-        }
-
-        #[test]
-        fn no_bytes_make_it_panic(
-            chunks in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..30), 0..10),
-        ) {
-            let mut progress = SseProgress::default();
-            for chunk in chunks {
-                progress.feed(&chunk);
-            }
-            progress.is_done();
         }
     }
 }

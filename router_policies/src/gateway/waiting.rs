@@ -2,7 +2,8 @@
 //! holds no place among the requests that run.
 
 use super::admission::{NotAdmitted, Permit};
-use super::{Gateway, Reply, error};
+use super::apis::Api;
+use super::{Gateway, Reply, error_of};
 use crate::fleet::{Admit, Refused, Request, Reservation};
 use crate::policy::Refusal;
 use hyper::header::{HeaderValue, RETRY_AFTER};
@@ -30,15 +31,20 @@ impl NotPlaced {
     pub fn by_policy(refusal: Refusal) -> Self {
         Self::Refused(Refused::ByPolicy(refusal))
     }
+
+    pub fn is_by_policy(&self) -> bool {
+        matches!(self, Self::Refused(Refused::ByPolicy(_)))
+    }
 }
 
 /// Places a request, now or when there is room for it. While it waits it gives up its `permit`: what
 /// bounds the waiting is `max_waiting`, and what bounds those that run should not be used up by them.
+/// Without one, whoever asks goes on running elsewhere meanwhile.
 pub(super) async fn place(
     gateway: &Arc<Gateway>,
     request: &Request,
     exclude: &[String],
-    permit: &mut Option<Permit>,
+    mut permit: Option<&mut Option<Permit>>,
     deadline: Instant,
 ) -> Result<Reservation, NotPlaced> {
     let room = Arc::new(Notify::new());
@@ -52,15 +58,19 @@ pub(super) async fn place(
             Admit::Refused(refused) => return Err(NotPlaced::Refused(refused)),
             Admit::Waiting(ticket) => ticket,
         };
-        *permit = None;
+        if let Some(permit) = &mut permit {
+            **permit = None;
+        }
         keep_pumping(gateway);
         let woken = tokio::time::timeout_at(deadline, room.notified());
         if woken.await.is_err() {
             return Err(NotPlaced::TimeIsOver);
         }
-        let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
-        let turn = gateway.admission.enter(patience, deadline).await;
-        *permit = Some(turn.map_err(NotPlaced::NotAdmitted)?);
+        if let Some(permit) = &mut permit {
+            let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
+            let turn = gateway.admission.enter(patience, deadline).await;
+            **permit = Some(turn.map_err(NotPlaced::NotAdmitted)?);
+        }
         admit = gateway.fleet.place_ticket(ticket, request, exclude);
     }
 }
@@ -93,9 +103,13 @@ fn keep_pumping(gateway: &Arc<Gateway>) {
 
 pub(super) type IsPumping = AtomicBool;
 
-/// What a client is told whose request was not placed for want of room or time; none where the policy
-/// refused it.
-pub(super) fn answer(gateway: &Gateway, not_placed: &NotPlaced) -> Option<Response<Reply>> {
+/// What a client of `api` is told whose request was not placed for want of room or time; none where the
+/// policy refused it.
+pub(super) fn answer(
+    gateway: &Gateway,
+    api: Api,
+    not_placed: &NotPlaced,
+) -> Option<Response<Reply>> {
     let (status, kind, message, retry_after_s) = match not_placed {
         NotPlaced::Refused(Refused::ByPolicy(_)) => return None,
         NotPlaced::Refused(Refused::QueueFull { retry_after_s }) => (
@@ -122,7 +136,7 @@ pub(super) fn answer(gateway: &Gateway, not_placed: &NotPlaced) -> Option<Respon
         ),
     };
     gateway.metrics.refused(status);
-    let mut response = error(status, kind, message);
+    let mut response = error_of(api, status, kind, message);
     if let Some(seconds) = retry_after_s {
         let seconds = HeaderValue::from(seconds.ceil().max(1.0) as u64);
         response.headers_mut().insert(RETRY_AFTER, seconds);

@@ -324,6 +324,8 @@ pub enum Reason {
     SourceCacheBelowThreshold,
     /// No other worker can prefill for the chosen one.
     NoPartner,
+    /// The policy only separates, and this request cannot be.
+    NotSeparable,
     /// The predicted benefit does not exceed the predicted cost by the margin.
     NotWorthIt,
     /// The predicted benefit of separation exceeds its cost by the margin.

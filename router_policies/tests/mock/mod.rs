@@ -3,6 +3,8 @@
 
 #![allow(dead_code, reason = "each test and benchmark uses its own part")]
 
+pub mod router;
+
 use bytes::Bytes;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::{Frame, Incoming};
@@ -36,8 +38,22 @@ pub enum Fault {
     Abort(u16),
     /// As `Refuse(500)` where the request's `user` is "poison".
     Poison,
+    /// Closes the connection instead of answering where the request's `user` is "poison".
+    PoisonBreaks,
+    /// Sends a stream of these pieces, as they are cut here, and then ends it as told.
+    Raw(&'static [&'static str], End),
+    /// Answers 101, to a client that asked for no other protocol.
+    Switch,
     /// Answers as SGLang does that has no tokenizer: this status, or inside a stream as its code.
     Refuse(u16),
+}
+
+/// How a stream ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    Properly,
+    /// The connection breaks.
+    Broken,
 }
 
 /// How the worker behaves; can be changed while it runs.
@@ -53,6 +69,14 @@ pub struct Behaviour {
     /// Of every generation request.
     pub headers: Mutex<Vec<hyper::HeaderMap>>,
     pub keep_bodies: AtomicBool,
+    /// Accepts connections and requests, and answers none of them.
+    pub hangs: AtomicBool,
+    /// Reports its load as SGLang does.
+    pub reports_load: AtomicBool,
+    /// What `/server_info` says of the engine's start; 0 says nothing.
+    pub started: AtomicU64,
+    /// What answers say of cached tokens.
+    pub cached_tokens: AtomicU64,
     /// Requests being answered now.
     pub running: AtomicUsize,
     pub served: AtomicUsize,
@@ -101,6 +125,10 @@ impl MockWorker {
             bodies: Mutex::new(Vec::new()),
             headers: Mutex::new(Vec::new()),
             keep_bodies: AtomicBool::new(true),
+            hangs: AtomicBool::new(false),
+            reports_load: AtomicBool::new(false),
+            started: AtomicU64::new(0),
+            cached_tokens: AtomicU64::new(10),
             running: AtomicUsize::new(0),
             served: AtomicUsize::new(0),
             refused: AtomicUsize::new(0),
@@ -148,6 +176,16 @@ impl MockWorker {
 struct Running {
     behaviour: Arc<Behaviour>,
     complete: bool,
+}
+
+impl Running {
+    fn begin(behaviour: &Arc<Behaviour>) -> Self {
+        behaviour.running.fetch_add(1, Ordering::SeqCst);
+        Self {
+            behaviour: Arc::clone(behaviour),
+            complete: false,
+        }
+    }
 }
 
 impl Drop for Running {
@@ -226,7 +264,20 @@ async fn answer(
     request: Request<Incoming>,
 ) -> Result<Response<Body>, Broken> {
     let path = request.uri().path().to_owned();
+    let request_path = path.clone();
+    let load = || behaviour.running.load(Ordering::SeqCst);
+    if behaviour.hangs.load(Ordering::SeqCst) {
+        let _running = Running::begin(&behaviour);
+        return std::future::pending().await;
+    }
     match path.as_str() {
+        "/v1/loads" if behaviour.reports_load.load(Ordering::SeqCst) => {
+            let report = format!(
+                r#"{{"loads":[{{"num_running_reqs":{},"num_waiting_reqs":0,"num_used_tokens":0,"max_total_num_tokens":1000000}}]}}"#,
+                load()
+            );
+            return Ok(whole(200, "application/json", report));
+        }
         "/health" | "/health_generate" => {
             let status = if behaviour.healthy.load(Ordering::SeqCst) {
                 200
@@ -243,7 +294,13 @@ async fn answer(
             ));
         }
         "/server_info" | "/get_server_info" => {
-            let info = r#"{"model_path":"mock","served_model_name":"mock","max_total_num_tokens":1000000,"page_size":1,"tp_size":1,"dp_size":1,"version":"0.5.17"}"#;
+            let startup_time = match behaviour.started.load(Ordering::SeqCst) {
+                0 => "null".to_owned(),
+                started => format!("{{\"load_weight\":{started}.5}}"),
+            };
+            let info = format!(
+                r#"{{"model_path":"mock","served_model_name":"mock","max_total_num_tokens":1000000,"page_size":1,"tp_size":1,"dp_size":1,"version":"0.5.17","startup_time":{startup_time},"random_seed":1}}"#
+            );
             return Ok(whole(200, "application/json", info));
         }
         "/v1/models" => {
@@ -260,14 +317,21 @@ async fn answer(
                 r#"{"0":{"engine_id":"engine-7"}}"#,
             ));
         }
-        "/generate" | "/v1/completions" | "/v1/chat/completions" => {}
+        "/v1/models/mock" => {
+            return Ok(whole(200, "application/json", r#"{"id":"mock"}"#));
+        }
+        "/generate"
+        | "/v1/completions"
+        | "/v1/chat/completions"
+        | "/v1/messages"
+        | "/v1/responses"
+        | "/v1/messages/count_tokens"
+        | "/v1/embeddings"
+        | "/tokenize"
+        | "/detokenize" => {}
         _ => return Ok(whole(404, "text/plain", "")),
     }
-    behaviour.running.fetch_add(1, Ordering::SeqCst);
-    let mut running = Running {
-        behaviour: Arc::clone(&behaviour),
-        complete: false,
-    };
+    let mut running = Running::begin(&behaviour);
     if behaviour.keep_bodies.load(Ordering::Relaxed) {
         behaviour.headers.lock().push(request.headers().clone());
     }
@@ -286,12 +350,12 @@ async fn answer(
         behaviour.bodies.lock().push(body.to_vec());
     }
     let mut fault = *behaviour.fault.lock();
-    if fault == Fault::Poison {
+    if matches!(fault, Fault::Poison | Fault::PoisonBreaks) {
         let is_poison = memchr::memmem::find(end, b"\"poison\"").is_some();
-        fault = if is_poison {
-            Fault::Refuse(500)
-        } else {
-            Fault::None
+        fault = match (is_poison, fault) {
+            (true, Fault::Poison) => Fault::Refuse(500),
+            (true, _) => Fault::CloseAtOnce,
+            (false, _) => Fault::None,
         };
     }
     // More than the sockets on the way to a client hold.
@@ -323,14 +387,22 @@ async fn answer(
             });
         }
         Fault::CloseAtOnce => return Err(Broken),
+        Fault::Switch => return Ok(whole(101, "text/plain", "")),
         Fault::Stall => std::future::pending().await,
         _ => {}
     }
     pause(behaviour.first_token_us.load(Ordering::Relaxed)).await;
-    let event = |i: usize| {
-        Bytes::from(format!(
-            "data: {{\"text\":\"t{i}\",\"meta_info\":{{\"prompt_tokens\":100,\"cached_tokens\":10,\"completion_tokens\":{i}}}}}\n\n"
-        ))
+    let cached_tokens = behaviour.cached_tokens.load(Ordering::Relaxed);
+    let event = move |i: usize| match path.as_str() {
+        "/v1/messages" => Bytes::from(format!(
+            "event: content_block_delta\ndata: {{\"type\":\"content_block_delta\",\"delta\":{{\"type\":\"text_delta\",\"text\":\"t{i}\"}}}}\n\n"
+        )),
+        "/v1/responses" => Bytes::from(format!(
+            "event: response.output_text.delta\ndata: {{\"type\":\"response.output_text.delta\",\"delta\":\"t{i}\"}}\n\n"
+        )),
+        _ => Bytes::from(format!(
+            "data: {{\"text\":\"t{i}\",\"meta_info\":{{\"prompt_tokens\":100,\"cached_tokens\":{cached_tokens},\"completion_tokens\":{i}}}}}\n\n"
+        )),
     };
     if !stream {
         if fault != Fault::None {
@@ -351,8 +423,27 @@ async fn answer(
         return Ok(whole(200, "application/json", text));
     }
     let (sender, receiver) = mpsc::channel(64);
+    let done: &'static [u8] = match request_path.as_str() {
+        "/v1/messages" => b"event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
+        "/v1/responses" => {
+            b"event: response.completed\ndata: {\"type\":\"response.completed\"}\n\n"
+        }
+        _ => b"data: [DONE]\n\n",
+    };
     tokio::spawn(async move {
         let mut running = running;
+        if let Fault::Raw(pieces, end) = fault {
+            for piece in pieces {
+                let _ = sender.send(Ok(Bytes::from_static(piece.as_bytes()))).await;
+                // So that each piece is a read of its own on the other side.
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            if end == End::Broken {
+                let _ = sender.send(Err(Broken)).await;
+            }
+            running.complete = end == End::Properly;
+            return;
+        }
         if let Fault::Abort(status) = fault {
             for event in [abort(status), "data: [DONE]\n\n".to_owned()] {
                 let _ = sender.send(Ok(Bytes::from(event))).await;
@@ -382,11 +473,7 @@ async fn answer(
                 return;
             }
         }
-        if sender
-            .send(Ok(Bytes::from_static(b"data: [DONE]\n\n")))
-            .await
-            .is_ok()
-        {
+        if sender.send(Ok(Bytes::from_static(done))).await.is_ok() {
             running.complete = true;
             running.behaviour.served.fetch_add(1, Ordering::SeqCst);
         }

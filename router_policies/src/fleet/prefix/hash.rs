@@ -43,12 +43,16 @@ fn step_two(state: u64, first: u64, second: u64) -> u64 {
     step(state ^ second, first)
 }
 
+/// Ids from here on have more than eight digits.
+const LONG_TOKEN: u32 = 100_000_000;
+
 /// A token id as chains take it: its eight decimal digits, one a byte, the last in the highest byte.
 /// Larger ids do not look like digits.
 #[inline]
 pub fn digits(token: u32) -> u64 {
+    let long = token >= LONG_TOKEN;
     let token = u64::from(token);
-    if token >= 100_000_000 {
+    if long {
         return !token;
     }
     // Halved three times, all parts at once; the factors divide by 100 and by 10.
@@ -255,6 +259,10 @@ pub struct TokenHasher {
     chain: TokenChain,
     hashes: PromptHashes,
     until_boundary: usize,
+    /// The largest id's [`digits`], the first one in the highest byte; −1 before the first id.
+    largest_digits: i64,
+    /// The largest of the ids that have more digits than fit there.
+    largest_long: Option<u32>,
 }
 
 impl TokenHasher {
@@ -274,11 +282,26 @@ impl TokenHasher {
                 length: 0,
             },
             until_boundary: block,
+            largest_digits: -1,
+            largest_long: None,
         }
     }
 
     pub fn push(&mut self, token: u32) {
         self.extend_digits(&[digits(token)]);
+        if token >= LONG_TOKEN {
+            self.largest_long = self.largest_long.max(Some(token));
+        }
+    }
+
+    /// The largest token id so far.
+    pub fn largest(&self) -> Option<u32> {
+        let digits = u64::try_from(self.largest_digits).ok()?;
+        let short = digits
+            .to_be_bytes()
+            .iter()
+            .fold(0, |value, &digit| value * 10 + u32::from(digit));
+        Some(self.largest_long.unwrap_or(short))
     }
 
     pub fn extend(&mut self, tokens: &[u32]) {
@@ -289,6 +312,8 @@ impl TokenHasher {
                 *digits_of = digits(token);
             }
             self.extend_digits(several);
+            let long = tokens.iter().filter(|token| **token >= LONG_TOKEN).max();
+            self.largest_long = self.largest_long.max(long.copied());
         }
     }
 
@@ -301,6 +326,12 @@ impl TokenHasher {
     #[inline(always)]
     pub fn extend_digits(&mut self, mut tokens: &[u64]) {
         self.hashes.length += tokens.len();
+        // Digits in reading order compare as the numbers do. What stands for a long id is none.
+        self.largest_digits = tokens.iter().fold(self.largest_digits, |largest, token| {
+            let value = token.swap_bytes() as i64;
+            let is_short = value & 0x8080_8080_8080_8080_u64 as i64 == 0;
+            largest.max(if is_short { value } else { 0 })
+        });
         // Local, so that it stays in registers.
         let mut chain = self.chain;
         if self.hashes.block == 1 {
@@ -357,6 +388,18 @@ mod tests {
                 0..100_000_000 => prop_assert_eq!(digits(token), u64::from_le_bytes(word)),
                 _ => prop_assert!(digits(token).to_le_bytes().iter().any(|&digit| digit > 9)),
             }
+        }
+
+        #[test]
+        fn the_largest_id_is_known(
+            tokens in proptest::collection::vec(prop_oneof![0u32..200_000, any::<u32>()], 0..80),
+        ) {
+            let mut hasher = TokenHasher::new(4);
+            hasher.extend(&tokens);
+            prop_assert_eq!(hasher.largest(), tokens.iter().copied().max());
+            let mut one_by_one = TokenHasher::new(4);
+            tokens.iter().for_each(|&token| one_by_one.push(token));
+            prop_assert_eq!(one_by_one.largest(), tokens.iter().copied().max());
         }
 
         #[test]

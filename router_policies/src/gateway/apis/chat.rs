@@ -1,0 +1,17 @@
+//! `POST /v1/chat/completions`: OpenAI's chat. Chat templates put the tools in front of the turns.
+
+use super::{PromptKeys, Separates, Shape, openai_error};
+
+pub(super) static SHAPE: Shape = Shape {
+    path: "/v1/chat/completions",
+    prompt: PromptKeys::Conversation {
+        before: &["tools"],
+        turns: "messages",
+    },
+    limits: &["max_tokens", "max_completion_tokens"],
+    ends: &[],
+    end: "[DONE]",
+    separates: Separates::Any,
+    error: openai_error,
+    error_event: None,
+};

@@ -1,0 +1,120 @@
+//! The APIs that generate text: where each has its prompt, its limit and its stream's end, and what
+//! its errors look like. One file each; what they share is here.
+
+mod chat;
+mod completions;
+mod generate;
+mod messages;
+mod responses;
+
+use crate::fleet::Outcome;
+use hyper::StatusCode;
+
+/// Which request format a body follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Api {
+    /// SGLang's own.
+    Generate,
+    Completions,
+    Chat,
+    /// Anthropic's.
+    Messages,
+    Responses,
+}
+
+/// Where a body has its prompt, by the keys of the outer object.
+#[derive(Clone, Copy, Debug)]
+pub enum PromptKeys {
+    /// A prompt or a list of them: `first` is looked at, and `second` where that is absent.
+    Prompts {
+        first: &'static str,
+        second: Option<&'static str>,
+    },
+    /// What a chat template puts in front of the turns (tools, instructions), in that order, and the
+    /// turns. Compared as the bytes that the client sent.
+    Conversation {
+        before: &'static [&'static str],
+        turns: &'static str,
+    },
+}
+
+/// What one API looks like.
+pub struct Shape {
+    pub path: &'static str,
+    pub prompt: PromptKeys,
+    /// Keys of the limit on output tokens; the last one that is there counts.
+    pub limits: &'static [&'static str],
+    /// Names of the events that end a stream, where `[DONE]` does not.
+    pub ends: &'static [&'static str],
+    /// What is said of a stream that lacks its end.
+    pub end: &'static str,
+    /// Keys by which a client may ask for the answer's KV to be moved, other than those all have.
+    pub separates: Separates,
+    /// An error as a JSON object.
+    pub error: fn(kind: &str, code: u16, message: &str) -> serde_json::Value,
+    /// The name of an event that is an error.
+    pub error_event: Option<&'static str>,
+}
+
+/// Which engines can prefill a request of this API on one worker and decode it on another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Separates {
+    Any,
+    /// SGLang (0.5.17) has no bootstrap fields there; vLLM (0.26.0) has `kv_transfer_params`, but the
+    /// answer's shape does not always give them back. So requests are served on one worker.
+    None,
+}
+
+impl Api {
+    pub const ALL: [Self; 5] = [
+        Self::Generate,
+        Self::Completions,
+        Self::Chat,
+        Self::Messages,
+        Self::Responses,
+    ];
+
+    pub fn shape(self) -> &'static Shape {
+        match self {
+            Self::Generate => &generate::SHAPE,
+            Self::Completions => &completions::SHAPE,
+            Self::Chat => &chat::SHAPE,
+            Self::Messages => &messages::SHAPE,
+            Self::Responses => &responses::SHAPE,
+        }
+    }
+
+    pub fn at(path: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|api| api.path() == path)
+    }
+
+    pub fn path(self) -> &'static str {
+        self.shape().path
+    }
+
+    pub(super) fn ends(self) -> &'static [&'static str] {
+        self.shape().ends
+    }
+
+    pub(super) fn end(self) -> &'static str {
+        self.shape().end
+    }
+
+    /// The event by which a stream ends that cannot go on.
+    pub(super) fn error_event(self, outcome: Outcome, message: &str) -> String {
+        let (kind, code) = match outcome {
+            Outcome::Timeout => ("timeout", StatusCode::GATEWAY_TIMEOUT),
+            _ => ("worker_error", StatusCode::BAD_GATEWAY),
+        };
+        let error = (self.shape().error)(kind, code.as_u16(), message);
+        match self.shape().error_event {
+            Some(name) => format!("event: {name}\ndata: {error}\n\n"),
+            None => format!("data: {error}\n\n"),
+        }
+    }
+}
+
+/// An error in the shape that OpenAI's and SGLang's clients read.
+pub(super) fn openai_error(kind: &str, code: u16, message: &str) -> serde_json::Value {
+    serde_json::json!({"error": {"message": message, "type": kind, "code": code}})
+}

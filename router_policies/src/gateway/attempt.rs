@@ -1,0 +1,409 @@
+//! One attempt: the request is sent to the workers that were chosen, in the way that their engine
+//! needs, and the answer's beginning is waited for.
+
+use super::apis::Api;
+use super::body::{self, Pieces};
+use super::dispatch::Exchange;
+use super::fault::{Failure, Fault, Kind, status_of};
+use super::stream::PrefillHalf;
+use super::{describe, sse};
+use crate::config::{Connector, Engine, WorkerSpec};
+use crate::fleet::{Fleet, Reservation};
+use crate::policy::Role;
+use bytes::{Bytes, BytesMut};
+use http_body_util::{BodyExt, Limited};
+use hyper::body::Incoming;
+use hyper::header::CONTENT_TYPE;
+use hyper::{Request, Response, StatusCode};
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::oneshot;
+
+/// Answers larger than this are not held in memory.
+const MAX_ANSWER_BYTES: usize = 256 << 20;
+
+/// As much as is kept of a prefill half's answer, which nobody gets unless it is an error.
+const DRAINED_BYTES: usize = 4096;
+
+/// A stream whose first event has not ended after so much is passed on as it is.
+const MAX_FIRST_EVENT_BYTES: usize = 1 << 20;
+
+/// How long an elastic worker whose prefill worker is gone has to notice, and to prefill itself: its
+/// engine looks for a lost prefill worker every few seconds.
+const ELASTIC_PATIENCE: Duration = Duration::from_secs(20);
+
+/// What a worker answered, as far as it has to be looked at before the client gets it.
+pub(super) enum Head {
+    Whole(Response<Bytes>),
+    Stream(Response<Incoming>, Bytes),
+}
+
+impl Head {
+    pub fn status(&self) -> StatusCode {
+        match self {
+            Self::Whole(answer) => status_of(answer),
+            Self::Stream(answer, _) => answer.status(),
+        }
+    }
+}
+
+impl Exchange<'_> {
+    /// Sends the request to the reservation's workers and waits for the answer's first event, or for
+    /// all of an answer that is no stream.
+    pub(super) async fn attempt(
+        &self,
+        reservation: &Reservation,
+    ) -> Result<(Head, Option<PrefillHalf>), Failure> {
+        let answering = reservation.answering();
+        let Some(prefill) = reservation.prefill() else {
+            let payload = self.local_payload(answering);
+            let head = self.within_deadline(self.head(answering, payload));
+            return head.await.map(|head| (head, None));
+        };
+        match (prefill.engine, prefill.kv_connector) {
+            (Engine::Vllm, None | Some(Connector::Nixl)) => {
+                self.attempt_in_turn(prefill, answering).await
+            }
+            (Engine::Vllm, Some(Connector::Mooncake)) => {
+                let payloads = self
+                    .within_deadline(self.mooncake_payloads(prefill))
+                    .await?;
+                self.attempt_at_once(reservation, prefill, payloads).await
+            }
+            (Engine::Sglang, _) => {
+                let host = prefill.bootstrap_host.as_deref().unwrap_or_default();
+                let room = fastrand::u64(..) >> 1;
+                let mut fields = body::bootstrap_fields(host, prefill.bootstrap_port, room);
+                if self.strips_keys() {
+                    fields += r#","bootstrap_pair_key":null,"decode_tp_size":null,"disagg_prefill_dp_rank":null"#;
+                }
+                let payload = body::splice(&self.bytes, &self.scanned, fields);
+                let payloads = (payload.clone(), payload);
+                self.attempt_at_once(reservation, prefill, payloads).await
+            }
+        }
+    }
+
+    /// Whether the body has keys that are the router's to set.
+    fn strips_keys(&self) -> bool {
+        self.scanned.has_transfer_keys && self.gateway.config.strip_transfer_keys
+    }
+
+    /// The body for a worker that serves alone: the client's, less what would move KV.
+    fn local_payload(&self, worker: &WorkerSpec) -> Pieces {
+        let mut fields: Vec<String> = Vec::new();
+        if self.strips_keys() {
+            let names = match worker.engine {
+                Engine::Sglang => &body::SGLANG_TRANSFER_KEYS[..],
+                Engine::Vllm => &body::VLLM_TRANSFER_KEYS[..],
+            };
+            fields.extend(names.iter().map(|name| format!("\"{name}\":null")));
+        }
+        if let (Some(rid), true) = (&self.scanned.rid, self.is_repeated()) {
+            // The worker may still know the first one, and refuses what it takes for a duplicate.
+            let rid = serde_json::Value::from(format!("{rid}-{:08x}", fastrand::u32(..)));
+            fields.push(format!("\"rid\":{rid}"));
+        }
+        if fields.is_empty() {
+            return Pieces::from(self.bytes.clone());
+        }
+        body::splice(&self.bytes, &self.scanned, fields.join(","))
+    }
+
+    async fn within_deadline<T>(
+        &self,
+        step: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
+        tokio::time::timeout_at(self.deadline, step)
+            .await
+            .unwrap_or(Err(Failure::Timeout))
+    }
+
+    /// Both workers get their half at once and find each other; the prefill half's answer is only
+    /// waited for if it fails. An elastic worker whose prefill worker is gone then prefills by itself:
+    /// its half goes on, so that the request runs there once.
+    async fn attempt_at_once(
+        &self,
+        reservation: &Reservation,
+        prefill: &Arc<WorkerSpec>,
+        (for_prefill, for_decode): (Pieces, Pieces),
+    ) -> Result<(Head, Option<PrefillHalf>), Failure> {
+        let answering = reservation.answering();
+        let (guard, failed) = self.send_prefill(prefill, for_prefill);
+        let head = self.within_deadline(async {
+            let mut head = pin!(self.head(answering, for_decode));
+            let fault = tokio::select! {
+                head = &mut head => return head,
+                fault = failure_of(failed) => fault,
+            };
+            // A prefill worker that answers lives, and the other half would wait for it.
+            let is_gone = matches!(fault.kind, Kind::Broken | Kind::Refused | Kind::Unreachable);
+            if answering.role != Role::Elastic || answering.engine != Engine::Sglang || !is_gone {
+                return Err(Failure::Prefill(fault));
+            }
+            log::info!(
+                "worker {} goes on without prefill worker {}: {}",
+                answering.id,
+                prefill.id,
+                fault.message
+            );
+            match tokio::time::timeout(ELASTIC_PATIENCE, head).await {
+                Ok(head) => {
+                    self.gateway.fleet.blame(prefill, reservation.begun_s());
+                    head
+                }
+                Err(_) => Err(Failure::Prefill(fault)),
+            }
+        });
+        Ok((head.await?, Some(guard)))
+    }
+
+    /// vLLM with NIXL: the prefill worker's answer says where its KV is.
+    async fn attempt_in_turn(
+        &self,
+        prefill: &Arc<WorkerSpec>,
+        answering: &Arc<WorkerSpec>,
+    ) -> Result<(Head, Option<PrefillHalf>), Failure> {
+        #[derive(serde::Deserialize)]
+        struct Prefilled<'a> {
+            #[serde(borrow)]
+            kv_transfer_params: Option<&'a serde_json::value::RawValue>,
+        }
+        let fields = self.vllm_prefill_fields(
+            r#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#,
+        );
+        let payload = body::splice(&self.bytes, &self.scanned, fields);
+        let prefilled = async {
+            match self.head(prefill, payload).await {
+                Ok(Head::Whole(answer)) if status_of(&answer).is_success() => {
+                    Ok(answer.into_body())
+                }
+                Ok(Head::Whole(answer)) => Err(Fault::answered(answer)),
+                Ok(Head::Stream(..)) => Err(Fault::broken("answered with a stream")),
+                Err(Failure::Answering(fault) | Failure::Prefill(fault)) => Err(fault),
+                Err(Failure::Timeout) => return Err(Failure::Timeout),
+            }
+            .map_err(Failure::Prefill)
+        };
+        let body = self.within_deadline(prefilled).await?;
+        let params = serde_json::from_slice::<Prefilled<'_>>(&body)
+            .ok()
+            .and_then(|prefilled| prefilled.kv_transfer_params)
+            .ok_or_else(|| {
+                Failure::Prefill(Fault::broken("no kv_transfer_params in the answer"))
+            })?;
+        let fields = format!("\"kv_transfer_params\":{}", params.get());
+        let payload = body::splice(&self.bytes, &self.scanned, fields);
+        let head = self.within_deadline(self.head(answering, payload)).await?;
+        Ok((head, None))
+    }
+
+    /// What makes a vLLM request prefill and stop; the last of equal keys wins.
+    fn vllm_prefill_fields(&self, params: &str) -> String {
+        let limit = match self.api {
+            Api::Chat => r#""max_completion_tokens":1,"#,
+            Api::Completions | Api::Generate | Api::Messages | Api::Responses => "",
+        };
+        format!(
+            "\"stream\":false,\"stream_options\":null,\"max_tokens\":1,\"min_tokens\":0,{limit}\"kv_transfer_params\":{params}"
+        )
+    }
+
+    /// vLLM with Mooncake: the decode worker must be told the prefill engine's id, which its
+    /// bootstrap server knows, and changes when it restarts.
+    async fn mooncake_payloads(&self, prefill: &WorkerSpec) -> Result<(Pieces, Pieces), Failure> {
+        let failed = |message: String| Failure::Prefill(Fault::broken(message));
+        let host = prefill.bootstrap_host.as_deref().unwrap_or_default();
+        let bootstrap = format!(
+            "http://{host}:{}",
+            prefill.bootstrap_port.unwrap_or_default()
+        );
+        let patience = Duration::from_secs_f64(self.gateway.config.connect_timeout_s);
+        let (_, answer) = self
+            .gateway
+            .get_url(&format!("{bootstrap}/query"), patience)
+            .await
+            .map_err(|error| failed(format!("{bootstrap}/query: {error}")))?;
+        let engines: serde_json::Value = serde_json::from_slice(&answer)
+            .map_err(|error| failed(format!("{bootstrap}/query: {error}")))?;
+        let engine = engines
+            .as_object()
+            .and_then(|ranks| ranks.values().next())
+            .and_then(|rank| rank.get("engine_id"))
+            .and_then(serde_json::Value::as_str)
+            .ok_or_else(|| failed(format!("{bootstrap}/query: no engine_id")))?;
+        let transfer = format!("{:032x}", fastrand::u128(..));
+        let for_prefill = serde_json::json!({
+            "do_remote_decode": true, "do_remote_prefill": false, "transfer_id": transfer,
+        });
+        let for_decode = serde_json::json!({
+            "do_remote_decode": false, "do_remote_prefill": true, "transfer_id": transfer,
+            "remote_engine_id": engine, "remote_bootstrap_addr": bootstrap,
+        });
+        let fields = self.vllm_prefill_fields(&for_prefill.to_string());
+        Ok((
+            body::splice(&self.bytes, &self.scanned, fields),
+            body::splice(
+                &self.bytes,
+                &self.scanned,
+                format!("\"kv_transfer_params\":{for_decode}"),
+            ),
+        ))
+    }
+
+    fn request(&self, spec: &WorkerSpec, payload: Pieces) -> Result<Request<Pieces>, String> {
+        let mut request = Request::post(format!("{}{}", spec.url, self.api.path()))
+            .body(payload)
+            .map_err(|error| error.to_string())?;
+        *request.headers_mut() = self.headers.clone();
+        Ok(request)
+    }
+
+    /// Starts the prefill worker's half, which ends with what is returned. The receiver
+    /// gets word if that half fails, and nothing if it succeeds.
+    fn send_prefill(
+        &self,
+        spec: &Arc<WorkerSpec>,
+        payload: Pieces,
+    ) -> (PrefillHalf, oneshot::Receiver<Fault>) {
+        let (sender, receiver) = oneshot::channel();
+        let client = self.gateway.client.clone();
+        let fleet = Arc::clone(&self.gateway.fleet);
+        let spec = Arc::clone(spec);
+        let request = self.request(&spec, payload);
+        let half = PrefillHalf::spawn(async move {
+            let result = async {
+                let request = request.map_err(Fault::broken)?;
+                let sent = client.request(request).await;
+                let response = sent.map_err(|failure| unanswered(failure, &fleet, &spec))?;
+                let (parts, incoming) = response.into_parts();
+                if !parts.status.is_success() {
+                    let whole = collect(incoming).await?;
+                    return Err(Fault::answered(Response::from_parts(parts, whole)));
+                }
+                let begin = drain(incoming).await.map_err(Fault::broken)?;
+                let is_whole = begin.len() < DRAINED_BYTES;
+                let error = sse::first_event(&begin).and_then(|event| sse::error_in(&event));
+                match error {
+                    Some(_) if is_whole => Err(Fault::answered(Response::from_parts(parts, begin))),
+                    None if !sse::is_abort(&begin) => Ok(()),
+                    _ => Err(Fault::broken(super::fault::excerpt(&begin))),
+                }
+            };
+            if let Err(fault) = result.await {
+                let _ = sender.send(fault);
+            }
+        });
+        (half, receiver)
+    }
+
+    /// The answer's head, with the first event of a stream or all of anything else.
+    async fn head(&self, spec: &Arc<WorkerSpec>, payload: Pieces) -> Result<Head, Failure> {
+        let broke = |message: String| Failure::Answering(Fault::broken(message));
+        let request = self.request(spec, payload).map_err(broke)?;
+        let gateway = self.gateway;
+        let sent = gateway.client.request(request).await;
+        let response =
+            sent.map_err(|failure| Failure::Answering(unanswered(failure, &gateway.fleet, spec)))?;
+        let status = response.status();
+        if status == StatusCode::SWITCHING_PROTOCOLS {
+            return Err(broke(
+                "switched protocols, which nobody asked for".to_owned(),
+            ));
+        }
+        let is_stream = response
+            .headers()
+            .get(CONTENT_TYPE)
+            .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+        let (parts, mut incoming) = response.into_parts();
+        if status.is_success() && is_stream {
+            let (begin, is_error) = first_event(&mut incoming).await.map_err(broke)?;
+            if !is_error {
+                return Ok(Head::Stream(Response::from_parts(parts, incoming), begin));
+            }
+            let rest = collect(incoming).await.map_err(Failure::Answering)?;
+            let whole: Bytes = [begin, rest].concat().into();
+            return judged(Response::from_parts(parts, whole));
+        }
+        let whole = collect(incoming).await.map_err(Failure::Answering)?;
+        judged(Response::from_parts(parts, whole))
+    }
+}
+
+/// An answer that is passed on, or the failure that it is.
+fn judged(answer: Response<Bytes>) -> Result<Head, Failure> {
+    let status = status_of(&answer);
+    if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
+        return Err(Failure::Answering(Fault::answered(answer)));
+    }
+    Ok(Head::Whole(answer))
+}
+
+/// Reads a stream until its first event with data has ended; true if that is an error. However the
+/// stream is cut, and whatever comments precede it, nothing of it has been passed on by then.
+async fn first_event(incoming: &mut Incoming) -> Result<(Bytes, bool), String> {
+    let mut begin = BytesMut::new();
+    loop {
+        let data = match incoming.frame().await {
+            Some(Ok(frame)) => frame.into_data().unwrap_or_default(),
+            Some(Err(error)) => return Err(describe(error)),
+            None => return Err("the stream ended before its first event".to_owned()),
+        };
+        if begin.is_empty() {
+            // One frame holds the first event, mostly: it is not copied then.
+            if let Some(event) = sse::first_event(&data) {
+                return Ok((data, sse::error_in(&event).is_some()));
+            }
+        }
+        let searched = begin.len();
+        begin.extend_from_slice(&data);
+        // An event ends with a line: without a new one there is nothing to look for.
+        let has_line = memchr::memchr2(b'\n', b'\r', &begin[searched..]).is_some();
+        if has_line && let Some(event) = sse::first_event(&begin) {
+            return Ok((begin.freeze(), sse::error_in(&event).is_some()));
+        }
+        if begin.len() > MAX_FIRST_EVENT_BYTES {
+            return Ok((begin.freeze(), false));
+        }
+    }
+}
+
+/// A request that got no answer; the fleet is told where the worker does not listen.
+fn unanswered(
+    failure: hyper_util::client::legacy::Error,
+    fleet: &Fleet,
+    worker: &Arc<WorkerSpec>,
+) -> Fault {
+    let fault = Fault::unanswered(failure);
+    fault.report(fleet, worker);
+    fault
+}
+
+/// Waits for word that the prefill half failed; for ever, if it does not.
+async fn failure_of(failed: oneshot::Receiver<Fault>) -> Fault {
+    match failed.await {
+        Ok(fault) => fault,
+        Err(_) => std::future::pending().await,
+    }
+}
+
+async fn collect(body: Incoming) -> Result<Bytes, Fault> {
+    let collected = Limited::new(body, MAX_ANSWER_BYTES).collect().await;
+    match collected {
+        Ok(collected) => Ok(collected.to_bytes()),
+        Err(error) => Err(Fault::broken(error.to_string())),
+    }
+}
+
+/// Reads a body to its end and keeps its first `DRAINED_BYTES`.
+async fn drain(mut body: Incoming) -> Result<Bytes, String> {
+    let mut kept = Vec::new();
+    while let Some(frame) = body.frame().await {
+        if let Some(data) = frame.map_err(describe)?.data_ref() {
+            let room = DRAINED_BYTES - kept.len();
+            kept.extend_from_slice(&data[..data.len().min(room)]);
+        }
+    }
+    Ok(kept.into())
+}

@@ -1,0 +1,188 @@
+//! What an engine says of itself: its KV capacity, which run of it this is, its model's vocabulary.
+
+use super::Gateway;
+use crate::config::{Engine, WorkerSpec};
+use serde_json::Value;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// SGLang's scheduler answers between its steps.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct EngineInfo {
+    pub kv_capacity_tokens: Option<u64>,
+    /// A number that differs from one start of the engine to the next.
+    pub run: Option<u64>,
+}
+
+pub(super) async fn ask(gateway: &Gateway, spec: &WorkerSpec) -> EngineInfo {
+    let path = match spec.engine {
+        Engine::Sglang => "/server_info",
+        Engine::Vllm => "/metrics",
+    };
+    match gateway.get(spec, path, PATIENCE).await {
+        Ok((_, body)) => match spec.engine {
+            Engine::Sglang => of_sglang(&body),
+            Engine::Vllm => of_vllm(&String::from_utf8_lossy(&body)),
+        },
+        Err(_) => EngineInfo::default(),
+    }
+}
+
+/// SGLang (0.5.17) tells how long each part of its start took, and draws a random seed at the start
+/// where it is given none: together they differ from start to start.
+fn of_sglang(body: &[u8]) -> EngineInfo {
+    let Ok(info) = serde_json::from_slice::<Value>(body) else {
+        return EngineInfo::default();
+    };
+    let startup = info.get("startup_time").filter(|times| !times.is_null());
+    EngineInfo {
+        kv_capacity_tokens: info.get("max_total_num_tokens").and_then(Value::as_u64),
+        run: startup.map(|times| {
+            let seed = info.get("random_seed").unwrap_or(&Value::Null);
+            number_of(&format!("{times} {seed}"))
+        }),
+    }
+}
+
+/// vLLM (0.26.0) tells when its process started.
+fn of_vllm(metrics: &str) -> EngineInfo {
+    let line = |name: &str| metrics.lines().find(|line| line.starts_with(name));
+    let capacity = || {
+        let line = line("vllm:cache_config_info{")?;
+        let label = |name: &str| -> Option<u64> {
+            let (_, rest) = line.split_once(&format!("{name}=\""))?;
+            rest.split_once('"')?.0.parse().ok()
+        };
+        Some(label("block_size")? * label("num_gpu_blocks")?)
+    };
+    EngineInfo {
+        kv_capacity_tokens: capacity(),
+        run: run_in_metrics(metrics),
+    }
+}
+
+/// Which run of its process an exposition of Prometheus metrics comes from.
+pub(super) fn run_in_metrics(metrics: &str) -> Option<u64> {
+    let mut lines = metrics.lines();
+    let line = lines.find(|line| line.starts_with("process_start_time_seconds "))?;
+    Some(number_of(line))
+}
+
+fn number_of(text: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// The size of the model's vocabulary, where its folder is on this machine: SGLang does not tell it.
+pub(super) async fn vocabulary(gateway: &Gateway, spec: &WorkerSpec) -> Option<u64> {
+    // vLLM checks token ids itself.
+    if spec.engine != Engine::Sglang {
+        return None;
+    }
+    let (_, body) = gateway.get(spec, "/model_info", PATIENCE).await.ok()?;
+    let info: Value = serde_json::from_slice(&body).ok()?;
+    let config = Path::new(info.get("model_path")?.as_str()?).join("config.json");
+    let config: Value = serde_json::from_slice(&tokio::fs::read(config).await.ok()?).ok()?;
+    // Models with other inputs than text have their language model's settings one level down.
+    let places = [
+        "/text_config/vocab_size",
+        "/llm_config/vocab_size",
+        "/vocab_size",
+    ];
+    places
+        .iter()
+        .find_map(|place| config.pointer(place)?.as_u64())
+}
+
+/// Token ids at or beyond this are refused: SGLang (0.5.17) passes them to the model, where they end the
+/// scheduler. Zero where the size is unknown.
+pub(crate) struct Vocabulary {
+    size: AtomicU64,
+    is_configured: bool,
+}
+
+impl Vocabulary {
+    pub fn new(configured: Option<u64>) -> Self {
+        Self {
+            size: AtomicU64::new(configured.unwrap_or_default()),
+            is_configured: configured.is_some(),
+        }
+    }
+
+    pub fn is_wanted(&self) -> bool {
+        !self.is_configured
+    }
+
+    /// Of several models, the smallest vocabulary counts: any of them may get the request.
+    pub fn learn(&self, size: Option<u64>) {
+        if let Some(size) = size.filter(|&size| size > 0) {
+            let smaller = |old: u64| (old == 0 || size < old).then_some(size);
+            let _ = self
+                .size
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, smaller);
+        }
+    }
+
+    /// Why a prompt with this largest token id is refused, if it is.
+    pub fn refusal(&self, largest: Option<u32>) -> Option<String> {
+        let size = self.size.load(Ordering::Relaxed);
+        let largest = u64::from(largest?);
+        (size > 0 && largest >= size)
+            .then(|| format!("body: expected token ids below the model's {size}, not {largest}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sglangs_runs_are_told_apart() {
+        let run = |text: &str| of_sglang(text.as_bytes()).run;
+        let first = run(r#"{"startup_time":{"load_weight":1.25},"random_seed":7}"#);
+        assert!(first.is_some());
+        assert_eq!(
+            first,
+            run(r#"{"x":1,"startup_time":{"load_weight":1.25},"random_seed":7}"#)
+        );
+        assert_ne!(
+            first,
+            run(r#"{"startup_time":{"load_weight":1.26},"random_seed":7}"#)
+        );
+        assert_ne!(
+            first,
+            run(r#"{"startup_time":{"load_weight":1.25},"random_seed":8}"#)
+        );
+        assert_eq!(run(r#"{"max_total_num_tokens":5}"#), None);
+    }
+
+    #[test]
+    fn vllms_capacity_and_run_are_in_its_metrics() {
+        let text = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"10\"} 1.0\n\
+                    process_start_time_seconds 1.79527365e+09\n";
+        let info = of_vllm(text);
+        assert_eq!(info.kv_capacity_tokens, Some(160));
+        assert!(info.run.is_some());
+        assert_ne!(
+            info.run,
+            run_in_metrics("process_start_time_seconds 1.79527366e+09\n")
+        );
+    }
+
+    #[test]
+    fn ids_beyond_the_smallest_vocabulary_are_refused() {
+        let vocabulary = Vocabulary::new(None);
+        assert_eq!(vocabulary.refusal(Some(u32::MAX)), None);
+        vocabulary.learn(Some(1_000));
+        vocabulary.learn(Some(2_000));
+        vocabulary.learn(None);
+        assert_eq!(vocabulary.refusal(Some(999)), None);
+        let refusal = vocabulary.refusal(Some(1_000)).expect("refused");
+        assert!(refusal.contains("1000"), "{refusal}");
+    }
+}

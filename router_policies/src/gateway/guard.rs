@@ -1,0 +1,82 @@
+//! Who may change the workers.
+//!
+//! With an admin token, who has it. Without one, who is on this machine and is no web page: a page that
+//! is open in a browser here can send requests to a loopback address too, but not without the browser
+//! naming the page (`Origin`) or the name by which it found the address (`Host`), and not as JSON without
+//! asking first.
+
+use super::Gateway;
+use hyper::body::Incoming;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderMap, ORIGIN};
+use hyper::http::uri::Authority;
+use hyper::{Request, StatusCode};
+
+/// Why a change is refused, if it is.
+pub(super) fn refusal(
+    gateway: &Gateway,
+    request: &Request<Incoming>,
+) -> Option<(StatusCode, &'static str)> {
+    let headers = request.headers();
+    match &gateway.config.admin_token {
+        Some(token) => (!has_token(headers, token)).then_some((
+            StatusCode::FORBIDDEN,
+            "changing the workers needs the admin token as Authorization: Bearer",
+        )),
+        None if !gateway.is_loopback => Some((
+            StatusCode::FORBIDDEN,
+            "changing the workers needs the admin token as Authorization: Bearer",
+        )),
+        None => without_token(headers, has_body(request)),
+    }
+}
+
+fn has_body(request: &Request<Incoming>) -> bool {
+    !http_body::Body::is_end_stream(request.body())
+}
+
+fn without_token(headers: &HeaderMap, has_body: bool) -> Option<(StatusCode, &'static str)> {
+    let value = |name| headers.get(name).and_then(|value| value.to_str().ok());
+    if !value(HOST).is_some_and(is_loopback_host) {
+        let message = "Host: expected a loopback address; from elsewhere, changing the workers \
+                       needs an admin token";
+        return Some((StatusCode::FORBIDDEN, message));
+    }
+    if headers.contains_key(ORIGIN) {
+        let message = "a web page may not change the workers without the admin token";
+        return Some((StatusCode::FORBIDDEN, message));
+    }
+    let is_json = value(CONTENT_TYPE).is_some_and(|kind| {
+        let (kind, _) = kind.split_once(';').unwrap_or((kind, ""));
+        kind.trim().eq_ignore_ascii_case("application/json")
+    });
+    (has_body && !is_json).then_some((
+        StatusCode::UNSUPPORTED_MEDIA_TYPE,
+        "Content-Type: expected application/json",
+    ))
+}
+
+fn is_loopback_host(host: &str) -> bool {
+    let Ok(authority) = host.parse::<Authority>() else {
+        return false;
+    };
+    let name = authority.host().trim_matches(['[', ']']);
+    name.eq_ignore_ascii_case("localhost")
+        || name
+            .parse::<std::net::IpAddr>()
+            .is_ok_and(|address| address.is_loopback())
+}
+
+fn has_token(headers: &HeaderMap, token: &str) -> bool {
+    let given = headers.get(AUTHORIZATION).map(|value| value.as_bytes());
+    let Some((scheme, given)) = given.and_then(|value| value.split_at_checked(7)) else {
+        return false;
+    };
+    // Compares all bytes, so that the time taken says nothing about where they differ.
+    scheme.eq_ignore_ascii_case(b"Bearer ")
+        && given.len() == token.len()
+        && given
+            .iter()
+            .zip(token.as_bytes())
+            .fold(0, |diff, (a, b)| diff | (a ^ b))
+            == 0
+}

@@ -1,0 +1,144 @@
+//! Questions about text and models that any worker answers: counting and splitting tokens, embeddings.
+//!
+//! They take no part in routing: nothing is cached for them, and what they cost a worker is small beside
+//! generation. They go to the worker with the fewest requests, and to another if that one fails.
+
+use super::body::Pieces;
+use super::dispatch::forwarded_headers;
+use super::fault::{Fault, from_worker};
+use super::{Gateway, Reply, apis, error};
+use crate::config::WorkerSpec;
+use crate::policy::Role;
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use hyper::{Request, Response, StatusCode};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// `POST` on these is passed on as it is. All are served by SGLang (0.5.17), the first four by vLLM
+/// (0.26.0) too; what an engine or its model does not serve, it answers itself.
+const PATHS: [&str; 9] = [
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/classify",
+];
+
+/// Embeddings of long texts take a while.
+const PATIENCE: Duration = Duration::from_secs(120);
+const MAX_ANSWER_BYTES: usize = 256 << 20;
+/// Workers that are asked before the client is told that it failed.
+const TRIES: usize = 2;
+
+pub(super) fn is_passed_on(path: &str) -> bool {
+    PATHS.contains(&path)
+}
+
+/// An error in the shape that the path's clients read.
+fn refusal(path: &str, status: StatusCode, kind: &str, message: &str) -> Response<Reply> {
+    if path.starts_with(apis::Api::Messages.path()) {
+        super::error_of(apis::Api::Messages, status, kind, message)
+    } else {
+        error(status, kind, message)
+    }
+}
+
+pub(super) async fn handle(
+    gateway: &Arc<Gateway>,
+    deadline: Instant,
+    request: Request<Incoming>,
+) -> Response<Reply> {
+    let (parts, incoming) = request.into_parts();
+    let path = parts.uri.path().to_owned();
+    let refuse = |status: StatusCode, kind: &str, message: &str| {
+        gateway.metrics.refused(status);
+        refusal(&path, status, kind, message)
+    };
+    let limit = gateway.config.max_body_bytes;
+    let collected = gateway.buffers.collect(incoming, limit, |_, _| {});
+    let (body, _budget) = match tokio::time::timeout_at(deadline, collected).await {
+        Ok(Ok(collected)) => collected,
+        Ok(Err(failure)) => {
+            let (status, kind) = failure.status();
+            return refuse(status, kind, &failure.message(limit));
+        }
+        Err(_) => {
+            let message = "body: the request's time was over before its end";
+            return refuse(StatusCode::REQUEST_TIMEOUT, "timeout", message);
+        }
+    };
+    let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
+    let Ok(_permit) = gateway.admission.enter(patience, deadline).await else {
+        let message = "the router has as many requests as it takes";
+        return refuse(StatusCode::SERVICE_UNAVAILABLE, "overloaded", message);
+    };
+    let request_id = format!("{:016x}", fastrand::u64(..));
+    let strips = gateway.config.strip_transfer_keys;
+    let headers = forwarded_headers(parts.headers, &request_id, strips);
+    let until = deadline.min(Instant::now() + PATIENCE);
+    let mut last = None;
+    for worker in candidates(gateway).into_iter().take(TRIES) {
+        let mut request =
+            match Request::post(format!("{}{path}", worker.url)).body(Pieces::from(body.clone())) {
+                Ok(request) => request,
+                Err(failure) => {
+                    let status = StatusCode::BAD_REQUEST;
+                    return refuse(status, "invalid_request_error", &failure.to_string());
+                }
+            };
+        *request.headers_mut() = headers.clone();
+        let answer = async {
+            let response = gateway
+                .client
+                .request(request)
+                .await
+                .map_err(Fault::unanswered)?;
+            let (parts, incoming) = response.into_parts();
+            let whole = Limited::new(incoming, MAX_ANSWER_BYTES).collect().await;
+            let whole: Bytes = whole
+                .map_err(|failure| Fault::broken(failure.to_string()))?
+                .to_bytes();
+            Ok::<_, Fault>(Response::from_parts(parts, whole))
+        };
+        match tokio::time::timeout_at(until, answer).await {
+            Ok(Ok(answer)) if answer.status() != StatusCode::SWITCHING_PROTOCOLS => {
+                let answer = answer.map(|body| Reply::Whole(Full::from(body)));
+                return from_worker(answer, &worker.id);
+            }
+            Ok(Ok(_)) => last = Some(format!("worker {}: switched protocols", worker.id)),
+            Ok(Err(fault)) => {
+                fault.report(&gateway.fleet, &worker);
+                last = Some(format!("worker {}: {}", worker.id, fault.message));
+            }
+            Err(_) => {
+                let message = format!("worker {}: no answer in time", worker.id);
+                return refuse(StatusCode::GATEWAY_TIMEOUT, "timeout", &message);
+            }
+        }
+    }
+    match last {
+        Some(message) => refuse(StatusCode::BAD_GATEWAY, "worker_error", &message),
+        None => {
+            let message = "no worker can take the request now";
+            refuse(StatusCode::SERVICE_UNAVAILABLE, "no_candidates", message)
+        }
+    }
+}
+
+/// Workers that are up, those that serve whole requests first, then by what they have to do.
+fn candidates(gateway: &Gateway) -> Vec<Arc<WorkerSpec>> {
+    let mut workers = gateway.fleet.snapshot();
+    workers.retain(|worker| worker.healthy && !worker.draining);
+    workers.sort_by_key(|worker| {
+        let serves_part = matches!(worker.spec.role, Role::Prefill | Role::Decode);
+        (worker.suspect, serves_part, worker.load.requests)
+    });
+    workers.into_iter().map(|worker| worker.spec).collect()
+}

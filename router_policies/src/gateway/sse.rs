@@ -1,0 +1,398 @@
+//! Server-sent events: counted as they pass, and looked into only where they may be errors.
+//!
+//! A line ends with LF, CR LF or CR, as the standard (WHATWG) has it. Nothing here depends on how
+//! the bytes were cut on their way.
+
+use hyper::StatusCode;
+use memchr::memchr2;
+use memchr::memmem;
+use serde_json::Value;
+use smallvec::SmallVec;
+
+/// Follows an event stream without parsing what is in it: counts events that carry data, and
+/// remembers whether the stream has come to its proper end and whether it carried an error.
+#[derive(Debug, Default)]
+pub struct SseProgress {
+    /// The beginning of the line that has not ended yet, and its length.
+    line: SmallVec<[u8; LINE_BYTES]>,
+    line_bytes: usize,
+    /// The last line ended with CR: an LF that follows belongs to it.
+    after_return: bool,
+    /// The event that has not ended yet has a line of any kind, and one of data.
+    has_begun: bool,
+    has_data: bool,
+    /// That event is `[DONE]`, or the last one was.
+    last_is_done: bool,
+    /// The event that has not ended yet has the name by which this API's streams end.
+    is_named_end: bool,
+    /// Such an event has come.
+    has_ended: bool,
+    has_error: bool,
+    /// The end of what came before, where an abort's mark may begin.
+    seam: SmallVec<[u8; 2 * ABORT.len()]>,
+    /// The names of the events by which streams end; those of most APIs end with `[DONE]` alone.
+    ends: &'static [&'static str],
+}
+
+/// As much of a line as is looked at.
+const LINE_BYTES: usize = 48;
+
+/// SGLang's finish reason of a request that its scheduler gave up. Engines escape quotes in text, so
+/// that it cannot come from the model.
+const ABORT: &[u8] = b"\"type\":\"abort\"";
+
+impl SseProgress {
+    /// For an API whose streams end with an event of one of these names.
+    pub fn ending_with(ends: &'static [&'static str]) -> Self {
+        Self {
+            ends,
+            ..Self::default()
+        }
+    }
+
+    /// Takes the next bytes; returns the number of events, other than `[DONE]`, that they end.
+    pub fn feed(&mut self, mut data: &[u8]) -> u64 {
+        let mut events = 0;
+        self.look_for_abort(data);
+        loop {
+            if self.after_return && !data.is_empty() {
+                self.after_return = false;
+                data = data.strip_prefix(b"\n").unwrap_or(data);
+            }
+            let Some(end) = memchr2(b'\n', b'\r', data) else {
+                self.extend_line(data);
+                return events;
+            };
+            self.extend_line(&data[..end]);
+            events += u64::from(self.end_line());
+            self.after_return = data[end] == b'\r';
+            data = &data[end + 1..];
+        }
+    }
+
+    fn look_for_abort(&mut self, data: &[u8]) {
+        const KEPT: usize = ABORT.len() - 1;
+        self.seam.extend_from_slice(&data[..data.len().min(KEPT)]);
+        self.has_error |= is_abort(&self.seam) || is_abort(data);
+        if data.len() > KEPT {
+            self.seam.clear();
+            self.seam.extend_from_slice(&data[data.len() - KEPT..]);
+        } else {
+            let surplus = self.seam.len().saturating_sub(KEPT);
+            self.seam.drain(..surplus);
+        }
+    }
+
+    fn extend_line(&mut self, bytes: &[u8]) {
+        let room = LINE_BYTES - self.line.len();
+        self.line.extend_from_slice(&bytes[..bytes.len().min(room)]);
+        self.line_bytes += bytes.len();
+    }
+
+    /// Whether the line ends an event other than `[DONE]`.
+    fn end_line(&mut self) -> bool {
+        let is_empty = self.line_bytes == 0;
+        if let Some(value) = self.line.strip_prefix(b"data:") {
+            let is_whole = self.line_bytes <= LINE_BYTES;
+            self.has_data = true;
+            self.last_is_done = is_whole && value.trim_ascii() == b"[DONE]";
+            self.has_error |= begins_as_error(value);
+        } else if let Some(name) = self.line.strip_prefix(b"event:") {
+            let name = name.trim_ascii();
+            self.has_error |= name == b"error";
+            self.is_named_end = self.ends.iter().any(|end| end.as_bytes() == name);
+        }
+        self.line.clear();
+        self.line_bytes = 0;
+        self.has_begun = !is_empty;
+        if !is_empty {
+            return false;
+        }
+        let has_data = std::mem::take(&mut self.has_data);
+        let is_named_end = std::mem::take(&mut self.is_named_end);
+        self.has_ended |= has_data && is_named_end;
+        has_data && !self.last_is_done
+    }
+
+    /// Whether the stream is complete: its last event was `data: [DONE]`, or one of the names by which
+    /// this API's streams end has come.
+    pub fn is_done(&self) -> bool {
+        self.has_ended || (self.last_is_done && !self.line.starts_with(b"data:"))
+    }
+
+    /// Whether an event that has passed was an error.
+    pub fn has_error(&self) -> bool {
+        self.has_error
+    }
+
+    /// What must come first so that the next event stands on its own, whatever was cut short before.
+    pub fn separator(&self) -> &'static str {
+        match (self.line_bytes, self.has_begun) {
+            (0, false) => "",
+            // An event that lacks only its blank line is whole.
+            (0, true) => "\n",
+            _ => "\n\n",
+        }
+    }
+}
+
+/// Whether a worker's answer, or a piece of one, says that it gave the request up.
+pub(super) fn is_abort(data: &[u8]) -> bool {
+    memmem::find(data, ABORT).is_some()
+}
+
+/// Whether an event's data, of which this is the beginning, is an error object.
+fn begins_as_error(data: &[u8]) -> bool {
+    let mut bytes = data
+        .iter()
+        .copied()
+        .filter(|byte| !byte.is_ascii_whitespace());
+    let mut begins_with = |expected: &[u8]| expected.iter().all(|&byte| bytes.next() == Some(byte));
+    if !begins_with(b"{\"") {
+        return false;
+    }
+    match bytes.next() {
+        // Some engines have a key "error" that is null in every event.
+        Some(b'e') => {
+            let rest: SmallVec<[u8; LINE_BYTES]> = bytes.collect();
+            rest.strip_prefix(b"rror\":")
+                .is_some_and(|value| !value.starts_with(b"null"))
+        }
+        Some(b'o') => bytes
+            .collect::<SmallVec<[u8; LINE_BYTES]>>()
+            .starts_with(b"bject\":\"error\""),
+        Some(b't') => bytes
+            .collect::<SmallVec<[u8; LINE_BYTES]>>()
+            .starts_with(b"ype\":\"error\""),
+        _ => false,
+    }
+}
+
+/// The data of the first event that has any, once that event has ended.
+pub(super) fn first_event(stream: &[u8]) -> Option<Vec<u8>> {
+    let mut data: Option<Vec<u8>> = None;
+    let mut rest = stream;
+    while let Some(end) = memchr2(b'\n', b'\r', rest) {
+        let (line, after) = (&rest[..end], &rest[end + 1..]);
+        let is_pair = rest[end] == b'\r' && after.first() == Some(&b'\n');
+        rest = &after[usize::from(is_pair)..];
+        if let Some(value) = line.strip_prefix(b"data:") {
+            let value = value.strip_prefix(b" ").unwrap_or(value);
+            match &mut data {
+                None => data = Some(value.to_vec()),
+                Some(data) => {
+                    data.push(b'\n');
+                    data.extend_from_slice(value);
+                }
+            }
+        } else if line.is_empty() && data.is_some() {
+            return data;
+        }
+    }
+    None
+}
+
+/// What an event says went wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct EventError {
+    /// What the engine would have answered, had it not begun a stream.
+    pub status: StatusCode,
+}
+
+/// The error that an event's data is, if it is one.
+pub(super) fn error_in(data: &[u8]) -> Option<EventError> {
+    let has = |mark: &[u8]| memmem::find(data, mark).is_some();
+    if !has(b"\"error\"") && !is_abort(data) && !has(b"\"response.failed\"") {
+        return None;
+    }
+    let Ok(event) = serde_json::from_slice::<Value>(data) else {
+        // Cut short by the worker, but an error all the same.
+        let status = StatusCode::BAD_GATEWAY;
+        return begins_as_error(data).then_some(EventError { status });
+    };
+    let is_text = |place: &str, texts: &[&str]| {
+        let found = event.pointer(place).and_then(Value::as_str);
+        found.is_some_and(|text| texts.contains(&text))
+    };
+    let is_error = event.get("error").is_some_and(|error| !error.is_null())
+        || is_text("/object", &["error"])
+        || is_text("/type", &["error", "response.failed"])
+        || is_abort(data);
+    is_error.then(|| EventError {
+        status: status_in(&event).unwrap_or(StatusCode::BAD_GATEWAY),
+    })
+}
+
+/// The status that an error event names: as `code`, or as its finish reason's `status_code`.
+fn status_in(event: &Value) -> Option<StatusCode> {
+    let places = [
+        "/error/code",
+        "/code",
+        "/meta_info/finish_reason/status_code",
+    ];
+    let code = places
+        .iter()
+        .find_map(|place| event.pointer(place)?.as_u64())?;
+    StatusCode::from_u16(u16::try_from(code).ok()?)
+        .ok()
+        .filter(|status| status.is_client_error() || status.is_server_error())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_first_event_is_found_however_lines_end_and_whatever_precedes_it() {
+        for stream in [
+            "data: {\"error\":1}\n\n",
+            ": ping\n\nevent: x\ndata: {\"error\":1}\n\n",
+            "\r\n: ping\r\n\r\ndata:{\"error\":1}\r\n\r\n",
+            "data: {\"error\":1}\r\r",
+        ] {
+            for cut in 0..stream.len() {
+                let begin = &stream.as_bytes()[..cut];
+                // The blank line's CR ends it, with or without an LF after it.
+                let is_blank_line_there = stream.ends_with("\r\n") && cut + 1 == stream.len();
+                assert_eq!(
+                    first_event(begin).is_some(),
+                    is_blank_line_there,
+                    "{stream:?} {cut}"
+                );
+            }
+            assert_eq!(
+                first_event(stream.as_bytes()),
+                Some(b"{\"error\":1}".to_vec())
+            );
+        }
+    }
+
+    #[test]
+    fn errors_are_told_from_answers_that_speak_of_errors() {
+        for (data, status) in [
+            (r#"{"error":{"message":"m","code":400}}"#, Some(400)),
+            (r#"{ "error" : {"message":"m"}}"#, Some(502)),
+            (r#"{"object":"error","message":"m","code":503}"#, Some(503)),
+            (
+                r#"{"type":"error","error":{"type":"api_error"}}"#,
+                Some(502),
+            ),
+            (
+                r#"{"text":"","meta_info":{"finish_reason":{"type":"abort","status_code":400}}}"#,
+                Some(400),
+            ),
+            (r#"{"type":"response.failed","response":{}}"#, Some(502)),
+            (r#"{"error":{"messa"#, Some(502)),
+            (r#"{"text":"\"error\" and \"abort\"","error":null}"#, None),
+            (
+                r#"{"choices":[{"delta":{"content":"{\"error\":1}"}}],"k":"error"}"#,
+                None,
+            ),
+        ] {
+            let found = error_in(data.as_bytes()).map(|error| error.status.as_u16());
+            assert_eq!(found, status, "{data}");
+        }
+    }
+
+    #[test]
+    fn an_error_in_the_midst_of_a_stream_is_noted_however_it_is_cut() {
+        for (event, expected) in [
+            ("data: {\"error\": {\"code\": 500}}\n\n", true),
+            ("data:{\"error\":{}}\r\r", true),
+            (
+                "data: {\"object\":\"error\",\"message\":\"m\"}\r\n\r\n",
+                true,
+            ),
+            ("event: error\ndata: {\"x\":1}\n\n", true),
+            (
+                "data: {\"meta_info\":{\"finish_reason\":{\"type\":\"abort\"}}}\n\n",
+                true,
+            ),
+            ("data: {\"error\":null,\"text\":\"a\"}\n\n", false),
+            ("data: {\"text\":\"{\\\"error\\\":1}\"}\n\n", false),
+        ] {
+            let stream = format!("data: {{\"text\":\"a\"}}\n\n{event}");
+            for cut in 0..=stream.len() {
+                let (head, tail) = stream.as_bytes().split_at(cut);
+                let mut progress = SseProgress::default();
+                progress.feed(head);
+                progress.feed(tail);
+                assert_eq!(progress.has_error(), expected, "{event:?} cut at {cut}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_cut_short_is_closed_before_another_event() {
+        for (begin, separator) in [
+            ("", ""),
+            ("data: 1\n\n", ""),
+            ("data: 1\r\n\r\n", ""),
+            ("data: 1\n", "\n"),
+            ("data: 1\r\n", "\n"),
+            ("event: x\n", "\n"),
+            ("data: {\"text\":\"ab", "\n\n"),
+            ("data: [DONE]", "\n\n"),
+        ] {
+            let mut progress = SseProgress::default();
+            progress.feed(begin.as_bytes());
+            assert_eq!(progress.separator(), separator, "{begin:?}");
+        }
+    }
+
+    #[test]
+    fn a_stream_may_end_with_an_event_of_a_name() {
+        let stream = b"event: message_delta\ndata: {}\n\nevent: message_stop\ndata: {}\n\n";
+        for cut in 0..=stream.len() {
+            let (head, tail) = stream.split_at(cut);
+            let mut progress = SseProgress::ending_with(&["message_stop"]);
+            let events = progress.feed(head);
+            assert_eq!(progress.is_done(), cut == stream.len());
+            assert_eq!(events + progress.feed(tail), 2);
+            assert!(progress.is_done());
+            let mut other = SseProgress::default();
+            other.feed(stream);
+            assert!(!other.is_done());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn events_are_counted_however_the_stream_is_cut(
+            events in 1usize..20, cuts in proptest::collection::vec(1usize..40, 1..30),
+            end in prop_oneof![Just("\n"), Just("\r\n"), Just("\r")],
+        ) {
+            let mut text: Vec<u8> = (0..events)
+                .flat_map(|i| format!("data: {{\"text\": \"{i}\"}}{end}{end}").into_bytes())
+                .collect();
+            text.extend_from_slice(format!("data: [DONE]{end}{end}").as_bytes());
+            let mut progress = SseProgress::default();
+            let (mut counted, mut rest) = (0, &text[..]);
+            for cut in cuts.iter().cycle() {
+                let (head, tail) = rest.split_at((*cut).min(rest.len()));
+                counted += progress.feed(head);
+                rest = tail;
+                if rest.is_empty() {
+                    break;
+                }
+                prop_assert!(!progress.is_done() || rest.trim_ascii().is_empty());
+            }
+            prop_assert_eq!(counted, events as u64);
+            prop_assert!(progress.is_done());
+        }
+
+        #[test]
+        fn no_bytes_make_it_panic(
+            chunks in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..30), 0..10),
+        ) {
+            let mut progress = SseProgress::default();
+            for chunk in chunks {
+                first_event(&chunk);
+                error_in(&chunk);
+                progress.feed(&chunk);
+            }
+            progress.is_done();
+        }
+    }
+}

@@ -1,0 +1,422 @@
+//! What clients may not do, and the APIs that agents speak.
+
+mod mock;
+
+use hyper::StatusCode;
+use mock::router::{Router, generate, text, until, worker};
+use mock::{End, Fault, MockWorker};
+use router_policies::config::Config;
+use serde_json::{Value, json};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+async fn one() -> (MockWorker, Router) {
+    let mock = MockWorker::start().await;
+    let router = Router::start("unified", vec![worker(&mock, "w", "colocated")]).await;
+    (mock, router)
+}
+
+fn decision(router: &Router) -> Value {
+    let decision = router.fleet.sink().recent(1).remove(0);
+    serde_json::to_value(decision.as_ref()).expect("JSON")
+}
+
+#[tokio::test]
+async fn long_ids_are_not_kept() {
+    let (mock, router) = one().await;
+    let long = "x".repeat(1 << 20);
+    for body in [
+        json!({"input_ids": [1], "rid": long}),
+        json!({"input_ids": [1], "user": long}),
+    ] {
+        assert_eq!(router.post("/generate", body).await.0, StatusCode::OK);
+        let decision = decision(&router).to_string();
+        assert!(decision.len() < 2_000, "{} bytes", decision.len());
+    }
+    let headers = mock.behaviour.headers.lock();
+    assert!(
+        headers
+            .iter()
+            .all(|headers| headers["x-request-id"].len() <= 256)
+    );
+}
+
+#[tokio::test]
+async fn clients_do_not_move_kv() {
+    let (mock, router) = one().await;
+    let body = json!({
+        "input_ids": [1], "bootstrap_host": "evil", "bootstrap_room": 7,
+        "kv_transfer_params": {"do_remote_prefill": true},
+    });
+    let headers = [("x-override-bootstrap-host", "evil"), ("x-kept", "1")];
+    let escaped = r#"{"input_ids": [1], "bootstr\u0061p_host": "evil"}"#;
+    for body in [body.to_string(), escaped.to_owned()] {
+        let response = router.send("/generate", &headers, body.into_bytes()).await;
+        assert_eq!(response.status(), StatusCode::OK);
+    }
+    for body in mock.bodies() {
+        assert_eq!(body["bootstrap_host"], Value::Null, "{body}");
+        assert_eq!(body["bootstrap_room"], Value::Null, "{body}");
+    }
+    for headers in mock.behaviour.headers.lock().iter() {
+        assert!(!headers.contains_key("x-override-bootstrap-host"));
+        assert!(headers.contains_key("x-kept"));
+    }
+    // Other bodies are not touched.
+    let odd = b" {\"input_ids\" : [1,2 ,3], \"unknown\":\"\\u00e9\"}\n".to_vec();
+    router.send("/generate", &[], odd.clone()).await;
+    assert_eq!(mock.behaviour.bodies.lock().last(), Some(&odd));
+    // A switch turns it off.
+    let router = Router::with(Config {
+        strip_transfer_keys: false,
+        workers: vec![worker(&mock, "w", "colocated")],
+        ..Config::default()
+    })
+    .await;
+    let body = json!({"input_ids": [1], "bootstrap_host": "mine"});
+    router
+        .send("/generate", &headers, body.to_string().into_bytes())
+        .await;
+    assert_eq!(mock.bodies().last().expect("one")["bootstrap_host"], "mine");
+}
+
+#[tokio::test]
+async fn headers_of_the_clients_connection_stay_with_it() {
+    let (mock, router) = one().await;
+    let headers = [
+        ("connection", "x-mine, keep-alive"),
+        ("x-mine", "1"),
+        ("proxy-authorization", "secret"),
+    ];
+    router
+        .send(
+            "/generate",
+            &headers,
+            generate(false).to_string().into_bytes(),
+        )
+        .await;
+    let seen = mock.behaviour.headers.lock();
+    assert!(!seen[0].contains_key("x-mine") && !seen[0].contains_key("proxy-authorization"));
+}
+
+async fn connect(router: &Router) -> tokio::net::TcpStream {
+    let address = router.url.trim_start_matches("http://");
+    tokio::net::TcpStream::connect(address)
+        .await
+        .expect("a connection")
+}
+
+async fn begin_upload(router: &Router, announced: usize, sent: usize) -> tokio::net::TcpStream {
+    let mut socket = connect(router).await;
+    let head = format!("POST /generate HTTP/1.1\r\nhost: r\r\ncontent-length: {announced}\r\n\r\n");
+    socket.write_all(head.as_bytes()).await.expect("sent");
+    socket.write_all(&vec![b' '; sent]).await.expect("sent");
+    socket
+}
+
+async fn answer_of(mut socket: tokio::net::TcpStream) -> String {
+    let mut answer = vec![0; 4096];
+    let count = socket.read(&mut answer).await.unwrap_or_default();
+    String::from_utf8_lossy(&answer[..count]).into_owned()
+}
+
+#[tokio::test]
+async fn bodies_together_are_bounded_and_silent_uploads_end() {
+    let mock = MockWorker::start().await;
+    let router = Router::with(Config {
+        max_held_bytes: 1 << 20,
+        body_timeout_s: 0.5,
+        workers: vec![worker(&mock, "w", "colocated")],
+        ..Config::default()
+    })
+    .await;
+    let begun = Instant::now();
+    let mut stalled = Vec::new();
+    for _ in 0..4 {
+        stalled.push(begin_upload(&router, 10 << 20, 240 << 10).await);
+    }
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let refused = begin_upload(&router, 10 << 20, 240 << 10).await;
+    let answer = answer_of(refused).await;
+    assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
+    assert!(answer.contains("max_held_bytes"), "{answer}");
+    for socket in stalled {
+        let answer = answer_of(socket).await;
+        assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
+    }
+    assert!(begun.elapsed() < Duration::from_secs(5));
+    // What they held is given back.
+    let ids: Vec<u32> = (0..100_000).collect();
+    let large = json!({"input_ids": ids}).to_string().into_bytes();
+    assert!(large.len() > 512 << 10);
+    assert_eq!(
+        router.send("/generate", &[], large).await.status(),
+        StatusCode::OK
+    );
+}
+
+#[tokio::test]
+async fn a_web_page_cannot_change_the_workers() {
+    let (mock, router) = one().await;
+    let json = ("content-type", "application/json");
+    let added = json!({"id": "new", "url": mock.url})
+        .to_string()
+        .into_bytes();
+    for headers in [
+        vec![("content-type", "text/plain")],
+        vec![],
+        vec![json, ("origin", "http://evil.example")],
+        vec![json, ("origin", "null")],
+        vec![json, ("host", "evil.example")],
+        vec![json, ("host", "evil.example:80")],
+    ] {
+        let response = router.send("/workers", &headers, added.clone()).await;
+        assert!(
+            [StatusCode::FORBIDDEN, StatusCode::UNSUPPORTED_MEDIA_TYPE]
+                .contains(&response.status()),
+            "{headers:?}: {}",
+            response.status()
+        );
+    }
+    let drain = router.send(
+        "/workers/w/drain",
+        &[("origin", "http://evil.example")],
+        Vec::new(),
+    );
+    assert_eq!(drain.await.status(), StatusCode::FORBIDDEN);
+    assert_eq!(router.fleet.snapshot().len(), 1);
+    let response = router.send("/workers", &[json], added).await;
+    assert_eq!(response.status(), StatusCode::ACCEPTED);
+    assert_eq!(
+        router
+            .send("/workers/w/drain", &[], Vec::new())
+            .await
+            .status(),
+        StatusCode::ACCEPTED
+    );
+}
+
+#[tokio::test]
+async fn ids_of_workers_can_be_addressed() {
+    let (mock, router) = one().await;
+    for id in ["x\r\ny", "a/b/../drain", "with space", "50%"] {
+        let (status, text) = router
+            .post_json("/workers", json!({"id": id, "url": mock.url}))
+            .await;
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{text}");
+    }
+    let (status, _) = router.post_json("/workers", json!({"url": mock.url})).await;
+    assert_eq!(status, StatusCode::ACCEPTED);
+    let id = mock.url.trim_start_matches("http://").replace(':', "%3A");
+    assert_eq!(
+        router.get(&format!("/workers/{id}")).await.0,
+        StatusCode::OK
+    );
+}
+
+#[tokio::test]
+async fn the_decision_log_can_be_moved_away() {
+    let folder = std::env::temp_dir().join(format!("router-log-{:x}", fastrand::u64(..)));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let (log, moved) = (folder.join("d.jsonl"), folder.join("d.jsonl.1"));
+    let mock = MockWorker::start().await;
+    let router = Router::with(Config {
+        decision_log: Some(log.clone()),
+        workers: vec![worker(&mock, "w", "colocated")],
+        ..Config::default()
+    })
+    .await;
+    let lines = |path: &std::path::Path| {
+        std::fs::read_to_string(path).map_or(0, |text| text.lines().count())
+    };
+    router.post("/generate", generate(false)).await;
+    until("the first is written", || lines(&log) == 2).await;
+    std::fs::rename(&log, &moved).expect("moved");
+    router.fleet.sink().reopen();
+    router.post("/generate", generate(false)).await;
+    until("the second is in a new file", || lines(&log) == 2).await;
+    assert_eq!(lines(&moved), 2);
+    std::fs::remove_dir_all(&folder).expect("removed");
+}
+
+fn messages(turns: usize, stream: bool) -> Value {
+    let turns: Vec<Value> = (0..turns)
+        .map(|i| json!({"role": "user", "content": format!("turn {i} {}", "words ".repeat(200))}))
+        .collect();
+    json!({
+        "model": "m", "max_tokens": 50, "stream": stream, "system": "be brief ".repeat(100),
+        "tools": [{"name": "read", "input_schema": {"type": "object"}}], "messages": turns,
+        "metadata": {"user_id": "user_ab_account__session_57a121ec"},
+    })
+}
+
+#[tokio::test]
+async fn claude_code_is_served_and_its_session_and_prefix_are_known() {
+    let (mock, router) = one().await;
+    let (status, body) = router.post("/v1/messages", messages(1, true)).await;
+    assert_eq!(status, StatusCode::OK);
+    assert!(
+        body.ends_with("data: {\"type\":\"message_stop\"}\n\n"),
+        "{body}"
+    );
+    router.idle().await;
+    let metrics = router.get("/metrics").await.1;
+    assert!(
+        metrics.contains("deltaserve_requests_total{outcome=\"ok\"} 1"),
+        "{metrics}"
+    );
+    assert_eq!(decision(&router)["session_id"], "57a121ec");
+    let first = decision(&router)["input_tokens"]
+        .as_u64()
+        .expect("a number");
+    router.post("/v1/messages", messages(2, false)).await;
+    let second = decision(&router);
+    let new = second["new_tokens"].as_u64().expect("a number");
+    assert!(
+        second["input_tokens"].as_u64().expect("a number") - new > first - 20,
+        "{second}"
+    );
+    assert_eq!(mock.bodies()[0], messages(1, true), "as the client sent it");
+    // Other tools in front make another prompt.
+    let mut other = messages(2, false);
+    other["tools"][0]["name"] = "write".into();
+    router.post("/v1/messages", other).await;
+    let third = decision(&router);
+    assert!(third["new_tokens"].as_u64() > Some(new), "{third}");
+}
+
+#[tokio::test]
+async fn what_fails_is_said_in_the_words_of_each_api() {
+    let (mock, router) = one().await;
+    let (status, text) = router.post("/v1/messages", json!({"model": "m"})).await;
+    let error: Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    assert_eq!(error["type"], "error");
+    assert_eq!(error["error"]["type"], "invalid_request_error");
+    mock.set_fault(Fault::CloseAfter(2));
+    for (path, body, end) in [
+        ("/v1/messages", messages(1, true), "api_error"),
+        (
+            "/v1/responses",
+            json!({"input": "hi", "stream": true}),
+            "worker_error",
+        ),
+    ] {
+        let (_, text) = router.post(path, body).await;
+        let last = text.trim_end().rsplit("\n\n").next().expect("an event");
+        let data = last.strip_prefix("event: error\ndata: ").expect(last);
+        let error: Value = serde_json::from_str(data).expect("JSON");
+        assert_eq!(error["error"]["type"], end, "{text}");
+    }
+}
+
+#[tokio::test]
+async fn codex_is_served() {
+    let (_mock, router) = one().await;
+    let input = |turns: usize| -> Vec<Value> {
+        (0..turns)
+            .map(|i| json!({"role": "user", "content": format!("{i} {}", "words ".repeat(100))}))
+            .collect()
+    };
+    let body = |turns| {
+        json!({
+            "instructions": "be brief", "input": input(turns), "stream": true,
+            "max_output_tokens": 9, "prompt_cache_key": "conversation-1",
+        })
+    };
+    let (status, text) = router.post("/v1/responses", body(1)).await;
+    assert_eq!(status, StatusCode::OK);
+    assert!(text.contains("event: response.completed"), "{text}");
+    assert_eq!(decision(&router)["session_id"], "conversation-1");
+    router.post("/v1/responses", body(3)).await;
+    let last = decision(&router);
+    assert!(
+        last["new_tokens"].as_u64() < last["input_tokens"].as_u64(),
+        "{last}"
+    );
+    router.idle().await;
+    let metrics = router.get("/metrics").await.1;
+    assert!(
+        metrics.contains("deltaserve_requests_total{outcome=\"ok\"} 2"),
+        "{metrics}"
+    );
+}
+
+#[tokio::test]
+async fn sessions_are_found_where_agents_name_them() {
+    let (_mock, router) = one().await;
+    let plain = json!({"messages": [{"role": "user", "content": "a"}], "user": "team"});
+    let mut keyed = plain.clone();
+    keyed["prompt_cache_key"] = "k".into();
+    for (header, body, session) in [
+        (("x-session-id", "s1"), &keyed, "s1"),
+        (("x-claude-code-session-id", "s2"), &keyed, "s2"),
+        (("session-id", "s3"), &plain, "s3"),
+        (("session_id", "s4"), &plain, "s4"),
+        (("x-session-affinity", "s5"), &plain, "s5"),
+        (("x-none", "-"), &keyed, "k"),
+        (("x-none", "-"), &plain, "team"),
+    ] {
+        let body = body.to_string().into_bytes();
+        router.send("/v1/chat/completions", &[header], body).await;
+        assert_eq!(decision(&router)["session_id"], session);
+    }
+}
+
+#[tokio::test]
+async fn agents_apis_stay_on_one_worker() {
+    let mut mocks = Vec::new();
+    let mut workers = Vec::new();
+    for role in ["prefill", "elastic"] {
+        let mock = MockWorker::start().await;
+        workers.push(worker(&mock, role, role));
+        mocks.push(mock);
+    }
+    let router = Router::start("pd", workers).await;
+    for (path, body) in [
+        ("/v1/messages", messages(1, false)),
+        ("/v1/responses", json!({"input": "hi"})),
+    ] {
+        let response = router.send(path, &[], body.to_string().into_bytes()).await;
+        assert_eq!(response.headers()["x-deltaserve-worker"], "elastic");
+    }
+    assert!(mocks[0].bodies().is_empty());
+}
+
+#[tokio::test]
+async fn questions_go_to_a_worker_that_is_up() {
+    let (a, b) = (MockWorker::start().await, MockWorker::start().await);
+    let workers = vec![worker(&a, "a", "colocated"), worker(&b, "b", "colocated")];
+    let router = Router::start("round_robin", workers).await;
+    a.set_fault(Fault::CloseAtOnce);
+    for path in [
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/tokenize",
+        "/detokenize",
+    ] {
+        let response = router.send(path, &[], b"{}".to_vec()).await;
+        assert_eq!(response.status(), StatusCode::OK, "{path}");
+        assert_eq!(response.headers()["x-deltaserve-worker"], "b");
+    }
+    assert!(
+        router.fleet.sink().recent(1).is_empty(),
+        "they are no decisions"
+    );
+    assert_eq!(router.get("/v1/models/mock").await.0, StatusCode::OK);
+    assert_eq!(
+        router.get("/tokenize").await.0,
+        StatusCode::METHOD_NOT_ALLOWED
+    );
+    b.set_fault(Fault::CloseAtOnce);
+    let response = router
+        .send("/v1/messages/count_tokens", &[], b"{}".to_vec())
+        .await;
+    let body = text(response).await;
+    assert!(
+        body.starts_with("{\"error\":{\"message\":\"worker") || body.contains("api_error"),
+        "{body}"
+    );
+    let _ = (Ordering::SeqCst, End::Properly);
+}
