@@ -135,6 +135,17 @@ def _bytes_per_token(topology: Topology, keys: KvKeys) -> int | None:
     return int(2 * layers * heads * head_dim * _DTYPE_BYTES[dtype])
 
 
+def vocab_size(model: str) -> int | None:
+    """Token ids that `model` has, by its ``config.json`` or shape; None where that is not known."""
+    config = _model_config(model)
+    # Models with other inputs than text have their language model's settings one level down.
+    for part in (config.get("text_config"), config.get("llm_config"), config):
+        size = part.get("vocab_size") if isinstance(part, dict) else None
+        if isinstance(size, int) and size > 0:
+            return size
+    return None
+
+
 def _model_config(model: str) -> dict[str, Any]:
     if is_shape(model):
         return shape_config(model)

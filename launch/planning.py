@@ -25,7 +25,7 @@ from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, require
 from launch.gpus import on_gpus
-from launch.kv import worker_kv
+from launch.kv import vocab_size, worker_kv
 from launch.models import is_shape, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import free_base, worker_ports
@@ -287,6 +287,9 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
     ]
     if topology.router.tokenizer not in ("auto", "none"):
         lines += [_line("tokenizer", topology.router.tokenizer)]
+    # SGLang hands larger token ids to the model, where one ends its scheduler; vLLM refuses them.
+    if made.engine.name == "sglang" and (size := vocab_size(topology.model)):
+        lines += [_line("vocab_size", size)]
     if topology.router.params:
         lines += ["", "[policy_params]"]
         lines += [_line(key, value) for key, value in topology.router.params.items()]

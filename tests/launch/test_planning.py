@@ -121,6 +121,28 @@ def test_the_routers_file_says_what_the_plan_says() -> None:
     assert "bootstrap_port" not in decode
 
 
+def test_the_router_is_told_the_vocabulary_of_a_model_whose_configuration_is_here(
+    tmp_path: Path,
+) -> None:
+    def told(name: str, *overrides: str) -> int | None:
+        size: int | None = tomllib.loads(router_config(made(name, *overrides))).get("vocab_size")
+        return size
+
+    assert told("laptop-sglang") == 1024
+    assert told("laptop-vllm") is None, "vLLM refuses such token ids itself"
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = f"model={folder}"
+    assert told("laptop-sglang", model) is None
+    for config, size in [
+        ({"vocab_size": 32000}, 32000),
+        ({"vocab_size": 7, "text_config": {"vocab_size": 64000}}, 64000),
+        ({"vocab_size": "many"}, None),
+    ]:
+        (folder / "config.json").write_text(json.dumps(config))
+        assert told("laptop-sglang", model) == size
+
+
 def test_the_router_knows_a_decode_worker_that_keeps_no_cache() -> None:
     kept, dropped = (
         tomllib.loads(router_config(made("laptop-sglang-pd", f"decode_radix_cache={value}")))
