@@ -96,6 +96,7 @@ impl Router {
             waiting_requests: occupancy.waiting,
             used_tokens: Some(occupancy.used_tokens),
             capacity_tokens: Some(occupancy.capacity_tokens),
+            ..EngineLoad::default()
         };
         self.fleet.report_load(&self.ids[worker], load);
     }

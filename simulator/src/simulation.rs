@@ -320,6 +320,7 @@ impl Simulation<'_> {
             prompt: self.router.hashes(&prompt),
             max_output_tokens: Some(output_tokens),
             stream: true,
+            ..Request::default()
         };
         let number = self.turns.len();
         self.turns.push(Some(Turn {

@@ -279,6 +279,10 @@ pub struct Reservation {
 }
 
 impl Reservation {
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one call, of facts that belong to no one type"
+    )]
     pub(super) fn new(
         fleet: Arc<Fleet>,
         decision_id: String,
