@@ -20,3 +20,7 @@ def serve(
 
 def policies() -> str:
     """The table of policies, as a JSON list."""
+
+def simulate(plan: str | PathLike[str], folder: str | PathLike[str]) -> str:
+    """Simulates the plan in a file (`docs/simulator.md`) and writes the run's folder; returns the
+    report as JSON."""

@@ -119,13 +119,7 @@ impl Clients {
     }
 
     /// Starts the next conversation; false if there is none left.
-    fn start_next(
-        &mut self,
-        now_s: f64,
-        start: Start,
-        is_first: bool,
-        due: &mut Vec<Due>,
-    ) -> bool {
+    fn start_next(&mut self, now_s: f64, start: Start, is_first: bool, due: &mut Vec<Due>) -> bool {
         if self.taken >= self.order.len() && !self.recycles() {
             return false;
         }
