@@ -53,6 +53,7 @@ _WORKER_FIELDS: dict[str, Callable[[str], Any]] = {
     "bootstrap_host": str,
     "bootstrap_port": int,
     "kv_capacity_tokens": int,
+    "host_kv_tokens": int,
     "page_size": int,
     "prefix_cache": _flag,
     "kv_connector": str,
@@ -146,6 +147,13 @@ def route(
     policy_param: Annotated[
         list[str] | None, typer.Option(help="key=value; repeat for each parameter.")
     ] = None,
+    residency: Annotated[
+        str | None,
+        typer.Option(metavar="RULE", help="See: deltaserve policy explain residency."),
+    ] = None,
+    residency_param: Annotated[
+        list[str] | None, typer.Option(help="key=value; repeat for each parameter.")
+    ] = None,
     worker_urls: Annotated[
         list[str] | None,
         typer.Option(metavar="URL...", help="Workers that prefill and decode (SGLang's router)."),
@@ -218,7 +226,14 @@ def route(
     if policy is not None:
         settings.pop("policy_params", None)
     if policy_param:
-        settings["policy_params"] = dict(_parse_param(text) for text in policy_param)
+        settings["policy_params"] = dict(
+            _parse_param("--policy-param", text) for text in policy_param
+        )
+    if residency is not None:
+        settings["residency"] = {"rule": residency}
+    if residency_param:
+        given = dict(_parse_param("--residency-param", text) for text in residency_param)
+        settings["residency"] = (settings.get("residency") or {}) | given
     for key, path in (("decision_log", decision_log), ("tokenizer", tokenizer)):
         if path is not None:
             settings[key] = str(path)
@@ -260,10 +275,10 @@ def _no_number(text: str) -> Any:
     raise ValueError(text)
 
 
-def _parse_param(text: str) -> tuple[str, Any]:
+def _parse_param(flag: str, text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator:
-        raise InputError(f"--policy-param {text}: expected key=value")
+        raise InputError(f"{flag} {text}: expected key=value")
     try:
         return key, json.loads(value, parse_constant=_no_number)  # nan is no number here
     except ValueError:
@@ -295,13 +310,20 @@ def list_policies(
 
 @policy_app.command("explain")
 def explain(
-    name: Annotated[str, typer.Argument(help="A policy's name.")],
+    name: Annotated[str, typer.Argument(help="A policy's name; or residency, or residency.RULE.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object to stdout.")] = False,
 ) -> None:
     """Explain a policy: its rule, parameters, source and what was measured.
 
+    residency explains what decides who waits and who keeps a place in the workers' KV caches,
+    residency.RULE one of its rules.
+
     Example: deltaserve policy explain unified
     """
+    family, _, rule = name.partition(".")
+    if family == "residency":
+        _explain_residency(rule, as_json)
+        return
     policies = {policy["name"]: policy for policy in json.loads(_core.policies())}
     if name not in policies:
         raise InputError(f"policy {name}: unknown; known: {', '.join(policies)}")
@@ -311,7 +333,41 @@ def explain(
         return
     print(f"{policy['name']}: {policy['summary']}\n")
     print(f"rule      {policy['rule']}")
-    for parameter in policy["params"]:
-        print(f"param     {parameter['name']} = {parameter['default']}: {parameter['meaning']}")
+    _print_params(policy["params"])
     print(f"source    {policy['source']}")
     print(f"measured  {policy['measured']}")
+
+
+def _print_params(parameters: list[dict[str, str]]) -> None:
+    for parameter in parameters:
+        print(f"param     {parameter['name']} = {parameter['default']}: {parameter['meaning']}")
+
+
+def _explain_residency(name: str, as_json: bool) -> None:
+    """All rules of residency, or the one called `name` where that is not empty."""
+    residency = json.loads(_core.residency_rules())
+    rules = {rule["name"]: rule for rule in residency["rules"]}
+    if not name:
+        if as_json:
+            print(json.dumps(residency))
+            return
+        print(
+            "residency: which sessions have a place in which worker's KV cache, who waits for one "
+            "and who gives one up; beside every policy, where capacities are known\n"
+        )
+        width = max(len(rule) for rule in rules)
+        for rule in rules.values():
+            print(f"rule      {rule['name']:<{width}}  {rule['summary']}")
+        _print_params(residency["settings"])
+        print("\ndeltaserve policy explain residency.RULE explains one; docs/residency.md has more")
+        return
+    if name not in rules:
+        raise InputError(f"policy residency.{name}: unknown; known rules: {', '.join(rules)}")
+    rule = rules[name]
+    if as_json:
+        print(json.dumps(rule))
+        return
+    print(f"residency.{rule['name']}: {rule['summary']}\n")
+    print(f"rule      {rule['rule']}")
+    _print_params(rule["params"])
+    print(f"source    {rule['source']}")

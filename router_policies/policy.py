@@ -46,6 +46,7 @@ class WorkerFacts:
     slot: int
     role: str
     routable: bool
+    admits: bool
     serves_local: bool
     serves_prefill: bool
     serves_decode: bool
@@ -86,11 +87,11 @@ class View:
 
     def local(self) -> list[WorkerFacts]:
         """Workers that may serve the request alone."""
-        return [worker for worker in self.workers if worker.routable and worker.serves_local]
+        return [w for w in self.workers if w.routable and w.admits and w.serves_local]
 
     def decode(self) -> list[WorkerFacts]:
         """Workers that may decode what another prefilled."""
-        return [worker for worker in self.workers if worker.routable and worker.serves_decode]
+        return [w for w in self.workers if w.routable and w.admits and w.serves_decode]
 
     def partners(self, decode: WorkerFacts) -> list[WorkerFacts]:
         """Workers that may prefill for `decode`."""

@@ -3,6 +3,7 @@
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use router_policies::config::Config;
+use router_policies::fleet::residency::{rules, settings};
 use router_policies::gateway::Server;
 use router_policies::policy::{self, Decision, Policy, Reason, Refusal, Route, View};
 use std::path::PathBuf;
@@ -110,4 +111,20 @@ pub fn policies() -> PyResult<String> {
         })
         .collect();
     serde_json::to_string(&table).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
+/// The table of residency's rules and the settings that hold for all of them, as JSON.
+#[pyfunction]
+pub fn residency_rules() -> PyResult<String> {
+    let table: Vec<_> = rules::TABLE
+        .iter()
+        .map(|info| {
+            serde_json::json!({
+                "name": info.name, "summary": info.summary, "rule": info.rule,
+                "params": info.params, "source": info.source,
+            })
+        })
+        .collect();
+    let both = serde_json::json!({"rules": table, "settings": settings::PARAMS});
+    serde_json::to_string(&both).map_err(|error| PyValueError::new_err(error.to_string()))
 }

@@ -142,6 +142,7 @@ fn decisions(workers: usize, blocks: usize) -> Value {
                 prompt: hasher.finish(),
                 max_output_tokens: Some(100),
                 stream: true,
+                ..Placement::default()
             };
             let (begun, begun_cpu) = (Instant::now(), ThreadTime::now());
             let placed = fleet.decide(&request, &[]).expect("a decision");

@@ -117,6 +117,10 @@ pub struct WorkerSpec {
     /// Bounds the prefix estimate and the room that policies see.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv_capacity_tokens: Option<u64>,
+    /// Tokens that a tier in the host's memory holds beside: sessions come back from it without being
+    /// computed again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_kv_tokens: Option<u64>,
     /// Tokens a KV page.
     #[serde(default = "default_page_size")]
     pub page_size: usize,
@@ -183,12 +187,12 @@ impl WorkerSpec {
         };
         let prefixed = |error: String| format!("worker {name}: {error}");
         within("page_size", self.page_size, 1..=1 << 20).map_err(prefixed)?;
-        within(
-            "kv_capacity_tokens",
-            self.kv_capacity_tokens.unwrap_or(1),
-            1..=1 << 40,
-        )
-        .map_err(prefixed)?;
+        for (field, value) in [
+            ("kv_capacity_tokens", self.kv_capacity_tokens),
+            ("host_kv_tokens", self.host_kv_tokens),
+        ] {
+            within(field, value.unwrap_or(1), 1..=1 << 40).map_err(prefixed)?;
+        }
         within(
             "bootstrap_port",
             self.bootstrap_port.unwrap_or(1),
@@ -250,13 +254,14 @@ impl WorkerSpec {
 }
 
 /// Fields of a worker that `POST /workers` reads; other routers' keys are ignored.
-pub const WORKER_FIELDS: [&str; 13] = [
+pub const WORKER_FIELDS: [&str; 14] = [
     "id",
     "role",
     "engine",
     "bootstrap_host",
     "bootstrap_port",
     "kv_capacity_tokens",
+    "host_kv_tokens",
     "page_size",
     "prefix_cache",
     "kv_connector",
@@ -279,6 +284,9 @@ pub struct Config {
     pub policy: String,
     #[serde(default)]
     pub policy_params: serde_json::Value,
+    /// The rule of residency, and its parameters: see `deltaserve policy explain residency`.
+    #[serde(default)]
+    pub residency: serde_json::Value,
     #[serde(default)]
     pub decision_log: Option<PathBuf>,
     /// A `tokenizer.json`, or a folder with one: text prompts are then compared by their tokens.
@@ -386,6 +394,7 @@ impl Default for Config {
             port: default_port(),
             policy: default_policy(),
             policy_params: serde_json::Value::Null,
+            residency: serde_json::Value::Null,
             decision_log: None,
             tokenizer: None,
             workers: Vec::new(),
@@ -474,6 +483,7 @@ impl Config {
             .into_iter()
             .map(WorkerSpec::normalise)
             .collect::<Result<_, _>>()?;
+        crate::fleet::residency::settings::build(&self.residency)?;
         let mut ids = HashSet::new();
         if let Some(worker) = self.workers.iter().find(|w| !ids.insert(&w.id)) {
             return Err(format!("worker {}: id: given twice", worker.id));

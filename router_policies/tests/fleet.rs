@@ -47,6 +47,7 @@ fn request(fleet: &Fleet, tokens: impl IntoIterator<Item = u32>) -> Request {
         prompt: prompt(fleet, tokens),
         max_output_tokens: Some(10),
         stream: true,
+        ..Request::default()
     }
 }
 

@@ -10,6 +10,7 @@ fn worker(slot: usize) -> WorkerFacts {
         slot,
         role: Role::Colocated,
         routable: true,
+        admits: true,
         serves_local: true,
         serves_prefill: false,
         serves_decode: false,

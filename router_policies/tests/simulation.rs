@@ -297,6 +297,7 @@ fn place(fleet: &Arc<Fleet>, client: &Client, output: u64) -> Reservation {
         prompt: hasher.finish(),
         max_output_tokens: Some(output),
         stream: true,
+        ..Request::default()
     };
     fleet.decide(&request, &[]).expect("a decision")
 }

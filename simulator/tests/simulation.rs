@@ -121,9 +121,12 @@ fn nothing_is_lost_whatever_the_engine_the_tier_and_the_rule() {
             for rule in RULES {
                 let worker = json!({"id": "w", "count": 2, "kv_tokens": 30_000, "engine": engine,
                     "host_kv_tokens": host_kv_tokens});
+                // `cap` keeps the places of sessions that have ended for ten minutes.
+                let residency = json!({"rule": rule, "max_wait_s": 86_400});
+                let load = json!({"max_inflight_sessions": 6, "max_think_s": 5, "timeout_s": 1e6});
                 let changes = json!({
-                    "workers": [worker],
-                    "router": {"policy": "unified", "residency": {"rule": rule}, "kv_events": true},
+                    "workers": [worker], "load": load,
+                    "router": {"policy": "unified", "residency": residency, "kv_events": true},
                 });
                 let plan = plan(&folder, &changes);
                 let (report, lines) = simulate(&plan, &folder, "run");

@@ -3,6 +3,8 @@
 //! Requests hand events over without waiting; a thread of its own serialises and writes them.
 
 use super::Outcome;
+use super::residency::sessions::Name;
+use super::residency::{GiveUp, ResidencyRecord, WaitReason};
 use crate::config::WorkerSpec;
 use crate::policy::Reason;
 use parking_lot::Mutex;
@@ -68,6 +70,7 @@ pub struct DecisionRecord {
     pub predicted_s: Option<f64>,
     pub reserved: Vec<Reserved>,
     pub decision_us: f64,
+    pub residency: ResidencyRecord,
 }
 
 /// A finish event.
@@ -86,11 +89,48 @@ pub struct FinishRecord {
     pub cached_tokens: Option<u64>,
     /// What the router believed of the answering worker.
     pub believed_cached_tokens: u64,
+    /// Tokens that the session had been served before and that were computed again; none where the
+    /// engine did not say what was cached.
+    pub recomputed_tokens: Option<u64>,
+    /// The worker that answered; the decision event names it.
+    #[serde(skip)]
+    pub worker: WorkerName,
+}
+
+/// A turn begins to wait for room.
+#[derive(Debug, Serialize)]
+pub struct WaitRecord {
+    pub ts_unix_s: f64,
+    pub request_id: String,
+    pub session_id: Option<Name>,
+    pub reason: WaitReason,
+    /// Turns that wait, this one included.
+    pub waiting: usize,
+}
+
+/// A session gives up its place on a worker.
+#[derive(Debug, Serialize)]
+pub struct GiveUpRecord {
+    pub ts_unix_s: f64,
+    #[serde(serialize_with = "id_of")]
+    pub worker: WorkerName,
+    pub session_id: Option<Name>,
+    /// That it held, those of others too included.
+    pub tokens: u64,
+    /// That nobody holds any more.
+    pub freed_tokens: u64,
+    pub reason: GiveUp,
+}
+
+fn id_of<S: Serializer>(worker: &WorkerName, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&worker.id)
 }
 
 pub enum Event {
     Decision(Arc<DecisionRecord>),
     Finish(FinishRecord),
+    Wait(WaitRecord),
+    GiveUp(GiveUpRecord),
 }
 
 impl NamedRoute {
@@ -169,6 +209,7 @@ impl Serialize for DecisionRecord {
         map.serialize_entry("predicted_s", &self.predicted_s)?;
         map.serialize_entry("reserved", &ByWorker(&self.reserved, |r| &r.worker))?;
         map.serialize_entry("decision_us", &self.decision_us)?;
+        map.serialize_entry("residency", &self.residency)?;
         map.end()
     }
 }
@@ -176,18 +217,23 @@ impl Serialize for DecisionRecord {
 impl Serialize for Event {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         #[derive(Serialize)]
-        struct Finish<'a> {
+        struct Named<'a, T> {
             event: &'static str,
             #[serde(flatten)]
-            record: &'a FinishRecord,
+            record: &'a T,
+        }
+        fn named<S: Serializer, T: Serialize>(
+            event: &'static str,
+            record: &T,
+            serializer: S,
+        ) -> Result<S::Ok, S::Error> {
+            Named { event, record }.serialize(serializer)
         }
         match self {
             Self::Decision(record) => record.serialize(serializer),
-            Self::Finish(record) => Finish {
-                event: "finish",
-                record,
-            }
-            .serialize(serializer),
+            Self::Finish(record) => named("finish", record, serializer),
+            Self::Wait(record) => named("wait", record, serializer),
+            Self::GiveUp(record) => named("give_up", record, serializer),
         }
     }
 }
@@ -212,7 +258,7 @@ pub fn unix_now_s() -> f64 {
         .map_or(0.0, |elapsed| elapsed.as_secs_f64())
 }
 
-type Observer = Box<dyn Fn(&FinishRecord) + Send + Sync>;
+type Observer = Box<dyn Fn(&Event) + Send + Sync>;
 
 struct Writer {
     sender: mpsc::Sender<Event>,
@@ -223,7 +269,7 @@ struct Writer {
 pub struct EventSink {
     recent: Mutex<VecDeque<Arc<DecisionRecord>>>,
     writer: Option<Writer>,
-    on_finish: Option<Observer>,
+    observer: Option<Observer>,
 }
 
 impl EventSink {
@@ -232,7 +278,7 @@ impl EventSink {
         Self {
             recent: Mutex::new(VecDeque::with_capacity(RECENT)),
             writer: None,
-            on_finish: None,
+            observer: None,
         }
     }
 
@@ -261,27 +307,23 @@ impl EventSink {
         Ok(sink)
     }
 
-    /// Calls `observe` on every finish event.
+    /// Calls `observe` on every event.
     #[must_use]
-    pub fn observing(mut self, observe: impl Fn(&FinishRecord) + Send + Sync + 'static) -> Self {
-        self.on_finish = Some(Box::new(observe));
+    pub fn observing(mut self, observe: impl Fn(&Event) + Send + Sync + 'static) -> Self {
+        self.observer = Some(Box::new(observe));
         self
     }
 
     pub fn send(&self, event: Event) {
-        match &event {
-            Event::Decision(record) => {
-                let mut recent = self.recent.lock();
-                if recent.len() == RECENT {
-                    recent.pop_front();
-                }
-                recent.push_back(Arc::clone(record));
+        if let Event::Decision(record) = &event {
+            let mut recent = self.recent.lock();
+            if recent.len() == RECENT {
+                recent.pop_front();
             }
-            Event::Finish(record) => {
-                if let Some(observe) = &self.on_finish {
-                    observe(record);
-                }
-            }
+            recent.push_back(Arc::clone(record));
+        }
+        if let Some(observe) = &self.observer {
+            observe(&event);
         }
         if let Some(writer) = &self.writer {
             // The thread ends early only when the file cannot be written, which it has logged.

@@ -6,26 +6,29 @@
 
 mod circuit;
 pub mod log;
+mod placing;
 mod prefills;
 pub mod prefix;
 mod rates;
 mod reservation;
+pub mod residency;
 mod worker;
 
+pub use placing::{Admit, Refused, Ticket};
 pub use reservation::{Outcome, Reservation, Usage};
 pub use worker::{EngineLoad, Load, WorkerSnapshot};
 
 use crate::config::{Engine, WorkerSpec};
-use crate::policy::{
-    Decision, Policy, Refusal, RequestFacts, Role, Route, View, WorkerFacts, attention_pairs,
-};
-use log::{DecisionRecord, Event, EventSink, PrefixSource, Reserved};
+use crate::policy::{Policy, Refusal, RequestFacts, Role, Route, View, WorkerFacts};
+use log::{EventSink, PrefixSource};
 use lru::LruCache;
 use parking_lot::Mutex;
 use prefix::estimate::{EstimateTree, strided};
 use prefix::events::{ExactIndex, KvEvent};
 use prefix::hash::{PromptHashes, Unit};
 use reservation::Share;
+use residency::settings::{self, Chosen};
+use residency::{Residency, Site};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -42,7 +45,7 @@ const SESSIONS: usize = 1 << 17;
 const COMPLAINT_INTERVAL_S: f64 = 10.0;
 
 /// A request, as the gateway parsed it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Request {
     pub request_id: String,
     pub session_id: Option<String>,
@@ -51,6 +54,20 @@ pub struct Request {
     pub max_output_tokens: Option<u64>,
     /// The answer comes in pieces, the first of which tells when the prefill ended.
     pub stream: bool,
+    pub hints: Hints,
+    /// By the fleet's clock, where it has been tried before: it queues as one that came then.
+    pub arrived_s: Option<f64>,
+}
+
+/// What a request's headers say of its session.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Hints {
+    /// No further turn comes.
+    pub ends: bool,
+    /// The next turn comes so long after this one's end.
+    pub idle_s: Option<f64>,
+    /// The session that this one is a sub-agent of.
+    pub parent_session: Option<String>,
 }
 
 struct Session {
@@ -75,6 +92,7 @@ pub(crate) struct State {
     random: fastrand::Rng,
     facts: Vec<WorkerFacts>,
     held_blocks: Vec<u32>,
+    residency: Residency,
 }
 
 /// Seconds since some beginning.
@@ -129,6 +147,7 @@ impl Fleet {
                 random: fastrand::Rng::with_seed(seed),
                 facts: Vec::new(),
                 held_blocks: Vec::new(),
+                residency: Residency::new(ungated()),
             }),
             policy,
             policy_name,
@@ -137,6 +156,13 @@ impl Fleet {
             token_block: AtomicUsize::new(ESTIMATE_BLOCK_TOKENS),
             complaints: Mutex::default(),
         }
+    }
+
+    /// The same fleet with another rule of residency; without it, the rule is `off`.
+    #[must_use]
+    pub fn with_residency(self, chosen: Chosen) -> Self {
+        self.state.lock().residency = Residency::new(chosen);
+        self
     }
 
     /// Block, in tokens, that prompts must be hashed in now.
@@ -176,6 +202,7 @@ impl Fleet {
         };
         let capacity = worker.estimate_capacity_tokens();
         state.workers[slot] = Some(worker);
+        state.residency.clear(slot);
         if !state.token_trees.iter().any(|(size, _)| *size == block) {
             state.token_trees.push((block, EstimateTree::default()));
         }
@@ -222,7 +249,14 @@ impl Fleet {
             return true;
         };
         let applied = events.iter().map(|event| state.exact.apply(slot, event));
-        applied.fold(true, |all, one| all & one)
+        let all = applied.fold(true, |all, one| all & one);
+        if events
+            .iter()
+            .any(|event| !matches!(event, KvEvent::Stored { .. }))
+        {
+            self.settle(guard);
+        }
+        all
     }
 
     /// How often the worker came up; none while it is down or where there is none.
@@ -241,14 +275,17 @@ impl Fleet {
             worker.removed = true;
         }
         state.forget_prefixes(slot);
+        state.lose_places(slot);
         state.free_if_idle(slot);
+        self.settle(state);
         true
     }
 
     /// Sets whether the worker gets new requests; running ones go on. False if there is none.
     pub fn set_draining(&self, id: &str, draining: bool) -> bool {
-        self.with_worker(id, |worker| worker.draining = draining)
-            .is_some()
+        let found = self.with_worker(id, |worker| worker.draining = draining);
+        self.settle(self.state.lock());
+        found.is_some()
     }
 
     /// Reports a health check. A worker that comes back is taken to have lost its cache.
@@ -266,9 +303,11 @@ impl Fleet {
         }
         if was && !healthy {
             state.forget_prefixes(slot);
+            state.lose_places(slot);
         }
         if was != healthy {
             ::log::info!("worker {id} is {}", if healthy { "up" } else { "down" });
+            self.settle(state);
         }
     }
 
@@ -287,6 +326,7 @@ impl Fleet {
             worker.kv_capacity_tokens = Some(kv_capacity_tokens);
             let (block, capacity) = (worker.estimate_block, worker.estimate_capacity_tokens());
             state.set_estimate_capacity(slot, block, capacity);
+            self.settle(state);
         }
     }
 
@@ -304,12 +344,15 @@ impl Fleet {
     /// Every worker that has not been removed.
     pub fn snapshot(&self) -> Vec<WorkerSnapshot> {
         let state = self.state.lock();
-        state
-            .workers
-            .iter()
-            .flatten()
-            .filter(|worker| !worker.removed)
-            .map(Worker::snapshot)
+        let now_s = self.now_s();
+        let workers = state.workers.iter().enumerate();
+        workers
+            .filter_map(|(slot, worker)| Some((slot, worker.as_ref()?)))
+            .filter(|(_, worker)| !worker.removed)
+            .map(|(slot, worker)| {
+                let site = worker.site(slot, now_s);
+                worker.snapshot(state.residency.snapshot(site.as_ref(), slot))
+            })
             .collect()
     }
 
@@ -334,62 +377,6 @@ impl Fleet {
         self.policy.decide(&view).is_ok()
     }
 
-    /// Picks and reserves in one step. `exclude` names workers that already failed this request.
-    ///
-    /// # Errors
-    /// The policy's refusal; nothing is reserved then.
-    pub fn decide(
-        self: &Arc<Self>,
-        request: &Request,
-        exclude: &[String],
-    ) -> Result<Reservation, Refusal> {
-        let mut chosen = None;
-        let placed = self.place(request, exclude, |policy, view| {
-            let decision = policy.decide(view)?;
-            chosen = Some(decision.route);
-            Ok(decision)
-        });
-        if let (Err(Refusal::OutsideCandidates), Some(route)) = (&placed, chosen) {
-            self.complain(route);
-        }
-        placed
-    }
-
-    /// Says in the log that the policy chose workers that are no candidates; not at every request, for it
-    /// may be every request that it does so for.
-    fn complain(&self, route: Route) {
-        let mut complaints = self.complaints.lock();
-        complaints.unsaid += 1;
-        let now_s = self.now_s();
-        if complaints
-            .last_s
-            .is_some_and(|last_s| now_s - last_s < COMPLAINT_INTERVAL_S)
-        {
-            return;
-        }
-        let times = std::mem::take(&mut complaints.unsaid);
-        complaints.last_s = Some(now_s);
-        let state = self.state.lock();
-        let name = |slot: usize| match state.workers.get(slot) {
-            Some(Some(worker)) => format!("worker {}", worker.spec.id),
-            _ => format!("slot {slot}, which has no worker"),
-        };
-        let chosen = match route {
-            Route::Local { worker } => name(worker),
-            Route::PrefillDecode { prefill, decode } => {
-                format!(
-                    "{} to prefill and {} to decode",
-                    name(prefill),
-                    name(decode)
-                )
-            }
-        };
-        ::log::error!(
-            "policy {}: chose {chosen}: no candidate ({times} since the last such line)",
-            self.policy_name
-        );
-    }
-
     /// Whether the policy could place a request if every worker were up.
     pub fn could_place(&self) -> bool {
         let mut guard = self.state.lock();
@@ -401,173 +388,8 @@ impl Fleet {
         self.would_place(state)
     }
 
-    /// Reserves on the worker called `id`, by the decision that `choose` makes of its slot.
-    ///
-    /// # Errors
-    /// [`Refusal::NoCandidates`] when the worker is gone, else as [`Fleet::place`].
-    pub fn place_on(
-        self: &Arc<Self>,
-        request: &Request,
-        id: &str,
-        exclude: &[String],
-        choose: impl FnOnce(usize) -> Decision,
-    ) -> Result<Reservation, Refusal> {
-        let slot = self.state.lock().slot_of(id);
-        let slot = slot.ok_or(Refusal::NoCandidates)?;
-        self.place(request, exclude, |_, _| Ok(choose(slot)))
-    }
-
-    /// Like [`Fleet::decide`], with the choice made by `choose` instead of the policy alone.
-    ///
-    /// # Errors
-    /// The refusal of `choose`, or [`Refusal::OutsideCandidates`].
-    pub fn place(
-        self: &Arc<Self>,
-        request: &Request,
-        exclude: &[String],
-        choose: impl FnOnce(&dyn Policy, &View<'_>) -> Result<Decision, Refusal>,
-    ) -> Result<Reservation, Refusal> {
-        let begun = Instant::now();
-        let now_s = self.now_s();
-        let mut guard = self.state.lock();
-        let state = &mut *guard;
-        state.fill_facts(exclude, now_s);
-        state.fill_cached(&request.prompt);
-        let session_key = request.session_id.as_deref().map(session_key);
-        let facts = state.request_facts(request, session_key);
-        let random = state.random.u64(..);
-        let view = View {
-            workers: &state.facts,
-            request: &facts,
-            sequence: state.sequence,
-            random,
-            separated_inflight: state.separated_inflight,
-        };
-        let decision = choose(self.policy.as_ref(), &view)?;
-        check_candidates(&view, &decision.route)?;
-        state.sequence += 1;
-
-        let answering = decision.route.answering();
-        let prefilling = decision.route.prefilling();
-        let new_tokens = view.new_tokens(&state.facts[prefilling]);
-        let prefix_source = match (request.prompt.unit, &state.workers[prefilling]) {
-            (Unit::Tokens, Some(worker)) => worker.prefix_source,
-            _ => PrefixSource::Estimate,
-        };
-        let cached_tokens: Vec<(usize, u64)> = state
-            .facts
-            .iter()
-            .filter(|worker| worker.routable && worker.cached_tokens > 0)
-            .map(|worker| (worker.slot, worker.cached_tokens))
-            .collect();
-        let until_token_s = match decision.route {
-            Route::Local { worker } => view.local_prefill_s(&state.facts[worker]),
-            Route::PrefillDecode { prefill, decode } => {
-                view.remote_prefill_s(&state.facts[prefill]) + view.transfer_s(&state.facts[decode])
-            }
-        };
-        let share = Share {
-            id: state.sequence,
-            route: decision.route,
-            input_tokens: facts.input_tokens,
-            new_tokens,
-            new_pairs: attention_pairs(state.facts[prefilling].cached_tokens, new_tokens),
-            delta_tokens: view.new_tokens(&state.facts[answering]),
-            untold_until_us: (!request.stream).then_some(((now_s + until_token_s) * 1e6) as u64),
-        };
-        state.reserve(&share, now_s);
-        for slot in [prefilling, answering] {
-            if let Some(worker) = state.worker_mut(slot) {
-                worker.circuit.placed(now_s);
-            }
-        }
-        if let Some(key) = session_key {
-            state.note_session(key, answering, now_s);
-        }
-        state.note_prompt(&request.prompt, decision.route);
-
-        let name = |slot: usize| {
-            let spec = state.workers[slot].as_ref().map(|w| Arc::clone(&w.spec));
-            spec.ok_or(Refusal::OutsideCandidates)
-        };
-        let answering_spec = name(answering)?;
-        let prefill_spec = match decision.route {
-            Route::Local { .. } => None,
-            Route::PrefillDecode { prefill, .. } => Some(name(prefill)?),
-        };
-        let named = |route: Route| -> Result<log::NamedRoute, Refusal> {
-            Ok(match route {
-                Route::Local { worker } => log::NamedRoute::Local {
-                    worker: name(worker)?,
-                },
-                Route::PrefillDecode { prefill, decode } => log::NamedRoute::PrefillDecode {
-                    prefill: name(prefill)?,
-                    decode: name(decode)?,
-                },
-            })
-        };
-        let alternatives = decision
-            .alternatives
-            .iter()
-            .map(|a| Ok((named(a.route)?, a.predicted_s)))
-            .collect::<Result<_, Refusal>>()?;
-        let cached_tokens = cached_tokens
-            .into_iter()
-            .map(|(slot, tokens)| Ok((name(slot)?, tokens)))
-            .collect::<Result<_, Refusal>>()?;
-        let route = named(decision.route)?;
-        let reserved = match &prefill_spec {
-            None => vec![Reserved {
-                worker: Arc::clone(&answering_spec),
-                prefill_tokens: new_tokens,
-                decode_tokens: facts.input_tokens,
-            }],
-            Some(prefill) => vec![
-                Reserved {
-                    worker: Arc::clone(prefill),
-                    prefill_tokens: new_tokens,
-                    decode_tokens: 0,
-                },
-                Reserved {
-                    worker: Arc::clone(&answering_spec),
-                    prefill_tokens: 0,
-                    decode_tokens: facts.input_tokens,
-                },
-            ],
-        };
-        let decision_id = format!("{:016x}", state.random.u64(..));
-        drop(guard);
-
-        let record = Arc::new(DecisionRecord {
-            decision_id: decision_id.clone(),
-            ts_unix_s: log::unix_now_s(),
-            request_id: request.request_id.clone(),
-            session_id: request.session_id.clone(),
-            policy: self.policy_name.clone(),
-            route,
-            reason: decision.reason,
-            input_tokens: facts.input_tokens,
-            new_tokens,
-            cached_tokens,
-            prefix_source,
-            alternatives,
-            predicted_s: decision.predicted_s,
-            reserved,
-            decision_us: begun.elapsed().as_secs_f64() * 1e6,
-        });
-        self.sink.send(Event::Decision(record));
-        Ok(Reservation::new(
-            Arc::clone(self),
-            decision_id,
-            share,
-            answering_spec,
-            prefill_spec,
-            now_s,
-        ))
-    }
-
-    /// Seconds since the fleet was made.
-    fn now_s(&self) -> f64 {
+    /// Seconds by the fleet's clock.
+    pub fn now_s(&self) -> f64 {
         (self.clock)()
     }
 
@@ -589,6 +411,7 @@ impl Fleet {
     pub fn is_idle(&self) -> bool {
         let state = self.state.lock();
         state.separated_inflight == 0
+            && state.residency.is_quiet()
             && state
                 .workers
                 .iter()
@@ -613,6 +436,49 @@ impl State {
                 None => Worker::absent(slot),
             });
         }
+    }
+
+    /// The workers that may answer requests, as residency sees them.
+    fn sites(&self, now_s: f64) -> Vec<Site> {
+        let workers = self.workers.iter().enumerate();
+        workers
+            .filter_map(|(slot, worker)| worker.as_ref()?.site(slot, now_s))
+            .collect()
+    }
+
+    fn site(&self, slot: usize, now_s: f64) -> Option<Site> {
+        self.workers.get(slot)?.as_ref()?.site(slot, now_s)
+    }
+
+    /// Tokens of the prompt cached on each worker, by slot. The facts must be filled in.
+    fn cached_by_slot(&mut self, prompt: &PromptHashes) -> Vec<u64> {
+        self.facts
+            .iter_mut()
+            .for_each(|facts| facts.cached_tokens = 0);
+        self.fill_cached(prompt);
+        self.facts.iter().map(|facts| facts.cached_tokens).collect()
+    }
+
+    /// The worker's cache is gone, and with it the places on it.
+    fn lose_places(&mut self, slot: usize) {
+        if let Some(worker) = &self.workers[slot] {
+            let spec = Arc::clone(&worker.spec);
+            self.residency.lose_all(slot, &spec);
+        }
+    }
+
+    /// Lets in those of the waiting turns that there is room for.
+    fn pump(&mut self, now_s: f64) {
+        if !self.residency.needs_pump() {
+            return;
+        }
+        self.fill_facts(&[], now_s);
+        for (id, prompt) in self.residency.stale_waiters(now_s) {
+            let cached = self.cached_by_slot(&prompt);
+            self.residency.set_cached(id, cached, now_s);
+        }
+        let sites = self.sites(now_s);
+        self.residency.pump(&sites, now_s);
     }
 
     fn fill_cached(&mut self, prompt: &PromptHashes) {
@@ -655,16 +521,15 @@ impl State {
         let mut by_page: SmallVec<[(usize, Vec<u32>); 2]> = SmallVec::new();
         for (slot, worker) in self.workers.iter().enumerate() {
             let Some(worker) = worker else { continue };
-            let fits = worker.page_size % prompt.block == 0;
+            // A prompt that waits is kept in larger blocks than pages may be.
+            let page = worker.page_size.max(prompt.block);
+            let fits = page % prompt.block == 0 && page % worker.page_size == 0;
             if worker.prefix_source != PrefixSource::Events || !fits {
                 continue;
             }
-            match by_page
-                .iter_mut()
-                .find(|(page, _)| *page == worker.page_size)
-            {
+            match by_page.iter_mut().find(|(other, _)| *other == page) {
                 Some((_, slots)) => slots.push(slot as u32),
-                None => by_page.push((worker.page_size, vec![slot as u32])),
+                None => by_page.push((page, vec![slot as u32])),
             }
         }
         let most = prompt.tokens().saturating_sub(1);
@@ -788,6 +653,12 @@ impl State {
 /// The estimate's block for a worker: at least [`ESTIMATE_BLOCK_TOKENS`], in whole pages.
 fn estimate_block(spec: &WorkerSpec) -> usize {
     ESTIMATE_BLOCK_TOKENS.next_multiple_of(spec.page_size)
+}
+
+/// What holds where nothing is said of residency: a fleet without a gate.
+fn ungated() -> Chosen {
+    let off = serde_json::json!({"rule": "off"});
+    settings::build(&off).expect("the rule off has no parameters that could be wrong")
 }
 
 fn gcd(a: usize, b: usize) -> usize {

@@ -1,6 +1,8 @@
 //! What a decision takes from its workers, and the guard that gives it back.
 
 use super::log::{Event, FinishRecord, unix_now_s};
+use super::residency::Seat;
+use super::residency::book::Served;
 use super::{Fleet, State, rates};
 use crate::config::{Engine, WorkerSpec};
 use crate::policy::Route;
@@ -32,6 +34,9 @@ pub(super) struct Share {
     pub delta_tokens: u64,
     /// Where the answer does not come in pieces: when its prefill is taken to have ended.
     pub untold_until_us: Option<u64>,
+    /// Whose turn it is, and its number in the book of residency.
+    pub key: u64,
+    pub turn: u64,
 }
 
 /// What an engine reported about a request.
@@ -91,6 +96,9 @@ impl State {
     /// came, the rates learn from the time that it took.
     fn leave_prefill(&mut self, share: &Share, now_s: f64, has_token: bool) {
         let slot = share.route.prefilling();
+        let answering = share.route.answering();
+        self.residency
+            .prefill_over(answering, share.key, share.turn);
         let transfer_s = match share.route {
             Route::Local { .. } => 0.0,
             Route::PrefillDecode { decode, .. } => self.worker_mut(decode).map_or(0.0, |worker| {
@@ -210,12 +218,17 @@ impl State {
     }
 }
 
+/// By how much the booking for an answer grows, at least, when it is longer than was expected: so that
+/// not every token of it needs the fleet's lock.
+const MORE_OUTPUT_TOKENS: u64 = 128;
+
 /// A decision's hold on its workers. Dropping it, by whatever path, gives everything back and logs
 /// the finish event, once. A drop without [`Reservation::finish`] means that the client left.
 pub struct Reservation {
     fleet: Arc<Fleet>,
     decision_id: String,
     share: Share,
+    seat: Option<Seat>,
     answering: Arc<WorkerSpec>,
     prefill: Option<Arc<WorkerSpec>>,
     begun_s: f64,
@@ -234,6 +247,7 @@ impl Reservation {
         fleet: Arc<Fleet>,
         decision_id: String,
         share: Share,
+        seat: Seat,
         answering: Arc<WorkerSpec>,
         prefill: Option<Arc<WorkerSpec>>,
         begun_s: f64,
@@ -242,6 +256,7 @@ impl Reservation {
             fleet,
             decision_id,
             share,
+            seat: Some(seat),
             answering,
             prefill,
             begun_s,
@@ -293,7 +308,26 @@ impl Reservation {
             self.first_token_s = Some(now_s);
             let mut state = self.fleet.state.lock();
             state.end_prefill(&self.share, now_s, self.is_stream);
+            self.fleet.settle(state);
         }
+        self.lengthen();
+    }
+
+    /// Books more for an answer that has become longer than was expected.
+    fn lengthen(&mut self) {
+        let Some(seat) = self.seat.as_mut() else {
+            return;
+        };
+        if seat.turn == 0 || self.output_chunks <= seat.output_tokens {
+            return;
+        }
+        let more_tokens = MORE_OUTPUT_TOKENS.max(seat.output_tokens / 2);
+        let mut state = self.fleet.state.lock();
+        let site = state.site(seat.slot, self.fleet.now_s());
+        state
+            .residency
+            .lengthen(seat, more_tokens, site.as_ref(), self.fleet.now_s());
+        self.fleet.settle(state);
     }
 
     /// Ends the request as failed by its prefill worker.
@@ -311,8 +345,20 @@ impl Reservation {
     }
 }
 
+impl Reservation {
+    /// What the turn has left on the worker that answered.
+    fn served(&self) -> Served {
+        match self.outcome {
+            Outcome::WorkerError if !self.failed_prefill => Served::Failed,
+            _ if self.first_token_s.is_some() => Served::Yes,
+            _ => Served::No,
+        }
+    }
+}
+
 impl Drop for Reservation {
     fn drop(&mut self) {
+        let mut recomputed_tokens = None;
         {
             let now_s = self.fleet.now_s();
             let mut state = self.fleet.state.lock();
@@ -334,6 +380,19 @@ impl Drop for Reservation {
                 self.failed_prefill,
                 now_s,
             );
+            if let Some(seat) = self.seat.take() {
+                // How long an answer is that does not come in pieces, nothing says.
+                let output_tokens = match self.is_stream {
+                    true => self.output_chunks,
+                    false => seat.output_tokens,
+                };
+                let site = state.site(seat.slot, now_s);
+                let (served, usage) = (self.served(), self.usage);
+                let residency = &mut state.residency;
+                let ended = residency.end(seat, site.as_ref(), served, output_tokens, usage, now_s);
+                recomputed_tokens = ended.recomputed_tokens;
+            }
+            self.fleet.settle(state);
         }
         let since = |then_s: f64| then_s - self.begun_s;
         self.fleet.sink.send(Event::Finish(FinishRecord {
@@ -348,6 +407,8 @@ impl Drop for Reservation {
             prompt_tokens: self.usage.prompt_tokens,
             cached_tokens: self.usage.cached_tokens,
             believed_cached_tokens: self.share.input_tokens - self.share.delta_tokens,
+            recomputed_tokens,
+            worker: Arc::clone(&self.answering),
         }));
     }
 }

@@ -4,6 +4,7 @@ use super::circuit::Circuit;
 use super::log::PrefixSource;
 use super::prefills::PrefillQueue;
 use super::rates::{self, Prior};
+use super::residency::{ResidencySnapshot, Site};
 use super::{DEFAULT_KV_CAPACITY_TOKENS, abilities};
 use crate::config::{Connector, Engine, WorkerSpec};
 use crate::policy::{Rates, Role, WorkerFacts};
@@ -103,6 +104,7 @@ pub struct WorkerSnapshot {
     pub drift: Drift,
     pub prefix_source: PrefixSource,
     pub decisions: u64,
+    pub residency: ResidencySnapshot,
 }
 
 impl Worker {
@@ -174,16 +176,45 @@ impl Worker {
         (self.migrations.len() - self.migrations.partition_point(is_old)) as u32
     }
 
+    fn is_routable(&self, now_s: f64) -> bool {
+        self.healthy && !self.draining && !self.removed && self.circuit.allows(now_s)
+    }
+
+    /// The worker as residency sees it; none where it only prefills for others.
+    pub fn site(&self, slot: usize, now_s: f64) -> Option<Site> {
+        let (serves_local, _, serves_decode) = abilities(&self.spec);
+        if self.removed || !(serves_local || serves_decode) {
+            return None;
+        }
+        let used = self.engine.and_then(|engine| engine.used_tokens);
+        let external_tokens = match (self.external_requests, used) {
+            (1.., Some(used)) => used.saturating_sub(self.load.ongoing_tokens),
+            _ => 0,
+        };
+        let capacity = self.kv_capacity_tokens;
+        Some(Site {
+            slot,
+            serial: self.serial,
+            spec: Arc::clone(&self.spec),
+            routable: self.is_routable(now_s),
+            prefills: serves_local,
+            kv_capacity_tokens: capacity,
+            external_tokens,
+            is_exact: self.prefix_source == PrefixSource::Events,
+            used_share: used
+                .zip(capacity)
+                .map(|(used, capacity)| used as f64 / capacity.max(1) as f64),
+            rates: self.rates,
+        })
+    }
+
     pub fn facts(&self, slot: usize, exclude: &[String], now_s: f64) -> WorkerFacts {
         let (serves_local, serves_prefill, serves_decode) = abilities(&self.spec);
         WorkerFacts {
             slot,
             role: self.spec.role,
-            routable: self.healthy
-                && !self.draining
-                && !self.removed
-                && self.circuit.allows(now_s)
-                && !exclude.contains(&self.spec.id),
+            routable: self.is_routable(now_s) && !exclude.contains(&self.spec.id),
+            admits: true,
             serves_local,
             serves_prefill,
             serves_decode,
@@ -212,6 +243,7 @@ impl Worker {
             slot,
             role: Role::Colocated,
             routable: false,
+            admits: true,
             serves_local: false,
             serves_prefill: false,
             serves_decode: false,
@@ -238,7 +270,7 @@ impl Worker {
         }
     }
 
-    pub fn snapshot(&self) -> WorkerSnapshot {
+    pub fn snapshot(&self, residency: ResidencySnapshot) -> WorkerSnapshot {
         WorkerSnapshot {
             spec: Arc::clone(&self.spec),
             healthy: self.healthy,
@@ -251,6 +283,7 @@ impl Worker {
             drift: self.drift,
             prefix_source: self.prefix_source,
             decisions: self.decisions,
+            residency,
         }
     }
 }

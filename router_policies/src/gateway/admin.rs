@@ -37,9 +37,11 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
             }
         }
         (&Method::GET, "/metrics") => {
-            let body = gateway
-                .metrics
-                .render(&gateway.fleet.snapshot(), gateway.admission.queued());
+            let body = gateway.metrics.render(
+                &gateway.fleet.snapshot(),
+                gateway.admission.queued(),
+                gateway.fleet.waiting_turns(),
+            );
             let mut response = Response::new(Reply::Whole(Full::from(body)));
             let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
             response.headers_mut().insert(CONTENT_TYPE, kind);

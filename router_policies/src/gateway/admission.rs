@@ -1,5 +1,6 @@
 //! How many requests run and how many wait.
 
+use hyper::StatusCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -16,6 +17,29 @@ pub(crate) enum NotAdmitted {
     WaitedTooLong,
     /// Its deadline came before its turn.
     TimeIsOver,
+}
+
+impl NotAdmitted {
+    /// What the client is told: status, kind and message.
+    pub fn told(self) -> (StatusCode, &'static str, &'static str) {
+        match self {
+            Self::QueueFull => (
+                StatusCode::TOO_MANY_REQUESTS,
+                "overloaded",
+                "the queue is full",
+            ),
+            Self::WaitedTooLong => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "overloaded",
+                "the request waited too long in the queue",
+            ),
+            Self::TimeIsOver => (
+                StatusCode::GATEWAY_TIMEOUT,
+                "timeout",
+                "the request's time was over before its turn in the queue",
+            ),
+        }
+    }
 }
 
 /// A bounded number of running requests, and a bounded queue before them.

@@ -1,14 +1,17 @@
 //! One request from the client's headers to the answer's first bytes: decide, send to one worker or
 //! to two, and try elsewhere as long as nothing of the answer has been passed on.
 
-use super::admission::{NotAdmitted, Permit};
+use super::admission::Permit;
 use super::body::{self, Api, Pieces, Scanned, Scanner};
 use super::buffers::NotCollected;
 use super::client::Client;
 use super::stream::{Answer, Held, PrefillHalf, usage_in};
+use super::waiting::{self, NotPlaced};
 use super::{Gateway, Reply, describe, error};
 use crate::config::{Connector, Engine, WorkerSpec};
-use crate::fleet::{ESTIMATE_BLOCK_TOKENS, Fleet, Outcome, Request as Placement, Reservation};
+use crate::fleet::{
+    ESTIMATE_BLOCK_TOKENS, Fleet, Hints, Outcome, Refused, Request as Placement, Reservation,
+};
 use crate::policy::{Decision, Reason, Refusal, Route};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
@@ -27,6 +30,10 @@ use tokio::time::Instant;
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const SESSION_ID: HeaderName = HeaderName::from_static("x-session-id");
 const ROUTING_KEY: HeaderName = HeaderName::from_static("x-smg-routing-key");
+const SESSION_END: HeaderName = HeaderName::from_static("x-session-end");
+const SESSION_IDLE: HeaderName = HeaderName::from_static("x-session-idle-s");
+const PARENT_SESSION: HeaderName = HeaderName::from_static("x-parent-session");
+const SESSION_PARENT: HeaderName = HeaderName::from_static("x-session-parent");
 const DECISION_ID: HeaderName = HeaderName::from_static("x-deltaserve-decision-id");
 const WORKER: HeaderName = HeaderName::from_static("x-deltaserve-worker");
 
@@ -92,28 +99,14 @@ pub(super) async fn handle(
         prompt: std::mem::take(&mut scanned.prompt),
         max_output_tokens: scanned.max_output_tokens,
         stream: scanned.stream,
+        hints: hints(&parts.headers),
+        arrived_s: None,
     };
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
     let permit = match gateway.admission.enter(patience, deadline).await {
         Ok(permit) => permit,
         Err(refusal) => {
-            let (status, kind, message) = match refusal {
-                NotAdmitted::QueueFull => (
-                    StatusCode::TOO_MANY_REQUESTS,
-                    "overloaded",
-                    "the queue is full",
-                ),
-                NotAdmitted::WaitedTooLong => (
-                    StatusCode::SERVICE_UNAVAILABLE,
-                    "overloaded",
-                    "the request waited too long in the queue",
-                ),
-                NotAdmitted::TimeIsOver => (
-                    StatusCode::GATEWAY_TIMEOUT,
-                    "timeout",
-                    "the request's time was over before its turn in the queue",
-                ),
-            };
+            let (status, kind, message) = refusal.told();
             gateway.metrics.refused(status);
             return error(status, kind, message);
         }
@@ -125,7 +118,7 @@ pub(super) async fn handle(
             placement.prompt = prompt;
         }
     }
-    let exchange = Exchange {
+    let mut exchange = Exchange {
         gateway,
         client,
         api,
@@ -150,9 +143,24 @@ fn header(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
     (!value.is_empty()).then(|| value.to_owned())
 }
 
-/// The client's headers, less those that belong to its connection.
+/// What the client says of its session, for residency. What cannot be read says nothing.
+fn hints(headers: &HeaderMap) -> Hints {
+    let says = |name: &HeaderName| header(headers, name);
+    let is_said = |value: String| matches!(value.as_str(), "1" | "true");
+    let seconds = says(&SESSION_IDLE).and_then(|value| value.parse().ok());
+    Hints {
+        ends: says(&SESSION_END).is_some_and(is_said),
+        idle_s: seconds.filter(|seconds: &f64| seconds.is_finite() && *seconds >= 0.0),
+        parent_session: says(&PARENT_SESSION).or_else(|| says(&SESSION_PARENT)),
+    }
+}
+
+/// The client's headers, less those that belong to its connection or to the router alone.
 fn forwarded_headers(mut headers: HeaderMap, request_id: &str) -> HeaderMap {
     for name in [HOST, CONTENT_LENGTH, TRANSFER_ENCODING, CONNECTION, EXPECT] {
+        headers.remove(name);
+    }
+    for name in [SESSION_END, SESSION_IDLE, PARENT_SESSION, SESSION_PARENT] {
         headers.remove(name);
     }
     for name in ["keep-alive", "te", "trailer", "upgrade", "proxy-connection"] {
@@ -265,16 +273,18 @@ impl Head {
 }
 
 impl Exchange<'_> {
-    async fn run(&self, permit: Permit) -> Response<Reply> {
+    async fn run(&mut self, permit: Permit) -> Response<Reply> {
         let mut exclude: Vec<String> = Vec::new();
         let mut last: Option<(String, Fault)> = None;
-        let mut local_on: Option<String> = None;
+        let mut local: Option<Result<Reservation, Refusal>> = None;
         let mut suspects = Suspects::default();
         let mut attempts = 0;
+        let mut permit = Some(permit);
+        let arrived_s = self.gateway.fleet.now_s();
         loop {
-            let placed = match local_on.take() {
+            let placed = match local.take() {
                 // No retry: the decode worker has not failed.
-                Some(worker) => self.place_locally(&worker, &exclude),
+                Some(placed) => placed.map_err(NotPlaced::by_policy),
                 None if attempts > self.gateway.config.retries => {
                     // Unlike where no other worker can be asked, there may be one that serves it.
                     suspects.judge(&self.gateway.fleet);
@@ -282,13 +292,19 @@ impl Exchange<'_> {
                 }
                 None => {
                     attempts += 1;
-                    self.gateway.fleet.decide(&self.placement, &exclude)
+                    let gateway = self.gateway;
+                    let (request, deadline) = (&self.placement, self.deadline);
+                    let placed =
+                        waiting::place(gateway, request, &exclude, &mut permit, deadline).await;
+                    // What follows is tried again, and queues as what came now.
+                    self.placement.arrived_s = Some(arrived_s);
+                    placed
                 }
             };
             let reservation = match placed {
                 Ok(reservation) => reservation,
-                Err(refusal) => {
-                    return self.unplaced(refusal, last);
+                Err(not_placed) => {
+                    return self.unplaced(&not_placed, last);
                 }
             };
             let answering = reservation.answering().clone();
@@ -298,7 +314,7 @@ impl Exchange<'_> {
                     if success.head.status().is_success() {
                         suspects.judge(&self.gateway.fleet);
                     }
-                    return self.pass_on(success, &answering, permit);
+                    return self.pass_on(success, &answering, permit.take());
                 }
                 Err((reservation, failure)) => match failure {
                     Failure::Timeout => {
@@ -323,19 +339,20 @@ impl Exchange<'_> {
                             reservation.finish(Outcome::Rejected, fault.code(), Some(message));
                             return relay(&prefill, fault);
                         }
+                        exclude.push(prefill.clone());
+                        // Before the reservation goes, so that its room goes to nobody else.
+                        if crate::fleet::abilities(&answering).0 {
+                            local = Some(self.place_locally(&answering.id, &exclude));
+                        }
                         reservation.fail_prefill(fault.outcome(), fault.code(), message);
                         suspects.note(&prefill, fault.status());
-                        last = Some((prefill.clone(), fault));
-                        exclude.push(prefill);
-                        local_on = crate::fleet::abilities(&answering)
-                            .0
-                            .then(|| answering.id.clone());
+                        last = Some((prefill, fault));
                     }
                 },
             }
             self.gateway.metrics.retried();
         }
-        self.unplaced(Refusal::NoCandidates, last)
+        self.unplaced(&NotPlaced::by_policy(Refusal::NoCandidates), last)
     }
 
     /// Serves the request on the decode worker alone, after its prefill worker failed.
@@ -347,21 +364,25 @@ impl Exchange<'_> {
             })
     }
 
-    fn unplaced(&self, refusal: Refusal, last: Option<(String, Fault)>) -> Response<Reply> {
-        match last {
-            Some((worker, fault)) => relay(&worker, fault),
-            None => {
-                self.gateway
-                    .metrics
-                    .refused(StatusCode::SERVICE_UNAVAILABLE);
-                let message = match refusal {
-                    Refusal::NoCandidates => "no worker can take the request now",
-                    Refusal::OutsideCandidates => "the policy chose a worker that is no candidate",
-                    Refusal::PolicyFailed => "the policy failed; the router's log says how",
-                };
-                error(StatusCode::SERVICE_UNAVAILABLE, "no_candidates", message)
-            }
+    fn unplaced(&self, not_placed: &NotPlaced, last: Option<(String, Fault)>) -> Response<Reply> {
+        if let Some((worker, fault)) = last {
+            return relay(&worker, fault);
         }
+        if let Some(response) = waiting::answer(self.gateway, not_placed) {
+            return response;
+        }
+        let message = match not_placed {
+            NotPlaced::Refused(Refused::ByPolicy(Refusal::OutsideCandidates)) => {
+                "the policy chose a worker that is no candidate"
+            }
+            NotPlaced::Refused(Refused::ByPolicy(Refusal::PolicyFailed)) => {
+                "the policy failed; the router's log says how"
+            }
+            _ => "no worker can take the request now",
+        };
+        let status = StatusCode::SERVICE_UNAVAILABLE;
+        self.gateway.metrics.refused(status);
+        error(status, "no_candidates", message)
     }
 
     /// Sends the request to the reservation's workers and waits for the answer's first bytes.
@@ -632,7 +653,12 @@ impl Exchange<'_> {
         Ok(Head::Whole(answer))
     }
 
-    fn pass_on(&self, success: Success, answering: &WorkerSpec, permit: Permit) -> Response<Reply> {
+    fn pass_on(
+        &self,
+        success: Success,
+        answering: &WorkerSpec,
+        permit: Option<Permit>,
+    ) -> Response<Reply> {
         let Success {
             head,
             prefill,

@@ -1,7 +1,7 @@
 //! Prometheus metrics.
 
 use crate::fleet::WorkerSnapshot;
-use crate::fleet::log::FinishRecord;
+use crate::fleet::log::{Event, FinishRecord};
 use hyper::StatusCode;
 use prometheus::{
     Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
@@ -19,6 +19,11 @@ pub(crate) struct Metrics {
     queued: IntGauge,
     cached_tokens: IntCounterVec,
     prediction_error_tokens: IntCounter,
+    waiting: IntGauge,
+    waited_s: Histogram,
+    admissions: IntCounterVec,
+    given_up: IntCounterVec,
+    recomputed_tokens: IntCounterVec,
     worker: IntGaugeVec,
 }
 
@@ -84,6 +89,32 @@ impl Metrics {
                     "Sum of |believed − reported| cached tokens.",
                 ),
             ),
+            waiting: keep(
+                &registry,
+                IntGauge::new(
+                    "deltaserve_waiting_turns",
+                    "Requests that wait for room in a worker's KV cache.",
+                ),
+            ),
+            waited_s: seconds(
+                "deltaserve_wait_seconds",
+                "Time that placed requests have waited for room, of those that had to.",
+            ),
+            admissions: counters(
+                "deltaserve_admissions_total",
+                "Placed requests by how they came to their worker.",
+                &["state"],
+            ),
+            given_up: counters(
+                "deltaserve_given_up_total",
+                "Places that sessions gave up, by reason.",
+                &["reason"],
+            ),
+            recomputed_tokens: counters(
+                "deltaserve_recomputed_tokens_total",
+                "Prompt tokens that a session had been served before and that were computed again.",
+                &["worker"],
+            ),
             worker: keep(
                 &registry,
                 IntGaugeVec::new(
@@ -95,7 +126,30 @@ impl Metrics {
         }
     }
 
-    pub fn finished(&self, finish: &FinishRecord) {
+    /// Takes note of an event of the fleet.
+    pub fn saw(&self, event: &Event) {
+        let word = |value: serde_json::Result<serde_json::Value>| value.unwrap_or_default();
+        match event {
+            Event::Finish(finish) => self.finished(finish),
+            Event::Decision(decision) => {
+                let residency = &decision.residency;
+                let state = word(serde_json::to_value(residency.state));
+                let state = state.as_str().unwrap_or_default();
+                self.admissions.with_label_values(&[state]).inc();
+                if residency.waited_s > 0.0 {
+                    self.waited_s.observe(residency.waited_s);
+                }
+            }
+            Event::GiveUp(given_up) => {
+                let reason = word(serde_json::to_value(given_up.reason));
+                let reason = reason.as_str().unwrap_or_default();
+                self.given_up.with_label_values(&[reason]).inc();
+            }
+            Event::Wait(_) => {}
+        }
+    }
+
+    fn finished(&self, finish: &FinishRecord) {
         let outcome = serde_json::to_value(finish.outcome).unwrap_or_default();
         let outcome = outcome.as_str().unwrap_or_default();
         self.finished.with_label_values(&[outcome]).inc();
@@ -103,6 +157,11 @@ impl Metrics {
             self.first_token_s.observe(seconds);
         }
         self.duration_s.observe(finish.duration_s);
+        if let Some(tokens) = finish.recomputed_tokens {
+            self.recomputed_tokens
+                .with_label_values(&[finish.worker.id.as_str()])
+                .inc_by(tokens);
+        }
         if let Some(reported) = finish.cached_tokens {
             let believed = finish.believed_cached_tokens;
             self.cached_tokens
@@ -125,7 +184,8 @@ impl Metrics {
     }
 
     /// The exposition text, with the workers as they are now.
-    pub fn render(&self, workers: &[WorkerSnapshot], queued: usize) -> Vec<u8> {
+    pub fn render(&self, workers: &[WorkerSnapshot], queued: usize, waiting: usize) -> Vec<u8> {
+        self.waiting.set(waiting as i64);
         self.queued.set(queued as i64);
         self.worker.reset();
         for worker in workers {
@@ -141,6 +201,8 @@ impl Metrics {
                 ),
                 ("decode_tokens", worker.load.decode_tokens as i64),
                 ("ongoing_tokens", worker.load.ongoing_tokens as i64),
+                ("booked_tokens", worker.residency.booked_tokens as i64),
+                ("resident_sessions", worker.residency.sessions as i64),
                 ("decisions", worker.decisions as i64),
                 ("circuit_open", i64::from(worker.circuit_open)),
                 ("load_reports", worker.drift.reports as i64),

@@ -15,10 +15,12 @@ mod load;
 mod metrics;
 mod short_ids;
 mod stream;
+mod waiting;
 
 use crate::config::{Config, WorkerSpec};
 use crate::fleet::Fleet;
 use crate::fleet::log::EventSink;
+use crate::fleet::residency::settings;
 use crate::policy::{Policy, Role};
 use admission::Admission;
 use body::{Api, Pieces};
@@ -63,6 +65,8 @@ pub(crate) struct Gateway {
     pub buffers: Buffers,
     pub encoder: Option<Arc<PromptEncoder>>,
     pub is_loopback: bool,
+    /// Something looks again and again at the requests that wait for room.
+    pub is_pumping: waiting::IsPumping,
 }
 
 /// Bodies that the gateway answers with.
@@ -153,8 +157,10 @@ impl Gateway {
             None => EventSink::in_memory(),
         };
         let observer = Arc::clone(&metrics);
-        let sink = sink.observing(move |finish| observer.finished(finish));
+        let sink = sink.observing(move |event| observer.saw(event));
+        let residency = settings::build(&config.residency)?;
         let fleet = Fleet::new(policy, config.policy.clone(), sink, fastrand::u64(..));
+        let fleet = fleet.with_residency(residency);
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(Duration::from_secs_f64(config.connect_timeout_s)));
@@ -171,6 +177,7 @@ impl Gateway {
             buffers: Buffers::default(),
             encoder,
             is_loopback,
+            is_pumping: waiting::IsPumping::default(),
         }))
     }
 

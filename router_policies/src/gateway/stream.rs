@@ -118,7 +118,7 @@ pub struct Answer {
 pub(crate) struct Held {
     pub prefill: Option<PrefillHalf>,
     #[expect(dead_code, reason = "held for what dropping it does")]
-    pub permit: Permit,
+    pub permit: Option<Permit>,
 }
 
 /// What an engine says of prompt and cached tokens, found without parsing: engines escape quotes in

@@ -75,6 +75,9 @@ pub struct WorkerFacts {
     pub role: Role,
     /// May be chosen now: healthy, not draining, circuit closed, not excluded for this request.
     pub routable: bool,
+    /// Residency lets the request's session have its KV here now; says nothing about prefilling for
+    /// another worker.
+    pub admits: bool,
     /// May prefill and decode a request alone.
     pub serves_local: bool,
     /// May prefill for another worker.
@@ -147,7 +150,9 @@ pub struct View<'a> {
 impl<'a> View<'a> {
     /// Workers that may serve the request alone.
     pub fn local(&self) -> impl Iterator<Item = &'a WorkerFacts> + Clone + use<'a> {
-        self.workers.iter().filter(|w| w.routable && w.serves_local)
+        self.workers
+            .iter()
+            .filter(|w| w.routable && w.admits && w.serves_local)
     }
 
     /// Workers that may prefill for another.
@@ -161,7 +166,7 @@ impl<'a> View<'a> {
     pub fn decode(&self) -> impl Iterator<Item = &'a WorkerFacts> + Clone + use<'a> {
         self.workers
             .iter()
-            .filter(|w| w.routable && w.serves_decode)
+            .filter(|w| w.routable && w.admits && w.serves_decode)
     }
 
     /// Seconds of `worker`'s time, free of other work, that the request's prefill takes there.

@@ -50,6 +50,8 @@ pub struct Behaviour {
     /// Spaces at the end of an answer that is no stream.
     pub padding_bytes: AtomicUsize,
     pub bodies: Mutex<Vec<Vec<u8>>>,
+    /// Of every generation request.
+    pub headers: Mutex<Vec<hyper::HeaderMap>>,
     pub keep_bodies: AtomicBool,
     /// Requests being answered now.
     pub running: AtomicUsize,
@@ -97,6 +99,7 @@ impl MockWorker {
             token_us: AtomicU64::new(0),
             padding_bytes: AtomicUsize::new(0),
             bodies: Mutex::new(Vec::new()),
+            headers: Mutex::new(Vec::new()),
             keep_bodies: AtomicBool::new(true),
             running: AtomicUsize::new(0),
             served: AtomicUsize::new(0),
@@ -265,6 +268,9 @@ async fn answer(
         behaviour: Arc::clone(&behaviour),
         complete: false,
     };
+    if behaviour.keep_bodies.load(Ordering::Relaxed) {
+        behaviour.headers.lock().push(request.headers().clone());
+    }
     let body = request
         .into_body()
         .collect()

@@ -197,6 +197,27 @@ impl PromptHashes {
         }
     }
 
+    /// The same prompt, cut into blocks of about `tokens` tokens where its own are smaller.
+    pub fn thinned(&self, tokens: usize) -> Self {
+        let units = match self.unit {
+            Unit::Tokens => tokens,
+            Unit::Bytes => tokens * BYTES_PER_TOKEN as usize,
+        };
+        let stride = (units / self.block.max(1)).max(1);
+        Self {
+            unit: self.unit,
+            block: self.block * stride,
+            states: self
+                .states
+                .iter()
+                .copied()
+                .skip(stride - 1)
+                .step_by(stride)
+                .collect(),
+            length: self.length,
+        }
+    }
+
     /// Hashes text, by blocks of `block_tokens` tokens' worth of bytes.
     pub fn of_text(text: &[u8], block_tokens: usize) -> Self {
         let block = (block_tokens.max(1) * BYTES_PER_TOKEN as usize).next_multiple_of(WORD_BYTES);

@@ -1,0 +1,313 @@
+//! A turn from its arrival to its end, as the book and the statistics see it, whatever the rule.
+
+use super::book::{Key, Served};
+use super::footprint::Coarse;
+use super::sessions::{Identity, Name, ServedPrompt};
+use super::{Asked, GiveUp, Residence, Residency, Site};
+use crate::fleet::{Hints, Usage};
+
+/// Share of the difference that one turn moves the fleet's means by.
+const GAIN: f64 = 0.02;
+/// Text of fewer tokens says more of the chat template than of the text.
+const TELLING_TOKENS: u64 = 1_000;
+
+/// A turn that was placed.
+#[derive(Debug)]
+pub(in crate::fleet) struct Seat {
+    pub slot: usize,
+    pub serial: u64,
+    pub key: Key,
+    /// Its number in the book; 0 where nothing is booked.
+    pub turn: u64,
+    /// Booked for its answer so far.
+    pub output_tokens: u64,
+    pub hints: Hints,
+    /// Tokens of its prompt that the session had been served before.
+    before_tokens: u64,
+    served: ServedPrompt,
+    prompt_tokens: u64,
+    /// Tokens estimated from text, before scaling.
+    text_tokens: Option<u64>,
+}
+
+/// What a finish event says.
+pub(in crate::fleet) struct Ended {
+    pub recomputed_tokens: Option<u64>,
+}
+
+impl Residency {
+    /// Whose turn a prompt is: the session's, else its family's.
+    pub fn identify(&mut self, name: Option<&str>, prompt: &Coarse<'_>) -> Identity {
+        match name {
+            Some(name) => Identity {
+                key: crate::fleet::session_key(name),
+                name: Some(name.into()),
+            },
+            None => Identity {
+                key: self.sessions.family_of(prompt),
+                name: None,
+            },
+        }
+    }
+
+    /// Notes that a turn came at `now_s`, once however long it waits.
+    pub fn arrive(&mut self, key: Key, prompt: &Coarse<'_>, hints: &Hints, now_s: f64) {
+        let known = self.sessions.of(key);
+        if let Some(parent) = &hints.parent_session {
+            known.parent = Some(crate::fleet::session_key(parent)).filter(|&parent| parent != key);
+            self.has_parents = true;
+        }
+        if let Some(ended_s) = known.ended_s
+            && known.in_flight == 0
+            && now_s >= ended_s
+        {
+            known.gaps.note(now_s - ended_s);
+            self.gaps.note(now_s - ended_s);
+        }
+        if let Some(growth) = known.grow(prompt.tokens) {
+            self.growth_tokens += GAIN * (growth - self.growth_tokens);
+        }
+    }
+
+    /// Books a turn on its worker, if what it may hold is known.
+    fn book(
+        &mut self,
+        site: &Site,
+        identity: &Identity,
+        prompt: &Coarse<'_>,
+        output_tokens: u64,
+        now_s: f64,
+    ) -> u64 {
+        let Some(budget) = self.budget_tokens(site).filter(|_| self.manner.gates) else {
+            return 0;
+        };
+        self.turns += 1;
+        let turn = self.turns;
+        let hold = self.hold(site.slot);
+        let occupant = hold.begin(identity.key, turn, prompt, output_tokens, now_s);
+        occupant.name.clone_from(&identity.name);
+        hold.trim_growth(budget);
+        self.sessions.of(identity.key).home = Some((site.slot, site.serial));
+        let parted = &mut self.seen[site.slot].parted;
+        parted.retain(|(then_s, key, _)| *key != identity.key && now_s - then_s < super::PARTED_S);
+        turn
+    }
+
+    /// Whether a session has not been served before.
+    pub fn is_first_turn(&self, key: Key) -> bool {
+        self.sessions
+            .get(key)
+            .is_none_or(|known| known.served.is_none())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "what a turn is, once")]
+    /// Notes where a turn goes. `turn` is what [`Residency::book`] gave.
+    pub fn seat(
+        &mut self,
+        site: &Site,
+        identity: &Identity,
+        prompt: &Coarse<'_>,
+        turn: u64,
+        output_tokens: u64,
+        hints: Hints,
+        text_tokens: Option<u64>,
+    ) -> Seat {
+        let known = self.sessions.of(identity.key);
+        known.in_flight += 1;
+        known.ended_s = None;
+        let before_tokens = known
+            .served
+            .as_ref()
+            .map_or(0, |served| served.begins(prompt));
+        if identity.name.is_none() {
+            self.sessions.extend_family(identity.key, prompt);
+        }
+        Seat {
+            slot: site.slot,
+            serial: site.serial,
+            key: identity.key,
+            turn,
+            output_tokens,
+            hints,
+            before_tokens,
+            served: ServedPrompt::new(prompt),
+            prompt_tokens: prompt.tokens,
+            text_tokens,
+        }
+    }
+
+    /// Where a session had a place before it got one at `site`: that one goes, unless a turn of it is
+    /// still in flight there.
+    fn leave_old_home(&mut self, key: Key, site: &Site, sites: &[Site], now_s: f64) {
+        for old in sites.iter().filter(|old| old.slot != site.slot) {
+            let occupant = self.holds.get(old.slot).and_then(|hold| hold.occupant(key));
+            if occupant.is_some_and(|occupant| occupant.is_idle()) {
+                self.give_up(old.slot, &old.spec, key, GiveUp::Moved, now_s);
+            }
+        }
+    }
+
+    /// The turn's prefill is over, or is done elsewhere. True if a slot for a cold one is free again.
+    pub fn prefill_over(&mut self, slot: usize, key: Key, turn: u64) -> bool {
+        turn != 0
+            && self
+                .holds
+                .get_mut(slot)
+                .is_some_and(|hold| hold.end_cold(key, turn))
+    }
+
+    /// An answer has become longer than was booked for it. What no longer fits beside it is given up,
+    /// for the engine evicts it anyway.
+    pub fn lengthen(&mut self, seat: &mut Seat, more_tokens: u64, site: Option<&Site>, now_s: f64) {
+        seat.output_tokens += more_tokens;
+        let Some(site) = site.filter(|site| site.serial == seat.serial) else {
+            return;
+        };
+        self.hold(seat.slot)
+            .lengthen(seat.key, seat.turn, more_tokens);
+        let Some(budget) = self.budget_tokens(site) else {
+            return;
+        };
+        self.holds[site.slot].trim_growth(budget);
+        for (key, reason) in self.excess_idle(site, now_s) {
+            self.give_up(site.slot, &site.spec, key, reason, now_s);
+        }
+    }
+
+    /// Gives up what has to go for a turn, and books its place.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one call, of facts that belong to no one type"
+    )]
+    pub fn take_place(
+        &mut self,
+        asked: &Asked<'_>,
+        identity: &Identity,
+        site: &Site,
+        sites: &[Site],
+        state: Residence,
+        give_up: &[(Key, GiveUp)],
+        now_s: f64,
+    ) -> (u64, Vec<Option<Name>>) {
+        let mut gave_up = Vec::new();
+        for &(key, reason) in give_up {
+            gave_up.push(self.give_up(site.slot, &site.spec, key, reason, now_s));
+        }
+        let turn = self.book(site, identity, &asked.prompt, asked.output_tokens, now_s);
+        if turn != 0 {
+            self.begin_cold(site, asked, state, turn);
+            self.leave_old_home(identity.key, site, sites, now_s);
+            self.book_growth(identity.key, site);
+        }
+        (turn, gave_up)
+    }
+
+    /// Ends a turn. `site` is none where its worker has left.
+    pub fn end(
+        &mut self,
+        seat: Seat,
+        site: Option<&Site>,
+        served: Served,
+        output_tokens: u64,
+        usage: Usage,
+        now_s: f64,
+    ) -> Ended {
+        let cached = usage.cached_tokens.filter(|_| served == Served::Yes);
+        let reported = usage.prompt_tokens.unwrap_or(seat.prompt_tokens);
+        let recomputed_tokens = cached.map(|cached| {
+            let page = site.map_or(1, |site| site.spec.page_size.max(1)) as u64;
+            let most = reported.saturating_sub(1) / page * page;
+            (seat.before_tokens.min(most) / page * page).saturating_sub(cached)
+        });
+        let site = site.filter(|site| site.serial == seat.serial);
+        if let Some(site) = site {
+            self.hold(site.slot);
+            let seen = &mut self.seen[site.slot];
+            seen.recomputed_tokens += recomputed_tokens.unwrap_or(0);
+            if let Some(cached) = cached {
+                seen.prompt_tokens += reported;
+                seen.cached_tokens += cached;
+            }
+        }
+        if let (Some(text), Some(reported)) = (seat.text_tokens, usage.prompt_tokens)
+            && text >= TELLING_TOKENS
+        {
+            let ratio = (reported as f64 / text as f64).clamp(0.25, 4.0);
+            self.text_scale += 0.05 * (ratio - self.text_scale);
+        }
+        let known = self.sessions.of(seat.key);
+        known.in_flight = known.in_flight.saturating_sub(1);
+        known.recomputed_tokens += recomputed_tokens.unwrap_or(0);
+        if known.in_flight == 0 {
+            known.ended_s = Some(now_s);
+        }
+        if served == Served::Yes {
+            let mut prompt = seat.served.clone();
+            if seat.text_tokens.is_some() {
+                prompt.set_tokens(reported);
+            }
+            known.served = Some(prompt);
+        }
+        match site {
+            _ if seat.turn == 0 => {}
+            Some(site) => self.vacate(&seat, site, served, output_tokens, now_s),
+            // Its worker has left the fleet.
+            None => {
+                let hold = self.hold(seat.slot);
+                hold.end(seat.key, seat.turn, Served::Failed, 0, now_s);
+            }
+        }
+        Ended { recomputed_tokens }
+    }
+
+    /// Ends a turn that was let in and not placed.
+    pub fn unbook(&mut self, slot: usize, key: Key, turn: u64, now_s: f64) {
+        if turn != 0 && slot < self.holds.len() {
+            self.holds[slot].end(key, turn, Served::No, 0, now_s);
+        }
+    }
+
+    /// Books room for a session's next turns, as far as there is some.
+    fn book_growth(&mut self, key: Key, site: &Site) {
+        let wanted = self.growth_of(key);
+        if let Some(budget) = self.budget_tokens(site) {
+            self.holds[site.slot].reserve_growth(key, wanted, budget);
+        }
+    }
+
+    /// What becomes of the session's place at the end of its turn.
+    fn vacate(&mut self, seat: &Seat, site: &Site, served: Served, output_tokens: u64, now_s: f64) {
+        let known = self.sessions.of(seat.key);
+        let is_home = known.home == Some((site.slot, site.serial));
+        let hold = &mut self.holds[site.slot];
+        if !hold.end(seat.key, seat.turn, served, output_tokens, now_s) {
+            return;
+        }
+        let Some(occupant) = hold.occupant_mut(seat.key) else {
+            return;
+        };
+        occupant.returns_s = seat.hints.idle_s.map(|idle_s| now_s + idle_s);
+        occupant.ended |= seat.hints.ends;
+        if !occupant.turns.is_empty() || occupant.waits {
+            return;
+        }
+        let reason = if occupant.ended {
+            Some(GiveUp::Ended)
+        } else if occupant.marked {
+            Some(GiveUp::OverLimit)
+        } else if !is_home {
+            Some(GiveUp::Moved)
+        } else {
+            None
+        };
+        match reason {
+            _ if !site.spec.prefix_cache => {
+                hold.remove(seat.key);
+            }
+            Some(reason) => {
+                self.give_up(site.slot, &site.spec, seat.key, reason, now_s);
+            }
+            None => self.book_growth(seat.key, site),
+        }
+    }
+}

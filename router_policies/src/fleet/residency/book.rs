@@ -1,0 +1,379 @@
+//! Who holds what on one worker: its occupants, their turns in flight, and what all of it takes of
+//! the KV, shared prefixes counted once.
+
+use super::footprint::{Blocks, Chain, Coarse};
+use super::sessions::Name;
+use crate::fleet::prefix::estimate::StateMap;
+use smallvec::SmallVec;
+
+/// A session's name among all, hashed; families by prefix have numbers of their own.
+pub type Key = u64;
+
+/// A turn in flight.
+#[derive(Debug)]
+pub struct Turn {
+    pub id: u64,
+    pub chain: Chain,
+    /// Blocks that the session held when the turn came, and the tokens after them.
+    before: Option<(usize, u64)>,
+    /// Booked for its answer.
+    pub output_tokens: u64,
+    /// Takes one of the worker's turns for a cold prefill.
+    pub cold: bool,
+}
+
+/// A session that has a place on the worker.
+#[derive(Debug, Default)]
+pub struct Occupant {
+    pub name: Option<Name>,
+    /// What it holds between its turns.
+    pub held: Option<Chain>,
+    pub turns: SmallVec<[Turn; 1]>,
+    /// Booked for its next turns.
+    pub growth_tokens: u64,
+    pub admitted_s: f64,
+    pub idle_since_s: f64,
+    /// When it said that it would be back.
+    pub returns_s: Option<f64>,
+    /// It said that no further turn comes.
+    pub ended: bool,
+    /// Its next turn waits for room to grow.
+    pub waits: bool,
+    /// Gives up its place when its turn ends.
+    pub marked: bool,
+    /// Its worker went away while a turn was in flight.
+    lost: bool,
+}
+
+impl Occupant {
+    pub fn is_idle(&self) -> bool {
+        self.turns.is_empty() && !self.waits
+    }
+
+    /// Tokens that it holds, those of others too included.
+    pub fn tokens(&self) -> u64 {
+        let in_flight = self.turns.iter();
+        let in_flight: u64 = in_flight
+            .map(|turn| turn.chain.tokens() + turn.output_tokens)
+            .sum();
+        in_flight + self.held.as_ref().map_or(0, Chain::tokens)
+    }
+}
+
+/// How a turn ended, as far as the worker's cache is concerned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Served {
+    /// Its prompt was prefilled there.
+    Yes,
+    /// It ended before that; what the session held before, it still holds.
+    No,
+    /// The worker failed.
+    Failed,
+}
+
+/// What a worker's KV is booked for.
+#[derive(Default)]
+pub struct Hold {
+    blocks: Blocks,
+    /// In an order that depends on nothing but the keys, so that simulations repeat.
+    occupants: StateMap<Occupant>,
+    /// Tokens of tails and of answers in flight.
+    loose_tokens: u64,
+    growth_tokens: u64,
+    pub cold_in_flight: u32,
+    pub given_up: u64,
+}
+
+impl Hold {
+    /// Booked for what is held and in flight.
+    pub fn firm_tokens(&self) -> u64 {
+        self.blocks.tokens() + self.loose_tokens
+    }
+
+    /// Booked in all: also for the next turns of those that have a place.
+    pub fn booked_tokens(&self) -> u64 {
+        self.firm_tokens() + self.growth_tokens
+    }
+
+    pub fn occupants(&self) -> impl Iterator<Item = (Key, &Occupant)> {
+        self.occupants
+            .iter()
+            .map(|(&key, occupant)| (key, occupant))
+    }
+
+    pub fn occupant(&self, key: Key) -> Option<&Occupant> {
+        self.occupants.get(&key)
+    }
+
+    pub fn occupant_mut(&mut self, key: Key) -> Option<&mut Occupant> {
+        self.occupants.get_mut(&key)
+    }
+
+    pub fn len(&self) -> usize {
+        self.occupants.len()
+    }
+
+    /// Tokens booked for turns in flight, shared ones counted for each.
+    pub fn in_flight_tokens(&self) -> u64 {
+        let turns = self.occupants.values().flat_map(|occupant| &occupant.turns);
+        turns
+            .map(|turn| turn.chain.tokens() + turn.output_tokens)
+            .sum()
+    }
+
+    /// By how much the firm booking grows when `key` sends this prompt and gets `output_tokens`.
+    /// Negative where it shrinks (a compacted session).
+    pub fn need_tokens(&self, key: Key, prompt: &Coarse<'_>, output_tokens: u64) -> i64 {
+        let occupant = self.occupants.get(&key);
+        let held = occupant.and_then(|occupant| occupant.held.as_ref());
+        let mut released = 0;
+        let mut known = 0;
+        if let Some(held) = held {
+            if held.begins(prompt) {
+                known = held.states.len();
+                released = held.tail_tokens;
+            } else if occupant.is_some_and(|occupant| occupant.turns.is_empty()) {
+                // Compacted: what is no longer in the prompt goes.
+                let kept = held.common(prompt).max(self.blocks.shared(held));
+                let gone = (held.states.len() - kept) as u64 * u64::from(held.block_tokens);
+                released = gone + held.tail_tokens;
+            }
+        }
+        let new = prompt.blocks() - self.blocks.held(prompt, known);
+        let added = prompt.tokens_of(new) + prompt.tail_tokens() + output_tokens;
+        added as i64 - released as i64
+    }
+
+    /// Books a turn. The session has a place from now on.
+    pub fn begin(
+        &mut self,
+        key: Key,
+        id: u64,
+        prompt: &Coarse<'_>,
+        output_tokens: u64,
+        now_s: f64,
+    ) -> &mut Occupant {
+        let occupant = self.occupants.entry(key).or_insert_with(|| Occupant {
+            admitted_s: now_s,
+            ..Occupant::default()
+        });
+        let extends = occupant
+            .held
+            .as_ref()
+            .is_some_and(|held| held.begins(prompt));
+        let mut before = None;
+        let mut chain = Chain::default();
+        if (extends || occupant.turns.is_empty())
+            && let Some(held) = occupant.held.take()
+        {
+            self.loose_tokens -= held.tail_tokens;
+            if extends {
+                before = Some((held.states.len(), held.tail_tokens));
+                chain = held;
+            } else {
+                self.blocks.release(&held);
+            }
+        }
+        chain.block_tokens = prompt.block_tokens;
+        chain.tail_tokens = prompt.tail_tokens();
+        for at in chain.states.len()..prompt.blocks() {
+            let state = prompt.state(at);
+            self.blocks.add(state, prompt.block_tokens);
+            chain.states.push(state);
+        }
+        self.loose_tokens += chain.tail_tokens + output_tokens;
+        self.growth_tokens -= std::mem::take(&mut occupant.growth_tokens);
+        occupant.waits = false;
+        occupant.returns_s = None;
+        occupant.ended = false;
+        occupant.turns.push(Turn {
+            id,
+            chain,
+            before,
+            output_tokens,
+            cold: false,
+        });
+        occupant
+    }
+
+    /// Marks the turn as a cold prefill.
+    pub fn begin_cold(&mut self, key: Key, id: u64) {
+        if let Some(turn) = self.turn_mut(key, id)
+            && !std::mem::replace(&mut turn.cold, true)
+        {
+            self.cold_in_flight += 1;
+        }
+    }
+
+    /// The turn's prefill is over, or happens elsewhere.
+    pub fn end_cold(&mut self, key: Key, id: u64) -> bool {
+        let was = self
+            .turn_mut(key, id)
+            .is_some_and(|turn| std::mem::take(&mut turn.cold));
+        self.cold_in_flight -= u32::from(was);
+        was
+    }
+
+    /// Books `more_tokens` for an answer that is longer than was expected.
+    pub fn lengthen(&mut self, key: Key, id: u64, more_tokens: u64) {
+        if let Some(turn) = self.turn_mut(key, id) {
+            turn.output_tokens += more_tokens;
+            self.loose_tokens += more_tokens;
+        }
+    }
+
+    fn turn_mut(&mut self, key: Key, id: u64) -> Option<&mut Turn> {
+        let turns = &mut self.occupants.get_mut(&key)?.turns;
+        turns.iter_mut().find(|turn| turn.id == id)
+    }
+
+    /// Ends a turn with an answer of `output_tokens`; false if it is not known here (any more).
+    pub fn end(
+        &mut self,
+        key: Key,
+        id: u64,
+        served: Served,
+        output_tokens: u64,
+        now_s: f64,
+    ) -> bool {
+        self.end_cold(key, id);
+        let Some(occupant) = self.occupants.get_mut(&key) else {
+            return false;
+        };
+        let Some(at) = occupant.turns.iter().position(|turn| turn.id == id) else {
+            return false;
+        };
+        let Turn {
+            mut chain,
+            before,
+            output_tokens: booked,
+            ..
+        } = occupant.turns.swap_remove(at);
+        self.loose_tokens -= chain.tail_tokens + booked;
+        match (served, before) {
+            (Served::Yes, _) => {
+                occupant.lost = false;
+                chain.tail_tokens += output_tokens;
+            }
+            (Served::No, Some((blocks, tail_tokens))) if !occupant.lost => {
+                let gone = chain.states.drain(blocks..);
+                gone.for_each(|state| self.blocks.remove(state));
+                chain.tail_tokens = tail_tokens;
+            }
+            _ => {
+                self.blocks.release(&chain);
+                chain = Chain::default();
+            }
+        }
+        // A chain without a block is nothing that a later prompt could be found to begin with.
+        if !chain.states.is_empty() {
+            self.loose_tokens += chain.tail_tokens;
+            if let Some(old) = occupant.held.replace(chain) {
+                self.loose_tokens -= old.tail_tokens;
+                self.blocks.release(&old);
+            }
+        }
+        if occupant.turns.is_empty() {
+            occupant.idle_since_s = now_s;
+            let is_gone = served == Served::Failed || occupant.lost;
+            if (occupant.held.is_none() || is_gone) && !occupant.waits {
+                self.remove(key);
+            }
+        }
+        true
+    }
+
+    /// Takes away a session's place; its turns in flight go on unbooked. What it held is returned
+    /// in tokens, or none where it had no place.
+    pub fn remove(&mut self, key: Key) -> Option<u64> {
+        let occupant = self.occupants.remove(&key)?;
+        let before = self.firm_tokens();
+        self.growth_tokens -= occupant.growth_tokens;
+        if let Some(chain) = &occupant.held {
+            self.blocks.release(chain);
+            self.loose_tokens -= chain.tail_tokens;
+        }
+        for turn in &occupant.turns {
+            self.blocks.release(&turn.chain);
+            self.loose_tokens -= turn.chain.tail_tokens + turn.output_tokens;
+            self.cold_in_flight -= u32::from(turn.cold);
+        }
+        Some(before - self.firm_tokens())
+    }
+
+    /// The worker's cache is gone: idle sessions lose their places; the others keep one if the turn
+    /// that is in flight is served all the same. Returns who loses theirs; [`Hold::remove`] takes it.
+    pub fn lose_all(&mut self) -> Vec<Key> {
+        let mut idle = Vec::new();
+        for (&key, occupant) in &mut self.occupants {
+            occupant.lost = true;
+            if occupant.turns.is_empty() {
+                idle.push(key);
+            }
+        }
+        idle
+    }
+
+    /// Books `wanted_tokens` for the next turns of `key`, or as much of that as there is room for.
+    pub fn reserve_growth(&mut self, key: Key, wanted_tokens: u64, budget_tokens: u64) {
+        let room = budget_tokens.saturating_sub(self.booked_tokens());
+        if let Some(occupant) = self.occupants.get_mut(&key) {
+            self.growth_tokens -= occupant.growth_tokens;
+            occupant.growth_tokens = wanted_tokens.min(room + occupant.growth_tokens);
+            self.growth_tokens += occupant.growth_tokens;
+        }
+    }
+
+    /// Takes what is booked for next turns back until all of it is within the budget, if it can be.
+    pub fn trim_growth(&mut self, budget_tokens: u64) {
+        let mut excess = self
+            .booked_tokens()
+            .saturating_sub(budget_tokens)
+            .min(self.growth_tokens);
+        for occupant in self.occupants.values_mut() {
+            if excess == 0 {
+                return;
+            }
+            let taken = occupant.growth_tokens.min(excess);
+            occupant.growth_tokens -= taken;
+            self.growth_tokens -= taken;
+            excess -= taken;
+        }
+    }
+
+    /// Tokens that all of `keys` would free for `prompt` by going.
+    pub fn freed_by(&self, keys: &[Key], prompt: &Coarse<'_>) -> u64 {
+        let occupants = || keys.iter().filter_map(|key| self.occupants.get(key));
+        let chains = occupants().filter_map(|occupant| occupant.held.as_ref());
+        let growth: u64 = occupants().map(|occupant| occupant.growth_tokens).sum();
+        self.blocks.freed_by(chains, prompt) + growth
+    }
+
+    /// Tokens that nobody but this occupant holds.
+    pub fn unshared_tokens(&self, occupant: &Occupant) -> u64 {
+        let own = |chain: &Chain| {
+            let own = chain.states.len() - self.blocks.shared(chain);
+            own as u64 * u64::from(chain.block_tokens) + chain.tail_tokens
+        };
+        let turns = occupant.turns.iter();
+        let in_flight = turns.map(|turn| own(&turn.chain) + turn.output_tokens);
+        occupant.held.as_ref().map_or(0, own) + in_flight.sum::<u64>()
+    }
+
+    /// Whether nothing is booked and nobody has a place.
+    pub fn is_empty(&self) -> bool {
+        self.occupants.is_empty()
+            && self.blocks.is_empty()
+            && self.booked_tokens() == 0
+            && self.cold_in_flight == 0
+    }
+
+    /// Whether nothing is in flight.
+    pub fn is_quiet(&self) -> bool {
+        self.cold_in_flight == 0
+            && self
+                .occupants
+                .values()
+                .all(|o| o.turns.is_empty() && !o.waits)
+    }
+}

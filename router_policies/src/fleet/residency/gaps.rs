@@ -1,0 +1,171 @@
+//! How long sessions think between an answer's end and their next request: their own last gaps, and
+//! what all sessions do.
+
+use smallvec::SmallVec;
+
+/// Gaps of a session that are remembered.
+const OWN_GAPS: usize = 8;
+const LEAST_S: f64 = 0.05;
+const BINS_AN_OCTAVE: f64 = 3.0;
+const BINS: usize = 48;
+/// What one more gap takes off the weight of all before it: half is gone after 700.
+const DECAY: f64 = 0.999;
+/// How many of a session's own gaps what all sessions do is worth.
+const FLEET_WEIGHT: f64 = 2.0;
+/// Gaps that are assumed before any was seen, spread evenly over the bins up to [`ASSUMED_MOST_S`].
+const ASSUMED_GAPS: f64 = 4.0;
+const ASSUMED_MOST_S: f64 = 10.0;
+/// No session is expected back later than this; and one that stayed away this long, not at all.
+pub const MOST_S: f64 = 600.0;
+
+/// A session's own last gaps, in seconds.
+#[derive(Clone, Debug, Default)]
+pub struct OwnGaps(SmallVec<[f32; OWN_GAPS]>);
+
+impl OwnGaps {
+    pub fn note(&mut self, gap_s: f64) {
+        if self.0.len() == OWN_GAPS {
+            self.0.remove(0);
+        }
+        self.0.push(gap_s as f32);
+    }
+}
+
+/// The gaps of all sessions: a histogram with bins of equal ratio, the older gaps weighing less.
+#[derive(Clone, Debug)]
+pub struct Gaps {
+    weights: [f64; BINS],
+    /// Grows instead of every weight shrinking.
+    unit: f64,
+}
+
+impl Default for Gaps {
+    fn default() -> Self {
+        let assumed = bin(ASSUMED_MOST_S) + 1;
+        let mut weights = [0.0; BINS];
+        weights[..assumed].fill(ASSUMED_GAPS / assumed as f64);
+        Self { weights, unit: 1.0 }
+    }
+}
+
+fn bin(gap_s: f64) -> usize {
+    let octaves = (gap_s / LEAST_S).max(1.0).log2();
+    ((octaves * BINS_AN_OCTAVE) as usize).min(BINS - 1)
+}
+
+/// The middle of a bin, by ratio.
+fn middle_s(bin: usize) -> f64 {
+    LEAST_S * ((bin as f64 + 0.5) / BINS_AN_OCTAVE).exp2()
+}
+
+impl Gaps {
+    pub fn note(&mut self, gap_s: f64) {
+        self.unit /= DECAY;
+        self.weights[bin(gap_s)] += self.unit;
+        if self.unit > 1e12 {
+            self.weights
+                .iter_mut()
+                .for_each(|weight| *weight /= self.unit);
+            self.unit = 1.0;
+        }
+    }
+
+    /// Weighted gaps longer than `idle_s`: what they weigh, and by how much they are longer; the
+    /// fleet's whole histogram weighs [`FLEET_WEIGHT`].
+    fn longer(&self, own: &OwnGaps, idle_s: f64) -> (f64, f64) {
+        let all: f64 = self.weights.iter().sum();
+        let (mut weight, mut beyond) = (0.0, 0.0);
+        for (bin, &of_bin) in self.weights.iter().enumerate() {
+            let gap_s = middle_s(bin);
+            if gap_s > idle_s {
+                let share = FLEET_WEIGHT * of_bin / all;
+                weight += share;
+                beyond += share * (gap_s - idle_s);
+            }
+        }
+        for gap_s in own.0.iter().map(|&gap_s| f64::from(gap_s)) {
+            if gap_s > idle_s {
+                weight += 1.0;
+                beyond += gap_s - idle_s;
+            }
+        }
+        (weight, beyond)
+    }
+
+    /// Expected seconds until a session that has been idle for `idle_s` sends its next request. One
+    /// that is away for longer than nearly every gap seen is expected to stay away as long again.
+    pub fn remaining_s(&self, own: &OwnGaps, idle_s: f64) -> f64 {
+        if idle_s >= MOST_S {
+            return MOST_S;
+        }
+        let (weight, beyond) = self.longer(own, idle_s);
+        let expected_s = if weight > 1e-3 * FLEET_WEIGHT {
+            beyond / weight
+        } else {
+            idle_s
+        };
+        expected_s.min(MOST_S)
+    }
+
+    /// How likely it sends its next request within the next `horizon_s`.
+    pub fn returns_within(&self, own: &OwnGaps, idle_s: f64, horizon_s: f64) -> f64 {
+        let (now, _) = self.longer(own, idle_s);
+        if idle_s >= MOST_S || now <= 1e-3 * FLEET_WEIGHT {
+            return 0.0;
+        }
+        let (later, _) = self.longer(own, idle_s + horizon_s);
+        (1.0 - later / now).clamp(0.0, 1.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fleet(gaps_s: &[f64]) -> Gaps {
+        let mut gaps = Gaps::default();
+        for _ in 0..500 {
+            gaps_s.iter().for_each(|&gap_s| gaps.note(gap_s));
+        }
+        gaps
+    }
+
+    #[test]
+    fn a_session_that_stays_away_is_expected_later_and_later() {
+        let gaps = fleet(&[1.0, 2.0, 4.0, 200.0]);
+        let own = OwnGaps::default();
+        let at_once = gaps.remaining_s(&own, 0.0);
+        assert!(
+            (40.0..65.0).contains(&at_once),
+            "{at_once}: a quarter of 200 s"
+        );
+        let after_ten = gaps.remaining_s(&own, 10.0);
+        assert!(
+            (150.0..220.0).contains(&after_ten),
+            "{after_ten}: only the long gap is left"
+        );
+        let beyond = gaps.remaining_s(&own, 400.0);
+        assert_eq!(beyond, 400.0, "as long again");
+        assert_eq!(gaps.remaining_s(&own, 10_000.0), MOST_S);
+    }
+
+    #[test]
+    fn own_gaps_outweigh_the_fleets() {
+        let gaps = fleet(&[100.0]);
+        let mut own = OwnGaps::default();
+        (0..OWN_GAPS).for_each(|_| own.note(1.0));
+        let quick = gaps.remaining_s(&own, 0.0);
+        assert!(quick < 30.0, "{quick}");
+        assert!(gaps.returns_within(&own, 0.0, 2.0) > 0.7);
+        let stranger = OwnGaps::default();
+        assert!(gaps.returns_within(&stranger, 0.0, 2.0) < 0.05);
+    }
+
+    #[test]
+    fn weights_stay_finite() {
+        let mut gaps = Gaps::default();
+        (0..200_000).for_each(|i| gaps.note(f64::from(i % 7)));
+        let expected = gaps.remaining_s(&OwnGaps::default(), 0.0);
+        assert!((2.5..3.5).contains(&expected), "{expected}");
+    }
+}

@@ -1,0 +1,509 @@
+//! Where a turn may go now, and who gives up a place for it.
+
+use super::book::{Hold, Key};
+use super::footprint::Coarse;
+use super::rules::{Demand, Placement};
+use super::{GiveUp, Residence, Residency, Site, WaitReason};
+use crate::fleet::prefix::hash::PromptHashes;
+use crate::policy::attention_pairs;
+use smallvec::{SmallVec, smallvec};
+use std::rc::Rc;
+
+/// A turn that asks for a place.
+#[derive(Clone, Copy)]
+pub(in crate::fleet) struct Asked<'a> {
+    pub key: Key,
+    pub has_session: bool,
+    pub prompt: Coarse<'a>,
+    /// To be booked for its answer.
+    pub output_tokens: u64,
+    /// Tokens of its prompt cached on each worker, by slot.
+    pub cached: &'a [u64],
+    pub exclude: &'a [String],
+    pub arrived_s: f64,
+    pub parent: Option<Key>,
+}
+
+/// Where a turn may go.
+#[derive(Debug)]
+pub(in crate::fleet) struct Go {
+    /// Any of these.
+    pub slots: SmallVec<[usize; 8]>,
+    /// First these give up their places on the one of `slots`.
+    pub give_up: Vec<(Key, GiveUp)>,
+    pub state: Residence,
+}
+
+/// What a round of decisions has in common.
+pub(super) struct Round {
+    pub now_s: f64,
+    pub oldest_wait_s: f64,
+    /// A worker on which room gathers for another.
+    pub closed: Option<usize>,
+    /// By slot: who may be given up for one that waits, and what that frees at most.
+    eligible: Vec<Option<Rc<Eligible>>>,
+}
+
+struct Eligible {
+    keys: Vec<(Key, GiveUp)>,
+    most_tokens: u64,
+}
+
+impl Round {
+    pub fn new(now_s: f64, oldest_wait_s: f64) -> Self {
+        Self {
+            now_s,
+            oldest_wait_s,
+            closed: None,
+            eligible: Vec::new(),
+        }
+    }
+
+    /// The worker's places have changed.
+    pub fn forget(&mut self, slot: usize) {
+        if let Some(eligible) = self.eligible.get_mut(slot) {
+            *eligible = None;
+        }
+    }
+}
+
+/// Whether a turn fits on one worker.
+enum Fit {
+    Yes,
+    AfterGivingUp(Vec<(Key, GiveUp)>),
+    No(WaitReason),
+}
+
+impl Residency {
+    /// Where a turn may go now.
+    ///
+    /// # Errors
+    /// Why it has to wait.
+    pub(super) fn ask(
+        &self,
+        asked: &Asked<'_>,
+        sites: &[Site],
+        round: &mut Round,
+    ) -> Result<Go, WaitReason> {
+        if let Some(site) = self.residence_of(asked, sites) {
+            return self.grow(asked, site, round.now_s);
+        }
+        self.enter(asked, sites, round)
+    }
+
+    /// As [`Residency::ask`], for one that comes now.
+    pub fn ask_now(&self, asked: &Asked<'_>, sites: &[Site], now_s: f64) -> Result<Go, WaitReason> {
+        self.ask(asked, sites, &mut Round::new(now_s, 0.0))
+    }
+
+    /// Idle sessions that no longer fit beside what is in flight.
+    pub(super) fn excess_idle(&self, site: &Site, now_s: f64) -> Vec<(Key, GiveUp)> {
+        let hold = &self.holds[site.slot];
+        let excess = self
+            .budget_tokens(site)
+            .map_or(0, |budget| hold.firm_tokens().saturating_sub(budget));
+        if excess == 0 || !self.manner.by_tokens || self.manner.residents_always_go {
+            return Vec::new();
+        }
+        let places = self.places(site, now_s);
+        let idle = self
+            .rule
+            .may_give_up(&self.view(site, &places, now_s), Demand::Growth);
+        let nobody = PromptHashes::default();
+        let nobody = Coarse::of(&nobody, 1.0);
+        let enough = |keys: &[Key]| hold.freed_by(keys, &nobody) - growth_of(hold, keys) >= excess;
+        cheapest(&idle, enough).unwrap_or(idle)
+    }
+
+    /// The worker on which the turn's session has a place. The overlapping turns of a family, which
+    /// may be many clients' with one document, are not held together.
+    pub fn residence_of<'a>(&self, asked: &Asked<'_>, sites: &'a [Site]) -> Option<&'a Site> {
+        let (slot, serial) = self.sessions.get(asked.key)?.home?;
+        let site = sites.iter().find(|site| site.slot == slot)?;
+        let occupant = self.holds.get(slot)?.occupant(asked.key)?;
+        let is_bound = asked.has_session || occupant.turns.is_empty();
+        let may_go = site.routable && !asked.exclude.contains(&site.spec.id);
+        (is_bound && may_go && site.serial == serial).then_some(site)
+    }
+
+    /// Whether a session that has been idle for a while is no longer cached where it has its place,
+    /// as the engine's events say.
+    pub fn has_lost_place(&self, asked: &Asked<'_>, site: &Site, now_s: f64) -> bool {
+        const EVENTS_TAKE_S: f64 = 1.0;
+        let occupant = self
+            .holds
+            .get(site.slot)
+            .and_then(|hold| hold.occupant(asked.key));
+        let Some(occupant) = occupant.filter(|o| o.is_idle()) else {
+            return false;
+        };
+        let Some(held) = occupant.held.as_ref().filter(|_| site.is_exact) else {
+            return false;
+        };
+        let believed = asked.prompt.tokens_of(held.common(&asked.prompt));
+        let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
+        now_s - occupant.idle_since_s >= EVENTS_TAKE_S
+            && believed.saturating_sub(cached) >= self.settings.cold_tokens.min(believed / 2 + 1)
+    }
+
+    /// A turn of a session with a place here: it goes at once if there is room for what it has grown by.
+    fn grow(&self, asked: &Asked<'_>, site: &Site, now_s: f64) -> Result<Go, WaitReason> {
+        let go = |give_up, state| Go {
+            slots: smallvec![site.slot],
+            give_up,
+            state,
+        };
+        let Some(budget) = self.budget_tokens(site) else {
+            return Ok(go(Vec::new(), Residence::Ungated));
+        };
+        let hold = &self.holds[site.slot];
+        let need = hold.need_tokens(asked.key, &asked.prompt, asked.output_tokens);
+        let excess = hold.firm_tokens() as i64 + need - budget as i64;
+        if excess <= 0 || !self.manner.by_tokens || self.manner.residents_always_go {
+            return Ok(go(Vec::new(), Residence::Resident));
+        }
+        let places = self.places(site, now_s);
+        let mut others = self
+            .rule
+            .may_give_up(&self.view(site, &places, now_s), Demand::Growth);
+        others.retain(|(key, _)| *key != asked.key);
+        let enough = |keys: &[Key]| {
+            let freed = hold.freed_by(keys, &asked.prompt);
+            let growth = growth_of(hold, keys);
+            (freed - growth) as i64 >= excess
+        };
+        if let Some(plan) = cheapest(&others, enough) {
+            return Ok(go(plan, Residence::Resident));
+        }
+        let is_alone = hold
+            .occupants()
+            .all(|(key, o)| key == asked.key || o.is_idle());
+        let own_in_flight = hold
+            .occupant(asked.key)
+            .is_some_and(|o| !o.turns.is_empty());
+        if is_alone && !own_in_flight {
+            return Ok(go(others, Residence::Alone));
+        }
+        Err(WaitReason::Growth)
+    }
+
+    /// A turn without a place.
+    fn enter(
+        &self,
+        asked: &Asked<'_>,
+        sites: &[Site],
+        round: &mut Round,
+    ) -> Result<Go, WaitReason> {
+        let may_go = |site: &&Site| site.routable && !asked.exclude.contains(&site.spec.id);
+        let candidates: SmallVec<[&Site; 8]> = sites.iter().filter(may_go).collect();
+        if candidates.is_empty() {
+            return Err(WaitReason::NoWorker);
+        }
+        let ungated = candidates
+            .iter()
+            .filter(|site| site.kv_capacity_tokens.is_none());
+        let ungated: SmallVec<[usize; 8]> = ungated.map(|site| site.slot).collect();
+        let gated = || {
+            let closed = round.closed;
+            let gated = candidates.iter().copied();
+            gated.filter(move |site| site.kv_capacity_tokens.is_some() && Some(site.slot) != closed)
+        };
+        let gated: SmallVec<[&Site; 8]> = gated().collect();
+        let home = self.home_of(asked, &candidates);
+        let waited_s = round.now_s - asked.arrived_s;
+        // Elsewhere than at home only once waiting has cost as much as moving does.
+        let may_move = |site: &Site| match home {
+            None => true,
+            Some(home) if home.slot == site.slot => true,
+            Some(_) if self.manner.placement == Placement::HomeOnly => false,
+            Some(home) => waited_s >= self.moving_s(asked, home, site),
+        };
+        let mut reason = WaitReason::NoRoom;
+        let (mut fits, mut plans) = (SmallVec::<[&Site; 8]>::new(), Vec::new());
+        for &site in &gated {
+            match self.fit(asked, site, round) {
+                Fit::Yes if home.is_some_and(|home| home.slot == site.slot) => {
+                    fits = smallvec![site];
+                    plans.clear();
+                    break;
+                }
+                Fit::Yes => fits.push(site),
+                Fit::AfterGivingUp(plan) => plans.push((site, plan)),
+                Fit::No(why) => reason = why,
+            }
+        }
+        let has_fitting = !fits.is_empty() || !plans.is_empty();
+        fits.retain(|site| may_move(site));
+        plans.retain(|(site, _)| may_move(site));
+        let moved = |slot: usize| match self.sessions.get(asked.key).and_then(|k| k.home) {
+            Some((old, _)) if old != slot => Residence::Moved,
+            _ => Residence::Admitted,
+        };
+        if self.manner.placement == Placement::MostRoom {
+            let room = |site: &&Site| self.room_tokens(site);
+            fits = fits.iter().copied().max_by_key(room).into_iter().collect();
+        }
+        if !fits.is_empty() || !ungated.is_empty() {
+            let state = match (fits.first(), ungated.first()) {
+                (Some(site), _) => moved(site.slot),
+                _ => Residence::Ungated,
+            };
+            let slots = fits.iter().map(|site| site.slot).chain(ungated).collect();
+            let give_up = Vec::new();
+            return Ok(Go {
+                slots,
+                give_up,
+                state,
+            });
+        }
+        // At home first, then where the least is given up.
+        let least = plans.into_iter().min_by_key(|(site, plan)| {
+            let keys: Vec<Key> = plan.iter().map(|(key, _)| *key).collect();
+            let is_home = home.is_some_and(|home| home.slot == site.slot);
+            (
+                !is_home,
+                self.holds[site.slot].freed_by(&keys, &asked.prompt),
+            )
+        });
+        if let Some((site, give_up)) = least {
+            let slots = smallvec![site.slot];
+            let state = moved(site.slot);
+            return Ok(Go {
+                slots,
+                give_up,
+                state,
+            });
+        }
+        if let Some(go) = self.alone(asked, &gated) {
+            return Ok(go);
+        }
+        Err(match (has_fitting, round.closed, gated.is_empty()) {
+            (true, ..) => WaitReason::HomeFirst,
+            (false, Some(_), true) => WaitReason::BehindOthers,
+            _ if self.fits_nowhere(asked, &gated) => WaitReason::Alone,
+            _ => reason,
+        })
+    }
+
+    /// Where the turn's session is taken to be cached: by the rule where it was before, else where a
+    /// long part of it is.
+    fn home_of<'a>(&self, asked: &Asked<'_>, candidates: &[&'a Site]) -> Option<&'a Site> {
+        match self.manner.placement {
+            Placement::MostRoom => None,
+            Placement::HomeOnly => {
+                let (slot, serial) = self.sessions.get(asked.key)?.home?;
+                let is_home = |site: &&&Site| site.slot == slot && site.serial == serial;
+                candidates.iter().find(is_home).copied()
+            }
+            Placement::WaitOrMove => {
+                let cached = |site: &&&Site| asked.cached.get(site.slot).copied().unwrap_or(0);
+                let best = candidates.iter().max_by_key(cached)?;
+                (cached(&best) >= self.settings.cold_tokens).then_some(*best)
+            }
+        }
+    }
+
+    /// Seconds of computing that a turn costs more on `site` than at home.
+    pub(super) fn moving_s(&self, asked: &Asked<'_>, home: &Site, site: &Site) -> f64 {
+        let compute_s = |site: &Site| {
+            let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
+            let new = asked.prompt.tokens.saturating_sub(cached);
+            site.rates.compute_s(new, attention_pairs(cached, new))
+        };
+        (compute_s(site) - compute_s(home)).max(0.0)
+    }
+
+    /// Free for others than those with a place.
+    pub(super) fn room_tokens(&self, site: &Site) -> u64 {
+        let booked = self.holds.get(site.slot).map_or(0, Hold::booked_tokens);
+        self.budget_tokens(site)
+            .unwrap_or(u64::MAX)
+            .saturating_sub(booked)
+    }
+
+    /// Growth to book for the turns after this one.
+    pub(super) fn growth_of(&self, key: Key) -> u64 {
+        let known = self.sessions.get(key).and_then(|known| known.growth_tokens);
+        (known.unwrap_or(self.growth_tokens) * self.settings.growth_turns) as u64
+    }
+
+    fn fit(&self, asked: &Asked<'_>, site: &Site, round: &mut Round) -> Fit {
+        let Some(budget) = self.budget_tokens(site) else {
+            return Fit::Yes;
+        };
+        let empty = Hold::default();
+        let hold = self.holds.get(site.slot).unwrap_or(&empty);
+        let waited_s = round.now_s - asked.arrived_s;
+        let is_forced = self
+            .manner
+            .force_after_s
+            .is_some_and(|after_s| waited_s >= after_s);
+        let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
+        let is_cold = asked.prompt.tokens.saturating_sub(cached) >= self.settings.cold_tokens;
+        if is_cold && site.prefills && hold.cold_in_flight >= self.settings.cold_slots {
+            return Fit::No(WaitReason::ColdPrefill);
+        }
+        let excess = self.excess_tokens(asked, site, hold, budget, round.now_s);
+        let is_there = hold.occupant(asked.key).is_some();
+        let limit = self.rule.sessions_limit(site.slot).unwrap_or(usize::MAX);
+        let over = (hold.len() + usize::from(!is_there)).saturating_sub(limit);
+        if is_forced || (excess <= 0 && over == 0) {
+            return Fit::Yes;
+        }
+        let no = if over > 0 {
+            WaitReason::SessionsLimit
+        } else {
+            WaitReason::NoRoom
+        };
+        let eligible = self.eligible(site, round);
+        let own_parent = asked.parent.filter(|&parent| {
+            hold.occupant(parent)
+                .is_some_and(|occupant| occupant.is_idle())
+        });
+        let most = eligible.most_tokens
+            + own_parent
+                .and_then(|parent| hold.occupant(parent))
+                .map_or(0, |o| o.tokens() + o.growth_tokens);
+        if excess > 0 && most < excess as u64 {
+            return Fit::No(no);
+        }
+        let mut others: Vec<_> = own_parent
+            .map(|parent| (parent, GiveUp::ForItsChild))
+            .into_iter()
+            .collect();
+        let is_other = |(key, _): &&(Key, GiveUp)| *key != asked.key && Some(*key) != own_parent;
+        others.extend(eligible.keys.iter().filter(is_other).copied());
+        let enough = |keys: &[Key]| {
+            keys.len() >= over
+                && (excess <= 0 || hold.freed_by(keys, &asked.prompt) as i64 >= excess)
+        };
+        match cheapest(&others, enough) {
+            Some(plan) => Fit::AfterGivingUp(plan),
+            None => Fit::No(no),
+        }
+    }
+
+    /// By how much the worker's budget would be exceeded if the turn were let in.
+    fn excess_tokens(
+        &self,
+        asked: &Asked<'_>,
+        site: &Site,
+        hold: &Hold,
+        budget: u64,
+        now_s: f64,
+    ) -> i64 {
+        if !self.manner.by_tokens {
+            return 0;
+        }
+        let places;
+        let occupied = if self.rule.counts_itself() {
+            places = self.places(site, now_s);
+            self.rule.occupied_tokens(&self.view(site, &places, now_s))
+        } else {
+            None
+        };
+        if let Some(occupied) = occupied {
+            return (occupied + asked.prompt.tokens as f64) as i64 - budget as i64;
+        }
+        let whole = asked.prompt.tokens + asked.output_tokens;
+        let growth = self.growth_of(asked.key).min(budget.saturating_sub(whole));
+        let own_growth = hold.occupant(asked.key).map_or(0, |o| o.growth_tokens);
+        let need = hold.need_tokens(asked.key, &asked.prompt, asked.output_tokens);
+        (hold.booked_tokens() - own_growth + growth) as i64 + need - budget as i64
+    }
+
+    /// Who may be given up on a worker for one that waits.
+    fn eligible(&self, site: &Site, round: &mut Round) -> Rc<Eligible> {
+        if round.eligible.len() <= site.slot {
+            round.eligible.resize(site.slot + 1, None);
+        }
+        let cached = &mut round.eligible[site.slot];
+        if let Some(eligible) = cached {
+            return Rc::clone(eligible);
+        }
+        let places = self.places(site, round.now_s);
+        let demand = Demand::Waiting {
+            oldest_wait_s: round.oldest_wait_s,
+        };
+        let keys = self
+            .rule
+            .may_give_up(&self.view(site, &places, round.now_s), demand);
+        let hold = self.holds.get(site.slot);
+        let tokens = keys.iter().filter_map(|(key, _)| {
+            let occupant = hold?.occupant(*key)?;
+            Some(occupant.tokens() + occupant.growth_tokens)
+        });
+        let most_tokens = tokens.sum();
+        let eligible = Rc::new(Eligible { keys, most_tokens });
+        *cached = Some(Rc::clone(&eligible));
+        eligible
+    }
+
+    /// Who may be given up on `site` for one that waits, in the rule's order.
+    pub(super) fn eligible_keys(&self, site: &Site, round: &mut Round) -> Vec<(Key, GiveUp)> {
+        self.eligible(site, round).keys.clone()
+    }
+
+    /// Whether the turn fits on none of these workers, not even beside nobody.
+    pub(super) fn fits_nowhere(&self, asked: &Asked<'_>, sites: &[&Site]) -> bool {
+        let whole = asked.prompt.tokens + asked.output_tokens;
+        self.manner.by_tokens
+            && sites.iter().all(|site| {
+                self.budget_tokens(site)
+                    .is_some_and(|budget| whole > budget)
+            })
+    }
+
+    /// One that fits nowhere goes where nothing is in flight, for which all there give up their places.
+    fn alone(&self, asked: &Asked<'_>, sites: &[&Site]) -> Option<Go> {
+        if !self.fits_nowhere(asked, sites) {
+            return None;
+        }
+        let is_quiet = |site: &&&Site| self.holds.get(site.slot).is_none_or(Hold::is_quiet);
+        let site = sites
+            .iter()
+            .filter(is_quiet)
+            .max_by_key(|site| self.budget_tokens(site))?;
+        let others = self
+            .holds
+            .get(site.slot)
+            .into_iter()
+            .flat_map(Hold::occupants);
+        let others = others.map(|(key, _)| key).filter(|&key| key != asked.key);
+        Some(Go {
+            slots: smallvec![site.slot],
+            give_up: others.map(|key| (key, GiveUp::ForOneAlone)).collect(),
+            state: Residence::Alone,
+        })
+    }
+}
+
+/// Tokens booked for the growth of `keys`.
+fn growth_of(hold: &Hold, keys: &[Key]) -> u64 {
+    let occupants = keys.iter().filter_map(|&key| hold.occupant(key));
+    occupants.map(|occupant| occupant.growth_tokens).sum()
+}
+
+/// As few of `others`, from the first on, as are `enough`; none where all are not.
+fn cheapest(
+    others: &[(Key, GiveUp)],
+    enough: impl Fn(&[Key]) -> bool,
+) -> Option<Vec<(Key, GiveUp)>> {
+    let all: Vec<Key> = others.iter().map(|(key, _)| *key).collect();
+    let count = (1..=all.len()).find(|&count| enough(&all[..count]))?;
+    let mut plan = others[..count].to_vec();
+    // Without those that the later ones make unnecessary.
+    let mut at = 0;
+    while at + 1 < plan.len() {
+        let rest: Vec<Key> = (0..plan.len())
+            .filter(|&i| i != at)
+            .map(|i| plan[i].0)
+            .collect();
+        if enough(&rest) {
+            plan.remove(at);
+        } else {
+            at += 1;
+        }
+    }
+    Some(plan)
+}

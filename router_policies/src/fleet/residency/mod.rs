@@ -1,0 +1,362 @@
+//! Residency: which sessions have a place in which worker's KV, who waits for one, and who gives one
+//! up. It stands beside every policy: it says which workers a turn may go to now, the policy
+//! chooses among them.
+//!
+//! The book ([`book`]) counts what is held and in flight on each worker, shared prefixes once
+//! ([`footprint`]); a rule ([`rules`]) says who may be given up for whom; the gate ([`gate`]) lets
+//! turns in; the rest wait ([`queue`]). Everything happens under the fleet's lock and by the fleet's
+//! clock; what has to happen outside of it is left in an [`Outbox`].
+
+mod account;
+pub mod book;
+pub mod footprint;
+pub mod gaps;
+mod gate;
+mod pump;
+pub mod queue;
+pub mod rules;
+pub mod sessions;
+pub mod settings;
+
+pub(super) use account::Seat;
+pub(super) use gate::{Asked, Go};
+pub use queue::{WaitReason, Wake};
+pub use rules::GiveUp;
+
+use super::log::{Event, GiveUpRecord, unix_now_s};
+use crate::config::WorkerSpec;
+use crate::policy::Rates;
+use book::{Hold, Key};
+use gaps::Gaps;
+use queue::Queue;
+use rules::{Manner, Place, Rule, WorkerView};
+use serde::Serialize;
+use sessions::{Name, Sessions};
+use settings::{Chosen, Settings};
+use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
+
+/// Growth a turn that is assumed until some was seen.
+const ASSUMED_GROWTH_TOKENS: f64 = 2_000.0;
+/// A sub-agent that has sent nothing for so long keeps no parent waiting.
+const CHILD_LIVES_S: f64 = 60.0;
+/// Given-up sessions are taken to be still in a host tier for so long, if it has room.
+const PARTED_S: f64 = 600.0;
+
+/// How a turn came to its worker: a closed set, so that logs can be counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Residence {
+    /// Its session had a place there.
+    Resident,
+    /// Its session got a place there.
+    Admitted,
+    /// The same, and it was on another worker before.
+    Moved,
+    /// It fits beside nobody, so nobody else has a place there.
+    Alone,
+    /// Nothing limits who goes there: the rule is off, the worker's capacity is unknown, or the
+    /// request was placed past the gate.
+    Ungated,
+}
+
+/// What a decision says about residency.
+#[derive(Clone, Debug, Serialize)]
+pub struct ResidencyRecord {
+    pub state: Residence,
+    pub waited_s: f64,
+    /// The sessions that gave up their places for it; null for families, which have no name.
+    pub gave_up: Vec<Option<Name>>,
+}
+
+/// A worker's book, as `/workers` shows it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct ResidencySnapshot {
+    /// Sessions with a place.
+    pub sessions: usize,
+    pub running: usize,
+    pub idle: usize,
+    /// What they hold, each shared prefix once, with growth.
+    pub booked_tokens: u64,
+    /// What may be booked; none where the worker's capacity is unknown or the rule is off.
+    pub budget_tokens: Option<u64>,
+    /// Turns that wait for room here: to grow, or because most of them is cached here.
+    pub waiting: usize,
+    pub given_up: u64,
+    pub recomputed_tokens: u64,
+}
+
+/// What is to be done once the fleet's lock is released.
+#[derive(Default)]
+pub(super) struct Outbox {
+    pub wakes: Vec<Wake>,
+    pub events: Vec<Event>,
+}
+
+/// A worker that may answer requests, as the gate sees it.
+#[derive(Clone)]
+pub(super) struct Site {
+    pub slot: usize,
+    pub serial: u64,
+    pub spec: Arc<WorkerSpec>,
+    pub routable: bool,
+    /// Prefills what it answers, unless a policy separates.
+    pub prefills: bool,
+    pub kv_capacity_tokens: Option<u64>,
+    /// What its engine holds for requests that are not ours.
+    pub external_tokens: u64,
+    /// The engine tells what it holds.
+    pub is_exact: bool,
+    pub used_share: Option<f64>,
+    pub rates: Rates,
+}
+
+pub(super) struct Residency {
+    settings: Settings,
+    rule: Box<dyn Rule>,
+    manner: Manner,
+    /// By slot.
+    holds: Vec<Hold>,
+    seen: Vec<Seen>,
+    sessions: Sessions,
+    gaps: Gaps,
+    queue: Queue,
+    growth_tokens: f64,
+    text_scale: f64,
+    turns: u64,
+    /// The first of the queue, and the worker on which room gathers for it.
+    gathers: Option<(u64, usize)>,
+    round_s: f64,
+    told_s: f64,
+    has_parents: bool,
+    outbox: Outbox,
+}
+
+/// What happened on one worker, for rules and snapshots.
+#[derive(Default)]
+struct Seen {
+    recomputed_tokens: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    /// Given-up sessions that a host tier may still hold: when, who, tokens.
+    parted: VecDeque<(f64, Key, u64)>,
+}
+
+impl Residency {
+    pub fn new(chosen: Chosen) -> Self {
+        Self {
+            settings: chosen.settings,
+            manner: chosen.rule.manner(),
+            rule: chosen.rule,
+            holds: Vec::new(),
+            seen: Vec::new(),
+            sessions: Sessions::default(),
+            gaps: Gaps::default(),
+            queue: Queue::default(),
+            growth_tokens: ASSUMED_GROWTH_TOKENS,
+            text_scale: 1.0,
+            turns: 0,
+            gathers: None,
+            round_s: f64::NEG_INFINITY,
+            told_s: f64::NEG_INFINITY,
+            has_parents: false,
+            outbox: Outbox::default(),
+        }
+    }
+
+    /// Whether turns may have to wait at all.
+    pub fn gates(&self) -> bool {
+        self.manner.gates
+    }
+
+    /// Tokens that engines report for one that was estimated from text, in steps, so that what was
+    /// booked by it stays what it is.
+    pub fn text_scale(&self) -> f64 {
+        const STEPS: f64 = 16.0;
+        ((self.text_scale * STEPS).round() / STEPS).max(1.0 / STEPS)
+    }
+
+    /// Whether [`Residency::pump`] may have something to do.
+    pub fn needs_pump(&self) -> bool {
+        !self.queue.is_empty() || self.rule.interval_s().is_some()
+    }
+
+    pub fn waiting(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Booked for an answer of at most `limit` tokens, where answers have `mean` tokens.
+    pub fn output_tokens(&self, limit: Option<u64>, mean: f64) -> u64 {
+        let likely = (mean * self.settings.output_safety).ceil() as u64;
+        limit.map_or(likely, |limit| limit.min(likely))
+    }
+
+    pub fn take_outbox(&mut self) -> Outbox {
+        std::mem::take(&mut self.outbox)
+    }
+
+    fn hold(&mut self, slot: usize) -> &mut Hold {
+        if self.holds.len() <= slot {
+            self.holds.resize_with(slot + 1, Hold::default);
+            self.seen.resize_with(slot + 1, Seen::default);
+        }
+        &mut self.holds[slot]
+    }
+
+    /// What may be booked on a worker; none where its capacity is unknown.
+    fn budget_tokens(&self, site: &Site) -> Option<u64> {
+        let capacity = site.kv_capacity_tokens? as f64;
+        let fill = self.manner.fill.unwrap_or(self.settings.fill);
+        Some(((capacity * fill) as u64).saturating_sub(site.external_tokens))
+    }
+
+    /// Makes a slot ready for a worker that has just come.
+    pub fn clear(&mut self, slot: usize) {
+        self.hold(slot);
+        self.holds[slot] = Hold::default();
+        self.seen[slot] = Seen::default();
+    }
+
+    /// The worker's cache is gone.
+    pub fn lose_all(&mut self, slot: usize, spec: &Arc<WorkerSpec>) {
+        for key in self.hold(slot).lose_all() {
+            self.give_up(slot, spec, key, GiveUp::WorkerGone, 0.0);
+        }
+        self.seen[slot].parted.clear();
+    }
+
+    /// Takes away a place; returns the session's name.
+    fn give_up(
+        &mut self,
+        slot: usize,
+        spec: &Arc<WorkerSpec>,
+        key: Key,
+        reason: GiveUp,
+        now_s: f64,
+    ) -> Option<Name> {
+        let hold = self.hold(slot);
+        let name = hold
+            .occupant(key)
+            .and_then(|occupant| occupant.name.clone());
+        let tokens = hold.occupant(key).map_or(0, |occupant| occupant.tokens());
+        let freed_tokens = hold.remove(key)?;
+        hold.given_up += 1;
+        if !matches!(reason, GiveUp::Ended | GiveUp::WorkerGone | GiveUp::Lost) {
+            self.seen[slot].parted.push_back((now_s, key, tokens));
+        }
+        self.outbox.events.push(Event::GiveUp(GiveUpRecord {
+            ts_unix_s: unix_now_s(),
+            worker: Arc::clone(spec),
+            session_id: name.clone(),
+            tokens,
+            freed_tokens,
+            reason,
+        }));
+        name
+    }
+
+    /// The sessions whose sub-agents run, wait, or have only just paused.
+    fn busy_parents(&self, now_s: f64) -> HashSet<Key> {
+        if !self.has_parents {
+            return HashSet::new();
+        }
+        let live = self
+            .holds
+            .iter()
+            .flat_map(Hold::occupants)
+            .filter(|(_, occupant)| {
+                !occupant.ended
+                    && (!occupant.is_idle() || now_s - occupant.idle_since_s < CHILD_LIVES_S)
+            });
+        let parent_of = |key: Key| self.sessions.get(key).and_then(|known| known.parent);
+        let waiting = self.queue.waiting().filter_map(|(_, waiter)| waiter.parent);
+        live.filter_map(|(key, _)| parent_of(key))
+            .chain(waiting)
+            .collect()
+    }
+
+    /// The places on a worker, as rules see them.
+    fn places(&self, site: &Site, now_s: f64) -> Vec<Place> {
+        let Some(hold) = self.holds.get(site.slot) else {
+            return Vec::new();
+        };
+        let busy = self.busy_parents(now_s);
+        let host = site.spec.host_kv_tokens;
+        let parted = self.seen[site.slot].parted.iter();
+        let parted = parted.filter(|(then_s, ..)| now_s - then_s < PARTED_S);
+        let tiered = hold.firm_tokens() + parted.map(|(.., tokens)| tokens).sum::<u64>();
+        let place = |(key, occupant): (Key, &book::Occupant)| {
+            let tokens = occupant.tokens();
+            let pairs = crate::policy::attention_pairs(0, tokens);
+            let own = self.sessions.get(key).map(|known| known.gaps.clone());
+            Place {
+                key,
+                tokens,
+                unshared_tokens: hold.unshared_tokens(occupant),
+                is_idle: occupant.is_idle(),
+                tenure_s: now_s - occupant.admitted_s,
+                idle_s: if occupant.is_idle() {
+                    now_s - occupant.idle_since_s
+                } else {
+                    0.0
+                },
+                returns_in_s: occupant.returns_s.map(|then_s| then_s - now_s),
+                ended: occupant.ended,
+                waits_for_children: busy.contains(&key),
+                gaps: own.unwrap_or_default(),
+                recompute_s: site.rates.compute_s(tokens, pairs),
+                in_host_tier: host.is_some_and(|host| host >= tiered),
+            }
+        };
+        hold.occupants().map(place).collect()
+    }
+
+    fn view<'a>(&'a self, site: &Site, places: &'a [Place], now_s: f64) -> WorkerView<'a> {
+        WorkerView {
+            slot: site.slot,
+            now_s,
+            kv_capacity_tokens: site.kv_capacity_tokens.unwrap_or(u64::MAX),
+            booked_tokens: self.holds.get(site.slot).map_or(0, Hold::booked_tokens),
+            places,
+            gaps: &self.gaps,
+        }
+    }
+
+    /// The worker's book.
+    pub fn snapshot(&self, site: Option<&Site>, slot: usize) -> ResidencySnapshot {
+        let empty = Hold::default();
+        let hold = self.holds.get(slot).unwrap_or(&empty);
+        let running = hold
+            .occupants()
+            .filter(|(_, o)| !o.turns.is_empty())
+            .count();
+        let wants = |waiter: &queue::Waiter| {
+            waiter.grows_at == Some(slot)
+                || waiter.cached.get(slot).is_some_and(|&here| {
+                    here >= self.settings.cold_tokens
+                        && waiter.cached.iter().all(|&there| there <= here)
+                })
+        };
+        ResidencySnapshot {
+            sessions: hold.len(),
+            running,
+            idle: hold.len() - running,
+            booked_tokens: hold.booked_tokens(),
+            budget_tokens: site
+                .filter(|_| self.manner.gates)
+                .and_then(|site| self.budget_tokens(site)),
+            waiting: self
+                .queue
+                .waiting()
+                .filter(|(_, waiter)| wants(waiter))
+                .count(),
+            given_up: hold.given_up,
+            recomputed_tokens: self.seen.get(slot).map_or(0, |seen| seen.recomputed_tokens),
+        }
+    }
+
+    /// Whether nothing is in flight or waits, and the book agrees.
+    pub fn is_quiet(&self) -> bool {
+        self.queue.is_quiet() && self.holds.iter().all(Hold::is_quiet)
+    }
+}

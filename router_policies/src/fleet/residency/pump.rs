@@ -1,0 +1,447 @@
+//! The queue's side of the gate: turns that wait, are let in when there is room, or leave.
+
+use super::footprint::Coarse;
+use super::gate::{Asked, Go, Round};
+use super::queue::{Admitted, NewWaiter, Progress, Ranking, Waiter};
+use super::rules::{Observed, Placement};
+use super::sessions::Identity;
+use super::{GiveUp, Key, Residence, Residency, Site, WaitReason};
+use crate::fleet::log::{Event, WaitRecord, unix_now_s};
+use crate::fleet::prefix::hash::PromptHashes;
+use std::sync::Arc;
+
+/// Waiting turns that are looked at each time: those behind them pass nobody.
+pub(in crate::fleet) const LOOKED_AT: usize = 64;
+/// Looked up again where it is older.
+const CACHED_AGE_S: f64 = 1.0;
+/// While something waits, time alone may change what fits.
+const PUMP_INTERVAL_S: f64 = 0.1;
+
+/// Why a turn may not even wait.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueueFull {
+    pub retry_after_s: f64,
+}
+
+impl Residency {
+    fn ranking(&self) -> Ranking {
+        Ranking {
+            smallest_first: self.manner.smallest_first,
+            new_session_penalty_s: self.settings.new_session_penalty_s,
+        }
+    }
+
+    /// Seconds after which a client that is refused now should try again.
+    pub fn retry_after_s(&self, now_s: f64) -> f64 {
+        let expected_s = self.queue.predicted_wait_s(self.queue.len(), now_s);
+        expected_s.min(self.settings.max_wait_s)
+    }
+
+    /// Whether a turn without a place has to queue behind others, or for the next round.
+    pub fn must_queue(&self, now_s: f64) -> bool {
+        !self.queue.is_empty()
+            && self
+                .manner
+                .admit_every_s
+                .is_none_or(|every_s| now_s < self.round_s + every_s)
+    }
+
+    /// Puts a turn into the queue. `prompt` is kept as long as it waits, so it should be no finer
+    /// than is needed.
+    ///
+    /// # Errors
+    /// As many wait as may.
+    pub fn wait(
+        &mut self,
+        new: NewWaiter,
+        request_id: &str,
+        reason: WaitReason,
+        now_s: f64,
+    ) -> Result<u64, QueueFull> {
+        if self.queue.len() >= self.settings.max_waiting {
+            let retry_after_s = self.retry_after_s(now_s);
+            return Err(QueueFull { retry_after_s });
+        }
+        if let Some(slot) = new.grows_at {
+            let key = new.identity.key;
+            if let Some(occupant) = self.hold(slot).occupant_mut(key) {
+                occupant.waits = true;
+            }
+        }
+        self.outbox.events.push(Event::Wait(WaitRecord {
+            ts_unix_s: unix_now_s(),
+            request_id: request_id.to_owned(),
+            session_id: new.identity.name.clone(),
+            reason,
+            waiting: self.queue.len() + 1,
+        }));
+        let ranking = self.ranking();
+        Ok(self.queue.push(new, ranking))
+    }
+
+    /// How far a waiting turn has come.
+    pub fn progress(&self, id: u64) -> Option<&Progress> {
+        self.queue.get(id).map(|waiter| &waiter.progress)
+    }
+
+    /// Takes a turn out of the queue, and gives its room back if it was let in and not placed.
+    pub fn leave(&mut self, id: u64, is_placed: bool, now_s: f64) -> Option<Waiter> {
+        let waiter = self.queue.remove(id)?;
+        self.stop_growing(&waiter);
+        if let (Progress::Admitted(admitted), false) = (&waiter.progress, is_placed) {
+            self.unbook(admitted.slot, waiter.identity.key, admitted.turn, now_s);
+        }
+        Some(waiter)
+    }
+
+    fn stop_growing(&mut self, waiter: &Waiter) {
+        let Some(hold) = waiter.grows_at.and_then(|slot| self.holds.get_mut(slot)) else {
+            return;
+        };
+        let key = waiter.identity.key;
+        if let Some(occupant) = hold.occupant_mut(key) {
+            occupant.waits = false;
+            if occupant.held.is_none() && occupant.turns.is_empty() {
+                hold.remove(key);
+            }
+        }
+    }
+
+    /// A turn that was let in could not be placed on its worker: it waits again, for another.
+    pub fn requeue(&mut self, id: u64, now_s: f64, not_on: Option<&Site>) {
+        let ranking = self.ranking();
+        let Some(waiter) = self.queue.get_mut(id) else {
+            return;
+        };
+        let admitted = match &waiter.progress {
+            Progress::Admitted(admitted) => Some((admitted.slot, admitted.turn)),
+            _ => None,
+        };
+        waiter.grows_at = None;
+        waiter
+            .exclude
+            .extend(not_on.map(|site| site.spec.id.clone()));
+        let key = waiter.identity.key;
+        self.queue.enlist(id, ranking);
+        if let Some((slot, turn)) = admitted {
+            self.unbook(slot, key, turn, now_s);
+        }
+    }
+
+    /// Whether a worker is up that a waiting turn has not been refused for.
+    pub fn may_wait_for(&self, id: u64, sites: &[Site]) -> bool {
+        self.queue.get(id).is_some_and(|waiter| {
+            let mut sites = sites.iter();
+            sites.any(|site| site.routable && !waiter.exclude.contains(&site.spec.id))
+        })
+    }
+
+    /// The first waiting turns whose knowledge of caches is old, and their prompts.
+    pub fn stale_waiters(&self, now_s: f64) -> Vec<(u64, Arc<PromptHashes>)> {
+        let first = self.queue.waiting().take(LOOKED_AT);
+        first
+            .filter(|(_, waiter)| now_s - waiter.cached_at_s > CACHED_AGE_S)
+            .map(|(id, waiter)| (id, Arc::clone(&waiter.prompt)))
+            .collect()
+    }
+
+    pub fn set_cached(&mut self, id: u64, cached: Vec<u64>, now_s: f64) {
+        if let Some(waiter) = self.queue.get_mut(id) {
+            waiter.cached = Arc::new(cached);
+            waiter.cached_at_s = now_s;
+        }
+    }
+
+    /// When time alone could change something next; none where nothing waits.
+    pub fn next_pump_s(&self, now_s: f64) -> Option<f64> {
+        (!self.queue.is_empty()).then_some(now_s + PUMP_INTERVAL_S)
+    }
+
+    /// Lets in whom there is room for; then the rule takes away what is too much, so that nothing is let
+    /// in and taken away again at once.
+    pub fn pump(&mut self, sites: &[Site], now_s: f64) {
+        self.let_all_in(sites, now_s);
+        self.tell_rule(sites, now_s);
+    }
+
+    fn let_all_in(&mut self, sites: &[Site], now_s: f64) {
+        self.expire(now_s);
+        let Some((_, since_s)) = self.queue.oldest() else {
+            self.gathers = None;
+            return;
+        };
+        let mut round = Round::new(now_s, now_s - since_s);
+        let is_round = self
+            .manner
+            .admit_every_s
+            .is_none_or(|every_s| now_s >= self.round_s + every_s);
+        if is_round {
+            self.round_s = now_s;
+        }
+        loop {
+            self.gather(sites, &mut round);
+            self.let_in(sites, &mut round, is_round);
+            if !self.break_deadlock(sites, now_s) {
+                return;
+            }
+            round = Round::new(now_s, round.oldest_wait_s);
+        }
+    }
+
+    fn let_in(&mut self, sites: &[Site], round: &mut Round, is_round: bool) {
+        let ids: Vec<u64> = self
+            .queue
+            .waiting()
+            .take(LOOKED_AT)
+            .map(|(id, _)| id)
+            .collect();
+        for id in ids {
+            let Some(waiter) = self.queue.get(id) else {
+                continue;
+            };
+            if waiter.grows_at.is_none() && !is_round {
+                continue;
+            }
+            let gathers = self.gathers;
+            round.closed = gathers
+                .filter(|(head, _)| *head != id)
+                .map(|(_, slot)| slot);
+            let (identity, output_tokens) = (waiter.identity.clone(), waiter.output_tokens);
+            let (prompt, cached) = (Arc::clone(&waiter.prompt), Arc::clone(&waiter.cached));
+            let arrived_s = waiter.arrived_s;
+            let exclude = waiter.exclude.clone();
+            let asked = Asked {
+                key: identity.key,
+                has_session: identity.name.is_some(),
+                prompt: Coarse::of(&prompt, self.text_scale()),
+                output_tokens,
+                cached: &cached,
+                exclude: &exclude,
+                arrived_s,
+                parent: waiter.parent,
+            };
+            let is_head = gathers.is_some_and(|(head, _)| head == id);
+            let went = match self.ask(&asked, sites, round) {
+                Ok(go) => Some(go),
+                Err(_) if is_head => self.make_room(&asked, sites, round),
+                Err(_) => None,
+            };
+            if let Some(go) = went {
+                self.admit(id, &asked, &identity, go, sites, round);
+            }
+        }
+    }
+
+    /// Books the room of a turn that may go, on the worker that suits it best.
+    fn admit(
+        &mut self,
+        id: u64,
+        asked: &Asked<'_>,
+        identity: &Identity,
+        go: Go,
+        sites: &[Site],
+        round: &mut Round,
+    ) {
+        let now_s = round.now_s;
+        let chosen = sites.iter().filter(|site| go.slots.contains(&site.slot));
+        let cached = |site: &Site| {
+            let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
+            if cached >= self.settings.cold_tokens {
+                cached
+            } else {
+                0
+            }
+        };
+        let Some(site) = chosen.max_by_key(|site| (cached(site), self.room_tokens(site))) else {
+            return;
+        };
+        let (turn, gave_up) =
+            self.take_place(asked, identity, site, sites, go.state, &go.give_up, now_s);
+        sites.iter().for_each(|site| round.forget(site.slot));
+        let admitted = Admitted {
+            slot: site.slot,
+            serial: site.serial,
+            turn,
+            state: go.state,
+            gave_up,
+            at_s: now_s,
+        };
+        if self.gathers.is_some_and(|(head, _)| head == id) {
+            self.gathers = None;
+        }
+        let wake = self.queue.settle(id, Progress::Admitted(admitted));
+        self.outbox.wakes.extend(wake);
+    }
+
+    /// A turn without a place that has much to prefill takes one of the worker's slots for that.
+    pub fn begin_cold(&mut self, site: &Site, asked: &Asked<'_>, state: Residence, turn: u64) {
+        let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
+        let new = asked.prompt.tokens.saturating_sub(cached);
+        let is_cold = state != Residence::Resident && new >= self.settings.cold_tokens;
+        if turn != 0 && is_cold && site.prefills {
+            self.hold(site.slot).begin_cold(asked.key, turn);
+        }
+    }
+
+    /// Refuses those that have waited too long.
+    fn expire(&mut self, now_s: f64) {
+        while let Some((id, since_s)) = self.queue.oldest() {
+            if now_s - since_s < self.settings.max_wait_s {
+                return;
+            }
+            let wake = self.queue.settle(id, Progress::Expired);
+            self.outbox.wakes.extend(wake);
+        }
+    }
+
+    /// Once the first of the queue has waited for long, room gathers for it on one worker.
+    fn gather(&mut self, sites: &[Site], round: &mut Round) {
+        let head = self
+            .queue
+            .waiting()
+            .find(|(_, waiter)| waiter.grows_at.is_none());
+        let Some((id, waiter)) = head.filter(|(_, waiter)| {
+            let waited_s = round.now_s - waiter.arrived_s;
+            waited_s >= self.settings.no_backfill_after_s && !self.manner.smallest_first
+        }) else {
+            self.gathers = None;
+            return;
+        };
+        let may_go = |site: &&Site| {
+            site.routable
+                && site.kv_capacity_tokens.is_some()
+                && !waiter.exclude.contains(&site.spec.id)
+        };
+        if let Some((head, slot)) = self.gathers
+            && head == id
+            && sites.iter().filter(may_go).any(|site| site.slot == slot)
+        {
+            return;
+        }
+        let home = self
+            .sessions
+            .get(waiter.identity.key)
+            .and_then(|known| known.home);
+        let suits = |site: &&Site| {
+            let is_home = home == Some((site.slot, site.serial));
+            let must_home = self.manner.placement == Placement::HomeOnly;
+            let in_flight = self
+                .holds
+                .get(site.slot)
+                .map_or(0, |hold| hold.in_flight_tokens());
+            let budget = self.budget_tokens(site).unwrap_or(0);
+            let cached = waiter.cached.get(site.slot).copied().unwrap_or(0);
+            (
+                must_home && is_home,
+                (budget + cached).saturating_sub(in_flight),
+            )
+        };
+        let best = sites.iter().filter(may_go).max_by_key(suits);
+        self.gathers = best.map(|site| (id, site.slot));
+    }
+
+    /// Room is made for the first of the queue, piece by piece, once it has waited for as long as
+    /// anybody should: who may be given up goes though that is not enough yet.
+    fn make_room(&mut self, asked: &Asked<'_>, sites: &[Site], round: &mut Round) -> Option<Go> {
+        let (_, slot) = self.gathers?;
+        if round.now_s - asked.arrived_s < self.settings.wait_bound_s {
+            return None;
+        }
+        let site = sites.iter().find(|site| site.slot == slot)?;
+        let mut others = self.eligible_keys(site, round);
+        if self.fits_nowhere(asked, &[site]) {
+            let idle = self
+                .holds
+                .get(slot)?
+                .occupants()
+                .filter(|(_, o)| o.is_idle());
+            others = idle.map(|(key, _)| (key, GiveUp::ForOneAlone)).collect();
+        }
+        others.retain(|(key, _)| *key != asked.key);
+        if others.is_empty() {
+            return None;
+        }
+        for (key, reason) in others {
+            self.give_up(slot, &site.spec, key, reason, round.now_s);
+            round.forget(slot);
+        }
+        self.ask(asked, sites, round).ok()
+    }
+
+    /// Where every session with a place on a worker waits to grow and none runs, the one that got its
+    /// place last gives way. True if one did.
+    fn break_deadlock(&mut self, sites: &[Site], now_s: f64) -> bool {
+        let mut broken = false;
+        for site in sites {
+            let Some(hold) = self.holds.get(site.slot) else {
+                continue;
+            };
+            let runs = hold.occupants().any(|(_, o)| !o.turns.is_empty());
+            let waiting = hold
+                .occupants()
+                .filter(|(_, o)| o.waits && o.turns.is_empty());
+            let last = waiting.max_by(|(a, one), (b, other)| {
+                one.admitted_s.total_cmp(&other.admitted_s).then(a.cmp(b))
+            });
+            let Some((key, _)) = last.filter(|_| !runs) else {
+                continue;
+            };
+            self.lose_place(site, key, GiveUp::Deadlock, now_s);
+            broken = true;
+        }
+        broken
+    }
+
+    /// Takes a place away whose session may be waiting to grow: it then waits like any other.
+    pub fn lose_place(&mut self, site: &Site, key: Key, reason: GiveUp, now_s: f64) {
+        self.give_up(site.slot, &site.spec, key, reason, now_s);
+        let ranking = self.ranking();
+        let grows =
+            |waiter: &Waiter| waiter.grows_at == Some(site.slot) && waiter.identity.key == key;
+        let waiting = self.queue.waiting().filter(|(_, waiter)| grows(waiter));
+        let ids: Vec<u64> = waiting.map(|(id, _)| id).collect();
+        for id in ids {
+            if let Some(waiter) = self.queue.get_mut(id) {
+                waiter.grows_at = None;
+            }
+            self.queue.enlist(id, ranking);
+        }
+    }
+
+    /// Tells the rule what was seen, as often as it wants, and takes the places that it takes away.
+    fn tell_rule(&mut self, sites: &[Site], now_s: f64) {
+        let Some(interval_s) = self.rule.interval_s() else {
+            return;
+        };
+        if now_s < self.told_s + interval_s {
+            return;
+        }
+        self.told_s = now_s;
+        for site in sites
+            .iter()
+            .filter(|site| site.kv_capacity_tokens.is_some())
+        {
+            self.hold(site.slot);
+            let seen = &mut self.seen[site.slot];
+            let booked = self.holds[site.slot].firm_tokens() as f64;
+            let capacity = site.kv_capacity_tokens.unwrap_or(1).max(1) as f64;
+            let observed = Observed {
+                used_share: site.used_share.unwrap_or(booked / capacity),
+                prompt_tokens: std::mem::take(&mut seen.prompt_tokens),
+                cached_tokens: std::mem::take(&mut seen.cached_tokens),
+            };
+            self.rule.observe(site.slot, observed);
+            let places = self.places(site, now_s);
+            for key in self.rule.over_limit(&self.view(site, &places, now_s)) {
+                let occupant = self.holds[site.slot].occupant_mut(key);
+                match occupant {
+                    Some(occupant) if occupant.turns.is_empty() => {
+                        self.lose_place(site, key, GiveUp::OverLimit, now_s);
+                    }
+                    Some(occupant) => occupant.marked = true,
+                    None => {}
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! Turns that wait for room: in which order they are looked at, since when they wait, and how fast
+//! they are let in.
+
+use super::book::Key;
+use super::sessions::{Identity, Name};
+use crate::fleet::prefix::estimate::StateMap;
+use crate::fleet::prefix::hash::PromptHashes;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+/// Called, without the fleet's lock, when a waiting turn may be placed or is refused.
+pub type Wake = Arc<dyn Fn() + Send + Sync>;
+
+/// Why a turn waits: a closed set, so that logs can be counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WaitReason {
+    /// All of it fits nowhere beside what is resident and running.
+    NoRoom,
+    /// As many sessions have a place as the rule allows.
+    SessionsLimit,
+    /// It fits, but a cold prefill has to end first.
+    ColdPrefill,
+    /// It fits elsewhere, but most of it is cached where it does not fit yet.
+    HomeFirst,
+    /// Room is being gathered for one that has waited for longer.
+    BehindOthers,
+    /// The rule lets turns in at intervals.
+    NextRound,
+    /// It has a place, which it has outgrown.
+    Growth,
+    /// It needs a worker for itself.
+    Alone,
+    /// No worker that could take it is up.
+    NoWorker,
+}
+
+/// A turn that was let in: its room is booked.
+#[derive(Clone, Debug)]
+pub struct Admitted {
+    pub slot: usize,
+    pub serial: u64,
+    pub turn: u64,
+    pub state: super::Residence,
+    pub gave_up: Vec<Option<Name>>,
+    pub at_s: f64,
+}
+
+/// How far a waiting turn has come.
+#[derive(Clone, Debug)]
+pub enum Progress {
+    Waiting,
+    Admitted(Admitted),
+    /// It has waited too long.
+    Expired,
+}
+
+/// A turn that waits.
+pub struct Waiter {
+    pub identity: Identity,
+    /// Thinned out: see [`super::Residency::wait`].
+    pub prompt: Arc<PromptHashes>,
+    pub output_tokens: u64,
+    /// Workers, by id, that it must not go to.
+    pub exclude: Vec<String>,
+    pub arrived_s: f64,
+    pub is_first_turn: bool,
+    pub parent: Option<Key>,
+    /// Where it has a place that it has outgrown.
+    pub grows_at: Option<usize>,
+    /// Tokens of the prompt cached on each worker, by slot, and when that was looked up.
+    pub cached: Arc<Vec<u64>>,
+    pub cached_at_s: f64,
+    pub wake: Wake,
+    pub progress: Progress,
+    rank: Rank,
+}
+
+/// Who goes first: class, then what orders the class, then who came first.
+type Rank = (u8, u64, u64);
+
+/// Waiting turns, and those that were let in and have not been fetched yet.
+#[derive(Default)]
+pub struct Queue {
+    waiters: StateMap<Waiter>,
+    order: BTreeMap<Rank, u64>,
+    by_arrival: BTreeSet<(u64, u64)>,
+    next: u64,
+    /// When the last turns were let in.
+    let_in_s: VecDeque<f64>,
+}
+
+/// Turns let in from which the rate is taken.
+const RATE_OF: usize = 64;
+/// What a client is told where no rate is known yet.
+const UNKNOWN_WAIT_S: f64 = 30.0;
+
+fn micros(seconds: f64) -> u64 {
+    (seconds.max(0.0) * 1e6) as u64
+}
+
+/// What a new waiter's place in the queue follows from.
+#[derive(Clone, Copy, Debug)]
+pub struct Ranking {
+    pub smallest_first: bool,
+    pub new_session_penalty_s: f64,
+}
+
+impl Ranking {
+    fn rank(&self, waiter: &Waiter, id: u64) -> Rank {
+        let (class, within) = match (waiter.grows_at, self.smallest_first) {
+            (Some(_), _) => (0, micros(waiter.arrived_s)),
+            (None, false) => {
+                let penalty_s =
+                    f64::from(u8::from(waiter.is_first_turn)) * self.new_session_penalty_s;
+                (1, micros(waiter.arrived_s + penalty_s))
+            }
+            (None, true) => (1 + u8::from(waiter.is_first_turn), waiter.prompt.tokens()),
+        };
+        (class, within, id)
+    }
+}
+
+/// A waiter as it comes.
+pub struct NewWaiter {
+    pub identity: Identity,
+    pub prompt: Arc<PromptHashes>,
+    pub output_tokens: u64,
+    pub exclude: Vec<String>,
+    pub arrived_s: f64,
+    pub is_first_turn: bool,
+    pub parent: Option<Key>,
+    pub grows_at: Option<usize>,
+    pub cached: Arc<Vec<u64>>,
+    pub cached_at_s: f64,
+    pub wake: Wake,
+}
+
+impl Queue {
+    pub fn push(&mut self, new: NewWaiter, ranking: Ranking) -> u64 {
+        self.next += 1;
+        let id = self.next;
+        let waiter = Waiter {
+            identity: new.identity,
+            prompt: new.prompt,
+            output_tokens: new.output_tokens,
+            exclude: new.exclude,
+            arrived_s: new.arrived_s,
+            is_first_turn: new.is_first_turn,
+            parent: new.parent,
+            grows_at: new.grows_at,
+            cached: new.cached,
+            cached_at_s: new.cached_at_s,
+            wake: new.wake,
+            progress: Progress::Waiting,
+            rank: (0, 0, 0),
+        };
+        self.waiters.insert(id, waiter);
+        self.enlist(id, ranking);
+        id
+    }
+
+    /// Puts a waiter where it belongs, by what it is now.
+    pub fn enlist(&mut self, id: u64, ranking: Ranking) {
+        self.delist(id);
+        if let Some(waiter) = self.waiters.get_mut(&id) {
+            waiter.progress = Progress::Waiting;
+            waiter.rank = ranking.rank(waiter, id);
+            self.order.insert(waiter.rank, id);
+            self.by_arrival.insert((micros(waiter.arrived_s), id));
+        }
+    }
+
+    fn delist(&mut self, id: u64) {
+        if let Some(waiter) = self.waiters.get(&id) {
+            self.order.remove(&waiter.rank);
+            self.by_arrival.remove(&(micros(waiter.arrived_s), id));
+        }
+    }
+
+    /// Ends a waiter's wait; it stays until it is fetched.
+    pub fn settle(&mut self, id: u64, progress: Progress) -> Option<Wake> {
+        self.delist(id);
+        let waiter = self.waiters.get_mut(&id)?;
+        if let Progress::Admitted(admitted) = &progress {
+            if self.let_in_s.len() == RATE_OF {
+                self.let_in_s.pop_front();
+            }
+            self.let_in_s.push_back(admitted.at_s);
+        }
+        waiter.progress = progress;
+        Some(Arc::clone(&waiter.wake))
+    }
+
+    pub fn remove(&mut self, id: u64) -> Option<Waiter> {
+        self.delist(id);
+        self.waiters.remove(&id)
+    }
+
+    pub fn get(&self, id: u64) -> Option<&Waiter> {
+        self.waiters.get(&id)
+    }
+
+    pub fn get_mut(&mut self, id: u64) -> Option<&mut Waiter> {
+        self.waiters.get_mut(&id)
+    }
+
+    /// Those that wait, first the first.
+    pub fn waiting(&self) -> impl Iterator<Item = (u64, &Waiter)> {
+        self.order
+            .values()
+            .filter_map(|&id| Some((id, self.waiters.get(&id)?)))
+    }
+
+    /// How many wait.
+    pub fn len(&self) -> usize {
+        self.order.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.order.is_empty()
+    }
+
+    /// Nobody waits, and everybody who was let in was fetched.
+    pub fn is_quiet(&self) -> bool {
+        self.waiters.is_empty()
+    }
+
+    /// Since when the one waits that has waited longest.
+    pub fn oldest(&self) -> Option<(u64, f64)> {
+        let &(_, id) = self.by_arrival.first()?;
+        Some((id, self.waiters.get(&id)?.arrived_s))
+    }
+
+    /// Seconds after which one that comes now, behind `ahead` others, may be let in, by the rate at
+    /// which others were; at least 1.
+    pub fn predicted_wait_s(&self, ahead: usize, now_s: f64) -> f64 {
+        let (Some(first_s), true) = (self.let_in_s.front(), self.let_in_s.len() > 1) else {
+            return UNKNOWN_WAIT_S;
+        };
+        let rate = (self.let_in_s.len() - 1) as f64 / (now_s - first_s).max(1e-3);
+        ((ahead + 1) as f64 / rate).max(1.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn waiter(arrived_s: f64, is_first_turn: bool) -> NewWaiter {
+        NewWaiter {
+            identity: Identity { key: 1, name: None },
+            prompt: Arc::default(),
+            output_tokens: 0,
+            exclude: Vec::new(),
+            arrived_s,
+            is_first_turn,
+            parent: None,
+            grows_at: None,
+            cached: Arc::default(),
+            cached_at_s: 0.0,
+            wake: Arc::new(|| {}),
+        }
+    }
+
+    const RANKING: Ranking = Ranking {
+        smallest_first: false,
+        new_session_penalty_s: 5.0,
+    };
+
+    #[test]
+    fn those_seen_before_go_first_by_a_bounded_bonus() {
+        let mut queue = Queue::default();
+        let new = queue.push(waiter(0.0, true), RANKING);
+        let soon = queue.push(waiter(4.0, false), RANKING);
+        let late = queue.push(waiter(6.0, false), RANKING);
+        let mut grown = waiter(9.0, false);
+        grown.grows_at = Some(0);
+        let grown = queue.push(grown, RANKING);
+        let order: Vec<_> = queue.waiting().map(|(id, _)| id).collect();
+        assert_eq!(order, [grown, soon, new, late]);
+        assert_eq!(queue.oldest(), Some((new, 0.0)));
+        queue.settle(new, Progress::Expired);
+        assert_eq!((queue.len(), queue.oldest()), (3, Some((soon, 4.0))));
+        for id in [new, soon, late, grown] {
+            queue.remove(id);
+        }
+        assert!(queue.is_quiet() && queue.is_empty() && queue.by_arrival.is_empty());
+    }
+
+    #[test]
+    fn waits_are_predicted_from_the_rate_at_which_others_were_let_in() {
+        let mut queue = Queue::default();
+        assert_eq!(queue.predicted_wait_s(3, 0.0), UNKNOWN_WAIT_S);
+        for i in 0..5 {
+            let id = queue.push(waiter(0.0, false), RANKING);
+            let admitted = Admitted {
+                slot: 0,
+                serial: 0,
+                turn: 0,
+                state: super::super::Residence::Admitted,
+                gave_up: Vec::new(),
+                at_s: f64::from(i) * 10.0,
+            };
+            queue.settle(id, Progress::Admitted(admitted));
+        }
+        assert_eq!(queue.predicted_wait_s(3, 40.0), 40.0);
+    }
+}

@@ -1,0 +1,313 @@
+//! Rules of residency: who may have a place, and who gives one up for whom.
+//!
+//! A rule is one file: its [`Info`] and a type with [`Rule`]. It sees a worker as a [`WorkerView`]
+//! and answers; it has no clock and does nothing itself. A new rule is one file, its `mod` line and
+//! one line in [`TABLE`].
+
+mod aimd;
+mod cap;
+mod lease;
+mod off;
+mod priced;
+mod thunder;
+
+use super::book::Key;
+use super::gaps::{Gaps, OwnGaps};
+use crate::policy::ParamInfo;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// One session with a place, as rules see it.
+#[derive(Clone, Debug, Default)]
+pub struct Place {
+    pub key: Key,
+    /// Tokens that it holds, shared ones included.
+    pub tokens: u64,
+    /// Tokens that would be free without it.
+    pub unshared_tokens: u64,
+    /// No turn is in flight, and none waits for room to grow.
+    pub is_idle: bool,
+    /// Since it got its place.
+    pub tenure_s: f64,
+    /// Since its last turn ended.
+    pub idle_s: f64,
+    /// When it said that it would be back, from now.
+    pub returns_in_s: Option<f64>,
+    pub ended: bool,
+    /// Sub-agents of it are running or waiting, and it waits for them.
+    pub waits_for_children: bool,
+    pub gaps: OwnGaps,
+    /// Seconds of the worker's time that computing what it holds takes.
+    pub recompute_s: f64,
+    /// The worker's host tier would still hold it.
+    pub in_host_tier: bool,
+}
+
+/// One worker, as rules see it.
+pub struct WorkerView<'a> {
+    pub slot: usize,
+    pub now_s: f64,
+    pub kv_capacity_tokens: u64,
+    /// Shared prefixes once, growth included.
+    pub booked_tokens: u64,
+    pub places: &'a [Place],
+    pub gaps: &'a Gaps,
+}
+
+impl WorkerView<'_> {
+    /// Expected seconds until the session sends its next request: what it said, else what it and all
+    /// others did so far.
+    pub fn remaining_s(&self, place: &Place) -> f64 {
+        if place.waits_for_children {
+            return super::gaps::MOST_S;
+        }
+        match place.returns_in_s {
+            Some(seconds) if seconds > 0.0 => seconds.min(super::gaps::MOST_S),
+            _ => self.gaps.remaining_s(&place.gaps, place.idle_s),
+        }
+    }
+}
+
+/// Who needs the room.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Demand {
+    /// A turn without a place; the one that has waited longest has waited so long.
+    Waiting { oldest_wait_s: f64 },
+    /// A turn of a session that has a place here, which has grown.
+    Growth,
+}
+
+/// Why a place was given up: a closed set, so that logs can be counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GiveUp {
+    /// The session said that it had ended.
+    Ended,
+    /// Its return is further away than its place is worth.
+    ReturnsLate,
+    /// It has had its share, and others wait.
+    HadItsShare,
+    /// It has been idle for longer than the rule lets it.
+    IdleTooLong,
+    /// Another with a place has grown, or answers were longer than was expected.
+    Growth,
+    /// The rule's limit for the worker has shrunk, or what is there has outgrown it.
+    OverLimit,
+    /// Its own sub-agent waits for room.
+    ForItsChild,
+    /// For a turn that fits beside nobody.
+    ForOneAlone,
+    /// Nobody with a place here could go on otherwise.
+    Deadlock,
+    /// The cache no longer held it.
+    Lost,
+    /// Its worker went down, came back empty or left the fleet.
+    WorkerGone,
+    /// It has its place on another worker now.
+    Moved,
+}
+
+/// Where a turn without a place may go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// Where most of it is cached; elsewhere once waiting has cost as much as moving.
+    WaitOrMove,
+    /// To the worker where it was before, and nowhere else while that is up.
+    HomeOnly,
+    /// To the worker with most room.
+    MostRoom,
+}
+
+/// What a rule does in the same way for every turn.
+#[derive(Clone, Copy, Debug)]
+pub struct Manner {
+    /// Turns wait and places are given up; else everything is only counted.
+    pub gates: bool,
+    /// What fits is decided by tokens.
+    pub by_tokens: bool,
+    /// The share of a worker's KV that may be booked; none where the setting `fill` says.
+    pub fill: Option<f64>,
+    pub placement: Placement,
+    /// Waiting turns are let in at this interval, not when room is freed.
+    pub admit_every_s: Option<f64>,
+    /// Turns that need less go first.
+    pub smallest_first: bool,
+    /// One that has waited this long is let in whatever there is room for.
+    pub force_after_s: Option<f64>,
+    /// A session with a place goes at once though it has outgrown its room.
+    pub residents_always_go: bool,
+}
+
+impl Default for Manner {
+    fn default() -> Self {
+        Self {
+            gates: true,
+            by_tokens: true,
+            fill: None,
+            placement: Placement::WaitOrMove,
+            admit_every_s: None,
+            smallest_first: false,
+            force_after_s: None,
+            residents_always_go: false,
+        }
+    }
+}
+
+/// What was seen of one worker since the rule was last told.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Observed {
+    /// Share of the KV in use, as the engine reports it, else as it is booked.
+    pub used_share: f64,
+    pub prompt_tokens: u64,
+    pub cached_tokens: u64,
+}
+
+/// A rule of residency.
+pub trait Rule: Send {
+    fn manner(&self) -> Manner;
+
+    /// Sessions that may have a place on the worker; none where there is no limit.
+    fn sessions_limit(&self, slot: usize) -> Option<usize> {
+        let _ = slot;
+        None
+    }
+
+    /// The idle sessions that may be given up for `demand`, in the order in which they go.
+    fn may_give_up(&self, view: &WorkerView<'_>, demand: Demand) -> Vec<(Key, GiveUp)>;
+
+    /// Whether [`Rule::occupied_tokens`] says what is taken, instead of the book.
+    fn counts_itself(&self) -> bool {
+        false
+    }
+
+    /// Tokens that count as taken where it is decided who is let in, if the rule counts for itself.
+    fn occupied_tokens(&self, view: &WorkerView<'_>) -> Option<f64> {
+        let _ = view;
+        None
+    }
+
+    /// The sessions that have to give way whether or not somebody waits: idle ones at once, others when
+    /// their turn ends. Asked every [`Rule::interval_s`].
+    fn over_limit(&self, view: &WorkerView<'_>) -> Vec<Key> {
+        let _ = view;
+        Vec::new()
+    }
+
+    /// How often the rule is told what was seen; none where it need not be.
+    fn interval_s(&self) -> Option<f64> {
+        None
+    }
+
+    fn observe(&mut self, slot: usize, observed: Observed) {
+        let _ = (slot, observed);
+    }
+}
+
+/// A rule's entry in the table.
+pub struct Info {
+    pub name: &'static str,
+    pub summary: &'static str,
+    /// The rule, exactly.
+    pub rule: &'static str,
+    pub params: &'static [ParamInfo],
+    /// Where the rule comes from.
+    pub source: &'static str,
+    /// Builds the rule from its parameters; the error names the parameter.
+    pub build: fn(serde_json::Value) -> Result<Box<dyn Rule>, String>,
+}
+
+/// Every rule that ships; the first is the default.
+pub const TABLE: &[&Info] = &[
+    &priced::INFO,
+    &off::INFO,
+    &cap::INFO,
+    &aimd::INFO,
+    &lease::INFO,
+    &thunder::INFO,
+];
+
+/// Idle sessions by `key`, lowest first; of equals, the longest idle first.
+fn ordered(
+    view: &WorkerView<'_>,
+    demand: Demand,
+    mut eligible: impl FnMut(&Place) -> Option<GiveUp>,
+    key: impl Fn(&Place) -> f64,
+) -> Vec<(Key, GiveUp)> {
+    let mut chosen: Vec<(f64, &Place, GiveUp)> = view
+        .places
+        .iter()
+        .filter(|place| place.is_idle)
+        .filter_map(|place| {
+            let reason = match demand {
+                _ if place.ended => Some(GiveUp::Ended),
+                Demand::Growth => Some(GiveUp::Growth),
+                Demand::Waiting { .. } => eligible(place),
+            }?;
+            let rank = if place.ended {
+                f64::NEG_INFINITY
+            } else {
+                key(place)
+            };
+            Some((rank, place, reason))
+        })
+        .collect();
+    chosen.sort_by(|(a, one, _), (b, other, _)| {
+        a.total_cmp(b)
+            .then(other.idle_s.total_cmp(&one.idle_s))
+            .then(one.key.cmp(&other.key))
+    });
+    let chosen = chosen.into_iter();
+    chosen
+        .map(|(_, place, reason)| (place.key, reason))
+        .collect()
+}
+
+/// Reads a rule's parameters and checks them with `expected`, which lists what must hold of which.
+fn parse<P: DeserializeOwned>(
+    params: serde_json::Value,
+    expected: impl Fn(&P) -> Vec<(&'static str, &'static str, bool)>,
+) -> Result<P, String> {
+    let params: P = crate::config::read(params)?;
+    for (name, what, holds) in expected(&params) {
+        if !holds {
+            return Err(format!("{name}: expected {what}"));
+        }
+    }
+    Ok(params)
+}
+
+#[cfg(test)]
+pub(super) mod testing {
+    use super::*;
+
+    /// A view of a worker with 100,000 tokens.
+    pub fn view<'a>(places: &'a [Place], gaps: &'a Gaps) -> WorkerView<'a> {
+        WorkerView {
+            slot: 0,
+            now_s: 1_000.0,
+            kv_capacity_tokens: 100_000,
+            booked_tokens: places.iter().map(|place| place.tokens).sum(),
+            places,
+            gaps,
+        }
+    }
+
+    pub fn idle(key: Key, tokens: u64, idle_s: f64) -> Place {
+        Place {
+            key,
+            tokens,
+            unshared_tokens: tokens,
+            is_idle: true,
+            tenure_s: idle_s,
+            idle_s,
+            recompute_s: tokens as f64 / 20_000.0,
+            ..Place::default()
+        }
+    }
+
+    pub const WAITING: Demand = Demand::Waiting { oldest_wait_s: 1.0 };
+
+    pub fn keys(chosen: Vec<(Key, GiveUp)>) -> Vec<Key> {
+        chosen.into_iter().map(|(key, _)| key).collect()
+    }
+}

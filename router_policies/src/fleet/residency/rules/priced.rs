@@ -1,0 +1,251 @@
+//! `priced`: a place is kept as long as keeping it costs less than computing what it holds again.
+
+use super::{Demand, GiveUp, Info, Manner, Place, Rule, WorkerView, ordered, parse};
+use crate::fleet::residency::book::Key;
+use crate::policy::ParamInfo;
+use serde::Deserialize;
+
+pub const INFO: Info = Info {
+    name: "priced",
+    summary: "a place is kept while that costs less than computing what it holds again (default)",
+    rule: "With capacity C, the n tokens that an idle session alone holds keep n/C of the worker from others, and \
+           computing them again (or reloading them from the host tier) takes R seconds of it: the place pays for \
+           g* = R·C/n seconds of idleness. While nobody waits nothing is given up. For a turn that waits, an idle \
+           session may be given up where (a) its expected time to return is longer than g*, or (b) it has had \
+           its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), a time that \
+           shrinks to 0 while the oldest wait goes from half of wait_bound_s to all of it, or (c) it said that it \
+           ended. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
+           equals the longest idle",
+    params: &[
+        ParamInfo {
+            name: "overhead",
+            default: "0.15",
+            meaning: "the share of a worker's time that taking turns may cost",
+        },
+        ParamInfo {
+            name: "least_share_s",
+            default: "5",
+            meaning: "a share is never less (but a place whose session returns late goes sooner)",
+        },
+        ParamInfo {
+            name: "most_share_s",
+            default: "120",
+            meaning: "after so long anybody may have to",
+        },
+        ParamInfo {
+            name: "wait_bound_s",
+            default: "120",
+            meaning: "the wait at which shares no longer count; they shrink from half of it on",
+        },
+        ParamInfo {
+            name: "reload_tokens_per_s",
+            default: "250000",
+            meaning: "what a host tier gives back in a second (workers with host_kv_tokens)",
+        },
+    ],
+    source: "ours; the five-minute rule (Gray and Putzolu 1987) for KV. Nearest: Adaptive KV Retention (arXiv \
+             2608.30830) prices the host tier's time to live, Continuum (2511.02230) a fixed cost a second",
+    build: |params| {
+        let params = parse::<Priced>(params, |p| {
+            vec![
+                (
+                    "overhead",
+                    "a share above 0 and up to 1",
+                    p.overhead > 0.0 && p.overhead <= 1.0,
+                ),
+                (
+                    "least_share_s",
+                    "a number of 0 or more",
+                    p.least_share_s >= 0.0,
+                ),
+                (
+                    "most_share_s",
+                    "a number of least_share_s or more",
+                    p.most_share_s >= p.least_share_s,
+                ),
+                ("wait_bound_s", "a number above 0", p.wait_bound_s > 0.0),
+                (
+                    "reload_tokens_per_s",
+                    "a number above 0",
+                    p.reload_tokens_per_s > 0.0,
+                ),
+            ]
+        })?;
+        Ok(Box::new(params))
+    },
+};
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Priced {
+    overhead: f64,
+    least_share_s: f64,
+    most_share_s: f64,
+    wait_bound_s: f64,
+    reload_tokens_per_s: f64,
+}
+
+impl Default for Priced {
+    fn default() -> Self {
+        Self {
+            overhead: 0.15,
+            least_share_s: 5.0,
+            most_share_s: 120.0,
+            wait_bound_s: 120.0,
+            reload_tokens_per_s: 250_000.0,
+        }
+    }
+}
+
+impl Priced {
+    /// R: what bringing it back costs, in seconds of the worker's time.
+    fn return_s(&self, place: &Place) -> f64 {
+        if place.in_host_tier {
+            let reload_s = place.tokens as f64 / self.reload_tokens_per_s;
+            reload_s.min(place.recompute_s)
+        } else {
+            place.recompute_s
+        }
+    }
+
+    /// g*: the idle time that keeping the place pays for.
+    fn worth_s(&self, view: &WorkerView<'_>, place: &Place) -> f64 {
+        let share = place.unshared_tokens.max(1) as f64 / view.kv_capacity_tokens.max(1) as f64;
+        self.return_s(place) / share
+    }
+
+    /// Q: how long it may keep the place from one that waits.
+    fn share_s(&self, worth_s: f64, oldest_wait_s: f64) -> f64 {
+        let share_s = (worth_s / self.overhead).clamp(self.least_share_s, self.most_share_s);
+        let half_s = self.wait_bound_s / 2.0;
+        let left = (self.wait_bound_s - oldest_wait_s) / half_s;
+        share_s * left.clamp(0.0, 1.0)
+    }
+}
+
+impl Rule for Priced {
+    fn manner(&self) -> Manner {
+        Manner::default()
+    }
+
+    fn may_give_up(&self, view: &WorkerView<'_>, demand: Demand) -> Vec<(Key, GiveUp)> {
+        let eligible = |place: &Place| {
+            let Demand::Waiting { oldest_wait_s } = demand else {
+                return None;
+            };
+            let worth_s = self.worth_s(view, place);
+            if place.tenure_s >= self.share_s(worth_s, oldest_wait_s) {
+                Some(GiveUp::HadItsShare)
+            } else if view.remaining_s(place) > worth_s {
+                Some(GiveUp::ReturnsLate)
+            } else {
+                None
+            }
+        };
+        let price = |place: &Place| {
+            let returns = match place.returns_in_s {
+                Some(seconds) if seconds > 0.0 => f64::from(seconds <= self.worth_s(view, place)),
+                _ if place.waits_for_children => 0.0,
+                _ => {
+                    let horizon_s = self.worth_s(view, place);
+                    view.gaps
+                        .returns_within(&place.gaps, place.idle_s, horizon_s)
+                }
+            };
+            self.return_s(place) * returns / place.unshared_tokens.max(1) as f64
+        };
+        ordered(view, demand, eligible, price)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{WAITING, idle, keys, view};
+    use super::*;
+    use crate::fleet::residency::gaps::{Gaps, OwnGaps};
+    use serde_json::json;
+
+    fn quick() -> OwnGaps {
+        let mut gaps = OwnGaps::default();
+        (0..8).for_each(|_| gaps.note(1.0));
+        gaps
+    }
+
+    #[test]
+    fn a_place_is_worth_the_idle_time_that_computing_it_again_costs() {
+        let rule = Priced::default();
+        let gaps = Gaps::default();
+        // A quarter of the worker, 4.5 s to compute: 18 s of idleness cost as much.
+        let mut place = idle(1, 25_000, 0.0);
+        place.recompute_s = 4.5;
+        let view = view(std::slice::from_ref(&place), &gaps);
+        assert!((rule.worth_s(&view, &place) - 18.0).abs() < 1e-9);
+        // Half of it is shared: as expensive to bring back, and half as much to keep.
+        let shared = Place {
+            unshared_tokens: 12_500,
+            ..place.clone()
+        };
+        assert!((rule.worth_s(&view, &shared) - 36.0).abs() < 1e-9);
+        // A host tier makes the return cheap: 0.1 s.
+        let held = Place {
+            in_host_tier: true,
+            ..place.clone()
+        };
+        assert!((rule.worth_s(&view, &held) - 0.4).abs() < 1e-9);
+    }
+
+    #[test]
+    fn shares_shrink_as_others_wait() {
+        let rule = Priced::default();
+        let shares = [0.0, 60.0, 90.0, 120.0, 500.0].map(|wait_s| rule.share_s(9.0, wait_s));
+        assert_eq!(shares, [60.0, 60.0, 30.0, 0.0, 0.0]);
+        assert_eq!(
+            (rule.share_s(0.1, 0.0), rule.share_s(1e3, 0.0)),
+            (5.0, 120.0)
+        );
+    }
+
+    #[test]
+    fn who_returns_soon_is_kept_and_who_returns_late_is_not() {
+        let rule = (INFO.build)(json!({})).expect("a rule");
+        let gaps = Gaps::default();
+        let mut soon = idle(1, 25_000, 0.5);
+        soon.gaps = quick();
+        soon.recompute_s = 4.5;
+        let mut far = soon.clone();
+        (far.key, far.returns_in_s) = (2, Some(60.0));
+        let mut parent = soon.clone();
+        (parent.key, parent.waits_for_children) = (3, true);
+        let mut over = soon.clone();
+        (over.key, over.ended) = (4, true);
+        let mut busy = far.clone();
+        (busy.key, busy.is_idle) = (5, false);
+        let places = [soon, far, parent, over, busy];
+        let view = view(&places, &gaps);
+        assert_eq!(keys(rule.may_give_up(&view, WAITING)), [4, 2, 3]);
+        let long = Demand::Waiting {
+            oldest_wait_s: 120.0,
+        };
+        let all = rule.may_give_up(&view, long);
+        assert_eq!(all.len(), 4, "after the bound everybody idle may have to");
+        assert_eq!(
+            all.last(),
+            Some(&(1, GiveUp::HadItsShare)),
+            "the dearest last"
+        );
+    }
+
+    #[test]
+    fn wrong_parameters_are_named() {
+        for (params, field) in [
+            (json!({"overhead": 1.5}), "overhead"),
+            (json!({"overhead": 0}), "overhead"),
+            (json!({"wait_bound_s": -1}), "wait_bound_s"),
+            (json!({"most_share_s": 1}), "most_share_s"),
+            (json!({"overheads": 1}), "overheads"),
+        ] {
+            let error = (INFO.build)(params).err().expect("refused");
+            assert!(error.contains(field), "{error}");
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Requests that wait for room: what residency does not let in yet waits here, beside the fleet, and
+//! holds no place among the requests that run.
+
+use super::admission::{NotAdmitted, Permit};
+use super::{Gateway, Reply, error};
+use crate::fleet::{Admit, Refused, Request, Reservation};
+use crate::policy::Refusal;
+use hyper::header::{HeaderValue, RETRY_AFTER};
+use hyper::{Response, StatusCode};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+/// How often time alone may let somebody in, while somebody waits.
+const PUMP_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Why a request was not placed.
+#[derive(Debug)]
+pub(super) enum NotPlaced {
+    Refused(Refused),
+    /// It was let in, and then found no place among the requests that run.
+    NotAdmitted(NotAdmitted),
+    /// Its deadline came.
+    TimeIsOver,
+}
+
+impl NotPlaced {
+    pub fn by_policy(refusal: Refusal) -> Self {
+        Self::Refused(Refused::ByPolicy(refusal))
+    }
+}
+
+/// Places a request, now or when there is room for it. While it waits it gives up its `permit`: what
+/// bounds the waiting is `max_waiting`, and what bounds those that run should not be used up by them.
+pub(super) async fn place(
+    gateway: &Arc<Gateway>,
+    request: &Request,
+    exclude: &[String],
+    permit: &mut Option<Permit>,
+    deadline: Instant,
+) -> Result<Reservation, NotPlaced> {
+    let room = Arc::new(Notify::new());
+    let wake = Arc::clone(&room);
+    let mut admit = gateway
+        .fleet
+        .admit(request, exclude, move || wake.notify_one());
+    loop {
+        let ticket = match admit {
+            Admit::Placed(reservation) => return Ok(reservation),
+            Admit::Refused(refused) => return Err(NotPlaced::Refused(refused)),
+            Admit::Waiting(ticket) => ticket,
+        };
+        *permit = None;
+        keep_pumping(gateway);
+        let woken = tokio::time::timeout_at(deadline, room.notified());
+        if woken.await.is_err() {
+            return Err(NotPlaced::TimeIsOver);
+        }
+        let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
+        let turn = gateway.admission.enter(patience, deadline).await;
+        *permit = Some(turn.map_err(NotPlaced::NotAdmitted)?);
+        admit = gateway.fleet.place_ticket(ticket, request, exclude);
+    }
+}
+
+/// Lets the fleet look again and again, for as long as something waits.
+fn keep_pumping(gateway: &Arc<Gateway>) {
+    if gateway.is_pumping.swap(true, Ordering::AcqRel) {
+        return;
+    }
+    let gateway = Arc::downgrade(gateway);
+    tokio::spawn(async move {
+        loop {
+            tokio::time::sleep(PUMP_INTERVAL).await;
+            let Some(gateway) = gateway.upgrade() else {
+                return;
+            };
+            gateway.fleet.pump();
+            if gateway.fleet.next_pump_s().is_none() {
+                gateway.is_pumping.store(false, Ordering::Release);
+                // One that began to wait meanwhile may have found the flag still set.
+                if gateway.fleet.next_pump_s().is_none()
+                    || gateway.is_pumping.swap(true, Ordering::AcqRel)
+                {
+                    return;
+                }
+            }
+        }
+    });
+}
+
+pub(super) type IsPumping = AtomicBool;
+
+/// What a client is told whose request was not placed for want of room or time; none where the policy
+/// refused it.
+pub(super) fn answer(gateway: &Gateway, not_placed: &NotPlaced) -> Option<Response<Reply>> {
+    let (status, kind, message, retry_after_s) = match not_placed {
+        NotPlaced::Refused(Refused::ByPolicy(_)) => return None,
+        NotPlaced::Refused(Refused::QueueFull { retry_after_s }) => (
+            StatusCode::TOO_MANY_REQUESTS,
+            "overloaded",
+            "as many requests wait for room in the workers' KV caches as may (residency.max_waiting)",
+            Some(*retry_after_s),
+        ),
+        NotPlaced::Refused(Refused::WaitedTooLong { retry_after_s }) => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "overloaded",
+            "the request waited too long for room in a worker's KV cache (residency.max_wait_s)",
+            Some(*retry_after_s),
+        ),
+        NotPlaced::NotAdmitted(refusal) => {
+            let (status, kind, message) = refusal.told();
+            (status, kind, message, None)
+        }
+        NotPlaced::TimeIsOver => (
+            StatusCode::GATEWAY_TIMEOUT,
+            "timeout",
+            "the request's time was over before there was room for it",
+            None,
+        ),
+    };
+    gateway.metrics.refused(status);
+    let mut response = error(status, kind, message);
+    if let Some(seconds) = retry_after_s {
+        let seconds = HeaderValue::from(seconds.ceil().max(1.0) as u64);
+        response.headers_mut().insert(RETRY_AFTER, seconds);
+    }
+    Some(response)
+}

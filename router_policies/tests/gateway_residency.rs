@@ -1,0 +1,259 @@
+//! Requests that wait for room, as clients and workers see it.
+
+mod mock;
+
+use http_body_util::{BodyExt, Full};
+use hyper::body::Bytes;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use mock::{Fault, MockWorker};
+use router_policies::config::Config;
+use router_policies::fleet::Fleet;
+use router_policies::gateway::Server;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+struct Router {
+    url: String,
+    fleet: Arc<Fleet>,
+    client: Client<HttpConnector, Full<Bytes>>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for Router {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+type Answer = Response<hyper::body::Incoming>;
+
+impl Router {
+    /// Before workers of 10,000 KV tokens.
+    async fn start(workers: &[&MockWorker], residency: Value) -> Self {
+        let workers = workers.iter().enumerate().map(|(i, mock)| {
+            let spec =
+                json!({"url": mock.url, "id": format!("w{i}"), "kv_capacity_tokens": 10_000});
+            serde_json::from_value(spec).expect("a worker")
+        });
+        let config = Config {
+            port: 0,
+            drain_timeout_s: 1.0,
+            workers: workers.collect(),
+            residency,
+            max_inflight: 2,
+            ..Config::default()
+        };
+        let server = Server::bind(config).await.expect("binds");
+        let router = Self {
+            url: format!("http://{}", server.address().expect("bound")),
+            fleet: server.fleet(),
+            client: Client::builder(TokioExecutor::new()).build_http(),
+            task: tokio::spawn(server.serve(std::future::pending())),
+        };
+        until("all workers are up", || {
+            router.fleet.snapshot().iter().all(|w| w.healthy)
+        })
+        .await;
+        router
+    }
+
+    /// Sends a prompt of `tokens` tokens; the answer's head, or nothing if the client gives up.
+    fn send(
+        &self,
+        session: u32,
+        tokens: u32,
+        headers: &[(&str, &str)],
+    ) -> tokio::task::JoinHandle<Answer> {
+        let ids: Vec<u32> = (0..tokens).map(|i| session * 100_000 + i).collect();
+        let body =
+            json!({"input_ids": ids, "sampling_params": {"max_new_tokens": 4}, "stream": true});
+        let mut request = Request::post(format!("{}/generate", self.url))
+            .header("x-session-id", format!("s{session}"));
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let body = Full::from(body.to_string());
+        let request = request.body(body).expect("a request");
+        let answer = self.client.request(request);
+        tokio::spawn(async move { answer.await.expect("an answer") })
+    }
+
+    async fn get(&self, path: &str) -> String {
+        let request = Request::get(format!("{}{path}", self.url));
+        let request = request.body(Full::default()).expect("a request");
+        text(self.client.request(request).await.expect("an answer")).await
+    }
+
+    async fn waiting(&self, turns: usize) {
+        until("as many wait", || self.fleet.waiting_turns() == turns).await;
+    }
+}
+
+async fn text(answer: Answer) -> String {
+    let bytes = answer.into_body().collect().await.expect("a whole answer");
+    String::from_utf8(bytes.to_bytes().to_vec()).expect("UTF-8")
+}
+
+async fn until(what: &str, condition: impl Fn() -> bool) {
+    for _ in 0..2000 {
+        if condition() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    panic!("waited in vain: {what}");
+}
+
+#[tokio::test]
+async fn a_request_that_waits_is_let_in_when_another_ends_and_hints_stay_here() {
+    let mock = MockWorker::start().await;
+    mock.behaviour
+        .first_token_us
+        .store(300_000, Ordering::Relaxed);
+    let router = Router::start(&[&mock], json!({"growth_turns": 0})).await;
+    let ends = [
+        ("x-session-end", "1"),
+        ("x-session-idle-s", "60"),
+        ("x-parent-session", "p"),
+        ("x-session-parent", "p"),
+        ("x-mine", "kept"),
+    ];
+    let first = router.send(1, 8_000, &ends);
+    until("it runs", || {
+        mock.behaviour.running.load(Ordering::SeqCst) == 1
+    })
+    .await;
+    // More than may run at once: those that wait take nothing from those that could.
+    let others: Vec<_> = (2..6)
+        .map(|session| router.send(session, 8_000, &ends))
+        .collect();
+    router.waiting(4).await;
+    assert_eq!(mock.behaviour.running.load(Ordering::SeqCst), 1);
+    assert!(
+        router
+            .get("/metrics")
+            .await
+            .contains("deltaserve_waiting_turns 4")
+    );
+    let small = router.send(9, 300, &[]);
+    assert_eq!(
+        small.await.expect("sent").status(),
+        StatusCode::OK,
+        "it fits beside"
+    );
+    for answer in [first].into_iter().chain(others) {
+        let answer = answer.await.expect("sent");
+        assert_eq!(answer.status(), StatusCode::OK);
+        text(answer).await;
+    }
+    until("nothing is left", || router.fleet.is_idle()).await;
+    for headers in mock.behaviour.headers.lock().iter() {
+        for hint in &ends[..4] {
+            assert!(!headers.contains_key(hint.0), "{}", hint.0);
+        }
+    }
+    assert!(mock.behaviour.headers.lock()[0].contains_key("x-mine"));
+    let decisions = router.get("/decisions").await;
+    let decisions: Value = serde_json::from_str(&decisions).expect("JSON");
+    let waited = decisions["decisions"].as_array().expect("a list").iter();
+    let waited = waited.filter(|d| d["residency"]["waited_s"].as_f64() > Some(0.0));
+    assert_eq!(waited.count(), 4);
+    let metrics = router.get("/metrics").await;
+    for expected in [
+        "deltaserve_wait_seconds_count 4",
+        "deltaserve_admissions_total{state=\"admitted\"} 6",
+        "deltaserve_given_up_total{reason=\"ended\"} 5",
+        "deltaserve_waiting_turns 0",
+    ] {
+        assert!(metrics.contains(expected), "{expected}\n{metrics}");
+    }
+    let workers: Value = serde_json::from_str(&router.get("/workers").await).expect("JSON");
+    let book = &workers["workers"][0]["state"]["residency"];
+    assert_eq!(book["budget_tokens"], 9_500);
+    assert_eq!(
+        book["sessions"], 1,
+        "the small one did not say that it ended"
+    );
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_frees_its_place_in_the_queue() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Stall);
+    let router = Router::start(&[&mock], Value::Null).await;
+    let first = router.send(1, 8_000, &[]);
+    until("it runs", || {
+        mock.behaviour.running.load(Ordering::SeqCst) == 1
+    })
+    .await;
+    let second = router.send(2, 8_000, &[]);
+    router.waiting(1).await;
+    second.abort();
+    router.waiting(0).await;
+    first.abort();
+    until("nothing is left", || router.fleet.is_idle()).await;
+}
+
+#[tokio::test]
+async fn the_queue_is_bounded_and_says_when_to_come_back() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Stall);
+    let limits = json!({"max_waiting": 1, "max_wait_s": 0.5});
+    let router = Router::start(&[&mock], limits).await;
+    let first = router.send(1, 8_000, &[]);
+    until("it runs", || {
+        mock.behaviour.running.load(Ordering::SeqCst) == 1
+    })
+    .await;
+    let second = router.send(2, 8_000, &[]);
+    router.waiting(1).await;
+    let third = router.send(3, 8_000, &[]).await.expect("sent");
+    assert_eq!(third.status(), StatusCode::TOO_MANY_REQUESTS);
+    let second = second.await.expect("sent");
+    assert_eq!(second.status(), StatusCode::SERVICE_UNAVAILABLE);
+    for refused in [third, second] {
+        let seconds = refused.headers()["retry-after"].to_str().expect("text");
+        assert!(seconds.parse::<u64>().expect("a number") >= 1);
+        assert!(text(refused).await.contains("residency.max_wait"));
+    }
+    first.abort();
+    until("nothing is left", || router.fleet.is_idle()).await;
+}
+
+#[tokio::test]
+async fn a_request_whose_worker_dies_is_served_by_another() {
+    let (dying, other) = (MockWorker::start().await, MockWorker::start().await);
+    let router = Router::start(&[&dying, &other], Value::Null).await;
+    // Wherever it went first, it has its place there.
+    text(router.send(1, 8_000, &[]).await.expect("sent")).await;
+    let home = router.fleet.sink().recent(1)[0].reserved[0]
+        .worker
+        .id
+        .clone();
+    let (home, away) = match home.as_str() {
+        "w0" => (&dying, "w1"),
+        _ => (&other, "w0"),
+    };
+    home.set_fault(Fault::CloseAtOnce);
+    let answer = router.send(1, 8_500, &[]).await.expect("sent");
+    assert_eq!(answer.status(), StatusCode::OK);
+    assert_eq!(answer.headers()["x-deltaserve-worker"], away);
+    text(answer).await;
+    until("nothing is left", || router.fleet.is_idle()).await;
+    let places: Vec<_> = router
+        .fleet
+        .snapshot()
+        .iter()
+        .map(|w| w.residency.sessions)
+        .collect();
+    assert_eq!(
+        places.iter().sum::<usize>(),
+        1,
+        "one place, where it is now"
+    );
+}

@@ -1,0 +1,757 @@
+//! The gate of residency under a virtual clock: what is booked fits, nobody waits for ever, nothing is
+//! left over, and nothing happens where nothing waits.
+
+use proptest::prelude::*;
+use router_policies::config::WorkerSpec;
+use router_policies::fleet::log::EventSink;
+use router_policies::fleet::prefix::hash::TokenHasher;
+use router_policies::fleet::residency::{Residence, ResidencyRecord, settings};
+use router_policies::fleet::{
+    Admit, Fleet, Hints, Outcome, Refused, Request, Reservation, Ticket, Usage,
+};
+use router_policies::policy;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+const CAPACITY: u64 = 100_000;
+
+struct World {
+    fleet: Arc<Fleet>,
+    clock_us: Arc<AtomicU64>,
+    wakes: Arc<AtomicUsize>,
+}
+
+impl World {
+    fn new(workers: usize, residency: Value) -> Self {
+        let clock_us = Arc::new(AtomicU64::new(0));
+        let shown = Arc::clone(&clock_us);
+        let fleet = Fleet::with_clock(
+            policy::build("unified", Value::Null).expect("a policy"),
+            "unified".to_owned(),
+            EventSink::in_memory(),
+            1,
+            Box::new(move || shown.load(Ordering::Relaxed) as f64 / 1e6),
+        );
+        let residency = settings::build(&residency).map_err(|error| panic!("{error}"));
+        let fleet = fleet.with_residency(residency.expect("a rule"));
+        let world = Self {
+            fleet: Arc::new(fleet),
+            clock_us,
+            wakes: Arc::default(),
+        };
+        for i in 0..workers {
+            world.add(&format!("w{i}"));
+        }
+        world
+    }
+
+    fn add(&self, id: &str) {
+        let spec =
+            json!({"id": id, "url": format!("http://{id}:1"), "kv_capacity_tokens": CAPACITY});
+        let spec = serde_json::from_value::<WorkerSpec>(spec).expect("a worker");
+        self.fleet.add_worker(spec).expect("a new id");
+        self.fleet.report_health(id, true);
+    }
+
+    fn now_s(&self) -> f64 {
+        self.clock_us.load(Ordering::Relaxed) as f64 / 1e6
+    }
+
+    fn advance(&self, seconds: f64) {
+        self.clock_us
+            .fetch_add((seconds * 1e6) as u64, Ordering::Relaxed);
+    }
+
+    fn request(&self, session: &str, tokens: impl IntoIterator<Item = u32>) -> Request {
+        let mut hasher = TokenHasher::new(self.fleet.token_block());
+        hasher.extend(&tokens.into_iter().collect::<Vec<_>>());
+        Request {
+            request_id: "r".to_owned(),
+            session_id: (!session.is_empty()).then(|| session.to_owned()),
+            prompt: hasher.finish(),
+            max_output_tokens: Some(100),
+            stream: true,
+            ..Request::default()
+        }
+    }
+
+    /// `length` tokens of which the first 2,000 are the same for all sessions.
+    fn turn(&self, session: u32, length: u32) -> Request {
+        let own = (2_000..length).map(move |i| (session + 1) * 1_000_000 + i);
+        self.request(&format!("s{session}"), (0..2_000).chain(own))
+    }
+
+    fn ask(&self, request: &Request) -> Admit {
+        let wakes = Arc::clone(&self.wakes);
+        let wake = move || {
+            wakes.fetch_add(1, Ordering::Relaxed);
+        };
+        self.fleet.admit(request, &[], wake)
+    }
+
+    fn placed(&self, request: &Request) -> Reservation {
+        match self.ask(request) {
+            Admit::Placed(reservation) => reservation,
+            Admit::Waiting(_) => panic!("it waits"),
+            Admit::Refused(refused) => panic!("{refused:?}"),
+        }
+    }
+
+    fn waits(&self, request: &Request) -> Ticket {
+        match self.ask(request) {
+            Admit::Waiting(ticket) => ticket,
+            Admit::Placed(placed) => {
+                panic!("placed on {}: {:?}", placed.answering().id, self.last())
+            }
+            Admit::Refused(refused) => panic!("{refused:?}"),
+        }
+    }
+
+    fn fetch(&self, ticket: Ticket, request: &Request) -> Result<Reservation, Ticket> {
+        match self.fleet.place_ticket(ticket, request, &[]) {
+            Admit::Placed(reservation) => Ok(reservation),
+            Admit::Waiting(ticket) => Err(ticket),
+            Admit::Refused(refused) => panic!("{refused:?}"),
+        }
+    }
+
+    /// What the last decision says of residency.
+    fn last(&self) -> ResidencyRecord {
+        self.fleet.sink().recent(1)[0].residency.clone()
+    }
+
+    fn serve(&self, mut reservation: Reservation) {
+        reservation.streams();
+        reservation.output(1);
+        reservation.output(49);
+        reservation.finish(Outcome::Ok, Some(200), None);
+    }
+
+    fn resident(&self, worker: usize) -> usize {
+        self.fleet.snapshot()[worker].residency.sessions
+    }
+}
+
+#[test]
+fn who_fits_goes_at_once_and_who_does_not_waits_until_there_is_room() {
+    let world = World::new(1, json!({"cold_slots": 10}));
+    let (first, second) = (world.turn(0, 40_000), world.turn(1, 40_000));
+    let a = world.placed(&first);
+    assert_eq!(world.last().state, Residence::Admitted);
+    let b = world.placed(&second);
+    let third = world.turn(2, 40_000);
+    let ticket = world.waits(&third);
+    // A turn of one that has a place goes at once, though another waits.
+    world.serve(a);
+    let c = world.placed(&world.turn(0, 41_000));
+    assert_eq!(world.last().state, Residence::Resident);
+    world.serve(c);
+    let ticket = world.fetch(ticket, &third).err().expect("still waiting");
+    // Says that it ends: its place is free, and its room is the next one's.
+    let mut last = world.turn(0, 42_000);
+    last.hints.ends = true;
+    world.serve(world.placed(&last));
+    assert_eq!(world.wakes.load(Ordering::Relaxed), 1);
+    let d = world.fetch(ticket, &third).ok().expect("let in");
+    assert_eq!(world.last().state, Residence::Admitted);
+    drop((b, d));
+    assert!(world.fleet.is_idle());
+}
+
+#[test]
+fn a_client_that_leaves_the_queue_leaves_nothing_behind() {
+    let world = World::new(1, json!({"cold_slots": 10}));
+    let held = [
+        world.placed(&world.turn(0, 45_000)),
+        world.placed(&world.turn(1, 45_000)),
+    ];
+    let waiting = world.turn(2, 45_000);
+    drop(world.waits(&waiting));
+    let let_in = world.waits(&waiting);
+    drop(held);
+    // It was let in, and leaves without having been placed.
+    assert_eq!(world.wakes.load(Ordering::Relaxed), 1);
+    drop(let_in);
+    assert!(world.fleet.is_idle());
+    assert_eq!(world.fleet.waiting_turns(), 0);
+    assert_eq!(world.fleet.snapshot()[0].residency.booked_tokens, 0);
+}
+
+#[test]
+fn nothing_is_given_up_while_nothing_waits() {
+    let world = World::new(1, json!({}));
+    for session in 0..4 {
+        world.serve(world.placed(&world.turn(session, 20_000)));
+        world.advance(300.0);
+        world.fleet.pump();
+    }
+    assert_eq!(world.resident(0), 4);
+    assert_eq!(world.fleet.snapshot()[0].residency.given_up, 0);
+    assert_eq!(world.fleet.next_pump_s(), None);
+    // The fifth does not fit; the longest idle of equal price goes, and no more than is needed.
+    world.serve(world.placed(&world.turn(4, 20_000)));
+    assert_eq!(world.last().gave_up, vec![Some("s0".into())]);
+    assert_eq!(world.resident(0), 4);
+}
+
+#[test]
+fn a_cold_prefill_does_not_hold_up_those_that_have_a_place() {
+    let world = World::new(1, json!({}));
+    world.serve(world.placed(&world.turn(0, 20_000)));
+    let mut cold = world.placed(&world.turn(1, 20_000));
+    let other = world.turn(2, 20_000);
+    let ticket = world.waits(&other);
+    let small = world.placed(&world.turn(0, 21_000));
+    assert_eq!(world.last().state, Residence::Resident);
+    cold.streams();
+    cold.output(1);
+    assert_eq!(world.wakes.load(Ordering::Relaxed), 1, "at the first token");
+    let next = world.fetch(ticket, &other).ok().expect("let in");
+    drop((cold, small, next));
+    assert!(world.fleet.is_idle());
+}
+
+#[test]
+fn overlapping_turns_count_each() {
+    let world = World::new(1, json!({"cold_slots": 10, "growth_turns": 0}));
+    let base = world.turn(0, 30_000);
+    let a = world.placed(&base);
+    let b = world.placed(&world.turn(0, 31_000));
+    let booked = world.fleet.snapshot()[0].residency.booked_tokens;
+    assert!(
+        (31_000..32_500).contains(&booked),
+        "one prefix, two answers: {booked}"
+    );
+    // The same session with another prompt beside: all of it counts.
+    let own = (2_000..30_000).map(|i| 900_000_000 + i);
+    let other = world.request("s0", (0..2_000).chain(own));
+    let c = world.placed(&other);
+    let booked = world.fleet.snapshot()[0].residency.booked_tokens;
+    assert!((58_500..61_500).contains(&booked), "{booked}");
+    drop((a, b, c));
+    assert!(world.fleet.is_idle());
+}
+
+#[test]
+fn families_are_counted_once_and_recognised_without_a_session() {
+    let world = World::new(1, json!({"growth_turns": 0}));
+    let turn = |length: u32| world.request("", 0..length);
+    world.serve(world.placed(&turn(20_000)));
+    world.serve(world.placed(&turn(22_000)));
+    assert_eq!(world.last().state, Residence::Resident);
+    assert_eq!(world.resident(0), 1);
+    let booked = world.fleet.snapshot()[0].residency.booked_tokens;
+    assert!((22_000..22_200).contains(&booked), "{booked}");
+}
+
+#[test]
+fn compaction_lets_a_footprint_drop() {
+    let world = World::new(1, json!({"growth_turns": 0}));
+    world.serve(world.placed(&world.turn(0, 60_000)));
+    let summary = (0..8_000).map(|i| 70_000_000 + i);
+    let compacted = world.request("s0", (0..2_000).chain(summary));
+    world.serve(world.placed(&compacted));
+    let booked = world.fleet.snapshot()[0].residency.booked_tokens;
+    assert!((10_000..10_200).contains(&booked), "{booked}");
+}
+
+#[test]
+fn one_that_fits_nowhere_is_served_alone() {
+    let world = World::new(1, json!({}));
+    world.serve(world.placed(&world.turn(0, 20_000)));
+    let running = world.placed(&world.turn(0, 21_000));
+    let huge = world.turn(1, 150_000);
+    let ticket = world.waits(&huge);
+    world.serve(running);
+    let huge = world.fetch(ticket, &huge).ok().expect("alone");
+    assert_eq!(world.last().state, Residence::Alone);
+    assert_eq!(world.last().gave_up, vec![Some("s0".into())]);
+    let after = world.turn(2, 5_000);
+    let ticket = world.waits(&after);
+    drop(huge);
+    assert!(world.fetch(ticket, &after).is_ok());
+}
+
+#[test]
+fn a_session_waits_for_its_home_no_longer_than_moving_costs() {
+    let world = World::new(2, json!({"cold_slots": 10}));
+    world.serve(world.placed(&world.turn(0, 60_000)));
+    let home = world.fleet.sink().recent(1)[0].reserved[0]
+        .worker
+        .id
+        .clone();
+    // Others take its place at home, while the other worker has room.
+    let fleet = &world.fleet;
+    let big = world.turn(1, 90_000);
+    fleet.set_draining(if home == "w0" { "w1" } else { "w0" }, true);
+    world.advance(400.0);
+    let at_home = world.placed(&big);
+    assert_eq!(at_home.answering().id, home);
+    for id in ["w0", "w1"] {
+        fleet.set_draining(id, false);
+    }
+    let back = world.turn(0, 61_000);
+    let ticket = world.waits(&back);
+    world.advance(0.5);
+    fleet.pump();
+    let ticket = world.fetch(ticket, &back).err().expect("home first");
+    // 60,000 tokens take 3.2 s to compute at the speeds that are assumed.
+    world.advance(4.0);
+    fleet.pump();
+    let moved = world.fetch(ticket, &back).ok().expect("it moved");
+    assert_eq!(world.last().state, Residence::Moved);
+    assert_ne!(moved.answering().id, home);
+    drop((at_home, moved));
+    assert!(fleet.is_idle());
+}
+
+#[test]
+fn a_parent_gives_its_room_to_its_sub_agent() {
+    let world = World::new(1, json!({}));
+    for session in 0..4 {
+        world.serve(world.placed(&world.turn(session, 22_000)));
+    }
+    let mut child = world.turn(9, 15_000);
+    child.hints.parent_session = Some("s3".to_owned());
+    world.serve(world.placed(&child));
+    assert_eq!(
+        world.last().gave_up,
+        vec![Some("s3".into())],
+        "the youngest, but its parent"
+    );
+}
+
+#[test]
+fn grown_sessions_make_room_and_the_last_that_came_gives_way() {
+    let world = World::new(1, json!({"cold_slots": 10, "growth_turns": 0}));
+    world.serve(world.placed(&world.turn(0, 30_000)));
+    world.advance(1.0);
+    world.serve(world.placed(&world.turn(1, 30_000)));
+    world.advance(1.0);
+    world.serve(world.placed(&world.turn(2, 30_000)));
+    // Growth takes the place of an idle session.
+    let grown = world.placed(&world.turn(0, 60_000));
+    assert_eq!(world.last().gave_up.len(), 1);
+    // The other that is left has grown too, and nobody is idle: it waits at the head, with its place.
+    let left = if world.last().gave_up[0].as_deref() == Some("s1") {
+        2
+    } else {
+        1
+    };
+    let more = world.turn(left, 50_000);
+    let ticket = world.waits(&more);
+    assert_eq!(world.resident(0), 2);
+    world.serve(grown);
+    let more = world.fetch(ticket, &more).ok().expect("the first gave way");
+    assert_eq!(world.last().state, Residence::Resident);
+    drop(more);
+    assert!(world.fleet.is_idle());
+}
+
+#[test]
+fn recomputed_tokens_are_counted_with_and_without_a_gate() {
+    for rule in ["off", "priced"] {
+        let world = World::new(1, json!({"rule": rule}));
+        let finish = |request: &Request, cached| {
+            let mut reservation = world.placed(request);
+            reservation.streams();
+            reservation.output(1);
+            let prompt_tokens = Some(request.prompt.tokens());
+            let cached_tokens = Some(cached);
+            reservation.report(Usage {
+                prompt_tokens,
+                cached_tokens,
+            });
+            reservation.finish(Outcome::Ok, Some(200), None);
+        };
+        finish(&world.turn(0, 10_000), 0);
+        finish(&world.turn(0, 12_000), 10_000);
+        assert_eq!(world.fleet.snapshot()[0].residency.recomputed_tokens, 0);
+        finish(&world.turn(0, 13_000), 4_000);
+        let recomputed = world.fleet.snapshot()[0].residency.recomputed_tokens;
+        assert_eq!(recomputed, 8_000, "{rule}");
+    }
+}
+
+#[test]
+fn the_queue_is_bounded_in_number_and_time() {
+    let world = World::new(1, json!({"max_waiting": 1, "max_wait_s": 5.0}));
+    let held = world.placed(&world.turn(0, 80_000));
+    let waiting = world.turn(1, 80_000);
+    let ticket = world.waits(&waiting);
+    let refused = world.ask(&world.turn(2, 80_000));
+    let Admit::Refused(Refused::QueueFull { retry_after_s }) = refused else {
+        panic!("not refused");
+    };
+    assert!(retry_after_s >= 1.0);
+    world.advance(6.0);
+    world.fleet.pump();
+    assert_eq!(world.wakes.load(Ordering::Relaxed), 1);
+    let refused = world.fleet.place_ticket(ticket, &waiting, &[]);
+    assert!(matches!(
+        refused,
+        Admit::Refused(Refused::WaitedTooLong { .. })
+    ));
+    drop(held);
+    assert!(world.fleet.is_idle());
+}
+
+#[test]
+fn a_worker_of_unknown_capacity_restricts_nobody() {
+    let world = World::new(0, json!({}));
+    let spec = json!({"id": "w", "url": "http://w:1"});
+    let spec = serde_json::from_value::<WorkerSpec>(spec).expect("a worker");
+    world.fleet.add_worker(spec).expect("a new id");
+    world.fleet.report_health("w", true);
+    let held: Vec<_> = (0..20)
+        .map(|i| world.placed(&world.turn(i, 90_000)))
+        .collect();
+    assert_eq!(world.last().state, Residence::Ungated);
+    drop(held);
+    assert!(world.fleet.is_idle());
+}
+
+/// One thing that happens to a fleet.
+#[derive(Clone, Debug)]
+enum Step {
+    Send { session: u32, ends: bool },
+    Compact(u32),
+    FirstToken(usize),
+    Finish(usize),
+    Fail(usize),
+    Leave(usize),
+    LeaveQueue(usize),
+    Advance(u32),
+    Down(usize),
+    Up(usize),
+    Replace(usize),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        8 => (0u32..8, prop::bool::weighted(0.1))
+            .prop_map(|(session, ends)| Step::Send { session, ends }),
+        1 => (0u32..8).prop_map(Step::Compact),
+        4 => any::<usize>().prop_map(Step::FirstToken),
+        6 => any::<usize>().prop_map(Step::Finish),
+        1 => any::<usize>().prop_map(Step::Fail),
+        1 => any::<usize>().prop_map(Step::Leave),
+        1 => any::<usize>().prop_map(Step::LeaveQueue),
+        4 => (0u32..60_000).prop_map(Step::Advance),
+        1 => (0usize..2).prop_map(Step::Down),
+        1 => (0usize..2).prop_map(Step::Up),
+        1 => (0usize..2).prop_map(Step::Replace),
+    ]
+}
+
+fn rules() -> impl Strategy<Value = Value> {
+    prop_oneof![
+        Just(json!({"rule": "priced"})),
+        Just(json!({"rule": "priced", "growth_turns": 3.0, "cold_slots": 2})),
+        Just(json!({"rule": "lease", "lease_s": 5.0})),
+        Just(json!({"rule": "cap", "sessions": 2, "idle_s": 20.0})),
+        Just(json!({"rule": "aimd"})),
+        Just(json!({"rule": "thunder"})),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn whatever_happens_what_is_booked_fits_and_nothing_is_left_over(
+        rule in rules(),
+        steps in proptest::collection::vec(step(), 1..120),
+    ) {
+        let world = World::new(2, rule.clone());
+        let by_tokens = matches!(rule["rule"].as_str(), Some("priced" | "lease"));
+        let mut lengths = [15_000u32; 8];
+        let mut running: Vec<Reservation> = Vec::new();
+        let mut waiting: Vec<(Ticket, Request)> = Vec::new();
+        let mut alone: Vec<String> = Vec::new();
+        for step in steps {
+            match step {
+                Step::Send { session, ends } => {
+                    let index = session as usize;
+                    lengths[index] += 3_000 + session * 1_000;
+                    let mut request = world.turn(session, lengths[index]);
+                    request.hints.ends = ends;
+                    if session % 3 == 2 {
+                        request.hints.parent_session = Some(format!("s{}", session - 1));
+                    }
+                    match world.ask(&request) {
+                        Admit::Placed(reservation) => running.push(reservation),
+                        Admit::Waiting(ticket) => waiting.push((ticket, request)),
+                        Admit::Refused(refused) => {
+                            let down = world.fleet.snapshot().iter().all(|w| !w.healthy || w.circuit_open);
+                            prop_assert!(down, "{refused:?}");
+                        }
+                    }
+                }
+                Step::Compact(session) => lengths[session as usize] = 5_000,
+                Step::FirstToken(i) if !running.is_empty() => {
+                    let i = i % running.len();
+                    running[i].streams();
+                    running[i].output(1);
+                }
+                Step::Finish(i) if !running.is_empty() => {
+                    let i = i % running.len();
+                    world.serve(running.swap_remove(i));
+                }
+                Step::Fail(i) if !running.is_empty() => {
+                    let i = i % running.len();
+                    running.swap_remove(i).finish(Outcome::WorkerError, None, None);
+                }
+                Step::Leave(i) if !running.is_empty() => {
+                    let i = i % running.len();
+                    drop(running.swap_remove(i));
+                }
+                Step::LeaveQueue(i) if !waiting.is_empty() => {
+                    let i = i % waiting.len();
+                    drop(waiting.swap_remove(i));
+                }
+                Step::Advance(ms) => {
+                    world.advance(f64::from(ms) / 1e3);
+                    world.fleet.pump();
+                }
+                Step::Down(i) => world.fleet.report_health(&format!("w{i}"), false),
+                Step::Up(i) => world.fleet.report_health(&format!("w{i}"), true),
+                Step::Replace(i) => {
+                    let id = format!("w{i}");
+                    world.fleet.remove_worker(&id);
+                    world.add(&id);
+                }
+                _ => {}
+            }
+            for (ticket, request) in std::mem::take(&mut waiting) {
+                match world.fleet.place_ticket(ticket, &request, &[]) {
+                    Admit::Placed(reservation) => running.push(reservation),
+                    Admit::Waiting(ticket) => waiting.push((ticket, request)),
+                    Admit::Refused(Refused::WaitedTooLong { .. }) => {}
+                    Admit::Refused(refused) => prop_assert!(false, "{refused:?}"),
+                }
+            }
+            for decision in world.fleet.sink().recent(10) {
+                if decision.residency.state == Residence::Alone {
+                    alone.push(decision.reserved[0].worker.id.clone());
+                }
+            }
+            for worker in world.fleet.snapshot() {
+                let book = worker.residency;
+                let budget = book.budget_tokens.expect("a capacity");
+                let exempt = alone.contains(&worker.spec.id) || !by_tokens;
+                prop_assert!(exempt || book.booked_tokens <= budget, "{book:?}");
+                prop_assert_eq!(book.sessions, book.running + book.idle);
+            }
+        }
+        for id in ["w0", "w1"] {
+            world.fleet.report_health(id, true);
+        }
+        drop(running);
+        drop(waiting);
+        prop_assert!(world.fleet.is_idle());
+        for worker in world.fleet.snapshot() {
+            prop_assert_eq!(worker.residency.running, 0);
+        }
+        // Without sessions nothing is booked.
+        for id in ["w0", "w1"] {
+            world.fleet.report_health(id, false);
+            world.fleet.report_health(id, true);
+        }
+        for worker in world.fleet.snapshot() {
+            prop_assert_eq!(worker.residency.booked_tokens, 0);
+            prop_assert_eq!(worker.residency.sessions, 0);
+        }
+    }
+}
+
+/// A client of the closed loop below: a session with so many turns to go, and its sub-agents.
+struct Client {
+    session: u32,
+    length: u32,
+    turns_left: u32,
+    children: Vec<u32>,
+    parent: Option<usize>,
+    state: Doing,
+}
+
+#[expect(clippy::large_enum_variant, reason = "a few dozen of them, in a test")]
+enum Doing {
+    Thinks {
+        until_s: f64,
+    },
+    WaitsForChildren,
+    Queues {
+        ticket: Ticket,
+        request: Request,
+        since_s: f64,
+    },
+    Runs {
+        reservation: Reservation,
+        first_s: f64,
+        until_s: f64,
+    },
+    Over,
+}
+
+/// Runs sessions, with sub-agents, until all are over; returns the longest wait and all that it took.
+fn closed_loop(rule: Value, sessions: u32, seed: u64) -> (f64, f64) {
+    let world = World::new(2, rule.clone());
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut clients: Vec<Client> = (0..sessions)
+        .map(|session| Client {
+            session,
+            length: random.u32(8_000..45_000),
+            turns_left: random.u32(3..8),
+            children: Vec::new(),
+            parent: None,
+            state: Doing::Thinks {
+                until_s: random.f64() * 5.0,
+            },
+        })
+        .collect();
+    let mut next_session = sessions;
+    let mut longest_s: f64 = 0.0;
+    while clients
+        .iter()
+        .any(|client| !matches!(client.state, Doing::Over))
+    {
+        world.advance(0.25);
+        let now_s = world.now_s();
+        assert!(now_s < 20_000.0, "{rule}: it does not end");
+        if world.fleet.next_pump_s().is_some() {
+            world.fleet.pump();
+        }
+        for at in 0..clients.len() {
+            let mut spawned = None;
+            let over = |clients: &[Client], children: &[u32]| {
+                let is_over = |child: &&Client| matches!(child.state, Doing::Over);
+                let of = clients
+                    .iter()
+                    .filter(|client| children.contains(&client.session));
+                of.clone().filter(is_over).count() == of.count()
+            };
+            let children_over = over(&clients, &clients[at].children);
+            let parent = clients[at].parent.map(|parent| clients[parent].session);
+            let client = &mut clients[at];
+            let state = std::mem::replace(&mut client.state, Doing::Over);
+            client.state = match state {
+                Doing::Thinks { until_s } if until_s <= now_s => {
+                    let mut request = world.turn(client.session, client.length);
+                    request.hints = Hints {
+                        ends: client.turns_left == 1,
+                        idle_s: None,
+                        parent_session: parent.map(|parent| format!("s{parent}")),
+                    };
+                    match world.ask(&request) {
+                        Admit::Placed(reservation) => runs(reservation, now_s),
+                        Admit::Waiting(ticket) => Doing::Queues {
+                            ticket,
+                            request,
+                            since_s: now_s,
+                        },
+                        Admit::Refused(refused) => panic!("{refused:?}"),
+                    }
+                }
+                Doing::Queues {
+                    ticket,
+                    request,
+                    since_s,
+                } => {
+                    longest_s = longest_s.max(now_s - since_s);
+                    match world.fetch(ticket, &request) {
+                        Ok(reservation) => runs(reservation, now_s),
+                        Err(ticket) => Doing::Queues {
+                            ticket,
+                            request,
+                            since_s,
+                        },
+                    }
+                }
+                Doing::Runs {
+                    mut reservation,
+                    first_s,
+                    until_s,
+                } if first_s <= now_s => {
+                    if until_s > now_s {
+                        reservation.streams();
+                        reservation.output(1);
+                        Doing::Runs {
+                            reservation,
+                            first_s: f64::INFINITY,
+                            until_s,
+                        }
+                    } else {
+                        unreachable!("the first token comes first")
+                    }
+                }
+                Doing::Runs {
+                    reservation,
+                    until_s,
+                    ..
+                } if until_s <= now_s => {
+                    world.serve(reservation);
+                    client.turns_left -= 1;
+                    client.length += 500 + (client.session % 5) * 400;
+                    if client.turns_left == 0 {
+                        Doing::Over
+                    } else if client.parent.is_none()
+                        && client.session.is_multiple_of(4)
+                        && client.children.is_empty()
+                    {
+                        spawned = Some(client.session);
+                        Doing::WaitsForChildren
+                    } else {
+                        Doing::Thinks {
+                            until_s: now_s + f64::from(client.session % 9),
+                        }
+                    }
+                }
+                Doing::WaitsForChildren if children_over => Doing::Thinks { until_s: now_s },
+                other => other,
+            };
+            if spawned.is_some() {
+                for _ in 0..2 {
+                    clients[at].children.push(next_session);
+                    clients.push(Client {
+                        session: next_session,
+                        length: 20_000,
+                        turns_left: 2,
+                        children: Vec::new(),
+                        parent: Some(at),
+                        state: Doing::Thinks { until_s: now_s },
+                    });
+                    next_session += 1;
+                }
+            }
+        }
+    }
+    assert!(world.fleet.is_idle());
+    (longest_s, world.now_s())
+}
+
+fn runs(reservation: Reservation, now_s: f64) -> Doing {
+    Doing::Runs {
+        reservation,
+        first_s: now_s + 0.5,
+        until_s: now_s + 2.0,
+    }
+}
+
+#[test]
+fn nobody_waits_for_ever_under_any_rule_sub_agents_included() {
+    for rule in ["priced", "lease", "cap", "aimd", "thunder"] {
+        let (longest_s, all_s) = closed_loop(json!({"rule": rule}), 24, 7);
+        println!("{rule:<8} longest wait {longest_s:.1} s, all over after {all_s:.0} s");
+        assert!(longest_s < 600.0, "{rule}: {longest_s}");
+    }
+}
+
+#[test]
+fn the_default_rule_bounds_the_wait_at_three_times_what_fits() {
+    for seed in 0..3 {
+        let (longest_s, _) = closed_loop(json!({}), 24, seed);
+        assert!(longest_s < 240.0, "{longest_s}");
+    }
+}
