@@ -105,7 +105,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as raw:
         packed = path.suffix == ".zst"
         stream = zstandard.ZstdDecompressor().stream_reader(raw) if packed else raw
-        for number, line in enumerate(io.BufferedReader(stream), 1):  # type: ignore[type-var]
+        for number, line in enumerate(io.BufferedReader(stream), 1):
             try:
                 yield orjson.loads(line)
             except orjson.JSONDecodeError as error:

@@ -67,7 +67,8 @@ def measures(lines: list[Line], from_s: float, to_s: float, until_s: float) -> d
 
 
 def _tpot_s(line: Line) -> float:
-    return float(line["finished_s"] - line["first_token_s"]) / (line["output_tokens"] - 1)
+    after_first = float(line["output_tokens"] - 1)
+    return float(line["finished_s"] - line["first_token_s"]) / after_first
 
 
 def _worst_gap_s(line: Line) -> float:

@@ -74,7 +74,7 @@ fn simulate(plan: &Plan, folder: &Path, name: &str) -> (Report, Vec<Value>) {
 
 fn lines(path: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(path).expect("a file");
-    let lines = text.lines().map(|line| serde_json::from_str(line));
+    let lines = text.lines().map(serde_json::from_str);
     lines.collect::<Result<_, _>>().expect("JSON lines")
 }
 
