@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-RUST   := $(shell find router_policies/src -name '*.rs' 2>/dev/null) router_policies/build.rs router_policies/Cargo.toml Cargo.toml Cargo.lock
+CRATES := bindings router_policies simulator
+RUST   := $(shell find $(CRATES:%=%/src) -name '*.rs' 2>/dev/null) $(CRATES:%=%/Cargo.toml) bindings/build.rs Cargo.toml Cargo.lock
 
 # make demo TRACE=trace.jsonl.zst replays that trace instead of a synthetic one; OUT=folder names the
 # results' folder, and with the folder of an earlier demo goes on where that one ended.

@@ -209,6 +209,37 @@ def _bounds(words: list[str]) -> dict[str, float]:
 
 
 @app.command(
+    "simulate",
+    epilog="Example: deltaserve eval simulate plan.toml --trace trace.jsonl.zst --output out/sim",
+)
+def simulate_command(
+    plan: Annotated[Path, typer.Argument(help="The plan (TOML or JSON; docs/simulator.md).")],
+    output: Annotated[Path, typer.Option(help="Folder for the run's files.")],
+    trace: Annotated[
+        Path | None, typer.Option(help="The trace, where the plan names no requests.")
+    ] = None,
+    length_scale: Annotated[float, typer.Option(help="As of replay run.")] = 1.0,
+    max_input_tokens: Annotated[int | None, typer.Option(help="As of replay run.")] = None,
+    sessions: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
+) -> None:
+    """Simulate a fleet in virtual time, under the router's own decisions. Not a measurement."""
+    from eval.simulate import read_plan, simulate
+
+    report = simulate(
+        read_plan(plan),
+        output,
+        trace=trace,
+        length_scale=length_scale,
+        max_input_tokens=max_input_tokens,
+        session_limit=sessions,
+    )
+    typer.echo(
+        f"simulated {report['end_s']:.0f} s: {report['requests']} requests, "
+        f"{report['failed']} failed; {output}"
+    )
+
+
+@app.command(
     "calibrate",
     epilog="Example: deltaserve eval calibrate out/h200/sglang/r0 --name 'H200, SGLang' "
     "--output h200.toml",

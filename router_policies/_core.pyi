@@ -23,3 +23,7 @@ def policies() -> str:
 
 def residency_rules() -> str:
     """The table of residency's rules and the settings of all of them, as a JSON object."""
+
+def simulate(plan: str | PathLike[str], folder: str | PathLike[str]) -> str:
+    """Simulates the plan in a file (`docs/simulator.md`) and writes the run's folder; returns the
+    report as JSON."""

@@ -5,5 +5,3 @@ pub mod config;
 pub mod fleet;
 pub mod gateway;
 pub mod policy;
-#[cfg(feature = "python")]
-mod python;

@@ -3,7 +3,7 @@
 //! Owns order and time only; what sending means is the simulation's.
 
 use crate::plan::{Load, Mode, Phases, Start};
-use crate::requests::Requests;
+use crate::requests::{Planned, Requests};
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
@@ -119,13 +119,7 @@ impl Clients {
     }
 
     /// Starts the next conversation; false if there is none left.
-    fn start_next(
-        &mut self,
-        now_s: f64,
-        start: Start,
-        is_first: bool,
-        due: &mut Vec<Due>,
-    ) -> bool {
+    fn start_next(&mut self, now_s: f64, start: Start, is_first: bool, due: &mut Vec<Due>) -> bool {
         if self.taken >= self.order.len() && !self.recycles() {
             return false;
         }
@@ -231,13 +225,17 @@ impl Clients {
     /// think time to pass.
     fn ready_s(&self, request: usize, now_s: f64, linger: f64) -> f64 {
         let planned = &self.requests.all[request];
-        let think_s = planned.think_s * self.load.think_scale;
-        let think_s = think_s.min(self.load.max_think_s.unwrap_or(f64::INFINITY));
-        let at_s = now_s + linger * think_s;
+        let at_s = now_s + linger * self.think_s(planned);
         match self.load.mode {
             Mode::Open => at_s.max(planned.trace_s / self.load.time_scale),
             _ => at_s,
         }
+    }
+
+    /// Seconds between the awaited answer and a request.
+    pub fn think_s(&self, request: &Planned) -> f64 {
+        let think_s = request.think_s * self.load.think_scale;
+        think_s.min(self.load.max_think_s.unwrap_or(f64::INFINITY))
     }
 
     /// A request has ended, whether well or badly; returns what is due after it.

@@ -3,11 +3,12 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// A well-mixed number for two others.
+/// A well-mixed number for two others; different for each `b` with one `a`, and the other way round.
 pub fn mix(a: u64, b: u64) -> u64 {
-    let product = u128::from(a ^ 0x9e37_79b9_7f4a_7c15) * u128::from(b ^ 0xd1b5_4a32_d192_ed03 | 1);
-    let folded = (product as u64) ^ ((product >> 64) as u64);
-    folded.wrapping_mul(0xff51_afd7_ed55_8ccd) ^ (folded >> 29)
+    let mut mixed = (a.rotate_left(32) ^ b).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
 }
 
 /// Keys are already uniformly distributed, for [`mix`] made them.
@@ -31,3 +32,17 @@ impl Hasher for Identity {
 }
 
 pub type IdMap<V> = HashMap<u64, V, BuildHasherDefault<Identity>>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn small_numbers_that_differ_anywhere_are_mixed_differently() {
+        let mixed: HashSet<u64> = (0..300)
+            .flat_map(|a| (0..300).map(move |b| mix(mix(a, 0), b)))
+            .collect();
+        assert_eq!(mixed.len(), 300 * 300);
+    }
+}

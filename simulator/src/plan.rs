@@ -265,7 +265,11 @@ impl Plan {
         if let Some(phases) = &self.phases {
             at_least("phases.warm_up_s", phases.warm_up_s, 0.0)?;
             more_than_0("phases.measure_s", phases.measure_s)?;
-            at_least("phases.prime_parallel", phases.prime_parallel.unwrap_or(1) as f64, 1.0)?;
+            at_least(
+                "phases.prime_parallel",
+                phases.prime_parallel.unwrap_or(1) as f64,
+                1.0,
+            )?;
             at_least("phases.drain_s", phases.drain_s, 0.0)?;
         }
         if self.workers.is_empty() {

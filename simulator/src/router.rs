@@ -4,11 +4,12 @@ use crate::cache::Change;
 use crate::engine::Occupancy;
 use crate::plan::{Plan, WorkerPlan};
 use crate::prompts;
+use parking_lot::Mutex;
 use router_policies::config::{Engine, WorkerSpec};
 use router_policies::fleet::log::{self, EventSink};
 use router_policies::fleet::prefix::events::KvEvent;
 use router_policies::fleet::prefix::hash::PromptHashes;
-use router_policies::fleet::{EngineLoad, Fleet, Request, Reservation};
+use router_policies::fleet::{Admit, EngineLoad, Fleet, Request, Reservation, Ticket, residency};
 use router_policies::policy;
 use std::collections::HashMap;
 use std::path::Path;
@@ -18,6 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct Router {
     fleet: Arc<Fleet>,
     clock: Arc<AtomicU64>,
+    woken: Arc<Mutex<Vec<usize>>>,
     ids: Vec<String>,
     slots: HashMap<String, usize>,
     block_tokens: u64,
@@ -40,13 +42,15 @@ impl Router {
         };
         let clock = Arc::new(AtomicU64::new(0));
         let shown = Arc::clone(&clock);
-        let fleet = Arc::new(Fleet::with_clock(
+        let fleet = Fleet::with_clock(
             policy::build(&plan.router.policy, plan.router.policy_params.clone())?,
             plan.router.policy.clone(),
             sink,
             plan.seed,
             Box::new(move || f64::from_bits(shown.load(Ordering::Relaxed))),
-        ));
+        );
+        let residency = residency::settings::build(&plan.router.residency)?;
+        let fleet = Arc::new(fleet.with_residency(residency));
         let mut slots = HashMap::new();
         for (slot, (id, worker)) in workers.iter().enumerate() {
             fleet.add_worker(spec(id, worker)?)?;
@@ -59,6 +63,7 @@ impl Router {
         Ok(Self {
             fleet,
             clock,
+            woken: Arc::default(),
             ids: workers.iter().map(|(id, _)| id.clone()).collect(),
             slots,
             block_tokens,
@@ -76,13 +81,31 @@ impl Router {
         prompts::hashes(prompt, self.fleet.token_block(), self.block_tokens)
     }
 
-    /// Places a request; the error is the policy's refusal, for people.
-    ///
-    /// # Errors
-    /// The refusal, in words.
-    pub fn place(&self, request: &Request) -> Result<Reservation, String> {
-        let placed = self.fleet.decide(request, &[]);
-        placed.map_err(|refusal| format!("{refusal:?}"))
+    /// Asks for a place for the request that the simulation calls `number`.
+    pub fn admit(&self, number: usize, request: &Request) -> Admit {
+        let woken = Arc::clone(&self.woken);
+        let wake = move || woken.lock().push(number);
+        self.fleet.admit(request, &[], wake)
+    }
+
+    /// Asks again for one that has waited.
+    pub fn place_ticket(&self, ticket: Ticket, request: &Request) -> Admit {
+        self.fleet.place_ticket(ticket, request, &[])
+    }
+
+    /// Requests that wait and are worth another try.
+    pub fn take_woken(&self) -> Vec<usize> {
+        std::mem::take(&mut *self.woken.lock())
+    }
+
+    /// Lets time have its effect on those who wait.
+    pub fn pump(&self) {
+        self.fleet.pump();
+    }
+
+    /// When that is next worth while.
+    pub fn next_pump_s(&self) -> Option<f64> {
+        self.fleet.next_pump_s()
     }
 
     /// The worker that answers a reservation.
@@ -136,6 +159,7 @@ fn spec(id: &str, worker: &WorkerPlan) -> Result<WorkerSpec, String> {
         "role": worker.role,
         "engine": worker.engine,
         "kv_capacity_tokens": worker.kv_tokens,
+        "host_kv_tokens": (worker.host_kv_tokens > 0).then_some(worker.host_kv_tokens),
         "prefix_cache": worker.prefix_cache,
         "page_size": if worker.engine == Engine::Vllm { 16 } else { 1 },
     });

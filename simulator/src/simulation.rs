@@ -9,13 +9,16 @@ use crate::requests::Requests;
 use crate::results::{Failure, Lines, Phase, PhasesFile, ResultLine, rounded, write_json};
 use crate::router::Router;
 use router_policies::config::Engine;
-use router_policies::fleet::{Outcome, Request, Reservation, Usage};
+use router_policies::fleet::{Admit, Hints, Outcome, Request, Reservation, Ticket, Usage};
 use serde::Serialize;
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 use std::path::Path;
 use std::sync::Arc;
 
+/// How often the router looks after those who wait, at least and at most.
+const MOST_PUMP_S: f64 = 0.1;
+const LEAST_PUMP_S: f64 = 0.001;
 /// Tokens of an answer after which the router is told of them, as of pieces of a stream.
 const TOKENS_A_PIECE: u64 = 16;
 const BUSY: &str = "no worker can take the request";
@@ -28,6 +31,7 @@ enum What {
     Changes(usize, Vec<Change>),
     Loads,
     Timeout(usize),
+    Pump,
 }
 
 struct Event {
@@ -67,6 +71,8 @@ struct Turn {
     best_cached_tokens: u64,
     decision_id: Option<String>,
     reservation: Option<Reservation>,
+    /// While it waits for room.
+    waits: Option<(Ticket, Request)>,
     worker: Option<usize>,
     first_s: Option<f64>,
     tokens: u64,
@@ -116,6 +122,8 @@ struct Simulation<'a> {
     turns: Vec<Option<Turn>>,
     window: Option<(f64, f64)>,
     measured_left: usize,
+    /// When an event is under way for those who wait at the router.
+    pump_s: Option<f64>,
     under_way: usize,
     /// Requests and sessions that an event is under way for.
     to_come: usize,
@@ -171,6 +179,7 @@ pub fn run(plan: &Plan, folder: &Path) -> Result<Report, String> {
         turns: Vec::new(),
         window: plan.phases.is_none().then_some((0.0, f64::INFINITY)),
         measured_left: 0,
+        pump_s: None,
         under_way: 0,
         to_come: 0,
         results: Lines::create(&folder.join("requests.jsonl"))?,
@@ -235,6 +244,7 @@ impl Simulation<'_> {
             self.now_s = event.at_s;
             self.router.set_time(self.now_s);
             self.happen(event.what)?;
+            self.wake()?;
         }
         self.cancel_rest()
     }
@@ -286,6 +296,12 @@ impl Simulation<'_> {
                 }
                 self.at(self.now_s + self.plan.router.load_interval_s, What::Loads);
             }
+            What::Pump => {
+                if self.pump_s == Some(self.now_s) {
+                    self.pump_s = None;
+                    self.router.pump();
+                }
+            }
             What::Timeout(turn) => {
                 if self.turns[turn].is_some() {
                     let message = format!("no complete answer in {} s", self.plan.load.timeout_s);
@@ -320,6 +336,8 @@ impl Simulation<'_> {
             prompt: self.router.hashes(&prompt),
             max_output_tokens: Some(output_tokens),
             stream: true,
+            hints: self.hints(due, play),
+            arrived_s: None,
             ..Request::default()
         };
         let number = self.turns.len();
@@ -331,6 +349,7 @@ impl Simulation<'_> {
             best_cached_tokens,
             decision_id: None,
             reservation: None,
+            waits: None,
             worker: None,
             first_s: None,
             tokens: 0,
@@ -340,11 +359,68 @@ impl Simulation<'_> {
         self.under_way += 1;
         self.measured_left += usize::from(phase == Phase::Measure);
         self.at(self.now_s + self.plan.load.timeout_s, What::Timeout(number));
-        match self.router.place(&request) {
-            Ok(reservation) => self.placed(number, reservation),
-            Err(refusal) => {
-                let message = format!("{BUSY}: {refusal}");
+        let answer = self.router.admit(number, &request);
+        self.take(number, answer, request)
+    }
+
+    /// What a client says of its session in headers, where clients do so.
+    fn hints(&self, due: Due, play: u32) -> Hints {
+        let planned = &self.requests.all[due.request];
+        let next = planned.next.map(|next| &self.requests.all[next]);
+        let load = &self.plan.load;
+        let think_s = next.map(|next| self.clients.think_s(next));
+        let parent = (planned.previous.is_none() && !due.is_prime)
+            .then(|| planned.waits_for.first())
+            .flatten()
+            .map(|&parent| &self.requests.sessions[self.requests.all[parent].session]);
+        Hints {
+            ends: load.end_hints && next.is_none(),
+            idle_s: think_s.filter(|_| load.idle_hints),
+            parent_session: parent.map(|session| session_name(session, play)),
+        }
+    }
+
+    /// Takes the router's answer for a request.
+    fn take(&mut self, number: usize, answer: Admit, request: Request) -> Result<(), String> {
+        match answer {
+            Admit::Placed(reservation) => self.placed(number, reservation),
+            Admit::Waiting(ticket) => {
+                if let Some(turn) = &mut self.turns[number] {
+                    turn.waits = Some((ticket, request));
+                }
+            }
+            Admit::Refused(refused) => {
+                let message = format!("{BUSY}: {refused:?}");
                 self.fail(number, Outcome::Rejected, "server_error", message)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Places those that were let in, and sees to it that the others' time is watched.
+    fn wake(&mut self) -> Result<(), String> {
+        loop {
+            let woken = self.router.take_woken();
+            if woken.is_empty() {
+                break;
+            }
+            for number in woken {
+                let waits = self.turns[number]
+                    .as_mut()
+                    .and_then(|turn| turn.waits.take());
+                if let Some((ticket, request)) = waits {
+                    let answer = self.router.place_ticket(ticket, &request);
+                    self.take(number, answer, request)?;
+                }
+            }
+        }
+        if let Some(at_s) = self.router.next_pump_s() {
+            let at_s = at_s
+                .max(self.now_s + LEAST_PUMP_S)
+                .min(self.now_s + MOST_PUMP_S);
+            if self.pump_s.is_none_or(|pump_s| at_s < pump_s) {
+                self.pump_s = Some(at_s);
+                self.at(at_s, What::Pump);
             }
         }
         Ok(())

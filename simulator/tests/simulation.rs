@@ -74,12 +74,15 @@ fn simulate(plan: &Plan, folder: &Path, name: &str) -> (Report, Vec<Value>) {
 
 fn lines(path: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(path).expect("a file");
-    let lines = text.lines().map(|line| serde_json::from_str(line));
+    let lines = text.lines().map(serde_json::from_str);
     lines.collect::<Result<_, _>>().expect("JSON lines")
 }
 
 fn sum(lines: &[Value], key: &str) -> u64 {
-    lines.iter().map(|line| line[key].as_u64().expect(key)).sum()
+    lines
+        .iter()
+        .map(|line| line[key].as_u64().expect(key))
+        .sum()
 }
 
 const RULES: [&str; 6] = ["off", "cap", "aimd", "lease", "thunder", "priced"];
@@ -118,9 +121,12 @@ fn nothing_is_lost_whatever_the_engine_the_tier_and_the_rule() {
             for rule in RULES {
                 let worker = json!({"id": "w", "count": 2, "kv_tokens": 30_000, "engine": engine,
                     "host_kv_tokens": host_kv_tokens});
+                // `cap` keeps the places of sessions that have ended for ten minutes.
+                let residency = json!({"rule": rule, "max_wait_s": 86_400});
+                let load = json!({"max_inflight_sessions": 6, "max_think_s": 5, "timeout_s": 1e6});
                 let changes = json!({
-                    "workers": [worker],
-                    "router": {"policy": "unified", "residency": {"rule": rule}, "kv_events": true},
+                    "workers": [worker], "load": load,
+                    "router": {"policy": "unified", "residency": residency, "kv_events": true},
                 });
                 let plan = plan(&folder, &changes);
                 let (report, lines) = simulate(&plan, &folder, "run");
@@ -130,13 +136,25 @@ fn nothing_is_lost_whatever_the_engine_the_tier_and_the_rule() {
                 let of_workers = |count: fn(&simulator::WorkerReport) -> u64| {
                     report.workers.iter().map(count).sum::<u64>()
                 };
-                assert_eq!(of_workers(|w| w.counters.prompt_tokens), sum(&lines, "input_length"));
-                assert_eq!(of_workers(|w| w.counters.cached_tokens), sum(&lines, "cached_tokens"));
-                assert_eq!(of_workers(|w| w.counters.generated_tokens), sum(&lines, "output_tokens"));
+                assert_eq!(
+                    of_workers(|w| w.counters.prompt_tokens),
+                    sum(&lines, "input_length")
+                );
+                assert_eq!(
+                    of_workers(|w| w.counters.cached_tokens),
+                    sum(&lines, "cached_tokens")
+                );
+                assert_eq!(
+                    of_workers(|w| w.counters.generated_tokens),
+                    sum(&lines, "output_tokens")
+                );
                 assert_eq!(sum(&lines, "output_tokens"), sum(&lines, "output_length"));
                 for line in &lines {
                     let cached = line["cached_tokens"].as_u64();
-                    assert!(cached <= line["best_cached_tokens"].as_u64(), "{what}: {line}");
+                    assert!(
+                        cached <= line["best_cached_tokens"].as_u64(),
+                        "{what}: {line}"
+                    );
                     let times: Vec<f64> = ["scheduled_s", "sent_s", "first_token_s", "finished_s"]
                         .iter()
                         .filter_map(|key| line[key].as_f64())
@@ -187,12 +205,18 @@ fn a_session_alone_takes_what_the_formula_says() {
             computed += part;
         }
         let first_s = line["first_token_s"].as_f64().expect("a time");
-        assert!((first_s - expected_s).abs() < 1e-5, "{first_s} {expected_s}");
+        assert!(
+            (first_s - expected_s).abs() < 1e-5,
+            "{first_s} {expected_s}"
+        );
         for decoded in 0..output - 1 {
             expected_s += calibration.decode_s(1, input + decoded);
         }
         ended_s = line["finished_s"].as_f64().expect("a time");
-        assert!((ended_s - expected_s).abs() < 1e-5, "{ended_s} {expected_s}");
+        assert!(
+            (ended_s - expected_s).abs() < 1e-5,
+            "{ended_s} {expected_s}"
+        );
         // The last token's KV is never computed.
         seen = input + output - 1;
     }
@@ -206,23 +230,38 @@ fn a_recycled_load_keeps_its_sessions_in_flight_and_measures_its_window() {
     let (report, lines) = simulate(&plan(&folder, &json!({"phases": phases})), &folder, "run");
     let phases = std::fs::read_to_string(folder.join("run/phases.json")).expect("a file");
     let phases: Value = serde_json::from_str(&phases).expect("JSON");
-    let (start_s, end_s) = (phases["window_start_s"].as_f64(), phases["window_end_s"].as_f64());
+    let (start_s, end_s) = (
+        phases["window_start_s"].as_f64(),
+        phases["window_end_s"].as_f64(),
+    );
     let (start_s, end_s) = (start_s.expect("a time"), end_s.expect("a time"));
     assert!((end_s - start_s - 120.0).abs() < 1e-6);
     let of = |phase: &str| lines.iter().filter(|line| line["phase"] == phase).count();
-    assert!(of("prime") > 0 && of("warm_up") > 0 && of("measure") > 50, "{report:?}");
+    assert!(
+        of("prime") > 0 && of("warm_up") > 0 && of("measure") > 50,
+        "{report:?}"
+    );
     for line in &lines {
         let scheduled_s = line["scheduled_s"].as_f64().expect("a time");
         let inside = scheduled_s >= start_s && scheduled_s < end_s;
-        assert_eq!(line["phase"] == "measure", inside && line["phase"] != "prime", "{line}");
-        assert!(line["phase"] != "measure" || line["error"].is_null(), "{line}");
+        assert_eq!(
+            line["phase"] == "measure",
+            inside && line["phase"] != "prime",
+            "{line}"
+        );
+        assert!(
+            line["phase"] != "measure" || line["error"].is_null(),
+            "{line}"
+        );
         if line["phase"] == "prime" {
             assert_eq!(line["output_tokens"].as_u64(), Some(1));
         }
     }
     // Six sessions of a trace of five: some are in their second play, with prompts of their own.
     assert!(lines.iter().any(|line| line["play"].as_u64() > Some(1)));
-    let again = lines.iter().filter(|line| line["turn"] == 0 && line["play"].as_u64() > Some(0));
+    let again = lines
+        .iter()
+        .filter(|line| line["turn"] == 0 && line["play"].as_u64() > Some(0));
     for line in again {
         assert_eq!(line["best_cached_tokens"], 0, "{line}");
     }
@@ -235,10 +274,22 @@ fn a_wrong_plan_is_named() {
     let path = folder.join("plan.json");
     for (changes, field) in [
         (json!({"workers": []}), "workers"),
-        (json!({"workers": [{"id": "w", "kv_tokens": 0}]}), "kv_tokens"),
-        (json!({"workers": [{"id": "w", "kv_tokens": 9, "role": "prefill"}]}), "role"),
-        (json!({"workers": [{"id": "w", "kv_tokens": 9, "kv": 1}]}), "workers[0]"),
-        (json!({"load": {"max_inflight_sessions": 0}}), "max_inflight_sessions"),
+        (
+            json!({"workers": [{"id": "w", "kv_tokens": 0}]}),
+            "kv_tokens",
+        ),
+        (
+            json!({"workers": [{"id": "w", "kv_tokens": 9, "role": "prefill"}]}),
+            "role",
+        ),
+        (
+            json!({"workers": [{"id": "w", "kv_tokens": 9, "kv": 1}]}),
+            "workers[0]",
+        ),
+        (
+            json!({"load": {"max_inflight_sessions": 0}}),
+            "max_inflight_sessions",
+        ),
         (json!({"phases": {"measure_s": 0}}), "phases.measure_s"),
         (json!({"seed": -1}), "seed"),
     ] {
@@ -251,6 +302,9 @@ fn a_wrong_plan_is_named() {
         }
         std::fs::write(&path, plan.to_string()).expect("a file");
         let error = Plan::from_file(&path).expect_err("refused");
-        assert!(error.contains("plan.json") && error.contains(field), "{error}");
+        assert!(
+            error.contains("plan.json") && error.contains(field),
+            "{error}"
+        );
     }
 }

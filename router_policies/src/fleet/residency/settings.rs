@@ -28,7 +28,7 @@ impl Default for Settings {
             fill: 0.95,
             cold_tokens: 16_384,
             cold_slots: 1,
-            no_backfill_after_s: 10.0,
+            no_backfill_after_s: 30.0,
             new_session_penalty_s: 5.0,
             max_waiting: 10_000,
             max_wait_s: 600.0,
@@ -58,7 +58,7 @@ pub const PARAMS: &[ParamInfo] = &[
     },
     ParamInfo {
         name: "no_backfill_after_s",
-        default: "10",
+        default: "30",
         meaning: "once the first of the queue has waited so long, freed room gathers for it on one worker",
     },
     ParamInfo {

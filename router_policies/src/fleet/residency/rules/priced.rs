@@ -11,16 +11,26 @@ pub const INFO: Info = Info {
     rule: "With capacity C, the n tokens that an idle session alone holds keep n/C of the worker from others, and \
            computing them again (or reloading them from the host tier) takes R seconds of it: the place pays for \
            g* = R·C/n seconds of idleness. While nobody waits nothing is given up. For a turn that waits, an idle \
-           session may be given up where (a) its expected time to return is longer than g*, or (b) it has had \
-           its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), a time that \
-           shrinks to 0 while the oldest wait goes from half of wait_bound_s to all of it, or (c) it said that it \
-           ended. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
+           session may be given up where (a) its expected time to return is longer than late_factor·g*, or (b) it \
+           has had its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), or, while \
+           the oldest wait goes from half of wait_bound_s to all of it, for a time that shrinks to \
+           g*/pressed_overhead and never below, or (c) it said that it ended. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
            equals the longest idle",
     params: &[
         ParamInfo {
             name: "overhead",
-            default: "0.15",
+            default: "0.1",
             meaning: "the share of a worker's time that taking turns may cost",
+        },
+        ParamInfo {
+            name: "pressed_overhead",
+            default: "0.2",
+            meaning: "the same once somebody has waited for wait_bound_s; without a bound everything is recomputed again",
+        },
+        ParamInfo {
+            name: "late_factor",
+            default: "2",
+            meaning: "a session returns late that is expected after so many times g*",
         },
         ParamInfo {
             name: "least_share_s",
@@ -29,13 +39,13 @@ pub const INFO: Info = Info {
         },
         ParamInfo {
             name: "most_share_s",
-            default: "120",
+            default: "400",
             meaning: "after so long anybody may have to",
         },
         ParamInfo {
             name: "wait_bound_s",
             default: "120",
-            meaning: "the wait at which shares no longer count; they shrink from half of it on",
+            meaning: "the wait at which shares are as short as pressed_overhead allows; they shrink from half of it on",
         },
         ParamInfo {
             name: "reload_tokens_per_s",
@@ -53,6 +63,12 @@ pub const INFO: Info = Info {
                     "a share above 0 and up to 1",
                     p.overhead > 0.0 && p.overhead <= 1.0,
                 ),
+                (
+                    "pressed_overhead",
+                    "a share of overhead or more and up to 1",
+                    p.pressed_overhead >= p.overhead && p.pressed_overhead <= 1.0,
+                ),
+                ("late_factor", "a number above 0", p.late_factor > 0.0),
                 (
                     "least_share_s",
                     "a number of 0 or more",
@@ -79,6 +95,8 @@ pub const INFO: Info = Info {
 #[serde(default, deny_unknown_fields)]
 struct Priced {
     overhead: f64,
+    pressed_overhead: f64,
+    late_factor: f64,
     least_share_s: f64,
     most_share_s: f64,
     wait_bound_s: f64,
@@ -88,9 +106,11 @@ struct Priced {
 impl Default for Priced {
     fn default() -> Self {
         Self {
-            overhead: 0.15,
+            overhead: 0.1,
+            pressed_overhead: 0.2,
+            late_factor: 2.0,
             least_share_s: 5.0,
-            most_share_s: 120.0,
+            most_share_s: 400.0,
             wait_bound_s: 120.0,
             reload_tokens_per_s: 250_000.0,
         }
@@ -114,12 +134,15 @@ impl Priced {
         self.return_s(place) / share
     }
 
-    /// Q: how long it may keep the place from one that waits.
+    /// Q: how long it may keep the place from one that waits. Never so short that taking turns costs
+    /// more than `pressed_overhead`: where more wait than any bound on waits allows, shares that
+    /// shrink to nothing make every turn a swap, and everything is recomputed again.
     fn share_s(&self, worth_s: f64, oldest_wait_s: f64) -> f64 {
-        let share_s = (worth_s / self.overhead).clamp(self.least_share_s, self.most_share_s);
+        let at = |overhead: f64| (worth_s / overhead).clamp(self.least_share_s, self.most_share_s);
+        let (share_s, pressed_s) = (at(self.overhead), at(self.pressed_overhead));
         let half_s = self.wait_bound_s / 2.0;
-        let left = (self.wait_bound_s - oldest_wait_s) / half_s;
-        share_s * left.clamp(0.0, 1.0)
+        let pressure = ((oldest_wait_s - half_s) / half_s).clamp(0.0, 1.0);
+        share_s + (pressed_s - share_s) * pressure
     }
 }
 
@@ -136,7 +159,7 @@ impl Rule for Priced {
             let worth_s = self.worth_s(view, place);
             if place.tenure_s >= self.share_s(worth_s, oldest_wait_s) {
                 Some(GiveUp::HadItsShare)
-            } else if view.remaining_s(place) > worth_s {
+            } else if view.remaining_s(place) > self.late_factor * worth_s {
                 Some(GiveUp::ReturnsLate)
             } else {
                 None
@@ -198,10 +221,14 @@ mod tests {
     fn shares_shrink_as_others_wait() {
         let rule = Priced::default();
         let shares = [0.0, 60.0, 90.0, 120.0, 500.0].map(|wait_s| rule.share_s(9.0, wait_s));
-        assert_eq!(shares, [60.0, 60.0, 30.0, 0.0, 0.0]);
+        assert_eq!(
+            shares,
+            [90.0, 90.0, 67.5, 45.0, 45.0],
+            "never to nothing: that is the collapse that residency is to prevent"
+        );
         assert_eq!(
             (rule.share_s(0.1, 0.0), rule.share_s(1e3, 0.0)),
-            (5.0, 120.0)
+            (5.0, 400.0)
         );
     }
 
@@ -212,6 +239,7 @@ mod tests {
         let mut soon = idle(1, 25_000, 0.5);
         soon.gaps = quick();
         soon.recompute_s = 4.5;
+        soon.tenure_s = 100.0;
         let mut far = soon.clone();
         (far.key, far.returns_in_s) = (2, Some(60.0));
         let mut parent = soon.clone();
@@ -227,7 +255,7 @@ mod tests {
             oldest_wait_s: 120.0,
         };
         let all = rule.may_give_up(&view, long);
-        assert_eq!(all.len(), 4, "after the bound everybody idle may have to");
+        assert_eq!(all.len(), 4, "at the bound it has had its share");
         assert_eq!(
             all.last(),
             Some(&(1, GiveUp::HadItsShare)),
@@ -242,6 +270,8 @@ mod tests {
             (json!({"overhead": 0}), "overhead"),
             (json!({"wait_bound_s": -1}), "wait_bound_s"),
             (json!({"most_share_s": 1}), "most_share_s"),
+            (json!({"pressed_overhead": 0.05}), "pressed_overhead"),
+            (json!({"late_factor": 0}), "late_factor"),
             (json!({"overheads": 1}), "overheads"),
         ] {
             let error = (INFO.build)(params).err().expect("refused");

@@ -1,16 +1,16 @@
-//! The Python module `router_policies._core`: JSON in, JSON out, and one call that serves.
+//! The router's part of the module: JSON in, JSON out, and one call that serves.
 
-use crate::config::Config;
-use crate::fleet::residency::{rules, settings};
-use crate::gateway::Server;
-use crate::policy::{self, Decision, Policy, Reason, Refusal, Route, View};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
+use router_policies::config::Config;
+use router_policies::fleet::residency::{rules, settings};
+use router_policies::gateway::Server;
+use router_policies::policy::{self, Decision, Policy, Reason, Refusal, Route, View};
 use std::path::PathBuf;
 
 /// Reads and checks a configuration file; returns it as JSON. Raises ValueError with one line.
 #[pyfunction]
-fn load_config(path: PathBuf) -> PyResult<String> {
+pub fn load_config(path: PathBuf) -> PyResult<String> {
     let config = Config::from_file(&path).map_err(PyValueError::new_err)?;
     serde_json::to_string(&config).map_err(|error| PyValueError::new_err(error.to_string()))
 }
@@ -38,10 +38,10 @@ impl Policy for PythonPolicy {
 /// request with all its workers up. `decide` as in `serve`.
 #[pyfunction]
 #[pyo3(signature = (config, decide=None))]
-fn check(py: Python<'_>, config: &str, decide: Option<Py<PyAny>>) -> PyResult<()> {
+pub fn check(py: Python<'_>, config: &str, decide: Option<Py<PyAny>>) -> PyResult<()> {
     let config = Config::from_json(config).map_err(PyValueError::new_err)?;
     let policy = decide.map(|decide| Box::new(PythonPolicy(decide)) as Box<dyn Policy>);
-    py.detach(|| crate::gateway::check(config, policy))
+    py.detach(|| router_policies::gateway::check(config, policy))
         .map_err(PyValueError::new_err)
 }
 
@@ -49,7 +49,7 @@ fn check(py: Python<'_>, config: &str, decide: Option<Py<PyAny>>) -> PyResult<()
 /// takes the place of the configured policy.
 #[pyfunction]
 #[pyo3(signature = (config, announce, decide=None))]
-fn serve(
+pub fn serve(
     py: Python<'_>,
     config: &str,
     announce: Py<PyAny>,
@@ -116,7 +116,7 @@ fn reopen_signal(reopen: impl Fn()) -> std::io::Result<impl Future<Output = ()>>
 
 /// The table of policies, as JSON.
 #[pyfunction]
-fn policies() -> PyResult<String> {
+pub fn policies() -> PyResult<String> {
     let table: Vec<_> = policy::TABLE
         .iter()
         .map(|info| {
@@ -131,7 +131,7 @@ fn policies() -> PyResult<String> {
 
 /// The table of residency's rules and the settings that hold for all of them, as JSON.
 #[pyfunction]
-fn residency_rules() -> PyResult<String> {
+pub fn residency_rules() -> PyResult<String> {
     let table: Vec<_> = rules::TABLE
         .iter()
         .map(|info| {
@@ -143,14 +143,4 @@ fn residency_rules() -> PyResult<String> {
         .collect();
     let both = serde_json::json!({"rules": table, "settings": settings::PARAMS});
     serde_json::to_string(&both).map_err(|error| PyValueError::new_err(error.to_string()))
-}
-
-#[pymodule]
-fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    m.add_function(wrap_pyfunction!(load_config, m)?)?;
-    m.add_function(wrap_pyfunction!(check, m)?)?;
-    m.add_function(wrap_pyfunction!(serve, m)?)?;
-    m.add_function(wrap_pyfunction!(policies, m)?)?;
-    m.add_function(wrap_pyfunction!(residency_rules, m)?)
 }

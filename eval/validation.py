@@ -1,0 +1,102 @@
+"""A measured run beside a simulated one: `python -m eval.validation MEASURED SIMULATED`.
+
+Owns which requests of two result files are compared, and the table. Both files have result lines
+(`docs/formats.md`), packed with zstd or not; a line may have `worst_gap_s` in place of `arrivals`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import orjson
+import typer
+import zstandard
+
+from deltaserve.errors import InputError
+
+Line = dict[str, Any]
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Result lines of a file; raises InputError with the place of what is no JSON."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    if path.suffix == ".zst":
+        data = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)).read()
+    lines = []
+    for number, text in enumerate(data.splitlines(), 1):
+        try:
+            lines.append(orjson.loads(text))
+        except orjson.JSONDecodeError as error:
+            raise InputError(f"{path}:{number}: {error}") from None
+    return lines
+
+
+def measures(lines: list[Line], from_s: float, to_s: float, until_s: float) -> dict[str, float]:
+    """Of later turns that were scheduled in [from_s, to_s) and answered by `until_s`, when the
+    measured run was cut off; times in s. `requests_per_s` is of all answers that ended in the
+    window."""
+    answered = [line for line in lines if not line["error"] and line["finished_s"] <= until_s]
+    inside = [x for x in answered if from_s <= x["scheduled_s"] < to_s and x["turn"] > 0]
+    ended = [line for line in answered if from_s <= line["finished_s"] < to_s]
+    several = [line for line in inside if line["output_tokens"] > 1]
+    prompt_tokens = sum(line["prompt_tokens"] for line in inside)
+    cached_tokens = sum(line["cached_tokens"] or 0 for line in inside)
+    found = {
+        "requests": float(len(inside)),
+        "requests_per_s": len(ended) / (to_s - from_s),
+        "apc": cached_tokens / prompt_tokens if prompt_tokens else math.nan,
+    }
+    of_each: dict[str, tuple[list[Line], Callable[[Line], float]]] = {
+        "ttft": (inside, lambda line: line["first_token_s"] - line["sent_s"]),
+        "tpot": (several, _tpot_s),
+        "worst_gap": (several, _worst_gap_s),
+    }
+    for name, (rows, measure) in of_each.items():
+        values = [measure(line) for line in rows]
+        for share in (50, 90):
+            found[f"{name}_p{share}"] = float(np.percentile(values, share)) if values else math.nan
+    return found
+
+
+def _tpot_s(line: Line) -> float:
+    after_first = float(line["output_tokens"] - 1)
+    return float(line["finished_s"] - line["first_token_s"]) / after_first
+
+
+def _worst_gap_s(line: Line) -> float:
+    if "worst_gap_s" in line:
+        return float(line["worst_gap_s"])
+    return float(max(np.diff([at_s for at_s, _ in line["arrivals"]]), default=0.0))
+
+
+def main(
+    measured: Annotated[Path, typer.Argument(help="requests.jsonl of a measured run.")],
+    simulated: Annotated[Path, typer.Argument(help="requests.jsonl of the simulated one.")],
+    from_s: Annotated[float, typer.Option(help="Requests scheduled from then on count.")] = 0.0,
+    to_s: Annotated[float, typer.Option(help="And before then.")] = 3600.0,
+    until_s: Annotated[
+        float, typer.Option(help="When the measured run was cut off; later answers do not count.")
+    ] = math.inf,
+) -> None:
+    """Print measures of both, and how far the simulation is off."""
+    of_measured = measures(read_lines(measured), from_s, to_s, until_s)
+    of_simulated = measures(read_lines(simulated), from_s, to_s, until_s)
+    typer.echo(f"{'':<16}{'measured':>12}{'simulated':>12}{'off':>10}")
+    for name, value in of_measured.items():
+        other = of_simulated[name]
+        is_share = name == "apc"
+        off = 100 * (other - value if is_share else other / value - 1) if value or is_share else 0.0
+        unit = "points" if is_share else "%"
+        typer.echo(f"{name:<16}{value:>12.4g}{other:>12.4g}{off:>+9.1f} {unit}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

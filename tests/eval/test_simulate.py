@@ -1,0 +1,115 @@
+"""A trace is simulated as `replay` would send it, by a plan that a person wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from deltaserve.errors import InputError
+from eval.cli import app
+from eval.simulate import PLANNED_FILE, packaged_calibrations, read_calibration, simulate
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Three sessions of four turns; every prompt goes on where the answer before it ends."""
+    lines = []
+    for turn in range(4):
+        for session in range(3):
+            length = 1_000 + 640 * turn
+            blocks = -(-length // 64)
+            first = 1_000 * session
+            lines.append(
+                {
+                    "request_id": f"s{session}:{turn}",
+                    "session_id": f"s{session}",
+                    "turn": turn,
+                    "timestamp_s": turn * 5.0,
+                    "input_length": length,
+                    "output_length": 100,
+                    "block_size": 64,
+                    "hash_ids": [*range(first, first + blocks - 1), first + 500 + turn],
+                    "think_time_s": 1.0 if turn else None,
+                }
+            )
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    return path
+
+
+def plan(**changes: Any) -> dict[str, Any]:
+    return {
+        "load": {"max_inflight_sessions": 2},
+        "router": {"policy": "unified"},
+        "workers": [{"id": "w", "kv_tokens": 50_000}],
+    } | changes
+
+
+def test_every_request_of_the_trace_is_simulated(trace: Path, tmp_path: Path) -> None:
+    report = simulate(plan(), tmp_path / "out", trace=trace)
+    assert report["simulated"] is True
+    assert (report["requests"], report["failed"]) == (12, 0)
+    lines = [orjson.loads(x) for x in (tmp_path / "out/requests.jsonl").read_bytes().splitlines()]
+    assert {line["request_id"] for line in lines} == {
+        f"s{session}:{turn}" for session in range(3) for turn in range(4)
+    }
+    for line in lines:
+        # Blocks of 64 of the prompt before; its started one is another now.
+        before = 1_000 + 640 * (line["turn"] - 1)
+        assert line["cached_tokens"] >= (before // 64 * 64 if line["turn"] else 0)
+        assert line["phase"] == "measure"
+
+
+def test_length_scale_and_limits_are_those_of_replay(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = simulate(plan(), out, trace=trace, length_scale=0.5, session_limit=2)
+    assert report["requests"] == 8
+    first = orjson.loads((out / PLANNED_FILE).read_bytes().splitlines()[0])
+    assert (first["input_length"], first["block_size"]) == (500, 32)
+
+
+def test_a_packaged_calibration_changes_the_times(trace: Path, tmp_path: Path) -> None:
+    names = list(packaged_calibrations())
+    assert len(names) >= 2
+    first_s = []
+    for name in names:
+        workers = [{"id": "w", "kv_tokens": 50_000, "calibration": name}]
+        report = simulate(plan(workers=workers), tmp_path / name, trace=trace)
+        assert report["calibrations"] == [read_calibration(name)["name"]]
+        line = orjson.loads((tmp_path / name / "requests.jsonl").read_bytes().splitlines()[0])
+        first_s.append(line["first_token_s"])
+    assert len(set(first_s)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"workers": [{"id": "w", "kv_tokens": 0}]}, "kv_tokens"),
+        ({"workers": [{"id": "w", "kv_tokens": 9, "calibration": "none"}]}, "packaged ones"),
+        ({"router": {"policy": "unifed"}}, "unifed"),
+        ({"requests": "some.jsonl"}, "--trace"),
+    ],
+)
+def test_a_wrong_plan_is_one_clear_error(
+    changes: dict[str, Any], named: str, trace: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=named):
+        simulate(plan(**changes), tmp_path / "out", trace=trace)
+
+
+def test_the_command_takes_a_plan_as_toml(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(
+        '[load]\nmax_inflight_sessions = 2\n[router]\npolicy = "unified"\n'
+        '[[workers]]\nid = "w"\nkv_tokens = 50000\n'
+    )
+    out = tmp_path / "out"
+    arguments = ["simulate", str(path), "--trace", str(trace), "--output", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "12 requests" in result.output
+    assert (out / "simulation.json").is_file()

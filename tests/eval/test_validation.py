@@ -1,0 +1,62 @@
+"""Measures of two result files, of the same requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import zstandard
+
+from deltaserve.errors import InputError
+from eval.validation import measures, read_lines
+
+
+def line(turn: int, sent_s: float, ttft_s: float, **changes: Any) -> dict[str, Any]:
+    return {
+        "turn": turn,
+        "scheduled_s": sent_s,
+        "sent_s": sent_s,
+        "first_token_s": sent_s + ttft_s,
+        "finished_s": sent_s + ttft_s + 4.0,
+        "output_tokens": 5,
+        "prompt_tokens": 100,
+        "cached_tokens": 80,
+        "arrivals": [[sent_s + ttft_s, 1], [sent_s + ttft_s + 3.0, 2], [sent_s + ttft_s + 4.0, 5]],
+        "error": None,
+    } | changes
+
+
+def test_later_turns_of_the_window_count() -> None:
+    lines = [
+        line(0, 10.0, 50.0, cached_tokens=0),  # a first turn: in the rate alone
+        line(1, 10.0, 2.0),
+        line(2, 20.0, 4.0, cached_tokens=40),
+        line(1, 5.0, 9.0),  # scheduled before the window, ended in it
+        line(3, 30.0, 90.0),  # not answered when the run was cut off
+        line(3, 30.0, 1.0, error={"kind": "cancelled", "message": ""}),
+    ]
+    found = measures(lines, 10.0, 70.0, 100.0)
+    assert found["requests"] == 2
+    assert found["requests_per_s"] == pytest.approx(4 / 60)
+    assert found["apc"] == pytest.approx(0.6)
+    assert found["ttft_p50"] == pytest.approx(3.0)
+    assert found["tpot_p50"] == pytest.approx(1.0)
+    assert found["worst_gap_p90"] == pytest.approx(3.0)
+
+
+def test_a_line_may_say_its_worst_gap() -> None:
+    assert measures([line(1, 0.0, 1.0, worst_gap_s=2.5)], 0, 9, 9)["worst_gap_p50"] == 2.5
+
+
+def test_packed_files_are_read_and_wrong_lines_are_named(tmp_path: Path) -> None:
+    packed = tmp_path / "requests.jsonl.zst"
+    packed.write_bytes(zstandard.compress(orjson.dumps(line(1, 0.0, 1.0)) + b"\n"))
+    assert read_lines(packed) == [line(1, 0.0, 1.0)]
+    plain = tmp_path / "requests.jsonl"
+    plain.write_bytes(b"{}\n{\n")
+    with pytest.raises(InputError, match=r"requests\.jsonl:2"):
+        read_lines(plain)
+    with pytest.raises(InputError, match="none"):
+        read_lines(tmp_path / "none.jsonl")
