@@ -88,7 +88,8 @@ impl Prompts {
 ///
 /// [`digits`]: router_policies::fleet::prefix::hash::digits
 fn tokens_of(block: u64, count: u64) -> impl Iterator<Item = u32> {
-    (0..count as u32).map(move |at| 0x8000_0000 | (block as u32).wrapping_add(at.wrapping_mul(0x9e37_79b1)))
+    (0..count as u32)
+        .map(move |at| 0x8000_0000 | (block as u32).wrapping_add(at.wrapping_mul(0x9e37_79b1)))
 }
 
 /// A block's tokens.

@@ -14,6 +14,8 @@ use serde::Serialize;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+/// So many reports in a row make requests that are not ours believable enough to keep room for.
+const EXTERNAL_REPORTS: u32 = 3;
 /// Migrations older than this are forgotten.
 const MIGRATION_WINDOW_S: f64 = 60.0;
 
@@ -69,6 +71,8 @@ pub(crate) struct Worker {
     /// The last load report, and the requests in it that are not ours.
     pub engine: Option<EngineLoad>,
     pub external_requests: u32,
+    /// How many reports in a row had some.
+    external_reports: u32,
     pub drift: Drift,
     pub decisions: u64,
     migrations: VecDeque<f64>,
@@ -142,6 +146,7 @@ impl Worker {
             incarnation: 0,
             engine: None,
             external_requests: 0,
+            external_reports: 0,
             drift: Drift::default(),
             decisions: 0,
             migrations: VecDeque::new(),
@@ -160,6 +165,10 @@ impl Worker {
         self.liveness.report(now_s, by_scheduler, load.progress);
         let reported = load.running_requests + load.waiting_requests;
         self.external_requests = reported.saturating_sub(self.load.requests);
+        self.external_reports = match self.external_requests {
+            0 => 0,
+            _ => self.external_reports + 1,
+        };
         let under = self.load.requests.saturating_sub(reported);
         self.drift.reports += 1;
         self.drift.corrections += u64::from(reported != self.load.requests);
@@ -172,6 +181,7 @@ impl Worker {
     pub fn forget_report(&mut self) {
         self.engine = None;
         self.external_requests = 0;
+        self.external_reports = 0;
     }
 
     /// Whether the worker may get new requests, unless it is suspected to hang.
@@ -207,6 +217,19 @@ impl Worker {
         (self.migrations.len() - self.migrations.partition_point(is_old)) as u32
     }
 
+    /// KV that requests of others hold: their part of what is in use, by number. A report that comes
+    /// while one of ours ends counts that as another's, so it has to be seen in several reports.
+    fn external_tokens(&self) -> u64 {
+        let Some(engine) = self.engine else { return 0 };
+        let reported = u64::from(engine.running_requests + engine.waiting_requests);
+        match engine.used_tokens {
+            Some(used) if self.external_reports >= EXTERNAL_REPORTS => {
+                used * u64::from(self.external_requests) / reported.max(1)
+            }
+            _ => 0,
+        }
+    }
+
     /// The worker as residency sees it, suspected to hang or not; none where it only prefills for others.
     pub fn site(&self, slot: usize, now_s: f64) -> Option<Site> {
         let (serves_local, _, serves_decode) = abilities(&self.spec);
@@ -214,10 +237,7 @@ impl Worker {
             return None;
         }
         let used = self.engine.and_then(|engine| engine.used_tokens);
-        let external_tokens = match (self.external_requests, used) {
-            (1.., Some(used)) => used.saturating_sub(self.load.ongoing_tokens),
-            _ => 0,
-        };
+        let external_tokens = self.external_tokens();
         let capacity = self.kv_capacity_tokens;
         Some(Site {
             slot,
@@ -313,5 +333,36 @@ impl Worker {
             decisions: self.decisions,
             residency,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room_is_kept_for_requests_of_others_once_several_reports_have_them() {
+        let spec = serde_json::json!({"id": "w", "url": "http://localhost:1"});
+        let spec: WorkerSpec = serde_json::from_value(spec).expect("a worker");
+        let mut worker = Worker::new(Arc::new(spec), 0, 16);
+        worker.load.enter(60_000);
+        let load = EngineLoad {
+            running_requests: 3,
+            used_tokens: Some(90_000),
+            ..EngineLoad::default()
+        };
+        // One of ours that has just ended is in the report as another's: that is no reason to give
+        // up places.
+        worker.take_report(load, 0.0);
+        assert_eq!(worker.external_tokens(), 0);
+        worker.take_report(load, 1.0);
+        worker.take_report(load, 2.0);
+        assert_eq!(worker.external_tokens(), 60_000, "two of three requests");
+        let ours = EngineLoad {
+            running_requests: 1,
+            ..load
+        };
+        worker.take_report(ours, 3.0);
+        assert_eq!(worker.external_tokens(), 0);
     }
 }
