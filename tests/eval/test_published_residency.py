@@ -13,7 +13,14 @@ import pytest
 import zstandard
 
 DOCS = Path(__file__).parents[2] / "docs" / "results"
-ARMS = ("sglang", "sglang-residency", "sglang-cap", "sglang-host-residency")
+ARMS = (
+    "sglang",
+    "sglang-residency",
+    "sglang-cap",
+    "sglang-host-residency",
+    "sglang-residency-mended",
+    "sglang-lease",
+)
 
 
 def lines(arm: str) -> list[dict[str, Any]]:
