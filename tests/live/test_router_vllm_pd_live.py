@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -31,8 +32,11 @@ def complete(url: str, input_ids: list[int], **fields: Any) -> tuple[str, bytes]
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=120.0) as answer:
-        return answer.headers.get("x-deltaserve-worker", ""), answer.read()
+    try:
+        with urllib.request.urlopen(request, timeout=120.0) as answer:
+            return answer.headers.get("x-deltaserve-worker", ""), answer.read()
+    except urllib.error.HTTPError as error:
+        pytest.fail(f"{url} answered {error.code}: {error.read()!r}")
 
 
 def output_ids(answer: bytes) -> list[int]:
