@@ -151,7 +151,7 @@ class Fleet:
         self._write()
         self._start_all([m for m in self._members if m.plan.kind == "worker"])
         self._learn_capacities()
-        if self.plan.topology.warms_up:
+        if self.plan.topology.connects_pairs:
             self._warm_up()
         self._start_all([m for m in self._members if m.plan.kind == "router"])
         self.timings["start_s"] = time.monotonic() - began_s
@@ -328,7 +328,8 @@ class Fleet:
             planning.write_router_config(self.plan, known)
 
     def _warm_up(self) -> None:
-        self._tell("warming up: kernels that are compiled and workers that connect at first use")
+        kernels = "kernels that are compiled and " if self.plan.topology.warms_up else ""
+        self._tell(f"warming up: {kernels}workers that connect at first use")
         try:
             took_s = warm_up(self.plan, self.check)
         except WarmUpError as error:

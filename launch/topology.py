@@ -311,6 +311,16 @@ class Topology(KvKeys):
         return self.device == "cuda" if self.warm_up is None else self.warm_up
 
     @property
+    def connects_pairs(self) -> bool:
+        """Whether prefill and decode workers are connected before they serve: with a warm-up, and
+        with vLLM over NIXL unless that is switched off. Its decode worker waits five seconds for
+        the first handshake with a prefill worker, and answers a request with 500 after them
+        (`nixl/base_worker.py` of vLLM 0.26); on a busy CPU that is not always enough."""
+        impatient = self.engine.name == "vllm" and self.transfer_backend == "nixl"
+        pairs = any(group.role == "prefill" for group in self.workers)
+        return self.warms_up or (pairs and impatient and self.warm_up is None)
+
+    @property
     def profile(self) -> Profile:
         """What the hardware is; that of any GPU until it is known which."""
         if self.hardware == AUTO:

@@ -33,6 +33,7 @@ _NO_TRANSFER = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 _PREFILLING = ("colocated", "elastic", "prefill")
 _RECEIVING = ("elastic", "decode")
 _CONNECTING_TOKENS = 128
+_CONNECTING_ATTEMPTS = 3
 _BEGINNINGS = 1000
 _TIMEOUT_S = 300.0
 _POLL_S = 0.1
@@ -49,11 +50,12 @@ class WarmUpError(Exception):
 def warm_up(plan: Plan, meanwhile: Callable[[], None]) -> float:
     """Seconds until all workers are warm; calls `meanwhile` again and again until then.
 
+    Kernels are compiled where the topology says so (`warms_up`), pairs are always connected.
     Attached workers are left out: they may be serving. Raises `WarmUpError`.
     """
     began_s = time.monotonic()
     own = [worker for worker in plan.workers if not worker.attached]
-    sizes = step_sizes(plan.topology.chunk_tokens)
+    sizes = step_sizes(plan.topology.chunk_tokens) if plan.topology.warms_up else ()
     if limit := plan.topology.context_tokens:
         sizes = tuple(size for size in sizes if size + _ANSWER_TOKENS <= limit)
     receiving = [worker for worker in own if worker.role in _RECEIVING]
@@ -87,9 +89,19 @@ def _compile(requests: _SGLang | _VLLM, worker: Process, token_counts: Sequence[
 
 
 def _connect(requests: _SGLang | _VLLM, prefill: Process, receiving: Sequence[Process]) -> None:
-    """Sends KV to one worker after the other: `prefill` connects to one at a time anyway."""
+    """Sends KV to one worker after the other: `prefill` connects to one at a time anyway.
+
+    A first handshake that was too slow for vLLM (5 s) is tried again: what it waited for is done
+    by then."""
     for number, worker in enumerate(receiving):
-        requests.send_kv(prefill, worker, _prompt(_CONNECTING_TOKENS, _BEGINNINGS - 1 - number))
+        prompt = _prompt(_CONNECTING_TOKENS, _BEGINNINGS - 1 - number)
+        for attempts_left in reversed(range(_CONNECTING_ATTEMPTS)):
+            try:
+                requests.send_kv(prefill, worker, prompt)
+                break
+            except WarmUpError:
+                if not attempts_left:
+                    raise
 
 
 def _empty(engine: str, worker: Process) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 _FLAGS = (
@@ -94,6 +95,9 @@ vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="1250",user="x"
 """
 
 
+_first_transfer = threading.Lock()
+
+
 class _Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
@@ -127,6 +131,8 @@ class _Health(http.server.BaseHTTPRequestHandler):
             if asked.get("do_remote_decode"):
                 found = {"remote_host": "127.0.0.1", "remote_block_ids": [1]}
                 return 200, json.dumps({"kv_transfer_params": found}).encode()
+            if asked and behaviour == "slow-handshake" and _first_transfer.acquire(blocking=False):
+                return 500, b"Internal server error"
         return 200, b"{}"
 
     def log_message(self, *_: object) -> None:

@@ -96,6 +96,22 @@ def test_vllm_workers_are_warmed_up_by_the_same_prompts(fake_python: Path, tmp_p
     assert emptied.startswith("/reset_prefix_cache")
 
 
+def test_a_pair_of_vllm_workers_connects_on_a_cpu_even_when_the_first_handshake_fails(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0"]
+    fake += ['workers.1.environment={ FAKE = "slow-handshake" }']
+    with fleet(load_topology("laptop-vllm-pd", fake), tmp_path / "run") as running:
+        logs = {worker.id: asked(worker.log) for worker in running.workers}
+    transfers = [body["kv_transfer_params"] for path, body in logs["decode-0"] if "v1" in path]
+    assert len(transfers) == 2
+    # Nothing else was asked: nothing is compiled on a CPU.
+    assert [path for path, _ in logs["prefill-0"]][:2] == ["/v1/completions"] * 2
+    off = load_topology("laptop-vllm-pd", [*fake, "warm_up=false"])
+    with fleet(off, tmp_path / "off") as running:
+        assert asked(running.workers[1].log) == []
+
+
 def attached_to(name: str, *urls: str) -> Topology:
     group = f"workers=[{{ urls = {json.dumps(urls)} }}]"
     return load_topology(name, [group, "router.kind=none"])

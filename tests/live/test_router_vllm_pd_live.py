@@ -83,11 +83,13 @@ def check_what_is_sent(separated: Fleet, prompt: Callable[[int], list[int]]) -> 
     def moved_bytes() -> float:
         return scraped(decode.url, "vllm:nixl_bytes_transferred_sum")
 
+    # The pair connected before it served, which moved KV as well.
+    connecting = moved_bytes()
     first = prompt(700)
     answered_by, answer = complete(router, first)
     assert answered_by == decode.id
     moved = moved_bytes()
-    page_bytes = moved / -(-len(first) // page_tokens)
+    page_bytes = (moved - connecting) / -(-len(first) // page_tokens)
     assert page_bytes > 0
     assert page_bytes == int(page_bytes), "whole pages"
 
