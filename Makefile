@@ -36,7 +36,7 @@ demo: engines
 	$(BIN)/deltaserve eval report $(OUT) --output $(OUT)/report --picture $(OUT)/headline.png && exit $${status:-0}
 
 test: setup
-	cargo test --release --locked --quiet
+	cargo test --release --locked --features python --quiet
 	$(BIN)/python -m pytest -q -m "not live"
 
 # make test-live LIVE=tests/live/test_sglang_pd_live.py runs one file of them.
