@@ -37,12 +37,12 @@ demo: engines
 
 test: setup
 	cargo test --release --locked --features python --quiet
-	$(BIN)/python -m pytest -q -m "not live"
+	$(BIN)/python -m pytest -q -m "not live" -n 3 --dist loadfile
 
 # make test-live LIVE=tests/live/test_sglang_pd_live.py runs one file of them.
 LIVE ?= tests/live
 test-live: engines
-	$(BIN)/python -m pytest -q -m live $(LIVE)
+	$(BIN)/python -m pytest -q -m live --durations=15 $(LIVE)
 
 lint: setup
 	cargo fmt --all --check

@@ -243,8 +243,8 @@ def test_gaps_are_those_that_overlap_the_time_given() -> None:
 
 
 async def test_tax_is_the_ratio_to_the_reference_at_the_same_load(tmp_path: Path) -> None:
-    fast = MadeUp(step_s=0.01, prefill_s=lambda _: 0.02)
-    slow = MadeUp(step_s=0.03, prefill_s=lambda _: 0.02)
+    fast = MadeUp(step_s=0.02, prefill_s=lambda _: 0.02)
+    slow = MadeUp(step_s=0.1, prefill_s=lambda _: 0.02)
     shape = tax.Shape(2, 4, 2, 20, 5, 8, 2)
     async with serving(fast=fast, slow=slow) as workers, Client() as client:
         arms = [Arm(name, worker) for name, worker in workers.items()]

@@ -5,7 +5,7 @@ use super::log::{self, DecisionRecord, Event, PrefixSource, Reserved};
 use super::prefix::hash::Unit;
 use super::reservation::{Reservation, Share};
 use super::residency::footprint::Coarse;
-use super::residency::queue::{Admitted, NewWaiter, Progress};
+use super::residency::queue::{Admitted, WaitingTurn, Progress};
 use super::residency::sessions::Identity;
 use super::residency::{Asked, Go, Residence, ResidencyRecord, Seat, Site, WaitReason, Wake};
 use super::whole::{self, Separable};
@@ -197,7 +197,7 @@ impl Fleet {
         };
         let grows_at = home.filter(|_| reason == WaitReason::Growth);
         let grows_at = grows_at.map(|site| site.slot);
-        let new = NewWaiter {
+        let new = WaitingTurn {
             is_first_turn: state.residency.is_first_turn(identity.key),
             identity: identity.clone(),
             prompt: Arc::new(request.prompt.thinned(ESTIMATE_BLOCK_TOKENS)),
@@ -287,10 +287,10 @@ impl Fleet {
                 };
                 let entry = Entry {
                     way: Way::Booked(admitted),
-                    identity: waiter.identity,
+                    identity: waiter.turn.identity,
                     sites,
-                    output_tokens: waiter.output_tokens,
-                    waited_s: now_s - waiter.arrived_s,
+                    output_tokens: waiter.turn.output_tokens,
+                    waited_s: now_s - waiter.turn.arrived_s,
                 };
                 match self.commit(guard, begun, request, choice, entry) {
                     Ok(reservation) => Admit::Placed(reservation),

@@ -269,7 +269,7 @@ impl Residency {
                     && (!occupant.is_idle() || now_s - occupant.idle_since_s < CHILD_LIVES_S)
             });
         let parent_of = |key: Key| self.sessions.get(key).and_then(|known| known.parent);
-        let waiting = self.queue.waiting().filter_map(|(_, waiter)| waiter.parent);
+        let waiting = self.queue.waiting().filter_map(|(_, waiter)| waiter.turn.parent);
         live.filter_map(|(key, _)| parent_of(key))
             .chain(waiting)
             .collect()
@@ -331,10 +331,10 @@ impl Residency {
             .filter(|(_, o)| !o.turns.is_empty())
             .count();
         let wants = |waiter: &queue::Waiter| {
-            waiter.grows_at == Some(slot)
-                || waiter.cached.get(slot).is_some_and(|&here| {
+            waiter.turn.grows_at == Some(slot)
+                || waiter.turn.cached.get(slot).is_some_and(|&here| {
                     here >= self.settings.cold_tokens
-                        && waiter.cached.iter().all(|&there| there <= here)
+                        && waiter.turn.cached.iter().all(|&there| there <= here)
                 })
         };
         ResidencySnapshot {

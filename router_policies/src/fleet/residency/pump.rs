@@ -2,7 +2,7 @@
 
 use super::footprint::Coarse;
 use super::gate::{Asked, Go, Round};
-use super::queue::{Admitted, NewWaiter, Progress, Ranking, Waiter};
+use super::queue::{Admitted, WaitingTurn, Progress, Ranking, Waiter};
 use super::rules::{Observed, Placement};
 use super::sessions::Identity;
 use super::{GiveUp, Key, Residence, Residency, Site, WaitReason};
@@ -53,7 +53,7 @@ impl Residency {
     /// As many wait as may.
     pub fn wait(
         &mut self,
-        new: NewWaiter,
+        new: WaitingTurn,
         request_id: &str,
         reason: WaitReason,
         now_s: f64,
@@ -89,16 +89,16 @@ impl Residency {
         let waiter = self.queue.remove(id)?;
         self.stop_growing(&waiter);
         if let (Progress::Admitted(admitted), false) = (&waiter.progress, is_placed) {
-            self.unbook(admitted.slot, waiter.identity.key, admitted.turn, now_s);
+            self.unbook(admitted.slot, waiter.turn.identity.key, admitted.turn, now_s);
         }
         Some(waiter)
     }
 
     fn stop_growing(&mut self, waiter: &Waiter) {
-        let Some(hold) = waiter.grows_at.and_then(|slot| self.holds.get_mut(slot)) else {
+        let Some(hold) = waiter.turn.grows_at.and_then(|slot| self.holds.get_mut(slot)) else {
             return;
         };
-        let key = waiter.identity.key;
+        let key = waiter.turn.identity.key;
         if let Some(occupant) = hold.occupant_mut(key) {
             occupant.waits = false;
             if occupant.held.is_none() && occupant.turns.is_empty() {
@@ -117,11 +117,11 @@ impl Residency {
             Progress::Admitted(admitted) => Some((admitted.slot, admitted.turn)),
             _ => None,
         };
-        waiter.grows_at = None;
+        waiter.turn.grows_at = None;
         waiter
             .exclude
             .extend(not_on.map(|site| site.spec.id.clone()));
-        let key = waiter.identity.key;
+        let key = waiter.turn.identity.key;
         self.queue.enlist(id, ranking);
         if let Some((slot, turn)) = admitted {
             self.unbook(slot, key, turn, now_s);
@@ -132,7 +132,7 @@ impl Residency {
     pub fn may_wait_for(&self, id: u64, sites: &[Site]) -> bool {
         self.queue.get(id).is_some_and(|waiter| {
             let mut sites = sites.iter();
-            sites.any(|site| site.routable && !waiter.exclude.contains(&site.spec.id))
+            sites.any(|site| site.routable && !waiter.turn.exclude.contains(&site.spec.id))
         })
     }
 
@@ -140,15 +140,15 @@ impl Residency {
     pub fn stale_waiters(&self, now_s: f64) -> Vec<(u64, Arc<PromptHashes>)> {
         let first = self.queue.waiting().take(LOOKED_AT);
         first
-            .filter(|(_, waiter)| now_s - waiter.cached_at_s > CACHED_AGE_S)
-            .map(|(id, waiter)| (id, Arc::clone(&waiter.prompt)))
+            .filter(|(_, waiter)| now_s - waiter.turn.cached_at_s > CACHED_AGE_S)
+            .map(|(id, waiter)| (id, Arc::clone(&waiter.turn.prompt)))
             .collect()
     }
 
     pub fn set_cached(&mut self, id: u64, cached: Vec<u64>, now_s: f64) {
         if let Some(waiter) = self.queue.get_mut(id) {
-            waiter.cached = Arc::new(cached);
-            waiter.cached_at_s = now_s;
+            waiter.turn.cached = Arc::new(cached);
+            waiter.turn.cached_at_s = now_s;
         }
     }
 
@@ -199,17 +199,17 @@ impl Residency {
             let Some(waiter) = self.queue.get(id) else {
                 continue;
             };
-            if waiter.grows_at.is_none() && !is_round {
+            if waiter.turn.grows_at.is_none() && !is_round {
                 continue;
             }
             let gathers = self.gathers;
             round.closed = gathers
                 .filter(|(head, _)| *head != id)
                 .map(|(_, slot)| slot);
-            let (identity, output_tokens) = (waiter.identity.clone(), waiter.output_tokens);
-            let (prompt, cached) = (Arc::clone(&waiter.prompt), Arc::clone(&waiter.cached));
-            let arrived_s = waiter.arrived_s;
-            let exclude = waiter.exclude.clone();
+            let (identity, output_tokens) = (waiter.turn.identity.clone(), waiter.turn.output_tokens);
+            let (prompt, cached) = (Arc::clone(&waiter.turn.prompt), Arc::clone(&waiter.turn.cached));
+            let arrived_s = waiter.turn.arrived_s;
+            let exclude = waiter.turn.exclude.clone();
             let asked = Asked {
                 key: identity.key,
                 has_session: identity.name.is_some(),
@@ -218,7 +218,7 @@ impl Residency {
                 cached: &cached,
                 exclude: &exclude,
                 arrived_s,
-                parent: waiter.parent,
+                parent: waiter.turn.parent,
             };
             let is_head = gathers.is_some_and(|(head, _)| head == id);
             let went = match self.ask(&asked, sites, round) {
@@ -299,9 +299,9 @@ impl Residency {
         let head = self
             .queue
             .waiting()
-            .find(|(_, waiter)| waiter.grows_at.is_none());
+            .find(|(_, waiter)| waiter.turn.grows_at.is_none());
         let Some((id, waiter)) = head.filter(|(_, waiter)| {
-            let waited_s = round.now_s - waiter.arrived_s;
+            let waited_s = round.now_s - waiter.turn.arrived_s;
             waited_s >= self.settings.no_backfill_after_s && !self.manner.smallest_first
         }) else {
             self.gathers = None;
@@ -310,7 +310,7 @@ impl Residency {
         let may_go = |site: &&Site| {
             site.routable
                 && site.kv_capacity_tokens.is_some()
-                && !waiter.exclude.contains(&site.spec.id)
+                && !waiter.turn.exclude.contains(&site.spec.id)
         };
         if let Some((head, slot)) = self.gathers
             && head == id
@@ -320,7 +320,7 @@ impl Residency {
         }
         let home = self
             .sessions
-            .get(waiter.identity.key)
+            .get(waiter.turn.identity.key)
             .and_then(|known| known.home);
         let suits = |site: &&Site| {
             let is_home = home == Some((site.slot, site.serial));
@@ -330,7 +330,7 @@ impl Residency {
                 .get(site.slot)
                 .map_or(0, |hold| hold.in_flight_tokens());
             let budget = self.budget_tokens(site).unwrap_or(0);
-            let cached = waiter.cached.get(site.slot).copied().unwrap_or(0);
+            let cached = waiter.turn.cached.get(site.slot).copied().unwrap_or(0);
             (
                 must_home && is_home,
                 (budget + cached).saturating_sub(in_flight),
@@ -397,12 +397,12 @@ impl Residency {
         self.give_up(site.slot, &site.spec, key, reason, now_s);
         let ranking = self.ranking();
         let grows =
-            |waiter: &Waiter| waiter.grows_at == Some(site.slot) && waiter.identity.key == key;
+            |waiter: &Waiter| waiter.turn.grows_at == Some(site.slot) && waiter.turn.identity.key == key;
         let waiting = self.queue.waiting().filter(|(_, waiter)| grows(waiter));
         let ids: Vec<u64> = waiting.map(|(id, _)| id).collect();
         for id in ids {
             if let Some(waiter) = self.queue.get_mut(id) {
-                waiter.grows_at = None;
+                waiter.turn.grows_at = None;
             }
             self.queue.enlist(id, ranking);
         }

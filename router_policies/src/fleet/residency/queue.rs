@@ -56,8 +56,8 @@ pub enum Progress {
     Expired,
 }
 
-/// A turn that waits.
-pub struct Waiter {
+/// A turn that has no place, as it comes to the queue.
+pub struct WaitingTurn {
     pub identity: Identity,
     /// Thinned out: see [`super::Residency::wait`].
     pub prompt: Arc<PromptHashes>,
@@ -73,6 +73,11 @@ pub struct Waiter {
     pub cached: Arc<Vec<u64>>,
     pub cached_at_s: f64,
     pub wake: Wake,
+}
+
+/// A turn in the queue.
+pub struct Waiter {
+    pub turn: WaitingTurn,
     pub progress: Progress,
     rank: Rank,
 }
@@ -108,51 +113,26 @@ pub struct Ranking {
 }
 
 impl Ranking {
-    fn rank(&self, waiter: &Waiter, id: u64) -> Rank {
-        let (class, within) = match (waiter.grows_at, self.smallest_first) {
-            (Some(_), _) => (0, micros(waiter.arrived_s)),
+    fn rank(&self, turn: &WaitingTurn, id: u64) -> Rank {
+        let (class, within) = match (turn.grows_at, self.smallest_first) {
+            (Some(_), _) => (0, micros(turn.arrived_s)),
             (None, false) => {
                 let penalty_s =
-                    f64::from(u8::from(waiter.is_first_turn)) * self.new_session_penalty_s;
-                (1, micros(waiter.arrived_s + penalty_s))
+                    f64::from(u8::from(turn.is_first_turn)) * self.new_session_penalty_s;
+                (1, micros(turn.arrived_s + penalty_s))
             }
-            (None, true) => (1 + u8::from(waiter.is_first_turn), waiter.prompt.tokens()),
+            (None, true) => (1 + u8::from(turn.is_first_turn), turn.prompt.tokens()),
         };
         (class, within, id)
     }
 }
 
-/// A waiter as it comes.
-pub struct NewWaiter {
-    pub identity: Identity,
-    pub prompt: Arc<PromptHashes>,
-    pub output_tokens: u64,
-    pub exclude: Vec<String>,
-    pub arrived_s: f64,
-    pub is_first_turn: bool,
-    pub parent: Option<Key>,
-    pub grows_at: Option<usize>,
-    pub cached: Arc<Vec<u64>>,
-    pub cached_at_s: f64,
-    pub wake: Wake,
-}
-
 impl Queue {
-    pub fn push(&mut self, new: NewWaiter, ranking: Ranking) -> u64 {
+    pub fn push(&mut self, turn: WaitingTurn, ranking: Ranking) -> u64 {
         self.next += 1;
         let id = self.next;
         let waiter = Waiter {
-            identity: new.identity,
-            prompt: new.prompt,
-            output_tokens: new.output_tokens,
-            exclude: new.exclude,
-            arrived_s: new.arrived_s,
-            is_first_turn: new.is_first_turn,
-            parent: new.parent,
-            grows_at: new.grows_at,
-            cached: new.cached,
-            cached_at_s: new.cached_at_s,
-            wake: new.wake,
+            turn,
             progress: Progress::Waiting,
             rank: (0, 0, 0),
         };
@@ -166,16 +146,16 @@ impl Queue {
         self.delist(id);
         if let Some(waiter) = self.waiters.get_mut(&id) {
             waiter.progress = Progress::Waiting;
-            waiter.rank = ranking.rank(waiter, id);
+            waiter.rank = ranking.rank(&waiter.turn, id);
             self.order.insert(waiter.rank, id);
-            self.by_arrival.insert((micros(waiter.arrived_s), id));
+            self.by_arrival.insert((micros(waiter.turn.arrived_s), id));
         }
     }
 
     fn delist(&mut self, id: u64) {
         if let Some(waiter) = self.waiters.get(&id) {
             self.order.remove(&waiter.rank);
-            self.by_arrival.remove(&(micros(waiter.arrived_s), id));
+            self.by_arrival.remove(&(micros(waiter.turn.arrived_s), id));
         }
     }
 
@@ -190,7 +170,7 @@ impl Queue {
             self.let_in_s.push_back(admitted.at_s);
         }
         waiter.progress = progress;
-        Some(Arc::clone(&waiter.wake))
+        Some(Arc::clone(&waiter.turn.wake))
     }
 
     pub fn remove(&mut self, id: u64) -> Option<Waiter> {
@@ -248,8 +228,8 @@ impl Queue {
 mod tests {
     use super::*;
 
-    fn waiter(arrived_s: f64, is_first_turn: bool) -> NewWaiter {
-        NewWaiter {
+    fn waiter(arrived_s: f64, is_first_turn: bool) -> WaitingTurn {
+        WaitingTurn {
             identity: Identity { key: 1, name: None },
             prompt: Arc::default(),
             output_tokens: 0,

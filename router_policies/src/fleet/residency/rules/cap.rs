@@ -1,6 +1,6 @@
 //! `cap`: a fixed number of sessions a worker, whatever their size.
 
-use super::{Demand, GiveUp, Info, Manner, Rule, WorkerView, ordered, parse};
+use super::{Demand, GiveUp, Info, Manner, Rule, WorkerView, idle_for, parse};
 use crate::fleet::residency::book::Key;
 use crate::policy::ParamInfo;
 use serde::Deserialize;
@@ -64,13 +64,7 @@ impl Rule for Cap {
     }
 
     fn may_give_up(&self, view: &WorkerView<'_>, demand: Demand) -> Vec<(Key, GiveUp)> {
-        let is_over = |idle_s: f64| (idle_s >= self.idle_s).then_some(GiveUp::IdleTooLong);
-        ordered(
-            view,
-            demand,
-            |place| is_over(place.idle_s),
-            |place| -place.idle_s,
-        )
+        idle_for(view, demand, self.idle_s)
     }
 }
 

@@ -262,6 +262,12 @@ fn ordered(
         .collect()
 }
 
+/// The sessions that have been idle for `after_s` (for growth, all that are idle), longest idle first.
+fn idle_for(view: &WorkerView<'_>, demand: Demand, after_s: f64) -> Vec<(Key, GiveUp)> {
+    let is_over = |place: &Place| (place.idle_s >= after_s).then_some(GiveUp::IdleTooLong);
+    ordered(view, demand, is_over, |place| -place.idle_s)
+}
+
 /// Reads a rule's parameters and checks them with `expected`, which lists what must hold of which.
 fn parse<P: DeserializeOwned>(
     params: serde_json::Value,
