@@ -164,7 +164,7 @@ def lru_tokens(turns: list[tuple[str, int]], capacity: float) -> float:
     return served
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 50)), min_size=1, max_size=40),
     st.integers(1, 200),

@@ -24,7 +24,7 @@ def test_weighted_quantiles_are_numpys_quantiles_of_the_repeated_values(
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.floats(0.001, 1e3)), min_size=1, max_size=50),
     st.integers(0, 5),

@@ -13,15 +13,8 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
-from hypothesis import HealthCheck, settings
 
 from replay.trace import Request
-
-# A busy machine is no reason to fail.
-settings.register_profile(
-    "patient", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("patient")
 
 
 def make_trace(
