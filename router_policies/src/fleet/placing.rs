@@ -5,7 +5,7 @@ use super::log::{self, DecisionRecord, Event, PrefixSource, Reserved};
 use super::prefix::hash::Unit;
 use super::reservation::{Reservation, Share};
 use super::residency::footprint::Coarse;
-use super::residency::queue::{Admitted, WaitingTurn, Progress};
+use super::residency::queue::{Admitted, Progress, WaitingTurn};
 use super::residency::sessions::Identity;
 use super::residency::{Asked, Go, Residence, ResidencyRecord, Seat, Site, WaitReason, Wake};
 use super::whole::{self, Separable};

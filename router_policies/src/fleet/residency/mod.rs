@@ -269,7 +269,10 @@ impl Residency {
                     && (!occupant.is_idle() || now_s - occupant.idle_since_s < CHILD_LIVES_S)
             });
         let parent_of = |key: Key| self.sessions.get(key).and_then(|known| known.parent);
-        let waiting = self.queue.waiting().filter_map(|(_, waiter)| waiter.turn.parent);
+        let waiting = self
+            .queue
+            .waiting()
+            .filter_map(|(_, waiter)| waiter.turn.parent);
         live.filter_map(|(key, _)| parent_of(key))
             .chain(waiting)
             .collect()

@@ -2,7 +2,7 @@
 
 use super::footprint::Coarse;
 use super::gate::{Asked, Go, Round};
-use super::queue::{Admitted, WaitingTurn, Progress, Ranking, Waiter};
+use super::queue::{Admitted, Progress, Ranking, Waiter, WaitingTurn};
 use super::rules::{Observed, Placement};
 use super::sessions::Identity;
 use super::{GiveUp, Key, Residence, Residency, Site, WaitReason};
@@ -89,13 +89,22 @@ impl Residency {
         let waiter = self.queue.remove(id)?;
         self.stop_growing(&waiter);
         if let (Progress::Admitted(admitted), false) = (&waiter.progress, is_placed) {
-            self.unbook(admitted.slot, waiter.turn.identity.key, admitted.turn, now_s);
+            self.unbook(
+                admitted.slot,
+                waiter.turn.identity.key,
+                admitted.turn,
+                now_s,
+            );
         }
         Some(waiter)
     }
 
     fn stop_growing(&mut self, waiter: &Waiter) {
-        let Some(hold) = waiter.turn.grows_at.and_then(|slot| self.holds.get_mut(slot)) else {
+        let Some(hold) = waiter
+            .turn
+            .grows_at
+            .and_then(|slot| self.holds.get_mut(slot))
+        else {
             return;
         };
         let key = waiter.turn.identity.key;
@@ -119,6 +128,7 @@ impl Residency {
         };
         waiter.turn.grows_at = None;
         waiter
+            .turn
             .exclude
             .extend(not_on.map(|site| site.spec.id.clone()));
         let key = waiter.turn.identity.key;
@@ -206,8 +216,12 @@ impl Residency {
             round.closed = gathers
                 .filter(|(head, _)| *head != id)
                 .map(|(_, slot)| slot);
-            let (identity, output_tokens) = (waiter.turn.identity.clone(), waiter.turn.output_tokens);
-            let (prompt, cached) = (Arc::clone(&waiter.turn.prompt), Arc::clone(&waiter.turn.cached));
+            let (identity, output_tokens) =
+                (waiter.turn.identity.clone(), waiter.turn.output_tokens);
+            let (prompt, cached) = (
+                Arc::clone(&waiter.turn.prompt),
+                Arc::clone(&waiter.turn.cached),
+            );
             let arrived_s = waiter.turn.arrived_s;
             let exclude = waiter.turn.exclude.clone();
             let asked = Asked {
@@ -396,8 +410,9 @@ impl Residency {
     pub fn lose_place(&mut self, site: &Site, key: Key, reason: GiveUp, now_s: f64) {
         self.give_up(site.slot, &site.spec, key, reason, now_s);
         let ranking = self.ranking();
-        let grows =
-            |waiter: &Waiter| waiter.turn.grows_at == Some(site.slot) && waiter.turn.identity.key == key;
+        let grows = |waiter: &Waiter| {
+            waiter.turn.grows_at == Some(site.slot) && waiter.turn.identity.key == key
+        };
         let waiting = self.queue.waiting().filter(|(_, waiter)| grows(waiter));
         let ids: Vec<u64> = waiting.map(|(id, _)| id).collect();
         for id in ids {

@@ -210,7 +210,7 @@ impl Queue {
     /// Since when the one waits that has waited longest.
     pub fn oldest(&self) -> Option<(u64, f64)> {
         let &(_, id) = self.by_arrival.first()?;
-        Some((id, self.waiters.get(&id)?.arrived_s))
+        Some((id, self.waiters.get(&id)?.turn.arrived_s))
     }
 
     /// Seconds after which one that comes now, behind `ahead` others, may be let in, by the rate at
