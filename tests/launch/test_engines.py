@@ -16,7 +16,6 @@ from launch.engines import ENVIRONMENTS, Environment, environment_for, find, ins
 from launch.topology import Topology
 from launch.topology_files import catalog, load_topology
 
-
 BESIDE_THE_DEFAULT = ("sglang-0.5.23",)
 """Newer releases of an engine, with a torch of their own."""
 
@@ -119,7 +118,7 @@ def test_a_release_beside_the_default_has_an_environment_of_its_own() -> None:
     newer = environment_for("sglang", "cpu", "0.5.23")
     assert (newer.name, newer.version) == ("sglang-0.5.23", "0.5.23")
     assert newer.folder.name.startswith("sglang-0.5.23-")
-    with pytest.raises(InputError, match="run: deltaserve launch install sglang-0.5.23"):
+    with pytest.raises(InputError, match=r"run: deltaserve launch install sglang-0\.5\.23"):
         find("sglang", "cpu", None, "0.5.23", "t.toml")
 
 
