@@ -21,6 +21,7 @@ from sglang_ext.guards import Hook, PluginMismatch
 from sglang_ext.pacing.prefill import PacedPrefill, carry_true_lengths, check_chunking
 from sglang_ext.pacing.settings import pacing_from_environment
 from sglang_ext.pacing.sharing import Sharing
+from sglang_ext.sglang import current
 
 PREFIX = "DELTASERVE_PACED_"
 
@@ -43,9 +44,10 @@ def _attach(_result: None, scheduler: Any) -> None:
             "--disaggregation-mode (an elastic worker is paced already), or take paced out of "
             "DELTASERVE_SGLANG"
         )
+    parallel = current().parallel(scheduler)
     unsupported = {
-        "pipeline parallelism": scheduler.ps.pp_size > 1,
-        "context parallelism": scheduler.ps.attn_cp_size > 1,
+        "pipeline parallelism": parallel.pipeline > 1,
+        "context parallelism": parallel.attention_context > 1,
         "speculative decoding": not scheduler.spec_algorithm.is_none(),
         "sliding windows": scheduler.is_hybrid_swa,
         "state-space models": scheduler.is_hybrid_ssm,
@@ -127,27 +129,14 @@ def _internal_state(answer: Any, scheduler: Any, *_: Any) -> Any:
     return answer
 
 
-_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-
 HOOKS = (
-    Hook(f"{_SCHEDULER}.init_output_streamer", "after", _attach, "(self)"),
-    Hook(f"{_SCHEDULER}.get_new_batch_prefill", "around", _prefill, "(self, running_batch)"),
-    Hook(f"{_SCHEDULER}.run_batch", "around", _launch, "(self, batch, pp_proxy_tensors=None)"),
-    Hook(f"{_SCHEDULER}.process_batch_result", "after", _learn, "(self, batch, result)"),
-    Hook(f"{_SCHEDULER}.on_idle", "after", _idle, "(self)"),
-    Hook(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
-        "after",
-        _mixed,
-        "(self, running_batch)",
-    ),
-    Hook(f"{_ADDER}.add_chunked_req", "around", _add_chunked, "(self, req)"),
-    Hook(
-        f"{_ADDER}.add_one_req",
-        "around",
-        _add_one,
-        "(self, req, has_chunked_req, truncation_align_size)",
-    ),
-    Hook(f"{_SCHEDULER}.get_internal_state", "after", _internal_state, "(self, recv_req)"),
+    Hook("scheduler.ready", "after", _attach),
+    Hook("scheduler.form_prefill", "around", _prefill),
+    Hook("scheduler.run_batch", "around", _launch),
+    Hook("scheduler.process_result", "after", _learn),
+    Hook("scheduler.idle", "after", _idle),
+    Hook("batch.mixed", "after", _mixed),
+    Hook("adder.add_chunked", "around", _add_chunked),
+    Hook("adder.add_one", "around", _add_one),
+    Hook("scheduler.internal_state", "after", _internal_state),
 )

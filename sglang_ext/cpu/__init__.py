@@ -18,14 +18,14 @@ from typing import Any
 
 from sglang_ext.cpu import host_tier
 from sglang_ext.guards import Hook, PluginMismatch
+from sglang_ext.sglang import current
 
-_KV_MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 _PAUSE_S = 0.0005
 
 
 def _refuse_other_devices(_result: None, scheduler: Any) -> None:
     """Ends a worker that computes on another device: its KV is not in host memory."""
-    device = str(scheduler.server_args.device)
+    device = current().device(scheduler)
     if device != "cpu":
         raise PluginMismatch(
             f"DELTASERVE_SGLANG asks for cpu, and this worker runs on {device}: its KV would be "
@@ -60,23 +60,8 @@ def _give_up_the_core(_result: None, scheduler: Any) -> None:
 
 
 HOOKS = (
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.init_output_streamer",
-        kind="after",
-        function=_refuse_other_devices,
-        signature="(self)",
-    ),
-    Hook(
-        target=f"{_KV_MANAGER}.__init__",
-        kind="around",
-        function=_use_host_memory,
-        signature="(self, args, disaggregation_mode, server_args, is_mla_backend=False)",
-    ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.on_idle",
-        kind="after",
-        function=_give_up_the_core,
-        signature="(self)",
-    ),
+    Hook("scheduler.ready", "after", _refuse_other_devices),
+    Hook("nixl.manager", "around", _use_host_memory),
+    Hook("scheduler.idle", "after", _give_up_the_core),
     *host_tier.HOOKS,
 )

@@ -22,6 +22,7 @@ from sglang_ext.elastic.steps import Steps
 from sglang_ext.guards import PluginMismatch
 from sglang_ext.pacing.prefill import PacedPrefill, check_chunking
 from sglang_ext.pacing.sharing import Sharing
+from sglang_ext.sglang import current as current_release
 
 
 class ElasticWorker:
@@ -85,9 +86,10 @@ def attach(scheduler: Any, settings: Settings) -> ElasticWorker:
             "an elastic worker prefills from its radix cache: "
             "add --disaggregation-decode-enable-radix-cache"
         )
+    parallel = current_release().parallel(scheduler)
     unsupported = {
-        "pipeline parallelism": scheduler.ps.pp_size > 1,
-        "context parallelism": scheduler.ps.attn_cp_size > 1,
+        "pipeline parallelism": parallel.pipeline > 1,
+        "context parallelism": parallel.attention_context > 1,
         "hierarchical cache": scheduler.enable_decode_hicache
         or scheduler.enable_hierarchical_cache,
         "the staging buffer": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),

@@ -19,7 +19,11 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.guards import Hook
+from sglang_ext import sglang as releases
+from sglang_ext.guards import Hook, PlacedHook
+
+VERSION = "0.5.17"
+"""The release that the fake stands for."""
 
 FAILED, WAITING, TRANSFERRING, SUCCESS = 0, 2, 3, 4
 FAKE_HOST = "2.2.2.2"
@@ -634,7 +638,7 @@ def prepare_abort(req: Req, message: str, status_code: Any = None) -> None:
     req.finished_reason = FINISH_ABORT(message)
 
 
-def _wrap(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def _wrap(original: Callable[..., Any], hook: PlacedHook) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if hook.kind == "around":
@@ -654,6 +658,8 @@ def _wrap(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 @contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch, hooks: Iterable[Hook]) -> Iterator[SimpleNamespace]:
     """The fake SGLang where the plugin imports the real one from, with `hooks` applied."""
+    release = releases.select(VERSION)
+    monkeypatch.setattr(releases, "_current", [release])
     made = classes()
     contents: dict[str, dict[str, Any]] = {
         "managers.scheduler": {"Scheduler": made.Scheduler},
@@ -701,7 +707,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, hooks: Iterable[Hook]) -> Iterato
             if depth > 1:
                 setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], module)
         vars(sys.modules["sglang.srt." + name]).update(attributes)
-    for hook in hooks:
+    for hook in releases.place(hooks, release):
         path, name = hook.target.rsplit(".", 1)
         owner = pkgutil.resolve_name(path)
         setattr(owner, name, _wrap(getattr(owner, name), hook))
