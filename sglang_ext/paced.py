@@ -16,16 +16,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext import ranks
+from sglang_ext import ranks, settings
 from sglang_ext.guards import Hook, PluginMismatch
 from sglang_ext.pacing.prefill import PacedPrefill, carry_true_lengths, check_chunking
-from sglang_ext.pacing.settings import pacing_from_environment
 from sglang_ext.pacing.sharing import Sharing
 from sglang_ext.sglang import current
 
-PREFIX = "DELTASERVE_PACED_"
-
-_SETTINGS = pacing_from_environment(os.environ, PREFIX)
+_SETTINGS = settings.paced(os.environ)
 _paced: list[Sharing] = []
 
 
@@ -56,7 +53,7 @@ def _attach(_result: None, scheduler: Any) -> None:
     for what, asked in unsupported.items():
         if asked:
             raise PluginMismatch(f"paced prefill does not support {what}: turn one of them off")
-    check_chunking(scheduler, _SETTINGS, PREFIX)
+    check_chunking(scheduler, _SETTINGS, settings.PACED_PREFIX)
     paced = PacedPrefill(scheduler, _SETTINGS, functools.partial(ranks.agree, scheduler))
     scheduler.deltaserve_paced = paced
     _paced.append(Sharing(scheduler, paced))

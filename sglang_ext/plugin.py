@@ -38,6 +38,18 @@ def requested_features(setting: str) -> list[str]:
     return names
 
 
+def check(sglang_version: str) -> None:
+    """Raises `PluginMismatch` where a worker of that SGLang with this environment would not start.
+
+    For a launcher, before there is a worker: neither SGLang nor a GPU is needed.
+    """
+    names = requested_features(os.environ.get("DELTASERVE_SGLANG", ""))
+    if names:
+        check_features(select(sglang_version), sglang_version, names)
+        for name in names:
+            importlib.import_module(FEATURES[name])  # which reads its settings
+
+
 def install() -> None:
     """Registers the hooks of the requested features; ends the process where SGLang differs.
 

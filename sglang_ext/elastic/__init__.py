@@ -3,7 +3,7 @@
 A request with bootstrap fields gets its KV from a prefill worker, as on any decode worker; one
 without is prefilled here, from and into the radix cache, and all of them decode in one batch.
 Turned on with ``DELTASERVE_SGLANG=elastic`` on a worker with ``--disaggregation-mode decode
---disaggregation-decode-enable-radix-cache``; `settings` lists what can be set.
+--disaggregation-decode-enable-radix-cache``; `sglang_ext.settings` lists what can be set.
 
 This module owns the hooks into SGLang and does nothing else: each finds the worker of its scheduler
 and calls it. In a process whose scheduler is not elastic every hook calls the original.
@@ -15,16 +15,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext import settings
 from sglang_ext.elastic import fallback
 from sglang_ext.elastic.metrics import exporter_of
 from sglang_ext.elastic.queues import LOCAL_ROOM
-from sglang_ext.elastic.settings import from_environment
 from sglang_ext.elastic.state import add_to_loads, state
 from sglang_ext.elastic.worker import ElasticWorker, attach, current
 from sglang_ext.guards import Hook
 from sglang_ext.pacing.prefill import carry_true_lengths
 
-_SETTINGS = from_environment(os.environ)
+_SETTINGS = settings.elastic(os.environ)
 
 
 def _worker(scheduler: Any) -> ElasticWorker | None:

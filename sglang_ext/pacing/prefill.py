@@ -14,8 +14,8 @@ from typing import Any
 
 from sglang_ext.guards import PluginMismatch
 from sglang_ext.pacing.pacer import ChunkPacer, fit_to_pages
-from sglang_ext.pacing.settings import Interference, PacingSettings
 from sglang_ext.pacing.step_times import Step, StepTimes
+from sglang_ext.settings import Interference, PacingSettings
 from sglang_ext.sglang import current
 
 _LOOKED_AT = 16

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_ext.pacing.prefill import Chunk, PacedPrefill
-from sglang_ext.pacing.settings import Interference
 from sglang_ext.pacing.step_times import Step
+from sglang_ext.settings import Interference
 from sglang_ext.sglang import current
 
 

@@ -11,15 +11,25 @@ import orjson
 import pytest
 
 from launch import Fleet, fleet, load_topology
+from launch.engines import environment_for
 from sglang_ext.plugin import FEATURES
 from tests.live.conftest import Generation, generate, generate_separated, scraped, worker_of
 
 Prompt = Callable[[int], list[int]]
 
 
-@pytest.fixture(scope="module")
-def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    topology = load_topology(Path(__file__).with_name("sglang-pd-beside-colocated.toml"))
+@pytest.fixture(scope="module", params=["0.5.17", "0.5.23"])
+def sglang(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    """The fleet on each release of SGLang that is pinned."""
+    environment = environment_for("sglang", "cpu", request.param)
+    if not environment.installed:
+        pytest.skip(f"not installed: deltaserve launch install {environment.name}")
+    topology = load_topology(
+        Path(__file__).with_name("sglang-pd-beside-colocated.toml"),
+        [f'engine.version="{request.param}"'],
+    )
     with fleet(topology, tmp_path_factory.mktemp("sglang"), on_progress=print) as running:
         yield running
 
@@ -127,10 +137,12 @@ def test_metrics_pages_add_up_what_telemetry_wrote(sglang: Fleet, prompt: Prompt
 def test_every_hook_matches_the_installed_sglang(sglang: Fleet) -> None:
     """Checked inside the engine's own environment, for features that no worker here has on, too."""
     code = (
-        "import importlib\n"
+        "import importlib, importlib.metadata\n"
         "from sglang_ext.guards import check_hooks\n"
+        "from sglang_ext.sglang import place, select\n"
+        "release = select(importlib.metadata.version('sglang'))\n"
         f"for module in {sorted(FEATURES.values())!r}:\n"
-        "    check_hooks(importlib.import_module(module).HOOKS)\n"
+        "    check_hooks(place(importlib.import_module(module).HOOKS, release))\n"
         "print('all match')\n"
     )
     (worker, *_) = sglang.plan.workers

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.elastic.settings import Settings
 from sglang_ext.guards import PluginMismatch
-from sglang_ext.pacing.settings import Interference
+from sglang_ext.settings import ElasticSettings as Settings
+from sglang_ext.settings import Interference
 from tests.sglang_ext.fake_sglang import (
     FAILED,
     SUCCESS,

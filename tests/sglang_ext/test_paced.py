@@ -10,8 +10,8 @@ import pytest
 
 from sglang_ext import paced
 from sglang_ext.guards import PluginMismatch
-from sglang_ext.pacing.settings import Interference, PacingSettings
 from sglang_ext.pacing.step_times import Step
+from sglang_ext.settings import Interference, PacingSettings
 from tests.sglang_ext import fake_sglang
 from tests.sglang_ext.fake_sglang import PLAIN, Batch, Req
 
