@@ -100,6 +100,12 @@ def _idle(_result: None, scheduler: Any) -> None:
         paced.nothing_runs()
 
 
+def _paused(_result: None, scheduler: Any, _request: Any) -> None:
+    paced = _of(scheduler)
+    if paced is not None:
+        paced.nothing_runs()
+
+
 def _mixed(_result: None, batch: Any, running_batch: Any) -> None:
     if _paced:
         carry_true_lengths(batch, running_batch)
@@ -132,6 +138,7 @@ HOOKS = (
     Hook("scheduler.run_batch", "around", _launch),
     Hook("scheduler.process_result", "after", _learn),
     Hook("scheduler.idle", "after", _idle),
+    Hook("scheduler.pause", "after", _paused),
     Hook("batch.mixed", "after", _mixed),
     Hook("adder.add_chunked", "around", _add_chunked),
     Hook("adder.add_one", "around", _add_one),

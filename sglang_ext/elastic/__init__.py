@@ -138,6 +138,7 @@ def _is_fully_idle(
 def _paused(_result: None, scheduler: Any, _request: Any) -> None:
     worker = _worker(scheduler)
     if worker is not None:
+        worker.paced.nothing_runs()
         worker.quarantine.sit_out()
         worker.export()
 

@@ -32,6 +32,7 @@ REASONS = ("prefill_lost", "prefill_unreachable", "timeout", "handshake", "trans
 
 _GIVEN_UP = "deltaserve_given_up"
 _ABORTED = "deltaserve_aborted"
+_METADATA_INDEX = "deltaserve_metadata_index"
 
 
 def reason_of(message: str, stage: str) -> str:
@@ -235,15 +236,18 @@ def commit(worker: ElasticWorker, original: Callable[..., None], queue: Any, ent
                 )
             setattr(req, _GIVEN_UP, ("metadata", str(req.finished_reason.message)))
             req.finished_reason = None
-    if entry.kv_receiver is not None and getattr(req, _GIVEN_UP, None) is not None:
-        entry.kv_receiver.clear()
-        entry.kv_receiver = None
+    if getattr(req, _GIVEN_UP, None) is not None:
+        setattr(req, _METADATA_INDEX, entry.metadata_buffer_index)
+        if entry.kv_receiver is not None:
+            entry.kv_receiver.clear()
+            entry.kv_receiver = None
 
 
 def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[Any]:
     """Of the requests that the transfer queue hands on, those whose KV is here.
 
-    The others lose their pages to the quarantine. Then they fall back, or end with an error.
+    The others lose their pages and metadata buffers to the quarantine. Then they fall back, or end
+    with an error.
     """
     given_up = [req for req in handed_on if getattr(req, _GIVEN_UP, None) is not None]
     if not given_up:
@@ -257,7 +261,7 @@ def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[An
         stage, message = getattr(req, _GIVEN_UP)
         setattr(req, _GIVEN_UP, None)
         holder = copy.copy(req)
-        worker.quarantine.hold(holder)
+        worker.quarantine.hold(holder, vars(req).pop(_METADATA_INDEX))
         if verdict:
             req.req_pool_idx = None
             req.kv = None

@@ -95,6 +95,8 @@ def attach(scheduler: Any, settings: ElasticSettings) -> ElasticWorker:
         "the staging buffer": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         "the offloading of decode KV": args.disaggregation_decode_enable_offload_kvcache,
         "diffusion language models": scheduler.dllm_config is not None,
+        # Their requests own KV while they wait in line, where local prompts must own none.
+        "streaming sessions": args.enable_streaming_session,
     }
     for what, asked in unsupported.items():
         if asked:

@@ -90,6 +90,16 @@ class Tree:
         return True
 
 
+class MetadataSlots:
+    """The metadata buffers that no transfer owns."""
+
+    def __init__(self) -> None:
+        self.free_slots: list[int] = []
+
+    def free(self, free_index: int) -> None:
+        self.free_slots.append(free_index)
+
+
 class FINISH_ABORT:
     def __init__(self, message: str) -> None:
         self.message = message
@@ -350,6 +360,7 @@ def classes() -> SimpleNamespace:
             self.scheduler = scheduler
             self.queue: list[Entry] = []
             self.metadata_buffers = SimpleNamespace(bootstrap_room=scheduler.rooms)
+            self.req_to_metadata_buffer_idx_allocator = MetadataSlots()
 
         def _poll_with_metadata_gate(self) -> list[int]:
             return [entry.kv_receiver.status for entry in self.queue]
@@ -369,6 +380,7 @@ def classes() -> SimpleNamespace:
             for entry, poll in zip(self.queue, polls, strict=True):
                 if poll == SUCCESS:
                     self._commit_transfer_to_req(entry)
+                    self.req_to_metadata_buffer_idx_allocator.free(entry.metadata_buffer_index)
                     if not isinstance(entry.req.finished_reason, FINISH_ABORT):
                         done.append(entry.req)
                 else:
@@ -433,6 +445,7 @@ def classes() -> SimpleNamespace:
             self.server_args = SimpleNamespace(
                 disaggregation_decode_enable_radix_cache=True,
                 disaggregation_decode_enable_offload_kvcache=False,
+                enable_streaming_session=False,
                 device="cpu",
                 attn_cp_size=1,
                 attention_backend="triton",
