@@ -99,6 +99,7 @@ TARGETS: Mapping[str, Target | NotNeeded] = {
         f"{_NIXL}.__init__",
         "(self, args, disaggregation_mode, server_args, is_mla_backend=False)",
     ),
+    "nixl.receiving": NotNeeded("receivers ask NIXL for notifications, which lets it progress"),
     "nixl.send_kvcache": Target(
         f"{_NIXL}.send_kvcache",
         "(self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, "

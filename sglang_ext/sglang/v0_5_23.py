@@ -27,6 +27,7 @@ TARGETS: Mapping[str, Target | NotNeeded] = {
         f"{_SCHEDULER}.handle_generate_request", "(self, recv_req, *, mm_input_error=None)"
     ),
     "batch.mixed": NotNeeded("lengths of mixed decodes come from the batch since 0.5.19"),
+    "nixl.receiving": v0_5_17.TARGETS["decode.transferred"],
     "nixl.send_kvcache": NotNeeded("it no longer says for which room; send_request does"),
     "nixl.send_request": Target(f"{_NIXL}.add_transfer_request", _SEND_PARAMETERS),
     "mooncake.send_request": Target(f"{_MOONCAKE}.add_transfer_request", _SEND_PARAMETERS),

@@ -35,3 +35,15 @@ def test_a_gpu_worker_is_refused_as_its_kv_is_not_in_host_memory(started: Starte
 
 def test_a_cpu_worker_is_not(started: Started) -> None:
     started("cpu")
+
+
+def test_nixl_is_polled_while_a_transfer_comes_in_and_not_otherwise() -> None:
+    polled: list[str] = []
+    agent = SimpleNamespace(get_new_notifs=lambda: polled.append("nixl"))
+    coming = SimpleNamespace(kv_receiver=SimpleNamespace(kv_mgr=SimpleNamespace(agent=agent)))
+    of_another_backend = SimpleNamespace(kv_receiver=SimpleNamespace(kv_mgr=SimpleNamespace()))
+    for queue in ([], [of_another_backend], [SimpleNamespace(kv_receiver=None)]):
+        cpu._poll_nixl(SimpleNamespace(queue=queue))
+    assert not polled
+    cpu._poll_nixl(SimpleNamespace(queue=[coming, coming]))
+    assert polled == ["nixl"], "there is one agent a worker"
