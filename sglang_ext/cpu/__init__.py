@@ -4,10 +4,10 @@ Four things differ there. Kernels: `stubs/` holds an importable ``sgl_kernel`` w
 to run (the launcher puts that folder on ``PYTHONPATH``). KV transfer: SGLang's NIXL manager takes
 every KV pool for GPU memory ("VRAM"); on a CPU the pools are host memory and must be registered,
 described and transferred as "DRAM". Waiting: NIXL's progress thread spins for the life of a worker
-(half of a core for each of two idle workers on two cores), so that it is left out and NIXL is polled
-where SGLang looks at its transfers; and a scheduler that waits for a
-transfer polls without pause, on cores that the other worker needs to make progress. The host tier
-(`host_tier`) is pinned and copied by CUDA.
+(half of a core for each of two idle workers on two cores), so it is left out and NIXL is polled
+where SGLang looks at its transfers; and a scheduler that waits for a transfer polls without pause,
+on cores that the other worker needs to make progress. The host tier (`host_tier`) is pinned and
+copied by CUDA.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext import settings
+from sglang_ext import settings, sglang
 from sglang_ext.elastic import fallback
 from sglang_ext.elastic.metrics import exporter_of
 from sglang_ext.elastic.queues import LOCAL_ROOM
@@ -55,7 +55,7 @@ def _queue(
         return
     # A request that a more important one pushed out has its KV in host memory, like one that was
     # retracted, and no prefill worker that would send it again.
-    is_retracted = is_retracted or hasattr(req, "kv_cache_cpu")
+    is_retracted = is_retracted or sglang.elastic().is_in_host_memory(req)
     if is_retracted and not req.output_ids:
         worker.queues.prefill_again(req)
     elif is_retracted or not worker.queues.is_local(req):
@@ -160,7 +160,7 @@ def _loads(loads: Any, _inquirer: Any) -> Any:
 def _adder_init(_result: None, adder: Any, *_: Any, **__: Any) -> None:
     worker = current()
     if worker is not None:
-        adder.rem_total_token_offset += worker.steps.extra_reserved_tokens
+        sglang.current().keep_from_adder(adder, worker.steps.extra_reserved_tokens)
 
 
 def _add_chunked(original: Callable[..., Any], adder: Any, req: Any) -> Any:
@@ -169,10 +169,10 @@ def _add_chunked(original: Callable[..., Any], adder: Any, req: Any) -> Any:
         return original(adder, req)
     # Memory for the chunk has been made sure of. What is reserved for others must not cut it into
     # crumbs: it may take from those reserves, as they count what it leaves.
-    offset = adder.rem_total_token_offset
-    adder.rem_total_token_offset = 0
+    release, kept = sglang.current(), sglang.elastic().kept_from_adder(adder)
+    release.keep_from_adder(adder, -kept)
     left = worker.sharing.add_chunked(original, adder, req)
-    adder.rem_total_token_offset += offset
+    release.keep_from_adder(adder, kept)
     return left
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_ext import sglang
+
 
 @dataclass(frozen=True)
 class _Held:
@@ -47,14 +49,12 @@ class Quarantine:
         """Releases what has been kept for long enough; whether there was anything to look at."""
         if not self._held:
             return False
-        from sglang.srt.mem_cache.common import release_kv_cache
-
         now = time.monotonic()
         over = self._agree([int(now >= held.until_s) for held in self._held])
         queue = self._scheduler.disagg_decode_transfer_queue
         for held, done in zip(self._held, over, strict=True):
             if done:
-                release_kv_cache(held.req, self._scheduler.tree_cache, is_insert=False)
+                sglang.elastic().release_kv(self._scheduler.tree_cache, held.req)
                 # A late write may have left its room there; the next owner looks for its own.
                 queue.metadata_buffers.bootstrap_room[held.metadata_index] = 0
                 queue.req_to_metadata_buffer_idx_allocator.free(held.metadata_index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang_ext.guards import Hook, PlacedHook, PluginMismatch
-from sglang_ext.sglang.base import NotNeeded, Release
+from sglang_ext.sglang.base import ElasticVerbs, NotNeeded, Release
 from sglang_ext.sglang.v0_5_17 import Sglang0517
 from sglang_ext.sglang.v0_5_23 import Sglang0523
 
@@ -41,6 +41,13 @@ def use(release: Release) -> None:
 def current() -> Release:
     """The release that this process runs; the plugin says so before any hook can be called."""
     return _current[0]
+
+
+def elastic() -> ElasticVerbs:
+    """The elastic worker's verbs of that release."""
+    verbs = current().elastic
+    assert verbs is not None, "the feature is refused where a release has none"
+    return verbs
 
 
 def check_features(release: Release, version: str, features: Iterable[str]) -> None:

@@ -41,6 +41,57 @@ class Parallel:
     pipeline: int
 
 
+class ElasticVerbs(Protocol):
+    """The verbs of the elastic worker: how a decode worker keeps and gives back KV."""
+
+    def release_kv(self, tree_cache: Any, req: Any) -> None:
+        """Frees the pages, the slot and the lock of `req`; nothing of it goes into the cache."""
+        ...
+
+    def take_kv(self, req: Any) -> Any:
+        """Takes from `req` all KV that it owns, and gives a stand-in that owns it instead.
+
+        `release_kv` takes the stand-in. `req` may be used again, as one that never had any.
+        """
+        ...
+
+    def stand_in_with_kv(self, req: Any) -> Any:
+        """A stand-in that owns the KV of `req`, which itself only gets to end."""
+        ...
+
+    def start_over(self, req: Any) -> None:
+        """Makes `req`, which owns no KV, one that was never scheduled, as far as SGLang knows."""
+        ...
+
+    def put_back(self, scheduler: Any, req: Any) -> None:
+        """Frees what a half-prefilled `req` owns; its KV stays, as evictable cache."""
+        ...
+
+    def allocated_tokens(self, req: Any) -> int | None:
+        """KV tokens that `req` owns pages for; None where it owns none."""
+        ...
+
+    def tokens_to_come_back(self, preallocation: Any, req: Any) -> int:
+        """KV tokens that a retracted `req` needs to come back."""
+        ...
+
+    def is_in_host_memory(self, req: Any) -> bool:
+        """Whether the KV of `req` was copied to host memory when it was thrown out."""
+        ...
+
+    def forget_host_copy(self, req: Any) -> None:
+        """Drops that copy."""
+        ...
+
+    def came_back(self, tree_cache: Any, req: Any) -> None:
+        """Mends what SGLang forgets of a request that came back from host memory."""
+        ...
+
+    def kept_from_adder(self, adder: Any) -> int:
+        """Tokens of the KV pool that `adder` leaves alone."""
+        ...
+
+
 class Release(Protocol):
     """One adapter: SGLang as of `versions`."""
 
@@ -52,6 +103,9 @@ class Release(Protocol):
 
     lacking: Mapping[str, str]
     """Feature of the plugin that cannot be had with these releases → what is missing."""
+
+    elastic: ElasticVerbs | None
+    """The elastic worker's verbs; None where `lacking` says why there are none."""
 
     def parallel(self, scheduler: Any) -> Parallel:
         """How `scheduler`'s worker is spread over processes."""

@@ -6,7 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_ext.sglang.base import NotNeeded, Parallel, Target
+from sglang_ext.sglang.base import ElasticVerbs, NotNeeded, Parallel, Target
+from sglang_ext.sglang.v0_5_17_elastic import Elastic0517
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
@@ -133,6 +134,7 @@ class Sglang0517:
     versions: tuple[str, ...] = ("0.5.17", "0.5.18")
     targets = TARGETS
     lacking: Mapping[str, str] = {}
+    elastic: ElasticVerbs | None = Elastic0517()
 
     def parallel(self, scheduler: Any) -> Parallel:
         sizes = scheduler.ps

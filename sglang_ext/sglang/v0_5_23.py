@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_ext.sglang import v0_5_17
-from sglang_ext.sglang.base import NotNeeded, Parallel, Target
+from sglang_ext.sglang.base import ElasticVerbs, NotNeeded, Parallel, Target
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
@@ -52,6 +52,8 @@ class Sglang0523:
         "elastic": "transfers release and retract KV in other places there, and the elastic "
         "worker's part of the adapter is not written; use SGLang 0.5.17 for it"
     }
+
+    elastic: ElasticVerbs | None = None
 
     def parallel(self, scheduler: Any) -> Parallel:
         from sglang.srt.runtime_context import get_parallel
