@@ -35,9 +35,9 @@ class PacingKeys(BaseModel):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The keys that ask for something."""
-        keys = ("paced", *_FLAGS)
-        return tuple(key for key in keys if getattr(self, key) not in (None, False))
+        """The keys that ask for something. An interval of 0 does: the engine's default may differ."""
+        asked = tuple(key for key in _FLAGS if getattr(self, key) is not None)
+        return ("paced", *asked) if self.paced else asked
 
     def over(self, other: PacingKeys) -> PacingKeys:
         """These keys, and those of `other` where these say nothing."""

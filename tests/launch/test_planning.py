@@ -101,7 +101,7 @@ def test_steps_of_decodes_between_prefills_need_a_release_that_has_them() -> Non
     with pytest.raises(InputError, match=f"^{lacks.format('')}$"):
         layout(topology, Path("/run/x"), SGLANG, 4)
     with pytest.raises(InputError, match=f"^{lacks.format(r'workers.0.')}$"):
-        made("laptop-sglang", "workers.0.prefill_decode_interval=3")
+        made("laptop-sglang", "workers.0.prefill_decode_interval=0")
     assert "--prefill-decode-interval" not in made("laptop-sglang").workers[0].argv
 
 
