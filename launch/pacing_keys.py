@@ -35,7 +35,7 @@ class PacingKeys(BaseModel):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The keys that ask for something; an interval of 0 does, as an engine may default to more."""
+        """The keys that ask for something, an interval of 0 too: an engine may default to more."""
         asked = tuple(key for key in _FLAGS if getattr(self, key) is not None)
         return ("paced", *asked) if self.paced else asked
 
