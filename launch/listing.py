@@ -37,7 +37,7 @@ def _kind(name: str, described: str, gpus_here: int) -> Kind:
     on_cpu = topology.device == "cpu"
     roles = tuple(group.role for group in topology.workers)
     gpus = 0 if on_cpu else sum(group.gpu_count for group in topology.workers)
-    environment = environment_for(topology.engine.name, topology.device)
+    environment = environment_for(topology.engine.name, topology.device, topology.engine.version)
     fits = gpus <= gpus_here
     if not fits:
         here = f"needs {gpus} GPU{'s' if gpus > 1 else ''}; {gpus_here or 'none'} here"

@@ -154,6 +154,12 @@ def layout(
     in order) where given. Pure.
     """
     known = _ENGINES[engine.name]
+    for index, group in enumerate(topology.workers):
+        refused = topology.pacing_keys(group).too_new_for(engine.version)
+        if refused and not group.urls:
+            key, why = refused
+            at = f"workers.{index}.{key}" if key in group.given else key
+            raise InputError(f"{topology.name}.toml: {at}: {why}")
     on_cpu = topology.device == "cpu"
     # One share is left to those who ask and to the engines' own HTTP processes: a pool of threads
     # whose every step waits for one that has no core is many times slower than a smaller one.

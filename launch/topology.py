@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from launch.pacing_keys import PacingKeys
 from launch.profiles import ANY_GPU, AUTO, PROFILES, Profile
 
 Role = Literal["colocated", "prefill", "decode", "elastic"]
@@ -90,7 +91,7 @@ class KvKeys(_Strict):
         return self
 
 
-class WorkerGroup(KvKeys):
+class WorkerGroup(KvKeys, PacingKeys):
     """Workers that are alike. Each takes `tensor_parallel` GPUs, from `gpus` where given.
 
     With `urls` (one a worker) they are attached instead: workers that run already, here or on
@@ -152,7 +153,7 @@ class RouterChoice(_Strict):
     flags: tuple[str, ...] = ()
 
 
-class Topology(KvKeys):
+class Topology(KvKeys, PacingKeys):
     """A whole topology. Keys that are None leave the engine its own default.
 
     `gpus` are those that its workers take, in order: how several topologies share one machine.
@@ -224,6 +225,9 @@ class Topology(KvKeys):
             raise ValueError(f"router.residency: {self.router.kind} has none")
         for index, group in enumerate(self.workers):
             self._check_kv(index, group)
+            self._check_pacing(index, group)
+        if self.given and "colocated" not in roles:
+            raise ValueError(f"{self.given[0]}: only for colocated workers, and there are none")
         self._check_gpus()
         for index, group in enumerate(self.workers):
             if group.urls and (group.gpus or group.count not in (1, len(group.urls))):
@@ -238,6 +242,19 @@ class Topology(KvKeys):
             elif group.bootstrap_ports:
                 raise ValueError(f"workers.{index}.bootstrap_ports: for attached prefill workers")
         return self
+
+    def _check_pacing(self, index: int, group: WorkerGroup) -> None:
+        for key in group.given:
+            if group.role != "colocated":
+                raise ValueError(
+                    f"workers.{index}.{key}: only for colocated workers, not for {group.role} ones"
+                )
+        if (given := self.pacing_keys(group).given) and self.engine.name != "sglang":
+            raise ValueError(f"{given[0]}: it is a key of SGLang's only")
+
+    def pacing_keys(self, group: WorkerGroup) -> PacingKeys:
+        """The keys of pacing of the workers of `group`: its own, else the topology's."""
+        return PacingKeys.over(group, self) if group.role == "colocated" else PacingKeys()
 
     def _check_kv(self, index: int, group: WorkerGroup) -> None:
         keys = self.kv_keys(group)

@@ -14,24 +14,38 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-TESTED_VERSIONS = ("0.5.17", "0.5.18")
-"""SGLang releases against which every hook was run."""
-
 
 class PluginMismatch(SystemExit):
     """The installed SGLang is not what a hook was written for; the worker must not start."""
 
 
+Kind = Literal["before", "after", "around", "replace"]
+"""SGLang's types of hooks."""
+
+
 @dataclass(frozen=True)
 class Hook:
-    """One hook into SGLang.
+    """A hook as a feature declares it: `function` at `point`.
 
-    `target` is the dotted path of a function or method; `kind` one of SGLang's hook types;
-    `signature` the target's parameters as in `parameters_of`, several where tested releases differ.
+    `point` is a name in `sglang_ext.sglang.base.Release.targets`, which says where that is in the
+    installed release and what is expected there.
+    """
+
+    point: str
+    kind: Kind
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class PlacedHook:
+    """A hook in the installed release.
+
+    `target` is the dotted path of a function or method; `signature` the target's parameters as in
+    `parameters_of`, several where tested releases differ.
     """
 
     target: str
-    kind: Literal["before", "after", "around", "replace"]
+    kind: Kind
     function: Callable[..., Any]
     signature: str | tuple[str, ...]
 
@@ -46,16 +60,7 @@ def parameters_of(function: Callable[..., Any]) -> str:
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
-def check_version(found: str) -> None:
-    """Raises `PluginMismatch` unless `found` is a tested SGLang release."""
-    if found not in TESTED_VERSIONS:
-        raise PluginMismatch(
-            f"deltaserve's SGLang plugin was tested with {', '.join(TESTED_VERSIONS)} and found "
-            f"SGLang {found}: install a tested version, or start it without DELTASERVE_SGLANG"
-        )
-
-
-def check_applied(hooks: Iterable[Hook]) -> None:
+def check_applied(hooks: Iterable[PlacedHook]) -> None:
     """Raises `PluginMismatch` for a hook that its target does not call.
 
     SGLang's registry wraps a target once for each hook and keeps what it wrapped in
@@ -78,7 +83,7 @@ def check_applied(hooks: Iterable[Hook]) -> None:
     check_hooks(hooks)
 
 
-def check_hooks(hooks: Iterable[Hook]) -> None:
+def check_hooks(hooks: Iterable[PlacedHook]) -> None:
     """Raises `PluginMismatch` for a hook whose target is missing or has other parameters."""
     for hook in hooks:
         try:

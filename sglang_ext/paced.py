@@ -16,15 +16,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext import ranks
+from sglang_ext import ranks, settings
 from sglang_ext.guards import Hook, PluginMismatch
 from sglang_ext.pacing.prefill import PacedPrefill, carry_true_lengths, check_chunking
-from sglang_ext.pacing.settings import pacing_from_environment
 from sglang_ext.pacing.sharing import Sharing
+from sglang_ext.sglang import current
 
-PREFIX = "DELTASERVE_PACED_"
-
-_SETTINGS = pacing_from_environment(os.environ, PREFIX)
+_SETTINGS = settings.paced(os.environ)
 _paced: list[Sharing] = []
 
 
@@ -43,9 +41,10 @@ def _attach(_result: None, scheduler: Any) -> None:
             "--disaggregation-mode (an elastic worker is paced already), or take paced out of "
             "DELTASERVE_SGLANG"
         )
+    parallel = current().parallel(scheduler)
     unsupported = {
-        "pipeline parallelism": scheduler.ps.pp_size > 1,
-        "context parallelism": scheduler.ps.attn_cp_size > 1,
+        "pipeline parallelism": parallel.pipeline > 1,
+        "context parallelism": parallel.attention_context > 1,
         "speculative decoding": not scheduler.spec_algorithm.is_none(),
         "sliding windows": scheduler.is_hybrid_swa,
         "state-space models": scheduler.is_hybrid_ssm,
@@ -54,7 +53,7 @@ def _attach(_result: None, scheduler: Any) -> None:
     for what, asked in unsupported.items():
         if asked:
             raise PluginMismatch(f"paced prefill does not support {what}: turn one of them off")
-    check_chunking(scheduler, _SETTINGS, PREFIX)
+    check_chunking(scheduler, _SETTINGS, settings.PACED_PREFIX)
     paced = PacedPrefill(scheduler, _SETTINGS, functools.partial(ranks.agree, scheduler))
     scheduler.deltaserve_paced = paced
     _paced.append(Sharing(scheduler, paced))
@@ -101,6 +100,12 @@ def _idle(_result: None, scheduler: Any) -> None:
         paced.nothing_runs()
 
 
+def _paused(_result: None, scheduler: Any, _request: Any) -> None:
+    paced = _of(scheduler)
+    if paced is not None:
+        paced.nothing_runs()
+
+
 def _mixed(_result: None, batch: Any, running_batch: Any) -> None:
     if _paced:
         carry_true_lengths(batch, running_batch)
@@ -127,27 +132,15 @@ def _internal_state(answer: Any, scheduler: Any, *_: Any) -> Any:
     return answer
 
 
-_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-
 HOOKS = (
-    Hook(f"{_SCHEDULER}.init_output_streamer", "after", _attach, "(self)"),
-    Hook(f"{_SCHEDULER}.get_new_batch_prefill", "around", _prefill, "(self, running_batch)"),
-    Hook(f"{_SCHEDULER}.run_batch", "around", _launch, "(self, batch, pp_proxy_tensors=None)"),
-    Hook(f"{_SCHEDULER}.process_batch_result", "after", _learn, "(self, batch, result)"),
-    Hook(f"{_SCHEDULER}.on_idle", "after", _idle, "(self)"),
-    Hook(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
-        "after",
-        _mixed,
-        "(self, running_batch)",
-    ),
-    Hook(f"{_ADDER}.add_chunked_req", "around", _add_chunked, "(self, req)"),
-    Hook(
-        f"{_ADDER}.add_one_req",
-        "around",
-        _add_one,
-        "(self, req, has_chunked_req, truncation_align_size)",
-    ),
-    Hook(f"{_SCHEDULER}.get_internal_state", "after", _internal_state, "(self, recv_req)"),
+    Hook("scheduler.ready", "after", _attach),
+    Hook("scheduler.form_prefill", "around", _prefill),
+    Hook("scheduler.run_batch", "around", _launch),
+    Hook("scheduler.process_result", "after", _learn),
+    Hook("scheduler.idle", "after", _idle),
+    Hook("scheduler.pause", "after", _paused),
+    Hook("batch.mixed", "after", _mixed),
+    Hook("adder.add_chunked", "around", _add_chunked),
+    Hook("adder.add_one", "around", _add_one),
+    Hook("scheduler.internal_state", "after", _internal_state),
 )

@@ -11,7 +11,8 @@ import os
 from importlib.metadata import version
 from typing import Any
 
-from sglang_ext.guards import Hook, PluginMismatch, check_applied, check_hooks, check_version
+from sglang_ext.guards import Hook, PlacedHook, PluginMismatch, check_applied, check_hooks
+from sglang_ext.sglang import check_features, place, select, use
 
 FEATURES = {
     "cpu": "sglang_ext.cpu",
@@ -37,6 +38,18 @@ def requested_features(setting: str) -> list[str]:
     return names
 
 
+def check(sglang_version: str) -> None:
+    """Raises `PluginMismatch` where a worker of that SGLang with this environment would not start.
+
+    For a launcher, before there is a worker: neither SGLang nor a GPU is needed.
+    """
+    names = requested_features(os.environ.get("DELTASERVE_SGLANG", ""))
+    if names:
+        check_features(select(sglang_version), sglang_version, names)
+        for name in names:
+            importlib.import_module(FEATURES[name])  # which reads its settings
+
+
 def install() -> None:
     """Registers the hooks of the requested features; ends the process where SGLang differs.
 
@@ -54,10 +67,14 @@ def install() -> None:
 
 
 def _install(names: list[str]) -> None:
-    check_version(version("sglang"))
-    hooks: list[Hook] = []
+    found = version("sglang")
+    release = select(found)
+    check_features(release, found, names)
+    use(release)
+    declared: list[Hook] = []
     for name in names:
-        hooks.extend(importlib.import_module(FEATURES[name]).HOOKS)
+        declared.extend(importlib.import_module(FEATURES[name]).HOOKS)
+    hooks = place(declared, release)
     check_hooks(hooks)
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -67,7 +84,7 @@ def _install(names: list[str]) -> None:
     _check_once_applied(HookRegistry, hooks)
 
 
-def _check_once_applied(registry: Any, hooks: list[Hook]) -> None:
+def _check_once_applied(registry: Any, hooks: list[PlacedHook]) -> None:
     """Lets SGLang's `registry` check our hooks as soon as it has applied all plugins' hooks.
 
     It does so in every process, after the last plugin, and only logs a hook that fails.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_ext.sglang import current
+
 
 def agree(scheduler: Any, values: list[int]) -> list[int]:
     """The smallest of each value over the ranks that must form the same batch.
 
     A collective: every rank has to call it in the same step with as many values.
     """
-    if scheduler.ps.attn_tp_size == 1 or not values:
+    if not values or current().parallel(scheduler).attention_tensor == 1:
         return values
     import torch
 

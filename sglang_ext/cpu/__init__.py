@@ -4,9 +4,10 @@ Four things differ there. Kernels: `stubs/` holds an importable ``sgl_kernel`` w
 to run (the launcher puts that folder on ``PYTHONPATH``). KV transfer: SGLang's NIXL manager takes
 every KV pool for GPU memory ("VRAM"); on a CPU the pools are host memory and must be registered,
 described and transferred as "DRAM". Waiting: NIXL's progress thread spins for the life of a worker
-(half of a core for each of two idle workers on two cores), and a scheduler that waits for a
-transfer polls without pause, on cores that the other worker needs to make progress. The host tier
-(`host_tier`) is pinned and copied by CUDA.
+(half of a core for each of two idle workers on two cores), so it is left out and NIXL is polled
+where SGLang looks at its transfers; and a scheduler that waits for a transfer polls without pause,
+on cores that the other worker needs to make progress. The host tier (`host_tier`) is pinned and
+copied by CUDA.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import Any
 
 from sglang_ext.cpu import host_tier
 from sglang_ext.guards import Hook, PluginMismatch
+from sglang_ext.sglang import current
 
-_KV_MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 _PAUSE_S = 0.0005
 
 
 def _refuse_other_devices(_result: None, scheduler: Any) -> None:
     """Ends a worker that computes on another device: its KV is not in host memory."""
-    device = str(scheduler.server_args.device)
+    device = current().device(scheduler)
     if device != "cpu":
         raise PluginMismatch(
             f"DELTASERVE_SGLANG asks for cpu, and this worker runs on {device}: its KV would be "
@@ -53,6 +54,18 @@ def _use_host_memory(
         nixl._api.nixl_agent_config = agent_config
 
 
+def _poll_nixl(queue: Any, *_: Any, **__: Any) -> None:
+    """Lets the receiving side's NIXL make progress while transfers come in.
+
+    The sender's writes wait for it on a CPU, and without a progress thread it works only when
+    called. Nothing is sent by its notifications in the releases where this hook is needed.
+    """
+    for entry in queue.queue[:1]:
+        agent = getattr(getattr(entry.kv_receiver, "kv_mgr", None), "agent", None)
+        if agent is not None:
+            agent.get_new_notifs()
+
+
 def _give_up_the_core(_result: None, scheduler: Any) -> None:
     """Pauses a scheduler that has no batch to run while something is still on its way to it."""
     if not scheduler.is_fully_idle():
@@ -60,23 +73,9 @@ def _give_up_the_core(_result: None, scheduler: Any) -> None:
 
 
 HOOKS = (
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.init_output_streamer",
-        kind="after",
-        function=_refuse_other_devices,
-        signature="(self)",
-    ),
-    Hook(
-        target=f"{_KV_MANAGER}.__init__",
-        kind="around",
-        function=_use_host_memory,
-        signature="(self, args, disaggregation_mode, server_args, is_mla_backend=False)",
-    ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.on_idle",
-        kind="after",
-        function=_give_up_the_core,
-        signature="(self)",
-    ),
+    Hook("scheduler.ready", "after", _refuse_other_devices),
+    Hook("nixl.manager", "around", _use_host_memory),
+    Hook("nixl.receiving", "before", _poll_nixl),
+    Hook("scheduler.idle", "after", _give_up_the_core),
     *host_tier.HOOKS,
 )

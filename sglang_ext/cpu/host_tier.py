@@ -11,12 +11,8 @@ from typing import Any
 
 from sglang_ext.guards import Hook, PluginMismatch
 
-_POOL = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
-_COMMON = "sglang.srt.mem_cache.pool_host.common"
-_LOAD = "(self, device_pool, host_indices, device_indices, layer_id, io_backend"
 
-
-def _leave_unpinned(_buffer: Any) -> None:
+def _leave_unpinned(_buffer: Any, *_: Any, **__: Any) -> None:
     """Pinning makes a GPU's copies fast; the CUDA runtime that does it needs a driver."""
 
 
@@ -61,28 +57,8 @@ def _check_layout(host_pool: Any) -> None:
 
 
 HOOKS = (
-    Hook(
-        target=f"{_COMMON}._cuda_host_register",
-        kind="replace",
-        function=_leave_unpinned,
-        signature="(buffer)",
-    ),
-    Hook(
-        target=f"{_COMMON}._cuda_host_unregister",
-        kind="replace",
-        function=_leave_unpinned,
-        signature="(buffer)",
-    ),
-    Hook(
-        target=f"{_POOL}.load_to_device_per_layer",
-        kind="replace",
-        function=_load_layer,
-        signature=(f"{_LOAD})", f"{_LOAD}, *, is_draft=False)"),
-    ),
-    Hook(
-        target=f"{_POOL}.backup_from_device_all_layer",
-        kind="replace",
-        function=_back_up_all_layers,
-        signature="(self, device_pool, host_indices, device_indices, io_backend)",
-    ),
+    Hook("host_tier.pin", "replace", _leave_unpinned),
+    Hook("host_tier.unpin", "replace", _leave_unpinned),
+    Hook("host_tier.load", "replace", _load_layer),
+    Hook("host_tier.back_up", "replace", _back_up_all_layers),
 )

@@ -3,7 +3,7 @@
 A request with bootstrap fields gets its KV from a prefill worker, as on any decode worker; one
 without is prefilled here, from and into the radix cache, and all of them decode in one batch.
 Turned on with ``DELTASERVE_SGLANG=elastic`` on a worker with ``--disaggregation-mode decode
---disaggregation-decode-enable-radix-cache``; `settings` lists what can be set.
+--disaggregation-decode-enable-radix-cache``; `sglang_ext.settings` lists what can be set.
 
 This module owns the hooks into SGLang and does nothing else: each finds the worker of its scheduler
 and calls it. In a process whose scheduler is not elastic every hook calls the original.
@@ -15,16 +15,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext import settings, sglang
 from sglang_ext.elastic import fallback
 from sglang_ext.elastic.metrics import exporter_of
 from sglang_ext.elastic.queues import LOCAL_ROOM
-from sglang_ext.elastic.settings import from_environment
 from sglang_ext.elastic.state import add_to_loads, state
 from sglang_ext.elastic.worker import ElasticWorker, attach, current
 from sglang_ext.guards import Hook
 from sglang_ext.pacing.prefill import carry_true_lengths
 
-_SETTINGS = from_environment(os.environ)
+_SETTINGS = settings.elastic(os.environ)
 
 
 def _worker(scheduler: Any) -> ElasticWorker | None:
@@ -55,7 +55,7 @@ def _queue(
         return
     # A request that a more important one pushed out has its KV in host memory, like one that was
     # retracted, and no prefill worker that would send it again.
-    is_retracted = is_retracted or hasattr(req, "kv_cache_cpu")
+    is_retracted = is_retracted or sglang.elastic().is_in_host_memory(req)
     if is_retracted and not req.output_ids:
         worker.queues.prefill_again(req)
     elif is_retracted or not worker.queues.is_local(req):
@@ -138,6 +138,7 @@ def _is_fully_idle(
 def _paused(_result: None, scheduler: Any, _request: Any) -> None:
     worker = _worker(scheduler)
     if worker is not None:
+        worker.paced.nothing_runs()
         worker.quarantine.sit_out()
         worker.export()
 
@@ -159,7 +160,7 @@ def _loads(loads: Any, _inquirer: Any) -> Any:
 def _adder_init(_result: None, adder: Any, *_: Any, **__: Any) -> None:
     worker = current()
     if worker is not None:
-        adder.rem_total_token_offset += worker.steps.extra_reserved_tokens
+        sglang.current().keep_from_adder(adder, worker.steps.extra_reserved_tokens)
 
 
 def _add_chunked(original: Callable[..., Any], adder: Any, req: Any) -> Any:
@@ -168,10 +169,10 @@ def _add_chunked(original: Callable[..., Any], adder: Any, req: Any) -> Any:
         return original(adder, req)
     # Memory for the chunk has been made sure of. What is reserved for others must not cut it into
     # crumbs: it may take from those reserves, as they count what it leaves.
-    offset = adder.rem_total_token_offset
-    adder.rem_total_token_offset = 0
+    release, kept = sglang.current(), sglang.elastic().kept_from_adder(adder)
+    release.keep_from_adder(adder, -kept)
     left = worker.sharing.add_chunked(original, adder, req)
-    adder.rem_total_token_offset += offset
+    release.keep_from_adder(adder, kept)
     return left
 
 
@@ -239,103 +240,31 @@ def _heartbeat(_result: None, manager: Any, address: str) -> None:
         fallback.notice_restart(manager, address)
 
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
-_PREALLOCATION = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
-_TRANSFER = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
-
-_ADDER_PARAMETERS = (
-    "self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch, "
-    "new_token_ratio, rem_input_tokens, rem_chunk_tokens, num_mixed_decode_tokens=0, "
-    "priority_scheduling_preemption_threshold=0, max_prefill_bs=0, max_running_requests=None, "
-    "prefill_max_requests=None, prefill_delayer_single_pass=None, dllm_config=None, "
-    "waiting_queue_len=0"
-)
-"""Of 0.5.17; 0.5.18 has one more."""
-
 HOOKS = (
-    Hook(f"{_SCHEDULER}.init_output_streamer", "after", _attach, "(self)"),
-    Hook(
-        f"{_SCHEDULER}.handle_generate_request",
-        "before",
-        _let_pass_without_room,
-        "(self, recv_req)",
-    ),
-    Hook(
-        f"{_SCHEDULER}._add_request_to_queue", "around", _queue, "(self, req, is_retracted=False)"
-    ),
-    Hook(
-        f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run",
-        "around",
-        _next_batch,
-        "(self, running_batch)",
-    ),
-    Hook(f"{_SCHEDULER}.get_new_batch_prefill", "around", _prefill, "(self, running_batch)"),
-    Hook(f"{_SCHEDULER}.process_decode_queue", "around", _process_decode_queue, "(self)"),
-    Hook(f"{_SCHEDULER}.run_batch", "around", _launch, "(self, batch, pp_proxy_tensors=None)"),
-    Hook(f"{_SCHEDULER}.process_batch_result", "after", _learn, "(self, batch, result)"),
-    Hook(f"{_SCHEDULER}.abort_request", "around", _abort, "(self, recv_req)"),
-    Hook(f"{_SCHEDULER}.is_fully_idle", "around", _is_fully_idle, "(self, for_health_check=False)"),
-    Hook(f"{_SCHEDULER}.pause_generation", "after", _paused, "(self, recv_req)"),
-    Hook(f"{_SCHEDULER}.get_internal_state", "after", _internal_state, "(self, recv_req)"),
-    Hook(
-        "sglang.srt.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer.get_loads",
-        "after",
-        _loads,
-        "(self)",
-    ),
-    Hook(
-        f"{_ADDER}.__init__",
-        "after",
-        _adder_init,
-        (f"({_ADDER_PARAMETERS})", f"({_ADDER_PARAMETERS}, prefill_tile_block_m=64)"),
-    ),
-    Hook(f"{_ADDER}.add_chunked_req", "around", _add_chunked, "(self, req)"),
-    Hook(
-        f"{_ADDER}.add_one_req",
-        "around",
-        _add_one,
-        "(self, req, has_chunked_req, truncation_align_size)",
-    ),
-    Hook(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
-        "after",
-        _mixed,
-        "(self, running_batch)",
-    ),
-    Hook(
-        f"{_PREALLOCATION}._allocatable_token_budgets",
-        "after",
-        _transfer_budget,
-        "(self, retractable_tokens=None, count_retracted=True, extra_reserved_reqs=0, "
-        "reserved_tokens=None, hicache_reserved_tokens=0)",
-    ),
-    Hook(
-        f"{_PREALLOCATION}._pre_alloc",
-        "before",
-        _before_allocation,
-        "(self, req, prefix_indices=None, prefix_len=None, total_prefix_len=None)",
-    ),
-    Hook(
-        f"{_PREALLOCATION}._update_handshake_waiters",
-        "after",
-        _handshakes,
-        "(self, rids_to_check=None, pp_good_rids=None, pp_bad_rids=None)",
-    ),
-    Hook(f"{_PREALLOCATION}.hold_rebootstrap", "around", _hold_rebootstrap, "(self, req)"),
-    Hook(f"{_TRANSFER}._poll_with_metadata_gate", "after", _poll, "(self)"),
-    Hook(f"{_TRANSFER}._commit_transfer_to_req", "around", _commit, "(self, decode_req)"),
-    Hook(f"{_TRANSFER}.pop_transferred", "after", _transferred, "(self, rids_to_check=None)"),
-    Hook(
-        "sglang.srt.disaggregation.common.conn.CommonKVManager._on_heartbeat_success",
-        "after",
-        _heartbeat,
-        "(self, bootstrap_addr)",
-    ),
-    Hook(
-        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager._on_heartbeat_success",
-        "after",
-        _heartbeat,
-        "(self, bootstrap_addr)",
-    ),
+    Hook("scheduler.ready", "after", _attach),
+    Hook("scheduler.generate", "before", _let_pass_without_room),
+    Hook("scheduler.queue", "around", _queue),
+    Hook("decode.next_batch", "around", _next_batch),
+    Hook("scheduler.form_prefill", "around", _prefill),
+    Hook("decode.take_in", "around", _process_decode_queue),
+    Hook("scheduler.run_batch", "around", _launch),
+    Hook("scheduler.process_result", "after", _learn),
+    Hook("scheduler.abort", "around", _abort),
+    Hook("scheduler.is_idle", "around", _is_fully_idle),
+    Hook("scheduler.pause", "after", _paused),
+    Hook("scheduler.internal_state", "after", _internal_state),
+    Hook("scheduler.loads", "after", _loads),
+    Hook("adder.made", "after", _adder_init),
+    Hook("adder.add_chunked", "around", _add_chunked),
+    Hook("adder.add_one", "around", _add_one),
+    Hook("batch.mixed", "after", _mixed),
+    Hook("decode.budget", "after", _transfer_budget),
+    Hook("decode.allocate", "before", _before_allocation),
+    Hook("decode.handshakes", "after", _handshakes),
+    Hook("decode.hold", "around", _hold_rebootstrap),
+    Hook("decode.poll", "after", _poll),
+    Hook("decode.commit", "around", _commit),
+    Hook("decode.transferred", "after", _transferred),
+    Hook("kv.heartbeat", "after", _heartbeat),
+    Hook("mooncake.heartbeat", "after", _heartbeat),
 )

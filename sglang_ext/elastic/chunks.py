@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext import sglang
 from sglang_ext.elastic.admission import chunk_that_fits
 from sglang_ext.elastic.memory import Memory
 from sglang_ext.elastic.queues import Queues
@@ -52,7 +53,7 @@ class Chunks:
         chunk = self._paced.choose(running_batch)
         if chunk is None or chunked is None:
             return chunk
-        remaining = int(chunked.seqlen) - len(chunked.prefix_indices)
+        remaining = int(chunked.seqlen) - sglang.current().prefix_tokens(chunked)
         wanted = remaining if chunk.tokens is None else min(remaining, chunk.tokens - chunk.riding)
         fitting = chunk_that_fits(
             chunk=wanted,
@@ -71,23 +72,12 @@ class Chunks:
 
     def _requeue(self, why: str) -> None:
         """Puts a half-prefilled prompt back in line; its KV stays, as evictable cache."""
-        from sglang.srt.managers.schedule_batch import release_req
-
         s = self._scheduler
         req = s.chunked_req
         logger.warning("Elastic: %s goes back to the queue half-prefilled: %s", req.rid, why)
         # Its last chunk may still be written; those pages could be handed to a transfer.
         self._wait_for_step_in_flight()
         s.chunked_req = None
-        release_req(
-            req=req,
-            remaing_req_count=0,
-            server_args=s.server_args,
-            req_to_token_pool=s.req_to_token_pool,
-            token_to_kv_pool_allocator=s.token_to_kv_pool_allocator,
-            tree_cache=s.tree_cache,
-            hisparse_coordinator=None,
-            offload_kv=False,
-        )
+        sglang.elastic().put_back(s, req)
         self._counts["requeued_chunk"] += 1
         self._queues.add_local(req, first=True)

@@ -13,16 +13,15 @@ reported to it as a success whose commit does nothing, and is sorted out of what
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import time
-from array import array
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
+from sglang_ext import sglang
 from sglang_ext.elastic.worker import ElasticWorker
 
 logger = logging.getLogger(__name__)
@@ -32,6 +31,7 @@ REASONS = ("prefill_lost", "prefill_unreachable", "timeout", "handshake", "trans
 
 _GIVEN_UP = "deltaserve_given_up"
 _ABORTED = "deltaserve_aborted"
+_METADATA_INDEX = "deltaserve_metadata_index"
 
 
 def reason_of(message: str, stage: str) -> str:
@@ -97,15 +97,12 @@ def _start_over(req: Any) -> None:
     """Makes `req`, which owns no memory, a request that was never scheduled."""
     if getattr(req, "pd_rebootstrap_in_progress", False):
         _take_back_boundary_token(req)
-    retractions, stained = req.retraction_count, req.retracted_stain
-    req.reset_for_retract()
-    req.retraction_count, req.retracted_stain = retractions, stained
+    sglang.elastic().start_over(req)
     req.is_retracted = False
     req.finished_reason = None
     req.to_finish = None
     req.cached_tokens = 0
     vars(req).pop("deltaserve_cached_tokens", None)
-    req.full_untruncated_fill_ids = array("q")
     if req.return_logprob:
         # An aborted request gets empty lists here, which would be sent for the prompt's logprobs.
         for part in ("token", "top", "token_ids"):
@@ -235,15 +232,18 @@ def commit(worker: ElasticWorker, original: Callable[..., None], queue: Any, ent
                 )
             setattr(req, _GIVEN_UP, ("metadata", str(req.finished_reason.message)))
             req.finished_reason = None
-    if entry.kv_receiver is not None and getattr(req, _GIVEN_UP, None) is not None:
-        entry.kv_receiver.clear()
-        entry.kv_receiver = None
+    if getattr(req, _GIVEN_UP, None) is not None:
+        setattr(req, _METADATA_INDEX, entry.metadata_buffer_index)
+        if entry.kv_receiver is not None:
+            entry.kv_receiver.clear()
+            entry.kv_receiver = None
 
 
 def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[Any]:
     """Of the requests that the transfer queue hands on, those whose KV is here.
 
-    The others lose their pages to the quarantine. Then they fall back, or end with an error.
+    The others lose their pages and metadata buffers to the quarantine. Then they fall back, or end
+    with an error.
     """
     given_up = [req for req in handed_on if getattr(req, _GIVEN_UP, None) is not None]
     if not given_up:
@@ -256,13 +256,12 @@ def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[An
     for req, verdict in zip(given_up, verdicts, strict=True):
         stage, message = getattr(req, _GIVEN_UP)
         setattr(req, _GIVEN_UP, None)
-        holder = copy.copy(req)
-        worker.quarantine.hold(holder)
+        verbs, metadata_index = sglang.elastic(), vars(req).pop(_METADATA_INDEX)
         if verdict:
-            req.req_pool_idx = None
-            req.kv = None
+            worker.quarantine.hold(verbs.take_kv(req), metadata_index)
             _fall_back(worker, req, message, stage)
             continue
+        worker.quarantine.hold(verbs.stand_in_with_kv(req), metadata_index)
         s = worker.scheduler
         if getattr(req, _ABORTED, False):
             worker.counts["aborted_transfer"] += 1

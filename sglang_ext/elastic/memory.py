@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_ext import sglang
 from sglang_ext.elastic.admission import Waiting, reserved_for_local, reserved_for_transfers
 from sglang_ext.elastic.queues import Queues
 
@@ -48,10 +49,11 @@ class Memory:
 
     def _chunk_remaining(self) -> int:
         req = self._scheduler.chunked_req
-        if req is None or req.kv is None:
+        allocated = None if req is None else sglang.elastic().allocated_tokens(req)
+        if allocated is None:
             return 0
         reserve = self._scheduler.disagg_decode_prealloc_queue.num_reserved_decode_tokens
-        return max(0, int(req.seqlen) - int(req.kv.kv_allocated_len)) + int(reserve)
+        return max(0, int(req.seqlen) - allocated) + int(reserve)
 
     def transfer_budget(self, tokens: int, *, for_retracted: bool) -> int:
         """What is left of the `tokens` that SGLang would let transfers take."""
@@ -80,7 +82,7 @@ class Memory:
             retracted=0
             if before_retracted
             else sum(
-                preallocation._prealloc_required_tokens(req)[0]
+                sglang.elastic().tokens_to_come_back(preallocation, req)
                 for req in preallocation.retracted_queue
             ),
             local_head=self._local_head(),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_ext import sglang
 from sglang_ext.elastic.admission import Place
 
 LOCAL_ROOM = -1
@@ -125,7 +126,7 @@ class Queues:
         With overlap scheduling a local request can be thrown out of the batch before its first
         token is noted. It cannot come back to decode; SGLang's transferred requests always can.
         """
-        vars(req).pop("kv_cache_cpu", None)
+        sglang.elastic().forget_host_copy(req)
         self.add_local(req, first=True)
 
     def number(self, req: Any) -> None:

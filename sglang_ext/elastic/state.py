@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_ext.elastic.worker import ElasticWorker
+from sglang_ext.sglang import current
 
 
 def state(worker: ElasticWorker) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def add_to_loads(worker: ElasticWorker, loads: Any) -> None:
     pending = sum(int(req.seqlen) for req in local)
     uncached = sum(int(req.seqlen) - getattr(req, "deltaserve_cached_tokens", 0) for req in local)
     if s.chunked_req is not None:
-        uncached += int(s.chunked_req.seqlen) - len(s.chunked_req.prefix_indices)
+        uncached += int(s.chunked_req.seqlen) - current().prefix_tokens(s.chunked_req)
     loads.num_waiting_reqs += len(worker.queues.transferred)
     loads.num_waiting_uncached_tokens += uncached
     loads.num_total_tokens += pending

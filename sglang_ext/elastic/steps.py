@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext import sglang
 from sglang_ext.elastic.admission import slots_for_transferred
 from sglang_ext.elastic.chunks import Chunks
 from sglang_ext.elastic.memory import Memory
@@ -152,11 +153,7 @@ class Steps:
             # requests whose KV has arrived and only has to be noticed.
             s.waiting_queue.extend(s.disagg_decode_transfer_queue.pop_transferred())
         for req in s.waiting_queue:
-            if req.last_node is None:
-                # A request that came back from host memory has all its KV to itself. Matching it
-                # against the tree now, as SGLang would, swaps in pages that it does not hold a
-                # lock on and forgets its own.
-                req.last_node = s.tree_cache.root_node
+            sglang.elastic().came_back(s.tree_cache, req)
 
     def before_allocation(self) -> None:
         """Waits, once a step, for the step in flight before pages go to a transfer.

@@ -17,11 +17,12 @@ from sglang_ext import ranks
 from sglang_ext.elastic.memory import Memory
 from sglang_ext.elastic.quarantine import Quarantine
 from sglang_ext.elastic.queues import Queues
-from sglang_ext.elastic.settings import PREFIX, Settings
 from sglang_ext.elastic.steps import Steps
 from sglang_ext.guards import PluginMismatch
 from sglang_ext.pacing.prefill import PacedPrefill, check_chunking
 from sglang_ext.pacing.sharing import Sharing
+from sglang_ext.settings import ELASTIC_PREFIX, ElasticSettings
+from sglang_ext.sglang import current as current_release
 
 
 class ElasticWorker:
@@ -32,7 +33,7 @@ class ElasticWorker:
     lack of memory).
     """
 
-    def __init__(self, scheduler: Any, settings: Settings) -> None:
+    def __init__(self, scheduler: Any, settings: ElasticSettings) -> None:
         self.scheduler = scheduler
         self.settings = settings
         self.counts: Counter[str] = Counter()
@@ -69,7 +70,7 @@ class ElasticWorker:
 _workers: list[ElasticWorker] = []
 
 
-def attach(scheduler: Any, settings: Settings) -> ElasticWorker:
+def attach(scheduler: Any, settings: ElasticSettings) -> ElasticWorker:
     """Makes `scheduler` elastic; raises `PluginMismatch` where it cannot be."""
     from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.environ import envs
@@ -85,19 +86,22 @@ def attach(scheduler: Any, settings: Settings) -> ElasticWorker:
             "an elastic worker prefills from its radix cache: "
             "add --disaggregation-decode-enable-radix-cache"
         )
+    parallel = current_release().parallel(scheduler)
     unsupported = {
-        "pipeline parallelism": scheduler.ps.pp_size > 1,
-        "context parallelism": scheduler.ps.attn_cp_size > 1,
+        "pipeline parallelism": parallel.pipeline > 1,
+        "context parallelism": parallel.attention_context > 1,
         "hierarchical cache": scheduler.enable_decode_hicache
         or scheduler.enable_hierarchical_cache,
         "the staging buffer": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         "the offloading of decode KV": args.disaggregation_decode_enable_offload_kvcache,
         "diffusion language models": scheduler.dllm_config is not None,
+        # Their requests own KV while they wait in line, where local prompts must own none.
+        "streaming sessions": args.enable_streaming_session,
     }
     for what, asked in unsupported.items():
         if asked:
             raise PluginMismatch(f"an elastic worker does not support {what}: turn one of them off")
-    check_chunking(scheduler, settings, PREFIX)
+    check_chunking(scheduler, settings, ELASTIC_PREFIX)
     worker = ElasticWorker(scheduler, settings)
     # SGLang leaves the logprobs of prompt tokens to the prefill worker; here that is this one.
     # Requests that came over the wire have none, and nothing is sent for them.

@@ -6,7 +6,6 @@ from that is the pacer's. Whether there is memory for a chunk is for others to j
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +14,9 @@ from typing import Any
 
 from sglang_ext.guards import PluginMismatch
 from sglang_ext.pacing.pacer import ChunkPacer, fit_to_pages
-from sglang_ext.pacing.settings import Interference, PacingSettings
 from sglang_ext.pacing.step_times import Step, StepTimes
+from sglang_ext.settings import Interference, PacingSettings
+from sglang_ext.sglang import current
 
 _LOOKED_AT = 16
 _LOOK_AGAIN_STEPS = 64
@@ -113,8 +113,7 @@ class PacedPrefill:
         s = self._scheduler
         prompts = []
         if s.chunked_req is not None:
-            prefix = len(s.chunked_req.prefix_indices)
-            prompts.append((max(1, int(s.chunked_req.seqlen) - prefix), prefix))
+            prompts.append(_left_of(s.chunked_req))
         in_line = self.next_in_line()
         prompts += [prompt for _, prompt in in_line]
         tokens = pacer.chunk_tokens(
@@ -139,15 +138,7 @@ class PacedPrefill:
         """Tokens of `req` that the radix cache holds, looked up every now and then."""
         known: int | None = getattr(req, "deltaserve_cached_tokens", None)
         if known is None or self._choices - req.deltaserve_looked_up_at >= _LOOK_AGAIN_STEPS:
-            from sglang.srt.managers.schedule_policy import match_prefix_for_req
-
-            # The look-up writes where it ended into the request. This one may stand elsewhere in
-            # the tree, with a lock there that has to be given back: a stand-in is looked up.
-            stand_in = copy.copy(req)
-            match_prefix_for_req(
-                self._scheduler.tree_cache, stand_in, req.origin_input_ids + req.output_ids
-            )
-            known = len(stand_in.prefix_indices)
+            known = current().look_up_cached_tokens(self._scheduler.tree_cache, req)
             req.deltaserve_cached_tokens = known
             req.deltaserve_looked_up_at = self._choices
         return known
@@ -161,7 +152,7 @@ class PacedPrefill:
         launch of the next step: of a step between two of decodes alone, next to nothing is left.
         """
         scheduler = self._scheduler
-        late = scheduler.enable_overlap and str(scheduler.server_args.device) == "cuda"
+        late = scheduler.enable_overlap and current().device(scheduler) == "cuda"
         if not (late and batch.forward_mode.is_extend()):
             return original(scheduler, batch, *rest)
         import torch
@@ -222,8 +213,7 @@ class PacedPrefill:
         s = self._scheduler
         prompts = []
         if s.chunked_req is not None:
-            prefix = len(s.chunked_req.prefix_indices)
-            prompts.append((max(1, int(s.chunked_req.seqlen) - prefix), prefix))
+            prompts.append(_left_of(s.chunked_req))
         for other in ahead:
             cached = getattr(other, "deltaserve_cached_tokens", 0)
             prompts.append((max(1, int(other.seqlen) - cached), cached))
@@ -236,12 +226,14 @@ class PacedPrefill:
 
 def _graph_tokens(scheduler: Any) -> int | None:
     """Most tokens of a prefill step that a CUDA graph was captured for, None without graphs."""
-    if str(scheduler.server_args.device) != "cuda":
-        return None
-    prefill = scheduler.server_args.cuda_graph_config.prefill
-    if prefill.backend == "disabled" or not prefill.bs:
-        return None
-    return int(max(prefill.bs))
+    release = current()
+    return release.prefill_graph_tokens(scheduler) if release.device(scheduler) == "cuda" else None
+
+
+def _left_of(chunked_req: Any) -> tuple[int, int]:
+    """The (new, cached) tokens of a prompt that has been prefilled in part."""
+    prefix = current().prefix_tokens(chunked_req)
+    return max(1, int(chunked_req.seqlen) - prefix), prefix
 
 
 def check_chunking(scheduler: Any, settings: PacingSettings, prefix: str) -> None:
@@ -257,7 +249,7 @@ def check_chunking(scheduler: Any, settings: PacingSettings, prefix: str) -> Non
             "paced prefill works in chunks, and chunked prefill is off on this worker: give it a "
             f"--chunked-prefill-size, or set {prefix}INTERFERENCE=stock"
         )
-    if scheduler.server_args.attention_backend == "dual_chunk_flash_attn":
+    if "dual_chunk_flash_attn" in current().attention_backends(scheduler):
         raise PluginMismatch(
             "paced prefill carries decodes along, which --attention-backend dual_chunk_flash_attn "
             f"does not allow: set {prefix}INTERFERENCE=stock, or take another backend"

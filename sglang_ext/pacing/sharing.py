@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_ext.pacing.prefill import Chunk, PacedPrefill
-from sglang_ext.pacing.settings import Interference
 from sglang_ext.pacing.step_times import Step
+from sglang_ext.settings import Interference
+from sglang_ext.sglang import current
 
 
 class Sharing:
@@ -61,7 +62,7 @@ class Sharing:
             or paced.settings.interference is Interference.STOCK
         ):
             return []
-        tokens, prefix = chunk.tokens - chunk.riding, len(chunked.prefix_indices)
+        tokens, prefix = chunk.tokens - chunk.riding, current().prefix_tokens(chunked)
         granule = paced.granule_tokens
         room = tokens // 2 // granule * granule
         fits = tokens >= 2 * max(granule, paced.pacer.smallest_tokens)
@@ -102,10 +103,16 @@ class Sharing:
         if left is not None:
             from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
-            to_come = int(req.seqlen) - len(req.prefix_indices) - req.extend_range.length
-            to_decode = req.sampling_params.max_new_tokens - len(req.output_ids)
-            adder.rem_total_token_offset += to_come + self._scheduler.page_size
-            adder.rem_total_token_offset += min(max(to_decode, 0), CLIP_MAX_NEW_TOKENS)
+            release = current()
+            done = release.prefix_tokens(req) + release.extend_tokens(req)
+            to_decode = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
+            release.keep_from_adder(
+                adder,
+                int(req.seqlen)
+                - done
+                + self._scheduler.page_size
+                + min(to_decode, CLIP_MAX_NEW_TOKENS),
+            )
         return left
 
     def add_one(self, original: Callable[..., Any], adder: Any, req: Any, **options: Any) -> Any:
@@ -114,7 +121,7 @@ class Sharing:
         SGLang does not expect to cut a second prompt, and would end there.
         """
         if self._share_tokens is not None and options["has_chunked_req"]:
-            new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+            new = len(req.full_untruncated_fill_ids) - current().prefix_tokens(req)
             if adder.ceil_paged_tokens(new) > adder.rem_chunk_tokens:
                 from sglang.srt.managers.schedule_policy import AddReqResult
 

@@ -99,23 +99,7 @@ def _record_streamed(
 
 
 HOOKS = (
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.init_output_streamer",
-        kind="after",
-        function=_note_mode,
-        signature="(self)",
-    ),
-    Hook(
-        target="sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
-        ".stream_output",
-        kind="after",
-        function=_record_streamed,
-        signature="(self, reqs, return_logprob, skip_req=None)",
-    ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.process_disagg_prefill_inflight_queue",
-        kind="after",
-        function=_record_prefilled,
-        signature="(self, rids_to_check=None)",
-    ),
+    Hook("scheduler.ready", "after", _note_mode),
+    Hook("scheduler.stream_output", "after", _record_streamed),
+    Hook("prefill.sent", "after", _record_prefilled),
 )

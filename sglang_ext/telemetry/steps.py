@@ -10,8 +10,6 @@ from sglang_ext.guards import Hook
 from sglang_ext.telemetry import metrics, requests
 from sglang_ext.telemetry.sink import emit, harmless, unix_minus_monotonic_s
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-
 
 def _queue_depths(scheduler: Any) -> dict[str, int]:
     """Requests in each of the scheduler's queues; those that the worker's mode lacks are absent."""
@@ -80,11 +78,4 @@ def _write_step(scheduler: Any, batch: Any, requests_of_step: list[Any]) -> None
     )
 
 
-HOOKS = (
-    Hook(
-        target=f"{_SCHEDULER}.process_batch_result",
-        kind="around",
-        function=_record_step,
-        signature="(self, batch, result)",
-    ),
-)
+HOOKS = (Hook("scheduler.process_result", "around", _record_step),)

@@ -15,9 +15,6 @@ from sglang_ext.guards import Hook
 from sglang_ext.telemetry import metrics
 from sglang_ext.telemetry.sink import emit, harmless
 
-_NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
-_MOONCAKE = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager"
-
 
 @dataclass
 class _Transfer:
@@ -47,7 +44,7 @@ def _note_chunk(
 
 @harmless
 def _note_request(manager: Any, bootstrap_room: int, kv_indices: Any, *_: Any, **__: Any) -> None:
-    """Counts a chunk on its way to Mooncake's threads, whose own calls do not name the room."""
+    """Counts a chunk on its way to the threads that send, whose own calls do not name the room."""
     if len(kv_indices) > 0:
         _count(bootstrap_room, len(kv_indices))
 
@@ -103,27 +100,9 @@ def _note_end(manager: Any, bootstrap_room: int, status: Any) -> None:
 
 
 HOOKS = (
-    Hook(
-        target=f"{_NIXL}.send_kvcache",
-        kind="before",
-        function=_note_chunk,
-        signature="(self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, "
-        "notif, dst_mem_kind='VRAM')",
-    ),
-    Hook(
-        target=f"{_MOONCAKE}.add_transfer_request",
-        kind="before",
-        function=_note_request,
-        signature="(self, bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index=None, "
-        "state_indices=None, num_kv_tokens=None, trace_ctx=None)",
-    ),
-    *(
-        Hook(
-            target=f"{manager}.update_status",
-            kind="before",
-            function=_note_end,
-            signature="(self, bootstrap_room, status)",
-        )
-        for manager in (_NIXL, _MOONCAKE)
-    ),
+    Hook("nixl.send_kvcache", "before", _note_chunk),
+    Hook("nixl.send_request", "before", _note_request),
+    Hook("mooncake.send_request", "before", _note_request),
+    Hook("nixl.status", "before", _note_end),
+    Hook("mooncake.status", "before", _note_end),
 )

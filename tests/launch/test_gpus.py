@@ -139,6 +139,15 @@ def test_prefill_graphs_are_captured_where_prompts_are_prefilled() -> None:
         ("colocated-8", "hardware=cpu", "hardware: cpu does not have device 'cuda'"),
         ("elastic-1p7d", "router.kind=smg", "smg knows no elastic workers"),
         ("colocated-8", "router.flags=['--x']", "router.flags: deltaserve has none"),
+        ("vllm-8", "paced=true", "paced: it is a key of SGLang's only"),
+        ("vllm-8", "prefill_decode_interval=2", "prefill_decode_interval: it is a key of SGLang's"),
+        ("pd-1p7d", "paced=true", "paced: only for colocated workers, and there are none"),
+        (
+            "elastic-1p7d",
+            "workers.1.paced=true",
+            "workers.1.paced: only for colocated workers, not",
+        ),
+        ("colocated-8", "prefill_decode_interval=-1", "prefill_decode_interval: "),
     ],
 )
 def test_what_does_not_go_together_is_refused(name: str, override: str, said: str) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,37 @@ def test_an_elastic_worker_is_a_decode_worker_with_our_feature() -> None:
     assert elastic.id == "elastic-0"
     assert value_of(elastic.argv, "--disaggregation-mode") == "decode"
     assert elastic.environment["DELTASERVE_SGLANG"] == "cpu,elastic"
+
+
+def test_a_paced_worker_is_asked_for_by_key_of_all_or_of_a_group() -> None:
+    def features(*overrides: str) -> list[str]:
+        workers = made("laptop-sglang", *overrides).workers
+        return [worker.environment["DELTASERVE_SGLANG"] for worker in workers]
+
+    assert features() == ["cpu", "cpu"]
+    assert features("paced=true", "telemetry=true") == ["cpu,paced,telemetry"] * 2
+    two = 'workers=[{ role = "colocated", paced = true }, { role = "colocated" }]'
+    assert features(two) == ["cpu,paced", "cpu"]
+    but_one = 'workers=[{ role = "colocated" }, { role = "colocated", paced = false }]'
+    assert features("paced=true", but_one) == ["cpu,paced", "cpu"]
+
+
+def test_steps_of_decodes_between_prefills_need_a_release_that_has_them() -> None:
+    newer = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.23"})
+    keys = ["prefill_decode_interval=3", "prefill_decode_interval_min_bs=2"]
+    topology = load_topology("laptop-sglang", keys)
+    for worker in layout(topology, Path("/run/x"), newer, 4).workers:
+        assert value_of(worker.argv, "--prefill-decode-interval") == "3"
+        assert value_of(worker.argv, "--prefill-decode-interval-min-bs") == "2"
+    lacks = (
+        r"laptop-sglang\.toml: {}prefill_decode_interval: SGLang 0\.5\.17 has no "
+        r"--prefill-decode-interval; engine\.version = \"0\.5\.23\" does"
+    )
+    with pytest.raises(InputError, match=f"^{lacks.format('')}$"):
+        layout(topology, Path("/run/x"), SGLANG, 4)
+    with pytest.raises(InputError, match=f"^{lacks.format(r'workers.0.')}$"):
+        made("laptop-sglang", "workers.0.prefill_decode_interval=0")
+    assert "--prefill-decode-interval" not in made("laptop-sglang").workers[0].argv
 
 
 def test_cpu_workers_share_the_cores_and_leave_some_to_those_who_ask() -> None:
@@ -270,6 +302,17 @@ def test_an_elastic_workers_settings_are_held_against_the_plugin(
             InputError, match=rf"elastic-0: environment: DELTASERVE_ELASTIC.*{said}"
         ):
             checked(override)
+
+
+def test_a_feature_that_a_release_cannot_have_is_found_by_check(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    fake = [f"engine.python={fake_python}", "base_port=0", "router.kind=none"]
+    made = plan(load_topology("laptop-sglang-elastic", fake), tmp_path / "run")
+    versions = made.engine.versions | {"sglang": "0.5.23"}
+    newer = replace(made, engine=replace(made.engine, versions=versions))
+    with pytest.raises(InputError, match=r"elastic-0: environment: .* SGLang 0\.5\.23 cannot have"):
+        check(newer)
 
 
 def test_a_missing_engine_is_answered_with_the_command_that_installs_it() -> None:

@@ -35,12 +35,26 @@ FAKE_ENGINE = Path(__file__).parent.parent / "launch" / "fake_engine.py"
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("name", catalog())
+NEWER_SGLANG = "0.5.23"
+
+
+def with_releases() -> list[tuple[str, str | None]]:
+    """Each shipped topology with its engine's default release, SGLang's with the newer one too."""
+    pairs: list[tuple[str, str | None]] = [(name, None) for name in catalog()]
+    for name in catalog():
+        topology = load_topology(name)
+        elastic = any(group.role == "elastic" for group in topology.workers)
+        if topology.engine.name == "sglang" and not elastic:
+            pairs.append((name, NEWER_SGLANG))
+    return pairs
+
+
+@pytest.mark.parametrize(("name", "version"), with_releases())
 def test_every_flag_of_a_shipped_topology_is_one_of_the_installed_engines(
-    name: str, tmp_path: Path
+    name: str, version: str | None, tmp_path: Path
 ) -> None:
     engine = load_topology(name).engine.name
-    python = environment_for(engine, "cpu").python
+    python = environment_for(engine, "cpu", version).python
     if not python.exists():
         pytest.skip(f"{python} is not installed")
     # vLLM for a CPU has the same parser as vLLM for CUDA.

@@ -119,10 +119,13 @@ def worker(
 
 
 @contextmanager
-def router(worker: str) -> Iterator[str]:
+def router(*workers: str, policy: str = "unified") -> Iterator[str]:
+    """Our router in front of `workers`, in the form of its flag ``--worker``."""
     port = free_port()
     command = [sys.executable, "-m", "deltaserve", "route", "--port", str(port)]
-    process = subprocess.Popen([*command, "--worker", worker, "--policy", "unified"])
+    for worker in workers:
+        command += ["--worker", worker]
+    process = subprocess.Popen([*command, "--policy", policy])
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(200):

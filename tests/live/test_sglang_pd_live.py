@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,26 @@ import orjson
 import pytest
 
 from launch import Fleet, fleet, load_topology
+from launch.engines import environment_for
 from sglang_ext.plugin import FEATURES
 from tests.live.conftest import Generation, generate, generate_separated, scraped, worker_of
+from tests.live.test_router_live import get, router
 
 Prompt = Callable[[int], list[int]]
 
 
-@pytest.fixture(scope="module")
-def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    topology = load_topology(Path(__file__).with_name("sglang-pd-beside-colocated.toml"))
+@pytest.fixture(scope="module", params=["0.5.17", "0.5.23"])
+def sglang(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    """The fleet on each release of SGLang that is pinned."""
+    environment = environment_for("sglang", "cpu", request.param)
+    if not environment.installed:
+        pytest.skip(f"not installed: deltaserve launch install {environment.name}")
+    topology = load_topology(
+        Path(__file__).with_name("sglang-pd-beside-colocated.toml"),
+        [f'engine.version="{request.param}"'],
+    )
     with fleet(topology, tmp_path_factory.mktemp("sglang"), on_progress=print) as running:
         yield running
 
@@ -124,13 +138,67 @@ def test_metrics_pages_add_up_what_telemetry_wrote(sglang: Fleet, prompt: Prompt
     assert scraped(decode.url, "deltaserve_kv_moved_bytes_total") == 0
 
 
+@pytest.mark.timeout(600)
+def test_a_paced_colocated_worker_carries_decodes_along_in_chunks_by_their_cost(
+    sglang: Fleet, prompt: Prompt
+) -> None:
+    worker = worker_of(sglang, "colocated")
+    with ThreadPoolExecutor(5) as pool:
+        decodes = [pool.submit(generate, worker.url, prompt(40), 200) for _ in range(4)]
+        long = pool.submit(generate, worker.url, prompt(5000), 4)
+        assert len(long.result().output_ids) == 4
+        assert all(len(decode.result().output_ids) == 200 for decode in decodes)
+    with urllib.request.urlopen(f"{worker.url}/server_info", timeout=30.0) as answer:
+        state = orjson.loads(answer.read())["internal_states"][0]["deltaserve_paced"]
+    assert state["target_itl_s"] == 0.04
+    assert state["steps"] > 3
+    mixed = [
+        line
+        for path in (sglang.plan.run_dir / "steps").glob(f"{worker.id}-*.jsonl")
+        for line in map(orjson.loads, path.read_bytes().splitlines())
+        if line["event"] == "step" and line["forward_mode"] == "mixed"
+    ]
+    assert mixed
+    assert all(line["decode_requests"] > 0 for line in mixed)
+
+
+@pytest.mark.timeout(600)
+def test_our_router_separates_and_knows_what_a_worker_holds_by_its_events(
+    sglang: Fleet, prompt: Prompt
+) -> None:
+    (colocated, prefill, decode) = sglang.plan.workers
+    events = ",".join(
+        f"{name}=tcp://127.0.0.1:{colocated.ports[name]}"
+        for name in ("kv_events", "kv_events_replay")
+    )
+    first = prompt(500)
+    generate(colocated.url, first, 4)  # before the router is there: it asks for a replay
+    with router(f"{colocated.url},id=w,engine=sglang,page_size=1,{events}") as url:
+        time.sleep(2.0)
+        held = generate(url, first, 4).cached_tokens
+        (decision,) = get(f"{url}/decisions?limit=1")["decisions"]
+        assert decision["prefix_source"] == "events"
+        assert decision["cached_tokens"]["w"] == held == len(first) - 1
+    bootstrap = f"role=prefill,bootstrap_port={prefill.ports['bootstrap']}"
+    with router(f"{prefill.url},{bootstrap}", f"{decode.url},role=decode", policy="pd") as url:
+        turn = prompt(300)
+        cold = generate(url, turn, 8)
+        assert cold.cached_tokens == 0
+        warm = generate(url, turn + cold.output_ids + prompt(20), 4)
+        assert warm.cached_tokens >= len(turn)
+        kinds = {decision["kind"] for decision in get(f"{url}/decisions?limit=2")["decisions"]}
+        assert kinds == {"prefill_decode"}
+
+
 def test_every_hook_matches_the_installed_sglang(sglang: Fleet) -> None:
     """Checked inside the engine's own environment, for features that no worker here has on, too."""
     code = (
-        "import importlib\n"
+        "import importlib, importlib.metadata\n"
         "from sglang_ext.guards import check_hooks\n"
+        "from sglang_ext.sglang import place, select\n"
+        "release = select(importlib.metadata.version('sglang'))\n"
         f"for module in {sorted(FEATURES.values())!r}:\n"
-        "    check_hooks(importlib.import_module(module).HOOKS)\n"
+        "    check_hooks(place(importlib.import_module(module).HOOKS, release))\n"
         "print('all match')\n"
     )
     (worker, *_) = sglang.plan.workers

@@ -9,7 +9,7 @@ import pytest
 
 import sglang_ext.elastic as hooks
 from sglang_ext.elastic import worker
-from sglang_ext.elastic.settings import Settings
+from sglang_ext.settings import ElasticSettings
 from tests.sglang_ext import fake_sglang
 
 
@@ -19,8 +19,8 @@ def make_scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., An
     monkeypatch.setattr(worker, "_workers", [])
     with fake_sglang.installed(monkeypatch, hooks.HOOKS) as made:
 
-        def make(settings: Settings | None = None, **fields: Any) -> Any:
-            monkeypatch.setattr(hooks, "_SETTINGS", settings or Settings(quarantine_s=0.0))
+        def make(settings: ElasticSettings | None = None, **fields: Any) -> Any:
+            monkeypatch.setattr(hooks, "_SETTINGS", settings or ElasticSettings(quarantine_s=0.0))
             return made.Scheduler(**fields)
 
         yield make

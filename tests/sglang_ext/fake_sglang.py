@@ -19,7 +19,11 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.guards import Hook
+from sglang_ext import sglang as releases
+from sglang_ext.guards import Hook, PlacedHook
+
+VERSION = "0.5.17"
+"""The release that the fake stands for."""
 
 FAILED, WAITING, TRANSFERRING, SUCCESS = 0, 2, 3, 4
 FAKE_HOST = "2.2.2.2"
@@ -84,6 +88,16 @@ class Tree:
 
     def is_tree_cache(self) -> bool:
         return True
+
+
+class MetadataSlots:
+    """The metadata buffers that no transfer owns."""
+
+    def __init__(self) -> None:
+        self.free_slots: list[int] = []
+
+    def free(self, free_index: int) -> None:
+        self.free_slots.append(free_index)
 
 
 class FINISH_ABORT:
@@ -346,6 +360,7 @@ def classes() -> SimpleNamespace:
             self.scheduler = scheduler
             self.queue: list[Entry] = []
             self.metadata_buffers = SimpleNamespace(bootstrap_room=scheduler.rooms)
+            self.req_to_metadata_buffer_idx_allocator = MetadataSlots()
 
         def _poll_with_metadata_gate(self) -> list[int]:
             return [entry.kv_receiver.status for entry in self.queue]
@@ -365,6 +380,7 @@ def classes() -> SimpleNamespace:
             for entry, poll in zip(self.queue, polls, strict=True):
                 if poll == SUCCESS:
                     self._commit_transfer_to_req(entry)
+                    self.req_to_metadata_buffer_idx_allocator.free(entry.metadata_buffer_index)
                     if not isinstance(entry.req.finished_reason, FINISH_ABORT):
                         done.append(entry.req)
                 else:
@@ -429,6 +445,7 @@ def classes() -> SimpleNamespace:
             self.server_args = SimpleNamespace(
                 disaggregation_decode_enable_radix_cache=True,
                 disaggregation_decode_enable_offload_kvcache=False,
+                enable_streaming_session=False,
                 device="cpu",
                 attn_cp_size=1,
                 attention_backend="triton",
@@ -634,7 +651,7 @@ def prepare_abort(req: Req, message: str, status_code: Any = None) -> None:
     req.finished_reason = FINISH_ABORT(message)
 
 
-def _wrap(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def _wrap(original: Callable[..., Any], hook: PlacedHook) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if hook.kind == "around":
@@ -654,6 +671,8 @@ def _wrap(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 @contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch, hooks: Iterable[Hook]) -> Iterator[SimpleNamespace]:
     """The fake SGLang where the plugin imports the real one from, with `hooks` applied."""
+    release = releases.select(VERSION)
+    monkeypatch.setattr(releases, "_current", [release])
     made = classes()
     contents: dict[str, dict[str, Any]] = {
         "managers.scheduler": {"Scheduler": made.Scheduler},
@@ -701,7 +720,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, hooks: Iterable[Hook]) -> Iterato
             if depth > 1:
                 setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], module)
         vars(sys.modules["sglang.srt." + name]).update(attributes)
-    for hook in hooks:
+    for hook in releases.place(hooks, release):
         path, name = hook.target.rsplit(".", 1)
         owner = pkgutil.resolve_name(path)
         setattr(owner, name, _wrap(getattr(owner, name), hook))

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from sglang_ext import cpu
+from sglang_ext import sglang as releases
 from sglang_ext.guards import PluginMismatch
 
-
-def started(device: str) -> None:
-    """What the hooks do when a worker's scheduler is made."""
-    scheduler = SimpleNamespace(server_args=SimpleNamespace(device=device))
-    for hook in cpu.HOOKS:
-        if hook.target.endswith("Scheduler.init_output_streamer"):
-            hook.function(None, scheduler)
+Started = Callable[[str], None]
 
 
-def test_a_gpu_worker_is_refused_as_its_kv_is_not_in_host_memory() -> None:
+@pytest.fixture(params=["0.5.17", "0.5.23"])
+def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """What the hooks do when a worker's scheduler is made, on each release."""
+    monkeypatch.setattr(releases, "_current", [releases.select(request.param)])
+
+    def start(device: str) -> None:
+        scheduler = SimpleNamespace(server_args=SimpleNamespace(device=device), device=device)
+        for hook in cpu.HOOKS:
+            if hook.point == "scheduler.ready":
+                hook.function(None, scheduler)
+
+    return start
+
+
+def test_a_gpu_worker_is_refused_as_its_kv_is_not_in_host_memory(started: Started) -> None:
     with pytest.raises(PluginMismatch, match="this worker runs on cuda"):
         started("cuda")
 
 
-def test_a_cpu_worker_is_not() -> None:
+def test_a_cpu_worker_is_not(started: Started) -> None:
     started("cpu")
+
+
+def test_nixl_is_polled_while_a_transfer_comes_in_and_not_otherwise() -> None:
+    polled: list[str] = []
+    agent = SimpleNamespace(get_new_notifs=lambda: polled.append("nixl"))
+    coming = SimpleNamespace(kv_receiver=SimpleNamespace(kv_mgr=SimpleNamespace(agent=agent)))
+    of_another_backend = SimpleNamespace(kv_receiver=SimpleNamespace(kv_mgr=SimpleNamespace()))
+    for queue in ([], [of_another_backend], [SimpleNamespace(kv_receiver=None)]):
+        cpu._poll_nixl(SimpleNamespace(queue=queue))
+    assert not polled
+    cpu._poll_nixl(SimpleNamespace(queue=[coming, coming]))
+    assert polled == ["nixl"], "there is one agent a worker"

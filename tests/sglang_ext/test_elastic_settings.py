@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 
 from sglang_ext.elastic.fallback import REASONS, reason_of
-from sglang_ext.elastic.settings import Settings, from_environment
 from sglang_ext.guards import PluginMismatch
-from sglang_ext.pacing.settings import Interference
+from sglang_ext.settings import ElasticSettings, Interference, elastic
 
 
 def test_without_variables_the_defaults_hold() -> None:
-    assert from_environment({}) == Settings()
+    assert elastic({}) == ElasticSettings()
 
 
 def test_every_variable_is_read() -> None:
-    assert from_environment(
+    assert elastic(
         {
             "DELTASERVE_ELASTIC_INTERFERENCE": "mixed",
             "DELTASERVE_ELASTIC_TARGET_ITL_MS": "45",
@@ -26,7 +25,7 @@ def test_every_variable_is_read() -> None:
             "DELTASERVE_ELASTIC_QUARANTINE_S": "0",
             "DELTASERVE_ELASTIC_CONNECT_ATTEMPTS": "5",
         }
-    ) == Settings(
+    ) == ElasticSettings(
         interference=Interference.MIXED,
         target_itl_s=0.045,
         chunk_tokens=2048,
@@ -54,7 +53,7 @@ def test_every_variable_is_read() -> None:
 )
 def test_a_value_that_cannot_be_meant_ends_the_worker_and_is_named(name: str, value: str) -> None:
     with pytest.raises(PluginMismatch, match=f"DELTASERVE_ELASTIC_{name}='{value}'"):
-        from_environment({f"DELTASERVE_ELASTIC_{name}": value})
+        elastic({f"DELTASERVE_ELASTIC_{name}": value})
 
 
 @pytest.mark.parametrize(

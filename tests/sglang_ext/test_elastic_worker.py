@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_ext.elastic.settings import Settings
 from sglang_ext.guards import PluginMismatch
-from sglang_ext.pacing.settings import Interference
+from sglang_ext.settings import ElasticSettings as Settings
+from sglang_ext.settings import Interference
 from tests.sglang_ext.fake_sglang import (
     FAILED,
     SUCCESS,
@@ -65,6 +66,24 @@ def test_a_deadline_does_not_move_the_lock_of_a_transfer_that_fails(
 
     assert deeper.lock_ref == 1, "B lost its lock: its pages could be evicted while it runs"
     assert shared.lock_ref == 1, "A's own lock is still there, or was given back twice"
+
+
+def test_the_metadata_buffer_of_a_failed_transfer_is_nobodys_until_its_quarantine_ends(
+    make_scheduler: MakeScheduler,
+) -> None:
+    """A late write of the prefill worker would go to the next owner's first token."""
+    scheduler = make_scheduler(Settings(quarantine_s=0.05))
+    entry = transferring(scheduler, Req("A", prompt(100), room=7))
+    index = entry.metadata_buffer_index
+    slots = scheduler.disagg_decode_transfer_queue.req_to_metadata_buffer_idx_allocator
+    entry.kv_receiver.status = FAILED
+    step(scheduler)
+    assert index not in slots.free_slots
+    scheduler.rooms[index] = 7  # the late write
+    time.sleep(0.06)
+    step(scheduler)
+    assert slots.free_slots.count(index) == 1
+    assert scheduler.rooms[index, 0].item() == 0, "the next owner would take it for its own"
 
 
 @pytest.mark.parametrize("deadline_s", [None, 1000.0])

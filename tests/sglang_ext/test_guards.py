@@ -8,18 +8,21 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from enum import Enum
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from sglang_ext import plugin
-from sglang_ext.guards import Hook, PluginMismatch, check_hooks, check_version, parameters_of
+from sglang_ext import sglang as releases
+from sglang_ext.guards import Hook, PlacedHook, PluginMismatch, check_hooks, parameters_of
 from sglang_ext.plugin import FEATURES, install, requested_features
+from sglang_ext.sglang.base import NotNeeded, Release
+from sglang_ext.sglang.base import Target as Place
 
 
-def _hook(target: str, signature: str | tuple[str, ...]) -> Hook:
-    return Hook(target=target, kind="before", function=lambda: None, signature=signature)
+def _hook(target: str, signature: str | tuple[str, ...]) -> PlacedHook:
+    return PlacedHook(target=target, kind="before", function=lambda: None, signature=signature)
 
 
 def test_parameters_are_compared_without_annotations() -> None:
@@ -58,9 +61,16 @@ def test_a_mismatch_is_not_an_exception_that_a_plugin_loader_swallows() -> None:
 
 
 def test_an_untested_version_is_refused_by_name() -> None:
-    check_version("0.5.17")
-    with pytest.raises(PluginMismatch, match=r"found SGLang 0\.4\.0"):
-        check_version("0.4.0")
+    tested = r"tested with 0\.5\.17, 0\.5\.18, 0\.5\.23 and found SGLang 0\.5\.20"
+    with pytest.raises(PluginMismatch, match=tested):
+        releases.select("0.5.20")
+
+
+def test_a_tested_version_has_one_adapter() -> None:
+    versions = [version for release in releases.RELEASES for version in release.versions]
+    assert len(set(versions)) == len(versions)
+    for version in versions:
+        assert version in releases.select(version).versions
 
 
 def test_features_are_a_comma_separated_list() -> None:
@@ -73,11 +83,25 @@ def test_an_unknown_feature_is_refused_with_the_known_ones() -> None:
         requested_features("cpu,elastik")
 
 
-def test_every_feature_has_hooks() -> None:
+@pytest.mark.parametrize("release", releases.RELEASES, ids=lambda release: release.versions[0])
+def test_every_feature_has_hooks_whose_place_each_release_knows(release: Release) -> None:
+    points = set()
     for feature, module in FEATURES.items():
         hooks = importlib.import_module(module).HOOKS
         assert hooks, feature
-        assert all(hook.target.startswith("sglang.") for hook in hooks), feature
+        points |= {hook.point for hook in hooks}
+        if feature not in release.lacking:
+            placed = releases.place(hooks, release)
+            assert all(hook.target.startswith("sglang.srt.") for hook in placed), feature
+    assert points == set(release.targets), "a place that no hook wants, or the reverse"
+
+
+def test_a_hook_that_a_release_can_do_without_is_left_out() -> None:
+    newer = releases.select("0.5.23")
+    assert isinstance(newer.targets["batch.mixed"], NotNeeded)
+    hooks = [Hook("batch.mixed", "after", print), Hook("scheduler.idle", "after", print)]
+    assert [hook.target.rsplit(".", 1)[1] for hook in releases.place(hooks, newer)] == ["on_idle"]
+    assert len(releases.place(hooks, releases.select("0.5.17"))) == 2
 
 
 def test_without_the_setting_the_plugin_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,12 +165,22 @@ class Engine:
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setitem(FEATURES, "feature", "feature")
         monkeypatch.setenv("DELTASERVE_SGLANG", "feature")
-        monkeypatch.setattr(plugin, "version", lambda _: "0.5.17")
+        self.release = SimpleNamespace(
+            versions=("9.9.9",),
+            targets={
+                "first": Place("engine.Target.first", "(self, room)"),
+                "second": Place("engine.Target.second", "(self)"),
+            },
+            lacking={},
+        )
+        monkeypatch.setattr(plugin, "version", lambda _: "9.9.9")
+        monkeypatch.setattr(releases, "RELEASES", (self.release,))
+        monkeypatch.setattr(releases, "_current", [])
 
     def hooks(self) -> tuple[Hook, ...]:
         return (
-            Hook("engine.Target.first", "around", lambda f, *a: f(*a), "(self, room)"),
-            Hook("engine.Target.second", "around", lambda f, *a: f(*a), "(self)"),
+            Hook("first", "around", lambda f, *a: f(*a)),
+            Hook("second", "around", lambda f, *a: f(*a)),
         )
 
 
@@ -159,6 +193,20 @@ def test_hooks_that_are_all_applied_pass(engine: Engine) -> None:
     install()
     engine.registry.apply_hooks()
     assert engine.target().first(3) == 3  # type: ignore[call-arg]
+
+
+def test_hooks_find_the_adapter_of_the_installed_release(engine: Engine) -> None:
+    install()
+    assert releases.current() is engine.release
+
+
+def test_a_feature_that_a_release_cannot_have_is_refused_with_what_is_missing(
+    engine: Engine,
+) -> None:
+    engine.release.lacking["feature"] = "nobody wrote it"
+    with pytest.raises(PluginMismatch, match=r"feature, which SGLang 9\.9\.9 .*: nobody wrote it"):
+        install()
+    assert not engine.registry.hooks, "nothing of it is applied"
 
 
 def test_a_worker_with_a_part_of_its_hooks_does_not_start(engine: Engine) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from sglang_ext import paced
 from sglang_ext.guards import PluginMismatch
-from sglang_ext.pacing.settings import Interference, PacingSettings
 from sglang_ext.pacing.step_times import Step
+from sglang_ext.settings import Interference, PacingSettings
 from tests.sglang_ext import fake_sglang
 from tests.sglang_ext.fake_sglang import PLAIN, Batch, Req
 
@@ -280,3 +280,24 @@ def test_without_chunks_stock_is_accepted(make_plain: MakeScheduler) -> None:
     )
     scheduler.waiting_queue = [prompt("A", 100)]
     assert formed(scheduler).chunk_tokens is None
+
+
+def test_a_pause_is_not_taken_for_a_step_of_its_length(
+    make_plain: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = make_plain()
+    seen: list[float] = []
+    pacer = scheduler.deltaserve_paced.pacer
+    monkeypatch.setattr(pacer, "observe", lambda step, duration_s, _: seen.append(duration_s))
+
+    def result_at(now_s: float, launched_s: float) -> None:
+        monkeypatch.setattr("sglang_ext.pacing.prefill.time.monotonic", lambda: now_s)
+        batch = finished_step([(100, 0)], decodes=1)
+        batch.launch_ts = launched_s
+        scheduler.process_batch_result(batch, None)
+
+    result_at(10.0, launched_s=9.5)
+    result_at(10.4, launched_s=10.0)
+    scheduler.pause_generation(SimpleNamespace(mode="in_place"))
+    result_at(100.3, launched_s=100.0)
+    assert seen == pytest.approx([0.5, 0.4, 0.3])

@@ -73,6 +73,33 @@ def test_the_model_follows_an_engine_that_becomes_slower() -> None:
     assert pacer.times.predict(step) == pytest.approx(5 * engine_s(step), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 2_000), (30, 60_000)), ((8, 16_000), (8, 800_000))]
+)
+def test_after_a_change_of_who_decodes_few_steps_are_too_long(
+    before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """In a steady state nothing tells decodes and their context from a step's constant.
+
+    When they change, the next steps do; until then a chunk is chosen as if nothing had.
+    """
+    pacer = ChunkPacer(target_s=0.08, smallest_tokens=128, largest_tokens=8192)
+
+    def took_s(decodes: int, context_tokens: int) -> float:
+        chunk = pacer.chunk_tokens(one(5_000), decodes, context_tokens)
+        step = Step(chunk, 5_000, decodes, context_tokens)
+        pacer.observe(step, engine_s(step))
+        return engine_s(step)
+
+    for _ in range(100):
+        took_s(*before)
+    durations = [took_s(*after) for _ in range(50)]
+    too_long = [duration for duration in durations if duration > 1.1 * pacer.target_s]
+    assert len(too_long) <= 4
+    assert max(durations) < 1.6 * pacer.target_s
+    assert max(durations[10:]) <= 1.1 * pacer.target_s
+
+
 def test_on_a_noisy_engine_steps_keep_the_target_on_the_whole() -> None:
     pacer = ChunkPacer(target_s=0.08, smallest_tokens=128, largest_tokens=8192)
     rng = random.Random(3)

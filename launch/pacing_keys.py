@@ -1,0 +1,68 @@
+"""Keys by which a colocated SGLang worker shares its steps between prefill and decode.
+
+Owns the keys, which workers and releases have them, and the flags that they become. What pacing
+does is `sglang_ext.paced`'s, and SGLang's own where SGLang has the flag.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_Count = Annotated[int, Field(ge=0)]
+
+_FLAGS = {
+    "prefill_decode_interval": "--prefill-decode-interval",
+    "prefill_decode_interval_min_bs": "--prefill-decode-interval-min-bs",
+}
+_FLAGS_SINCE = (0, 5, 23)
+
+
+class PacingKeys(BaseModel):
+    """Of all colocated workers where the topology has them, of a group's where the group has.
+
+    `paced` sizes prefill chunks by what they cost the requests that decode beside them. After a
+    step that prefilled, `prefill_decode_interval` steps only decode, where at least
+    `prefill_decode_interval_min_bs` requests do. None leaves the engine its own default.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    paced: bool | None = None
+    prefill_decode_interval: _Count | None = None
+    prefill_decode_interval_min_bs: _Count | None = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The keys that ask for something, an interval of 0 too: an engine may default to more."""
+        asked = tuple(key for key in _FLAGS if getattr(self, key) is not None)
+        return ("paced", *asked) if self.paced else asked
+
+    def over(self, other: PacingKeys) -> PacingKeys:
+        """These keys, and those of `other` where these say nothing."""
+        names = PacingKeys.model_fields
+        found = {name: getattr(self, name) for name in names}
+        return PacingKeys(
+            **{n: getattr(other, n) if value is None else value for n, value in found.items()}
+        )
+
+    def sglang_flags(self) -> list[str]:
+        """SGLang's flags for them."""
+        argv: list[str] = []
+        for key, flag in _FLAGS.items():
+            if (value := getattr(self, key)) is not None:
+                argv += [flag, str(value)]
+        return argv
+
+    def too_new_for(self, version: str) -> tuple[str, str] | None:
+        """The first key whose flag SGLang `version` does not have, and why it cannot be had."""
+        numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
+        if not numbers or numbers >= _FLAGS_SINCE:
+            return None
+        since = ".".join(map(str, _FLAGS_SINCE))
+        for key in self.given:
+            if key in _FLAGS:
+                why = f'SGLang {version} has no {_FLAGS[key]}; engine.version = "{since}" does'
+                return key, why
+        return None

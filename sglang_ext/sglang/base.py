@@ -1,0 +1,143 @@
+"""What the plugin needs to know of a release of SGLang: one adapter says it for each.
+
+An adapter owns two things. `Release.targets` says where each hook goes and which parameters are
+expected there. The verbs are how plugin code touches state of SGLang that releases keep in
+different places. Whatever is the same in all supported releases is used directly and stands in no
+adapter; outside of this folder nothing asks for a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a hook goes: the dotted path of a function or method, and its parameters.
+
+    `signature` is in the form of `guards.parameters_of`; there are several where one adapter serves
+    releases that differ.
+    """
+
+    path: str
+    signature: str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NotNeeded:
+    """A hook that a release can do without, and `why`."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How many processes share one worker's scheduling, by kind of parallelism."""
+
+    attention_tensor: int
+    attention_context: int
+    pipeline: int
+
+
+class ElasticVerbs(Protocol):
+    """The verbs of the elastic worker: how a decode worker keeps and gives back KV."""
+
+    def release_kv(self, tree_cache: Any, req: Any) -> None:
+        """Frees the pages, the slot and the lock of `req`; nothing of it goes into the cache."""
+        ...
+
+    def take_kv(self, req: Any) -> Any:
+        """Takes from `req` all KV that it owns, and gives a stand-in that owns it instead.
+
+        `release_kv` takes the stand-in. `req` may be used again, as one that never had any.
+        """
+        ...
+
+    def stand_in_with_kv(self, req: Any) -> Any:
+        """A stand-in that owns the KV of `req`, which itself only gets to end."""
+        ...
+
+    def start_over(self, req: Any) -> None:
+        """Makes `req`, which owns no KV, one that was never scheduled, as far as SGLang knows."""
+        ...
+
+    def put_back(self, scheduler: Any, req: Any) -> None:
+        """Frees what a half-prefilled `req` owns; its KV stays, as evictable cache."""
+        ...
+
+    def allocated_tokens(self, req: Any) -> int | None:
+        """KV tokens that `req` owns pages for; None where it owns none."""
+        ...
+
+    def tokens_to_come_back(self, preallocation: Any, req: Any) -> int:
+        """KV tokens that a retracted `req` needs to come back."""
+        ...
+
+    def is_in_host_memory(self, req: Any) -> bool:
+        """Whether the KV of `req` was copied to host memory when it was thrown out."""
+        ...
+
+    def forget_host_copy(self, req: Any) -> None:
+        """Drops that copy."""
+        ...
+
+    def came_back(self, tree_cache: Any, req: Any) -> None:
+        """Mends what SGLang forgets of a request that came back from host memory."""
+        ...
+
+    def kept_from_adder(self, adder: Any) -> int:
+        """Tokens of the KV pool that `adder` leaves alone."""
+        ...
+
+
+class Release(Protocol):
+    """One adapter: SGLang as of `versions`."""
+
+    versions: tuple[str, ...]
+    """The releases of SGLang that were run with it."""
+
+    targets: Mapping[str, Target | NotNeeded]
+    """Name of a hook's point → where it is."""
+
+    lacking: Mapping[str, str]
+    """Feature of the plugin that cannot be had with these releases → what is missing."""
+
+    elastic: ElasticVerbs | None
+    """The elastic worker's verbs; None where `lacking` says why there are none."""
+
+    def parallel(self, scheduler: Any) -> Parallel:
+        """How `scheduler`'s worker is spread over processes."""
+        ...
+
+    def device(self, scheduler: Any) -> str:
+        """What the worker computes on: ``cpu``, ``cuda``, …"""
+        ...
+
+    def attention_backends(self, scheduler: Any) -> tuple[str, ...]:
+        """The attention backends of prefill and decode."""
+        ...
+
+    def prefill_graph_tokens(self, scheduler: Any) -> int | None:
+        """Most tokens of a prefill step that a CUDA graph was captured for; None without graphs."""
+        ...
+
+    def prefix_tokens(self, req: Any) -> int:
+        """Tokens of `req` that are in place before its next chunk."""
+        ...
+
+    def extend_tokens(self, req: Any) -> int:
+        """Tokens of the chunk of `req` that was added last."""
+        ...
+
+    def look_up_cached_tokens(self, tree_cache: Any, req: Any) -> int:
+        """How much of `req` the radix cache holds in the worker's own KV pool.
+
+        Leaves `req` as it is: it may stand elsewhere in the tree, with a lock there.
+        """
+        ...
+
+    def keep_from_adder(self, adder: Any, tokens: int) -> None:
+        """Has `adder`, which forms a prefill batch, leave `tokens` more of the KV pool alone."""
+        ...

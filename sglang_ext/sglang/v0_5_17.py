@@ -1,0 +1,168 @@
+"""SGLang 0.5.17 and 0.5.18."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_ext.sglang.base import ElasticVerbs, NotNeeded, Parallel, Target
+from sglang_ext.sglang.v0_5_17_elastic import Elastic0517
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_PREALLOCATION = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+_TRANSFER = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
+_KV_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
+_NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
+_MOONCAKE = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager"
+_HOST_POOL = "sglang.srt.mem_cache.pool_host"
+
+_ADDER_PARAMETERS = (
+    "self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch, "
+    "new_token_ratio, rem_input_tokens, rem_chunk_tokens, num_mixed_decode_tokens=0, "
+    "priority_scheduling_preemption_threshold=0, max_prefill_bs=0, max_running_requests=None, "
+    "prefill_max_requests=None, prefill_delayer_single_pass=None, dllm_config=None, "
+    "waiting_queue_len=0"
+)
+_LOAD_PARAMETERS = "self, device_pool, host_indices, device_indices, layer_id, io_backend"
+
+TARGETS: Mapping[str, Target | NotNeeded] = {
+    # The scheduler's life and its steps.
+    "scheduler.ready": Target(f"{_SCHEDULER}.init_output_streamer", "(self)"),
+    "scheduler.idle": Target(f"{_SCHEDULER}.on_idle", "(self)"),
+    "scheduler.is_idle": Target(f"{_SCHEDULER}.is_fully_idle", "(self, for_health_check=False)"),
+    "scheduler.run_batch": Target(
+        f"{_SCHEDULER}.run_batch", "(self, batch, pp_proxy_tensors=None)"
+    ),
+    "scheduler.process_result": Target(
+        f"{_SCHEDULER}.process_batch_result", "(self, batch, result)"
+    ),
+    "scheduler.form_prefill": Target(
+        f"{_SCHEDULER}.get_new_batch_prefill", "(self, running_batch)"
+    ),
+    "scheduler.internal_state": Target(f"{_SCHEDULER}.get_internal_state", "(self, recv_req)"),
+    "scheduler.generate": Target(f"{_SCHEDULER}.handle_generate_request", "(self, recv_req)"),
+    "scheduler.queue": Target(
+        f"{_SCHEDULER}._add_request_to_queue", "(self, req, is_retracted=False)"
+    ),
+    "scheduler.abort": Target(f"{_SCHEDULER}.abort_request", "(self, recv_req)"),
+    "scheduler.pause": Target(f"{_SCHEDULER}.pause_generation", "(self, recv_req)"),
+    "scheduler.loads": Target(
+        f"{_COMPONENTS}.load_inquirer.SchedulerLoadInquirer.get_loads", "(self)"
+    ),
+    "scheduler.stream_output": Target(
+        f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer.stream_output",
+        "(self, reqs, return_logprob, skip_req=None)",
+    ),
+    # Forming a batch.
+    "adder.made": Target(
+        f"{_ADDER}.__init__",
+        (f"({_ADDER_PARAMETERS})", f"({_ADDER_PARAMETERS}, prefill_tile_block_m=64)"),
+    ),
+    "adder.add_chunked": Target(f"{_ADDER}.add_chunked_req", "(self, req)"),
+    "adder.add_one": Target(
+        f"{_ADDER}.add_one_req", "(self, req, has_chunked_req, truncation_align_size)"
+    ),
+    "batch.mixed": Target(f"{_BATCH}.mix_with_running", "(self, running_batch)"),
+    # Workers that prefill for others.
+    "prefill.sent": Target(
+        f"{_SCHEDULER}.process_disagg_prefill_inflight_queue", "(self, rids_to_check=None)"
+    ),
+    # Workers that decode what others prefilled.
+    "decode.next_batch": Target(
+        f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run", "(self, running_batch)"
+    ),
+    "decode.take_in": Target(f"{_SCHEDULER}.process_decode_queue", "(self)"),
+    "decode.budget": Target(
+        f"{_PREALLOCATION}._allocatable_token_budgets",
+        "(self, retractable_tokens=None, count_retracted=True, extra_reserved_reqs=0, "
+        "reserved_tokens=None, hicache_reserved_tokens=0)",
+    ),
+    "decode.allocate": Target(
+        f"{_PREALLOCATION}._pre_alloc",
+        "(self, req, prefix_indices=None, prefix_len=None, total_prefix_len=None)",
+    ),
+    "decode.handshakes": Target(
+        f"{_PREALLOCATION}._update_handshake_waiters",
+        "(self, rids_to_check=None, pp_good_rids=None, pp_bad_rids=None)",
+    ),
+    "decode.hold": Target(f"{_PREALLOCATION}.hold_rebootstrap", "(self, req)"),
+    "decode.poll": Target(f"{_TRANSFER}._poll_with_metadata_gate", "(self)"),
+    "decode.commit": Target(f"{_TRANSFER}._commit_transfer_to_req", "(self, decode_req)"),
+    "decode.transferred": Target(f"{_TRANSFER}.pop_transferred", "(self, rids_to_check=None)"),
+    # Moving KV between workers.
+    "kv.heartbeat": Target(f"{_KV_MANAGER}._on_heartbeat_success", "(self, bootstrap_addr)"),
+    "mooncake.heartbeat": Target(f"{_MOONCAKE}._on_heartbeat_success", "(self, bootstrap_addr)"),
+    "nixl.manager": Target(
+        f"{_NIXL}.__init__",
+        "(self, args, disaggregation_mode, server_args, is_mla_backend=False)",
+    ),
+    "nixl.receiving": NotNeeded("receivers ask NIXL for notifications, which lets it progress"),
+    "nixl.send_kvcache": Target(
+        f"{_NIXL}.send_kvcache",
+        "(self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, "
+        "notif, dst_mem_kind='VRAM')",
+    ),
+    "nixl.send_request": NotNeeded("send_kvcache says which room it sends for"),
+    "nixl.status": Target(f"{_NIXL}.update_status", "(self, bootstrap_room, status)"),
+    "mooncake.send_request": Target(
+        f"{_MOONCAKE}.add_transfer_request",
+        "(self, bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index=None, "
+        "state_indices=None, num_kv_tokens=None, trace_ctx=None)",
+    ),
+    "mooncake.status": Target(f"{_MOONCAKE}.update_status", "(self, bootstrap_room, status)"),
+    # The host tier.
+    "host_tier.pin": Target(f"{_HOST_POOL}.common._cuda_host_register", "(buffer)"),
+    "host_tier.unpin": Target(f"{_HOST_POOL}.common._cuda_host_unregister", "(buffer)"),
+    "host_tier.load": Target(
+        f"{_HOST_POOL}.mha.MHATokenToKVPoolHost.load_to_device_per_layer",
+        (f"({_LOAD_PARAMETERS})", f"({_LOAD_PARAMETERS}, *, is_draft=False)"),
+    ),
+    "host_tier.back_up": Target(
+        f"{_HOST_POOL}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer",
+        "(self, device_pool, host_indices, device_indices, io_backend)",
+    ),
+}
+
+
+class Sglang0517:
+    """The adapter for 0.5.17 and 0.5.18, which has one parameter more in `PrefillAdder`."""
+
+    versions: tuple[str, ...] = ("0.5.17", "0.5.18")
+    targets = TARGETS
+    lacking: Mapping[str, str] = {}
+    elastic: ElasticVerbs | None = Elastic0517()
+
+    def parallel(self, scheduler: Any) -> Parallel:
+        sizes = scheduler.ps
+        return Parallel(sizes.attn_tp_size, sizes.attn_cp_size, sizes.pp_size)
+
+    def device(self, scheduler: Any) -> str:
+        return str(scheduler.server_args.device)
+
+    def attention_backends(self, scheduler: Any) -> tuple[str, ...]:
+        return (str(scheduler.server_args.attention_backend),)
+
+    def prefill_graph_tokens(self, scheduler: Any) -> int | None:
+        prefill = scheduler.server_args.cuda_graph_config.prefill
+        return None if prefill.backend == "disabled" or not prefill.bs else int(max(prefill.bs))
+
+    def prefix_tokens(self, req: Any) -> int:
+        return len(req.prefix_indices)
+
+    def extend_tokens(self, req: Any) -> int:
+        return int(req.extend_range.length)
+
+    def look_up_cached_tokens(self, tree_cache: Any, req: Any) -> int:
+        from sglang.srt.managers.schedule_policy import match_prefix_for_req
+
+        # It writes where it ended into the request: a stand-in is looked up.
+        stand_in = copy.copy(req)
+        match_prefix_for_req(tree_cache, stand_in, req.origin_input_ids + req.output_ids)
+        return len(stand_in.prefix_indices)
+
+    def keep_from_adder(self, adder: Any, tokens: int) -> None:
+        adder.rem_total_token_offset += tokens

@@ -1,0 +1,66 @@
+"""The elastic worker's verbs for SGLang 0.5.17 and 0.5.18."""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from typing import Any
+
+
+class Elastic0517:
+    """A request's KV is `req.kv` and `req.req_pool_idx` there, its lock is on `req.last_node`."""
+
+    def release_kv(self, tree_cache: Any, req: Any) -> None:
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        release_kv_cache(req, tree_cache, is_insert=False)
+
+    def take_kv(self, req: Any) -> Any:
+        stand_in = self.stand_in_with_kv(req)
+        req.req_pool_idx = None
+        req.kv = None
+        return stand_in
+
+    def stand_in_with_kv(self, req: Any) -> Any:
+        return copy.copy(req)
+
+    def start_over(self, req: Any) -> None:
+        retractions, stained = req.retraction_count, req.retracted_stain
+        req.reset_for_retract()
+        req.retraction_count, req.retracted_stain = retractions, stained
+        req.full_untruncated_fill_ids = array("q")
+
+    def put_back(self, scheduler: Any, req: Any) -> None:
+        from sglang.srt.managers.schedule_batch import release_req
+
+        release_req(
+            req=req,
+            remaing_req_count=0,
+            server_args=scheduler.server_args,
+            req_to_token_pool=scheduler.req_to_token_pool,
+            token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+            tree_cache=scheduler.tree_cache,
+            hisparse_coordinator=None,
+            offload_kv=False,
+        )
+
+    def allocated_tokens(self, req: Any) -> int | None:
+        return None if req.kv is None else int(req.kv.kv_allocated_len)
+
+    def tokens_to_come_back(self, preallocation: Any, req: Any) -> int:
+        return int(preallocation._prealloc_required_tokens(req)[0])
+
+    def is_in_host_memory(self, req: Any) -> bool:
+        return hasattr(req, "kv_cache_cpu")
+
+    def forget_host_copy(self, req: Any) -> None:
+        vars(req).pop("kv_cache_cpu", None)
+
+    def came_back(self, tree_cache: Any, req: Any) -> None:
+        if req.last_node is None:
+            # It has all its KV to itself. Matching it against the tree now, as SGLang would, swaps
+            # in pages that it does not hold a lock on and forgets its own.
+            req.last_node = tree_cache.root_node
+
+    def kept_from_adder(self, adder: Any) -> int:
+        return int(adder.rem_total_token_offset)
