@@ -2,9 +2,10 @@
 //! order of steps. An engine adds what a step is made of.
 
 use super::batch::{Pool, Queues, Sequence};
-use super::{Counters, Emission, Job, JobId, Limits, Occupancy, Worker};
+use super::{Counters, Emission, Job, JobId, Limits, Occupancy, Part, Worker};
 use crate::cache::{Change, Match, Totals};
 use crate::calibration::Calibration;
+use std::collections::VecDeque;
 
 /// The state that every engine has.
 pub struct Core {
@@ -15,7 +16,22 @@ pub struct Core {
     /// Requests that came later are not seen by the step that is composed now.
     pub seen_until_s: f64,
     step_end_s: Option<f64>,
-    rejected: Vec<JobId>,
+    /// What is to be told besides what steps do.
+    pub tells: Vec<Emission>,
+    pub handover: Handover,
+}
+
+/// Requests of which another worker does the other part.
+#[derive(Default)]
+pub struct Handover {
+    /// Prefilled here; their KV is locked until it has been sent.
+    sending: Vec<Sequence>,
+    /// Wait for room, in the order in which they came.
+    pub wanting: VecDeque<Sequence>,
+    /// Have their room; their KV is on its way.
+    incoming: Vec<Sequence>,
+    /// Their KV has come; they decode from the next step on.
+    pub arrived: Vec<Sequence>,
 }
 
 impl Core {
@@ -27,7 +43,8 @@ impl Core {
             queues: Queues::new(),
             seen_until_s: 0.0,
             step_end_s: None,
-            rejected: Vec::new(),
+            tells: Vec::new(),
+            handover: Handover::default(),
         }
     }
 
@@ -120,6 +137,61 @@ impl Core {
         }
     }
 
+    /// Takes room for the prompt of the first that waits for it, beside its prefix that is here. False
+    /// where there is none, or `kept_tokens` would not be left.
+    pub fn reserve(&mut self, kept_tokens: u64) -> bool {
+        let Some(first) = self.handover.wanting.front() else {
+            return false;
+        };
+        let target = first.target;
+        let found = self.pool.matched(&first.job, target);
+        let held = found.device_blocks as u64 * self.pool.block_tokens;
+        self.pool.cache.lock(found.node);
+        if self.pool.available() < target - held + kept_tokens {
+            self.pool.cache.unlock(found.node);
+            return false;
+        }
+        let Some(mut sequence) = self.handover.wanting.pop_front() else {
+            return false;
+        };
+        sequence.node = found.node;
+        sequence.in_tree = held;
+        sequence.computed = held;
+        let taken = self.pool.take(&mut sequence, target - held);
+        debug_assert!(taken, "room was checked");
+        if sequence.generated > 0 {
+            // Retracted: its KV was kept in host memory.
+            self.handover.arrived.push(sequence);
+        } else {
+            self.queues.counters.received_tokens += target - held;
+            self.tells.push(Emission::Reserved {
+                job: sequence.job.id,
+                held_tokens: held,
+            });
+            self.handover.incoming.push(sequence);
+        }
+        true
+    }
+
+    /// Requests that have room, or use some, for what another worker prefills.
+    pub fn handed_over(&self) -> usize {
+        self.handover.incoming.len() + self.handover.arrived.len()
+    }
+
+    /// Keeps the KV of a prompt that was prefilled for another worker until it has been sent.
+    pub fn keep_for_sending(&mut self, at: usize) {
+        let sequence = self.queues.running.remove(at);
+        self.tells.push(Emission::Prefilled {
+            job: sequence.job.id,
+            cached_tokens: sequence.cached_tokens.unwrap_or(0),
+        });
+        self.handover.sending.push(sequence);
+    }
+
+    fn let_go(&mut self, mut sequence: Sequence) {
+        self.pool.release(&mut sequence);
+    }
+
     /// Takes a running sequence out; what it has computed stays in the cache.
     pub fn stop(&mut self, at: usize) -> Sequence {
         let mut sequence = self.queues.running.remove(at);
@@ -168,39 +240,92 @@ fn start_step(scheduler: &mut impl Scheduler) {
     }
 }
 
+/// Something has come or gone: a worker that rests looks whether there is something to do now.
+fn wake(scheduler: &mut impl Scheduler, now_s: f64) {
+    let core = scheduler.core_mut();
+    if core.step_end_s.is_none() {
+        core.queues.now_s = now_s;
+        start_step(scheduler);
+    }
+}
+
 impl<T: Scheduler> Worker for T {
     fn submit(&mut self, job: Job, now_s: f64) {
         let core = self.core_mut();
         if !core.pool.could_hold(&job) {
-            core.rejected.push(job.id);
+            core.tells.push(Emission::Rejected { job: job.id });
             core.queues.now_s = core.queues.now_s.max(now_s);
             return;
         }
-        core.queues.waiting.push_back(Sequence::new(job, now_s));
-        if core.step_end_s.is_none() {
-            core.queues.now_s = now_s;
-            start_step(self);
+        let decodes = job.part == Part::Decode;
+        let sequence = Sequence::new(job, now_s);
+        if decodes {
+            core.handover.wanting.push_back(sequence);
+        } else {
+            core.queues.waiting.push_back(sequence);
+        }
+        wake(self, now_s);
+    }
+
+    fn cancel(&mut self, job: JobId, now_s: f64) {
+        let core = self.core_mut();
+        core.queues.cancel(job);
+        core.handover.wanting.retain(|s| s.job.id != job);
+        let handover = &mut core.handover;
+        let lists = [
+            &mut handover.sending,
+            &mut handover.incoming,
+            &mut handover.arrived,
+        ];
+        let gone: Vec<Sequence> = lists
+            .into_iter()
+            .flat_map(|list| list.extract_if(.., move |s| s.job.id == job))
+            .collect();
+        if !gone.is_empty() {
+            gone.into_iter().for_each(|sequence| core.let_go(sequence));
+            wake(self, now_s);
         }
     }
 
-    fn cancel(&mut self, job: JobId) {
-        self.core_mut().queues.cancel(job);
+    fn sent(&mut self, job: JobId, now_s: f64) {
+        let core = self.core_mut();
+        let sending = &mut core.handover.sending;
+        if let Some(at) = sending.iter().position(|s| s.job.id == job) {
+            let sequence = sending.swap_remove(at);
+            core.let_go(sequence);
+            wake(self, now_s);
+        }
+    }
+
+    fn received(&mut self, job: JobId, now_s: f64) {
+        let handover = &mut self.core_mut().handover;
+        if let Some(at) = handover.incoming.iter().position(|s| s.job.id == job) {
+            let mut sequence = handover.incoming.swap_remove(at);
+            sequence.arrived_s = now_s;
+            handover.arrived.push(sequence);
+            wake(self, now_s);
+        }
     }
 
     fn next_s(&self) -> Option<f64> {
         let core = self.core();
-        let tells = (!core.rejected.is_empty()).then_some(core.queues.now_s);
-        core.step_end_s.or(tells)
+        if core.tells.is_empty() {
+            core.step_end_s
+        } else {
+            Some(core.queues.now_s)
+        }
     }
 
     fn advance(&mut self, told: &mut Vec<Emission>) {
-        if let Some(end_s) = self.core_mut().step_end_s.take() {
+        // What came up between two steps is told by itself, and the step goes on.
+        if self.core().tells.is_empty()
+            && let Some(end_s) = self.core_mut().step_end_s.take()
+        {
             self.core_mut().queues.now_s = end_s;
             self.complete(told);
             start_step(self);
         }
-        let rejected = self.core_mut().rejected.drain(..);
-        told.extend(rejected.map(|job| Emission::Rejected { job }));
+        told.append(&mut self.core_mut().tells);
     }
 
     fn occupancy(&self) -> Occupancy {

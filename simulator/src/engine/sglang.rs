@@ -1,13 +1,18 @@
-//! SGLang (0.5.17), colocated: prefills go before decodes, in chunks; requests are let in while what
+//! SGLang (0.5.17): prefills go before decodes, in chunks; requests are let in while what
 //! they will need fits beside a share of what those running may still generate.
 //!
 //! Follows `Scheduler.get_next_batch_to_run` and `PrefillAdder`. With the overlap scheduler a step is
 //! composed while the one before it runs, so that a request that comes during a step is not in the
 //! next one, but in the one after it.
+//!
+//! A worker that prefills for others keeps a prompt's KV until it has been sent. One that decodes takes
+//! room for the whole prompt before it is prefilled (`DecodePreallocQueue`), all of it or what its
+//! radix cache does not hold, and goes on from the first token when the KV has come. An elastic worker
+//! does both beside prompts of its own.
 
 use super::batch::Sequence;
 use super::scheduler::{Core, Prefill, Scheduler};
-use super::{Emission, JobId, Limits, Order};
+use super::{Emission, JobId, Limits, Order, Part};
 use crate::calibration::{Calibration, attention_pairs};
 
 /// `CLIP_MAX_NEW_TOKENS`: more is never reserved for one answer.
@@ -17,6 +22,9 @@ const CLIP_NEW_TOKENS: u64 = 4096;
 const RATIO_START: f64 = 0.7;
 const RATIO_LEAST: f64 = 0.098;
 const RATIO_STEP: f64 = (RATIO_START - RATIO_LEAST) / 600.0;
+
+/// `num_reserved_decode_tokens`: kept for each request that decodes before room is given to another.
+const KEPT_FOR_EACH: u64 = 512;
 
 /// With more waiting, `lpm` falls back to `fcfs`.
 const LPM_MOST_WAITING: usize = 128;
@@ -66,6 +74,38 @@ impl Sglang {
             step: Step::Decode,
             ratio: RATIO_START,
         }
+    }
+
+    /// Gives room to prompts that others prefill, and lets those decode whose KV has come.
+    fn hand_over(&mut self) {
+        loop {
+            let others = self.core.queues.running.len() + self.core.handed_over();
+            let kept = KEPT_FOR_EACH * others as u64;
+            if others >= self.core.limits.max_running || !self.core.reserve(kept) {
+                break;
+            }
+        }
+        let seen_until_s = self.core.seen_until_s;
+        let arrived = std::mem::take(&mut self.core.handover.arrived);
+        let (now, later): (Vec<Sequence>, Vec<Sequence>) = arrived
+            .into_iter()
+            .partition(|s| s.arrived_s <= seen_until_s);
+        self.core.handover.arrived = later;
+        if now.is_empty() {
+            return;
+        }
+        let mut told = Vec::new();
+        for mut sequence in now {
+            self.core.pool.share(&mut sequence);
+            let is_first = sequence.generated == 0;
+            self.core.queues.running.push(sequence);
+            if is_first {
+                let at = self.core.queues.running.len() - 1;
+                self.core.tell_token(at, &mut told);
+            }
+        }
+        self.core.end_complete(&mut told);
+        self.core.tells.append(&mut told);
     }
 
     fn compose_prefill(&mut self) -> Option<f64> {
@@ -205,9 +245,15 @@ impl Sglang {
             let Some((at, _)) = least else { return };
             let mut sequence = queues.running.remove(at);
             self.core.pool.release(&mut sequence);
-            sequence.target = sequence.job.input_tokens + sequence.generated;
-            queues.waiting.push_back(sequence);
             queues.counters.retractions += 1;
+            if sequence.job.part == Part::Decode {
+                // The last token's KV is never there before the next step.
+                sequence.target = sequence.job.input_tokens + sequence.generated - 1;
+                self.core.handover.wanting.push_front(sequence);
+            } else {
+                sequence.target = sequence.job.input_tokens + sequence.generated;
+                queues.waiting.push_back(sequence);
+            }
             let running = &queues.running;
             let left: u64 = running.iter().map(Sequence::left_to_generate).sum();
             let done: u64 = running.iter().map(|s| s.generated).sum();
@@ -223,7 +269,16 @@ impl Sglang {
             };
             let sequence = &mut self.core.queues.running[at];
             self.core.pool.share(sequence);
-            if !sequence.is_prefilling() {
+            let is_done = !sequence.is_prefilling();
+            if sequence.job.part == Part::Prefill {
+                told.push(Emission::Computed {
+                    job,
+                    tokens: sequence.computed,
+                });
+                if is_done && !sequence.cancelled {
+                    self.core.keep_for_sending(at);
+                }
+            } else if is_done {
                 self.core.tell_token(at, told);
             }
         }
@@ -254,6 +309,7 @@ impl Scheduler for Sglang {
     }
 
     fn compose(&mut self) -> Option<f64> {
+        self.hand_over();
         self.compose_prefill().or_else(|| self.compose_decode())
     }
 
