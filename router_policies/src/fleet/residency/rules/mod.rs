@@ -39,8 +39,8 @@ pub struct Place {
     pub gaps: OwnGaps,
     /// Seconds of the worker's time that computing what it holds takes.
     pub recompute_s: f64,
-    /// The worker's host tier would still hold it.
-    pub in_host_tier: bool,
+    /// The share of it that the worker's host tier would still hold.
+    pub host_share: f64,
 }
 
 /// One worker, as rules see it.
