@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from deltaserve.errors import InputError
-from eval.experiment import Slo, load_experiment
+from eval.experiment import load_experiment
 from eval.progress import Progress
 from eval.report import find_searches
 from eval.report.searches import Search
@@ -160,7 +160,6 @@ def plan(
     if hardware.gpus < 1 or hardware.kv_tokens < 1:
         raise InputError("--gpus, --kv-tokens: expected at least 1")
     calibration = read_calibration(hardware.calibration)
-    Slo.model_validate(asked.slo)
     output.mkdir(parents=True, exist_ok=True)
     path = output / EXPERIMENT_FILE
     write_atomically(path, experiment_text(asked, hardware).encode())

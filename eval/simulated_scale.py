@@ -69,7 +69,7 @@ def made_requests(seed: int = 1) -> list[dict[str, Any]]:
                     "input_length": length,
                     "output_length": output,
                     "block_size": _BLOCK_TOKENS,
-                    "hash_ids": runs,
+                    "hash_ids": list(runs),
                     "think_time_s": rng.expovariate(1 / 4.0) if turn else 0.0,
                     "waits_for": [len(lines) - 1] if turn else [],
                     "tree": session,
@@ -90,6 +90,8 @@ def scale(workers: int, simulated_s: float, sessions_a_worker: int, folder: Path
         "phases": {"measure_s": simulated_s, "recycle": True, "drain_s": 0.0},
         "router": {"policy": "unified"},
         "workers": [{"id": "w", "count": workers, "kv_tokens": 281_888}],
+        # A decision's line names every worker: 1,000 of them would fill a disk.
+        "output": {"decisions": False},
     }
     began_s = time.monotonic()
     report = simulate(plan, folder / "run")
