@@ -199,12 +199,30 @@ def trace_facts(trace: Path, replay: Replay) -> TraceFacts:
 
 def make_replay_plan(trace: Path, replay: Replay) -> Plan:
     """The requests that a run with these settings sends."""
+    return _plan(
+        trace,
+        replay.request_limit,
+        replay.session_limit,
+        replay.length_scale or 1.0,
+        replay.max_input_tokens,
+    )
+
+
+# One: all runs of an experiment send the same requests, and a large trace takes a while to read.
+@lru_cache(maxsize=1)
+def _plan(
+    trace: Path,
+    request_limit: int | None,
+    session_limit: int | None,
+    length_scale: float,
+    max_input_tokens: int | None,
+) -> Plan:
     return make_plan(
         read_trace(trace),
-        request_limit=replay.request_limit,
-        session_limit=replay.session_limit,
-        length_scale=replay.length_scale or 1.0,
-        max_input_tokens=replay.max_input_tokens,
+        request_limit=request_limit,
+        session_limit=session_limit,
+        length_scale=length_scale,
+        max_input_tokens=max_input_tokens,
     )
 
 
