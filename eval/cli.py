@@ -210,23 +210,52 @@ def _bounds(words: list[str]) -> dict[str, float]:
 
 @app.command(
     "simulate",
-    epilog="Example: deltaserve eval simulate plan.toml --trace trace.jsonl.zst --output out/sim",
+    epilog="Example: deltaserve eval simulate residency-gpu --set trace.path=weka.jsonl.zst "
+    "--output out/simulated",
 )
 def simulate_command(
-    plan: Annotated[Path, typer.Argument(help="The plan (TOML or JSON; docs/simulator.md).")],
-    output: Annotated[Path, typer.Option(help="Folder for the run's files.")],
-    trace: Annotated[
-        Path | None, typer.Option(help="The trace, where the plan names no requests.")
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="EXPERIMENT|PLAN",
+            help="An experiment (file or packaged name), or one run's plan (docs/simulator.md).",
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for the runs, or for the one run's files.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of an experiment: replace a key."),
     ] = None,
-    length_scale: Annotated[float, typer.Option(help="As of replay run.")] = 1.0,
-    max_input_tokens: Annotated[int | None, typer.Option(help="As of replay run.")] = None,
-    sessions: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="ARM", help="Of an experiment.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Of a plan that names no requests: the trace.")
+    ] = None,
+    length_scale: Annotated[float, typer.Option(help="Of a plan: as of replay run.")] = 1.0,
+    max_input_tokens: Annotated[
+        int | None, typer.Option(help="Of a plan: as of replay run.")
+    ] = None,
+    sessions: Annotated[int | None, typer.Option(help="Of a plan: only the first so many.")] = None,
 ) -> None:
-    """Simulate a fleet in virtual time, under the router's own decisions. Not a measurement."""
-    from eval.simulate import read_plan, simulate
+    """Simulate fleets in virtual time, under the router's own decisions. Not a measurement.
 
+    Of an experiment, every arm, load, repeat and search level runs as `eval run` would run it, and
+    eval report takes the folder. Exits with 1 if a run failed.
+    """
+    from eval.simulate import is_plan, read_plan, simulate
+
+    if not is_plan(what):
+        if trace is not None or length_scale != 1.0 or max_input_tokens or sessions:
+            raise InputError(
+                "--trace, --length-scale, …: are of a plan; use --set of an experiment"
+            )
+        _simulate_experiment(what, output, overrides or [], only)
+        return
+    if overrides or only:
+        raise InputError(f"--set, --only: are of an experiment; {what} is a plan")
     report = simulate(
-        read_plan(plan),
+        read_plan(Path(what)),
         output,
         trace=trace,
         length_scale=length_scale,
@@ -237,6 +266,89 @@ def simulate_command(
         f"simulated {report['end_s']:.0f} s: {report['requests']} requests, "
         f"{report['failed']} failed; {output}"
     )
+
+
+def _simulate_experiment(
+    name: str, output: Path, overrides: list[str], only: list[str] | None
+) -> None:
+    from eval import runner
+    from eval.progress import Progress
+    from eval.simulated_runs import simulate_experiment
+
+    parsed, path = load_experiment(name, overrides)
+    command = ["deltaserve", "eval", "simulate", name, "--output", str(output)]
+    for override in overrides:
+        command += ["--set", override]
+    for arm in only or []:
+        command += ["--only", arm]
+    source = {
+        "file": str(path),
+        "text": path.read_text(encoding="utf-8"),
+        "overrides": overrides,
+        "command": shlex.join(command),
+    }
+    try:
+        with runner.sigterm_as_interrupt(), Progress() as progress:
+            summary = simulate_experiment(
+                parsed, output, source=source, progress=progress, only=only
+            )
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; go on with: {shlex.join(command)}", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(
+        f"simulated, not measured: {summary.complete + summary.kept} runs complete, "
+        f"{len(summary.invalid)} of them invalid, {len(summary.failed)} failed; {output}"
+    )
+    raise typer.Exit(1 if summary.failed else 0)
+
+
+@app.command(
+    "plan",
+    epilog="Example: deltaserve eval plan trace.jsonl.zst --gpus 2 --kv-tokens 281888 "
+    "--host-kv-tokens 600000 --output out/plan",
+)
+def plan_command(
+    trace: Annotated[Path, typer.Argument(help="The trace that stands for the load to come.")],
+    output: Annotated[Path, typer.Option(help="Folder for the experiment file and its runs.")],
+    gpus: Annotated[int, typer.Option(min=1, help="How many; each is a worker.")],
+    kv_tokens: Annotated[
+        int, typer.Option(min=1, help="KV tokens that a GPU holds beside the model.")
+    ],
+    host_kv_tokens: Annotated[
+        int, typer.Option(min=0, help="KV tokens in host memory, a GPU; 0: no host tier.")
+    ] = 0,
+    calibration: Annotated[
+        str, typer.Option(help="Model and GPU: a packaged calibration's name, or a file.")
+    ] = "qwen3-coder-30b-a3b-h200-sglang",
+    slo: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE,…", help="As in ttft_s=5,tpot_s=0.05.")
+    ] = None,
+    max_think_s: Annotated[
+        float | None, typer.Option(min=0, help="Cut think times to so much.")
+    ] = 10.0,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws at the levels that decide.")] = 3,
+    measure_s: Annotated[float, typer.Option(help="Length of a simulated window.")] = 900.0,
+) -> None:
+    """Say how many agents a GPU carries, arm by arm, in simulation, and what to measure next.
+
+    Arms: colocated with and without residency, with and without a host tier, and prefill apart
+    from two GPUs on. OUTPUT/plan.toml is the experiment, which eval run measures as it is.
+    """
+    from eval.planning import Asked, Hardware, plan
+    from eval.progress import Progress
+    from eval.runner import sigterm_as_interrupt
+
+    asked = Asked(
+        trace=trace,
+        max_think_s=max_think_s,
+        seeds=seeds,
+        measure_s=measure_s,
+        slo=_bounds(slo or []),
+    )
+    hardware = Hardware(gpus, kv_tokens, host_kv_tokens, calibration)
+    with sigterm_as_interrupt(), Progress() as progress:
+        _, words = plan(asked, hardware, output, progress)
+    typer.echo(words)
 
 
 @app.command(

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,17 @@ from replay.trace import digest
 _LOOK_EVERY_S = 0.25
 
 
-def execute(
+@dataclass(frozen=True)
+class Began:
+    """A run whose folder has its first manifest: what is known before anything is sent."""
+
+    manifest: dict[str, Any]
+    facts: TraceFacts
+
+
+def begin_manifest(
     run: PlannedRun,
     experiment: Experiment,
-    output: Path,
     trace: Path,
     topology: Any,
     *,
@@ -52,13 +60,10 @@ def execute(
     source: Mapping[str, Any],
     vocab_size: int | None,
     order: int,
-    progress: Progress,
-) -> dict[str, Any]:
-    folder = output / run.folder
-    provenance.fresh_folder(folder)
-    replay = resolve_scale(trace, run.replay)
-    if replay.vocab_size is None:
-        replay = replay.model_copy(update={"vocab_size": vocab_size})
+    folder: Path,
+    replay: Replay,
+) -> Began:
+    """Writes the manifest of a run that begins, and `trace.json` beside it."""
     facts = trace_facts(trace, replay)
     write_facts(folder, facts)
     described = site.describe(topology)
@@ -90,6 +95,33 @@ def execute(
         "timings": {},
     }
     provenance.write_manifest(folder, manifest)
+    return Began(manifest, facts)
+
+
+def execute(
+    run: PlannedRun,
+    experiment: Experiment,
+    output: Path,
+    trace: Path,
+    topology: Any,
+    *,
+    site: Site,
+    source: Mapping[str, Any],
+    vocab_size: int | None,
+    order: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Runs the fleet of `topology` and the replay through it; returns the run's manifest."""
+    folder = output / run.folder
+    provenance.fresh_folder(folder)
+    replay = resolve_scale(trace, run.replay)
+    if replay.vocab_size is None:
+        replay = replay.model_copy(update={"vocab_size": vocab_size})
+    began = begin_manifest(
+        run, experiment, trace, topology, site=site, source=source, vocab_size=vocab_size,
+        order=order, folder=folder, replay=replay,
+    )  # fmt: skip
+    manifest, facts = began.manifest, began.facts
     began_s = time.monotonic()
     try:
         with site.fleet(topology, folder, progress.detail) as fleet:
@@ -123,7 +155,7 @@ def execute(
         failure = f"{type(error).__name__}: {first_line}"
     manifest["timings"]["total_s"] = time.monotonic() - began_s
     manifest["ended_at"] = provenance.now()
-    _conclude(folder, manifest, failure, experiment, _with_possible(folder, trace, replay, facts))
+    conclude(folder, manifest, failure, experiment, trace, replay, facts)
     provenance.write_manifest(folder, manifest)
     return manifest
 
@@ -154,14 +186,18 @@ def _with_possible(folder: Path, trace: Path, replay: Replay, facts: TraceFacts)
     )
 
 
-def _conclude(
+def conclude(
     folder: Path,
     manifest: dict[str, Any],
     failure: str | None,
     experiment: Experiment,
+    trace: Path,
+    replay: Replay,
     facts: TraceFacts,
 ) -> None:
-    write_facts(folder, facts)
+    """Adds to `manifest` what the finished run's files say: its state (`failure` None: complete),
+    coldness, rules that it broke."""
+    write_facts(folder, _with_possible(folder, trace, replay, facts))
     replayed = folder / "replay.json"
     if replayed.is_file():
         with contextlib.suppress(orjson.JSONDecodeError):

@@ -301,6 +301,16 @@ class ValidityRules(_Table):
     max_error_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
 
 
+class Simulate(_Table):
+    """What simulated runs rest on where no topology says it (`deltaserve eval simulate`): the
+    calibration by its packaged name or file, and the KV tokens of a worker, on its GPUs and in host
+    memory. Measured runs do not read it."""
+
+    calibration: str | None = None
+    kv_tokens: Count | None = None
+    host_kv_tokens: Annotated[int, Field(ge=0)] = 0
+
+
 class Experiment(_Table):
     """The whole matrix: arms × loads × repeats on one trace."""
 
@@ -326,6 +336,7 @@ class Experiment(_Table):
     validity: ValidityRules = Field(default_factory=ValidityRules)
     analysis: Analysis = Field(default_factory=Analysis)
     search: SearchBounds | None = None
+    simulate: Simulate = Field(default_factory=Simulate)
     loads: list[Load] = Field(default_factory=list)
     arms: Annotated[list[Arm], Field(min_length=1)]
 

@@ -104,6 +104,7 @@ class _Manifest(BaseModel):
     git: dict[str, Any] | None = None
     replay: dict[str, Any] | None = None
     workers: list[Any] | None = None
+    simulated: dict[str, Any] | None = None
     slo: Slo = Slo()
     validity: ValidityRules = ValidityRules()
     analysis: Analysis = Analysis()
@@ -208,6 +209,12 @@ class Run:
     @property
     def repeat(self) -> int:
         return int(self.manifest.get("repeat", 1))
+
+    @property
+    def simulated(self) -> str | None:
+        """The name of the calibration that a simulated run rests on; None of a measured run."""
+        told = self.manifest.get("simulated")
+        return str(told.get("calibration", "unknown")) if isinstance(told, dict) else None
 
     @property
     def length_scale(self) -> float:

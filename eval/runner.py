@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -25,10 +25,27 @@ from eval.experiment import Experiment, PlannedRun, plan_runs
 from eval.progress import Progress
 from eval.secrets import without_secrets
 from eval.site import Site, shared_vocab, with_endpoints
-from eval.traces import (
-    prepare_trace,
-)
+from eval.traces import prepare_trace
 from launch.cache import make_folder
+
+
+class Execute(Protocol):
+    """How one run is executed; it returns the run's manifest."""
+
+    def __call__(
+        self,
+        run: PlannedRun,
+        experiment: Experiment,
+        output: Path,
+        trace: Path,
+        topology: Any,
+        *,
+        site: Site,
+        source: Mapping[str, Any],
+        vocab_size: int | None,
+        order: int,
+        progress: Progress,
+    ) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -77,10 +94,12 @@ def run_experiment(
     source: Mapping[str, Any],
     progress: Progress,
     only: list[str] | None = None,
+    execute: Execute = execute,
 ) -> Summary:
     """Executes every run that has no complete folder yet, and returns what became of them.
 
-    `source` says how the experiment was given (file, overrides) and goes into each manifest.
+    `source` says how the experiment was given (file, overrides) and goes into each manifest;
+    `execute` does one run, as `eval.execution` does unless told otherwise.
     Bad topologies and traces raise `InputError` before any process starts. A run that fails is
     recorded with its reason, and the rest goes on. KeyboardInterrupt (and SIGTERM) stops the
     fleet and propagates; the interrupted run is redone next time.
@@ -89,8 +108,8 @@ def run_experiment(
     if experiment.keep_workers or experiment.search is not None:
         with site.keeping(output / "workers") as kept:
             site = dataclasses.replace(site, fleet=kept)
-            return _run_all(experiment, output, site, source, progress, only)
-    return _run_all(experiment, output, site, source, progress, only)
+            return _run_all(experiment, output, site, source, progress, only, execute)
+    return _run_all(experiment, output, site, source, progress, only, execute)
 
 
 def _run_all(
@@ -100,9 +119,10 @@ def _run_all(
     source: Mapping[str, Any],
     progress: Progress,
     only: list[str] | None,
+    execute: Execute,
 ) -> Summary:
     runs = plan_runs(experiment, only)
-    matrix = _Matrix(experiment, output, site, source, progress, runs)
+    matrix = _Matrix(experiment, output, site, source, progress, runs, execute)
     if experiment.search is not None:
         return _search_all(experiment, output, matrix, progress, runs)
     todo = [run for run in runs if not matrix.is_complete(run)]
@@ -178,8 +198,10 @@ class _Matrix:
         source: Mapping[str, Any],
         progress: Progress,
         runs: Sequence[PlannedRun],
+        execute: Execute,
     ) -> None:
         self.summary = Summary()
+        self._execute = execute
         self._experiment, self._output = experiment, output
         self._site, self._source, self._progress = site, source, progress
         self._topologies = load_topologies(site, experiment, plan_runs(experiment))
@@ -235,7 +257,7 @@ class _Matrix:
 
     def execute(self, run: PlannedRun, order: int) -> dict[str, Any]:
         """Executes the run; its manifest."""
-        manifest = execute(
+        manifest = self._execute(
             run,
             self._experiment,
             self._output,

@@ -6,6 +6,7 @@ Rust (`simulator/`); must not know engines.
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -15,7 +16,8 @@ import orjson
 from numpy.typing import NDArray
 
 from deltaserve.errors import InputError
-from replay.plan import Planned, make_plan
+from launch.cache import write_atomically
+from replay.plan import Plan, Planned, make_plan
 from replay.trace import read_trace
 
 PLAN_FILE = "plan.json"
@@ -50,10 +52,8 @@ def simulate(
             session_limit=session_limit,
             length_scale=length_scale,
             max_input_tokens=max_input_tokens,
-        ).requests
-        lines = (orjson.dumps(_line(request)) + b"\n" for request in planned)
-        with (output / PLANNED_FILE).open("wb") as file:
-            file.writelines(lines)
+        )
+        (output / PLANNED_FILE).write_bytes(_lines(planned))
         plan["requests"] = str((output / PLANNED_FILE).resolve())
     workers = plan.get("workers")
     if isinstance(workers, list):
@@ -65,6 +65,29 @@ def simulate(
         raise InputError(str(error)) from None
     parsed: dict[str, Any] = orjson.loads(report)
     return parsed
+
+
+def write_planned(plan: Plan, folder: Path) -> Path:
+    """Writes the planned requests to a file in `folder` that is named by their content, unless it
+    is there already; returns its path."""
+    lines = _lines(plan)
+    path = folder / f"{hashlib.sha256(lines).hexdigest()[:16]}.jsonl"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lines)
+    return path
+
+
+def is_plan(what: str) -> bool:
+    """Whether `what` names the plan of one run, which has workers, and no experiment, which has
+    arms. A file that cannot be read as either is left to the experiment's reader."""
+    path = Path(what)
+    if path.suffix == ".json":
+        return True
+    try:
+        return "workers" in tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -106,6 +129,10 @@ def _with_constants(worker: Any) -> Any:
     if isinstance(worker, dict) and isinstance(worker.get("calibration"), str):
         return {**worker, "calibration": read_calibration(worker["calibration"])}
     return worker
+
+
+def _lines(plan: Plan) -> bytes:
+    return b"".join(orjson.dumps(_line(request)) + b"\n" for request in plan.requests)
 
 
 def _line(request: Planned) -> dict[str, Any]:

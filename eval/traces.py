@@ -158,13 +158,13 @@ def resolve_scale(trace: Path, replay: Replay) -> Replay:
     """
     if replay.fit_input_tokens is None:
         return replay
-    plan = _plan(trace, replay)
+    plan = make_replay_plan(trace, replay)
     longest = max((request.input_length for request in plan.requests), default=0)
     scale = None
     while longest > replay.fit_input_tokens:
         # Again where whole tokens a block made the plan longer than the factor asked for.
         scale = _three_digits_down((scale or 1.0) * replay.fit_input_tokens / longest)
-        shrunk = _plan(trace, replay.model_copy(update={"length_scale": scale}))
+        shrunk = make_replay_plan(trace, replay.model_copy(update={"length_scale": scale}))
         longest = max(request.input_length for request in shrunk.requests)
     return replay.model_copy(update={"length_scale": scale, "fit_input_tokens": None})
 
@@ -178,7 +178,7 @@ def _three_digits_down(value: float) -> float:
 def trace_facts(trace: Path, replay: Replay) -> TraceFacts:
     """The requests that a run sends, with the tokens of the longest prefix seen before (arrival
     order, infinite cache), in the run's own lengths."""
-    plan = _plan(trace, replay)
+    plan = make_replay_plan(trace, replay)
     if not plan.requests:
         raise InputError(f"{trace}: no request is left to replay")
     seen: set[int] = set()
@@ -197,13 +197,32 @@ def trace_facts(trace: Path, replay: Replay) -> TraceFacts:
     )
 
 
-def _plan(trace: Path, replay: Replay) -> Plan:
+def make_replay_plan(trace: Path, replay: Replay) -> Plan:
+    """The requests that a run with these settings sends."""
+    return _plan(
+        trace,
+        replay.request_limit,
+        replay.session_limit,
+        replay.length_scale or 1.0,
+        replay.max_input_tokens,
+    )
+
+
+# One: all runs of an experiment send the same requests, and a large trace takes a while to read.
+@lru_cache(maxsize=1)
+def _plan(
+    trace: Path,
+    request_limit: int | None,
+    session_limit: int | None,
+    length_scale: float,
+    max_input_tokens: int | None,
+) -> Plan:
     return make_plan(
         read_trace(trace),
-        request_limit=replay.request_limit,
-        session_limit=replay.session_limit,
-        length_scale=replay.length_scale or 1.0,
-        max_input_tokens=replay.max_input_tokens,
+        request_limit=request_limit,
+        session_limit=session_limit,
+        length_scale=length_scale,
+        max_input_tokens=max_input_tokens,
     )
 
 
@@ -212,7 +231,7 @@ def possible_cached_tokens(
 ) -> dict[str, int]:
     """For each request with a first token, the longest prefix that any other request had which was
     sent before that token came. On a fleet that was cold no request finds more in a cache."""
-    plan = {request.request_id: request for request in _plan(trace, replay).requests}
+    plan = {request.request_id: request for request in make_replay_plan(trace, replay).requests}
     sending = sorted((at, name) for name, at in sent_s.items() if name in plan)
     seen: Counter[int] = Counter()
     found: dict[str, int] = {}

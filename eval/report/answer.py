@@ -13,6 +13,7 @@ from eval.compare import Comparison, Verdict
 from eval.formatting import effect, number, seconds
 from eval.metrics import Cell
 from eval.report.evidence import Evidence
+from eval.report.facts import simulated
 from eval.tables import enough
 
 _MOST_ARMS = 4
@@ -20,6 +21,11 @@ _MOST_ARMS = 4
 
 def answer(evidence: Evidence) -> str:
     """One sentence, or a few short ones where several arms are compared."""
+    basis = simulated(evidence.runs)
+    return (f"Simulated ({basis}), not measured. " if basis else "") + _answer(evidence)
+
+
+def _answer(evidence: Evidence) -> str:
     if not evidence.cells:
         return "No run is valid: there is nothing to compare."
     if evidence.searches:

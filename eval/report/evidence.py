@@ -86,8 +86,10 @@ def gather(
 ) -> Evidence:
     """Sorts out invalid runs, measures each cell from its valid ones and compares the arms.
 
-    `slo` replaces bounds of the objective that the runs were made with (`{"ttft_s": 5.0}`).
+    `slo` replaces bounds of the objective that the runs were made with (`{"ttft_s": 5.0}`). Raises
+    `InputError` where some runs are simulated and others measured.
     """
+    _check_one_kind(runs)
     valid: dict[str, list[Run]] = {}
     excluded: list[tuple[Run, list[Violation]]] = []
     for run in runs:
@@ -137,6 +139,17 @@ def gather(
         primary=tuple(analysis.primary),
         searches=list(searches),
     )
+
+
+def _check_one_kind(runs: Sequence[Run]) -> None:
+    """A simulated run says nothing beside a measured one: how far it is off is not in its noise."""
+    simulated = [run for run in runs if run.simulated is not None]
+    measured = [run for run in runs if run.simulated is None]
+    if simulated and measured:
+        raise InputError(
+            f"{simulated[0].folder} is simulated and {measured[0].folder} is measured: one report "
+            "is of one kind; report them apart (eval.validation sets one beside the other)"
+        )
 
 
 def _carries(item: Comparison, cells: Mapping[str, Cell]) -> bool:

@@ -32,6 +32,7 @@ def summary_json(evidence: Evidence) -> dict[str, Any]:
 
     return {
         "title": facts.title(evidence.runs),
+        "simulated": facts.simulated(evidence.runs),
         "answer": answer(evidence),
         "baseline": evidence.baseline,
         "slo": evidence.slo.model_dump(),

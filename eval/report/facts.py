@@ -30,6 +30,12 @@ def place(hardware: Mapping[str, Any], topology: Mapping[str, Any]) -> list[str]
 def banner(evidence: Evidence) -> list[str]:
     """Scaled lengths, and what makes the runs carry less than they seem to."""
     lines = []
+    if basis := simulated(evidence.runs):
+        lines.append(
+            f"Simulated, not measured: engines are a model, under the calibration {basis}. "
+            "The router's decisions are its own. How far such figures were off where that was "
+            "checked: docs/simulator.md."
+        )
     places = machines(evidence.runs)
     scales = {run.length_scale for run in evidence.runs if run.trace is not None}
     if scales and scales != {1.0}:
@@ -39,7 +45,7 @@ def banner(evidence: Evidence) -> list[str]:
             "interfering prefills are scaled alike."
         )
     devices = {run.manifest.get("topology", {}).get("device") for run in evidence.runs}
-    if "cpu" in devices:
+    if "cpu" in devices and not basis:
         lines.append(_CPU_CAUTION)
     if len(places) > 1:
         lines.append("The runs come from different machines: compare arms with care.")
@@ -62,8 +68,15 @@ def engine_entry(engines: Mapping[str, str]) -> Entry:
 
 
 def machines(runs: Sequence[Run]) -> set[str]:
-    """Each machine that runs were made on, in words."""
+    """Each machine that runs were made on, in words; of simulated runs, what stands for one."""
+    if basis := simulated(runs):
+        return {f"none: simulated, {basis}"}
     return {_machine(run.manifest.get("hardware", {})) for run in runs}
+
+
+def simulated(runs: Sequence[Run]) -> str | None:
+    """The calibrations that simulated runs rest on; None of measured ones."""
+    return "; ".join(sorted({run.simulated for run in runs if run.simulated is not None})) or None
 
 
 def models(runs: Sequence[Run]) -> set[str]:
@@ -139,9 +152,9 @@ def commands(runs: Sequence[Run]) -> list[str]:
 
 
 def title(runs: Sequence[Run]) -> str:
-    """The experiments' names."""
-    names = dict.fromkeys(str(run.manifest.get("experiment", "runs")) for run in runs)
-    return ", ".join(names)
+    """The experiments' names; simulated ones say so."""
+    names = ", ".join(dict.fromkeys(str(run.manifest.get("experiment", "runs")) for run in runs))
+    return f"{names} (simulated)" if simulated(runs) else names
 
 
 def caption(evidence: Evidence) -> str:
@@ -149,9 +162,15 @@ def caption(evidence: Evidence) -> str:
     cell = evidence.cells[0]
     engines = {engine_entry(each.engines).text for each in evidence.cells}
     runs = f"{len(cell.runs)} run" + ("s" if len(cell.runs) > 1 else "")
+    basis = simulated(evidence.runs)
+    where = (
+        f"Simulated: {basis}"
+        if basis
+        else "Measured on " + "; ".join(sorted(machines(evidence.runs)))
+    )
     return (
         f"{cell.n // len(cell.runs)} requests a run, {runs} an arm; bars: 95 % intervals. "
-        f"{', '.join(sorted(engines))}. Measured on {'; '.join(sorted(machines(evidence.runs)))}. "
+        f"{', '.join(sorted(engines))}. {where}. "
         f"Model: {', '.join(sorted(models(evidence.runs)))}."
     )
 

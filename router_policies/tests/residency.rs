@@ -47,8 +47,15 @@ impl World {
     }
 
     fn add(&self, id: &str) {
-        let spec =
-            json!({"id": id, "url": format!("http://{id}:1"), "kv_capacity_tokens": CAPACITY});
+        self.add_tiered(id, None);
+    }
+
+    /// A worker with `host_kv_tokens` in host memory.
+    fn add_tiered(&self, id: &str, host_kv_tokens: Option<u64>) {
+        let spec = json!({
+            "id": id, "url": format!("http://{id}:1"), "kv_capacity_tokens": CAPACITY,
+            "host_kv_tokens": host_kv_tokens,
+        });
         let spec = serde_json::from_value::<WorkerSpec>(spec).expect("a worker");
         self.fleet.add_worker(spec).expect("a new id");
         self.fleet.report_health(id, true);
@@ -585,6 +592,30 @@ fn places_are_kept_and_lost_with_the_cache_that_they_are_in() {
     assert_eq!(sessions(), 0);
     drop(world.placed(&world.turn(1, 22_000)));
     assert_eq!(world.last().state, Residence::Admitted);
+}
+
+#[test]
+fn what_the_host_tier_holds_is_not_lost_when_it_is_evicted_from_the_gpu() {
+    // The engine's events say that nothing of the sessions is on the GPU any more.
+    for (host_kv_tokens, states) in [
+        (None, [Residence::Admitted, Residence::Admitted]),
+        (Some(500_000), [Residence::Resident, Residence::Resident]),
+        // Room for the one of the two that was used last.
+        (Some(25_000), [Residence::Resident, Residence::Admitted]),
+    ] {
+        let world = World::new(0, Value::Null);
+        world.add_tiered("w0", host_kv_tokens);
+        assert!(world.fleet.begin_kv_events("w0", 16));
+        world.serve(world.placed(&world.turn(2, 20_000)));
+        world.advance(1.0);
+        world.serve(world.placed(&world.turn(1, 20_000)));
+        world.advance(5.0);
+        let again = [1, 2].map(|session| {
+            drop(world.placed(&world.turn(session, 21_000)));
+            world.last().state
+        });
+        assert_eq!(again, states, "{host_kv_tokens:?}");
+    }
 }
 
 #[test]

@@ -130,7 +130,8 @@ impl Clients {
         let (skipped, linger) = match start {
             Start::Cold => (0, 1.0),
             Start::Mid => {
-                let share = 0.25 + 0.5 * self.random.f64();
+                let (low, high) = self.phases.as_ref().map_or((0.25, 0.75), |p| p.start_share);
+                let share = low + (high - low) * self.random.f64();
                 let skipped = (members.len() as f64 * share) as usize;
                 (skipped.min(members.len() - 1), self.random.f64())
             }

@@ -88,6 +88,9 @@ pub enum Start {
 pub struct Phases {
     #[serde(default)]
     pub start: Start,
+    /// Between which shares of its turns a session that starts in its middle does so.
+    #[serde(default = "default_start_share")]
+    pub start_share: (f64, f64),
     /// How the sessions start that take the place of those that have ended.
     #[serde(default)]
     pub recycle_start: Start,
@@ -99,9 +102,16 @@ pub struct Phases {
     /// Sessions that are primed at a time; unless given, it grows with the sessions in flight.
     #[serde(default)]
     pub prime_parallel: Option<usize>,
+    /// How long a client waits for a prime's answer; `load.timeout_s` unless given.
+    #[serde(default)]
+    pub prime_timeout_s: Option<f64>,
     /// How long the load goes on for measured requests that have not ended.
     #[serde(default = "default_drain_s")]
     pub drain_s: f64,
+}
+
+fn default_start_share() -> (f64, f64) {
+    (0.25, 0.75)
 }
 
 fn default_drain_s() -> f64 {
@@ -271,6 +281,16 @@ impl Plan {
                 1.0,
             )?;
             at_least("phases.drain_s", phases.drain_s, 0.0)?;
+            more_than_0(
+                "phases.prime_timeout_s",
+                phases.prime_timeout_s.unwrap_or(1.0),
+            )?;
+            let (low, high) = phases.start_share;
+            if !(0.0 <= low && low <= high && high < 1.0) {
+                return Err(format!(
+                    "phases.start_share: expected two shares from 0 to below 1, not {low} and {high}"
+                ));
+            }
         }
         if self.workers.is_empty() {
             return Err("workers: expected at least one".to_owned());
@@ -289,12 +309,16 @@ impl Plan {
                     return Err(named(format!("{name}: expected at least 1, not 0")));
                 }
             }
-            if worker.role != Role::Colocated {
+            if worker.role != Role::Colocated && worker.engine != Engine::Sglang {
                 return Err(named(format!(
-                    "role {:?}: only colocated workers are simulated yet",
+                    "role {:?}: of vLLM's workers only colocated ones are simulated yet",
                     worker.role
                 )));
             }
+        }
+        let has = |role| self.workers.iter().any(|worker| worker.role == role);
+        if has(Role::Decode) && !has(Role::Prefill) {
+            return Err("workers: a decode worker needs a prefill one".to_owned());
         }
         Ok(())
     }

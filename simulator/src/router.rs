@@ -113,6 +113,11 @@ impl Router {
         self.slots[&reservation.answering().id]
     }
 
+    /// The worker that prefills for the one that answers, where that is another.
+    pub fn prefill_of(&self, reservation: &Reservation) -> Option<usize> {
+        reservation.prefill().map(|worker| self.slots[&worker.id])
+    }
+
     pub fn report_load(&self, worker: usize, occupancy: Occupancy) {
         let load = EngineLoad {
             running_requests: occupancy.running,

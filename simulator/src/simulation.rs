@@ -2,7 +2,7 @@
 
 use crate::cache::{Change, Totals};
 use crate::clients::{Clients, Due};
-use crate::engine::{Counters, Emission, Job, Limits, Sglang, Vllm, Worker};
+use crate::engine::{Counters, Emission, Job, Limits, Part, Sglang, Vllm, Worker};
 use crate::plan::{Plan, WorkerPlan};
 use crate::prompts::{Prompt, Prompts};
 use crate::requests::Requests;
@@ -21,12 +21,16 @@ const MOST_PUMP_S: f64 = 0.1;
 const LEAST_PUMP_S: f64 = 0.001;
 /// Tokens of an answer after which the router is told of them, as of pieces of a stream.
 const TOKENS_A_PIECE: u64 = 16;
+/// Ends the names of requests that only put a prompt into caches, as `replay` has it.
+const PRIME_SUFFIX: &str = "~prime";
 const BUSY: &str = "no worker can take the request";
 
 enum What {
     Due(Due),
     Arrival,
     AtWorker(usize),
+    /// The KV of a turn that was prefilled elsewhere has come.
+    Received(usize),
     Step(usize),
     Changes(usize, Vec<Change>),
     Loads,
@@ -74,6 +78,13 @@ struct Turn {
     /// While it waits for room.
     waits: Option<(Ticket, Request)>,
     worker: Option<usize>,
+    /// Where another worker prefills.
+    prefill: Option<usize>,
+    /// Of a turn that is prefilled elsewhere: tokens of its prompt that were at the worker already,
+    /// tokens that have been sent there or wait to be, and what the other found in its cache.
+    held_tokens: u64,
+    sent_tokens: u64,
+    cached_tokens: Option<u64>,
     first_s: Option<f64>,
     tokens: u64,
     unsaid: u64,
@@ -87,6 +98,8 @@ pub struct WorkerReport {
     #[serde(flatten)]
     pub counters: Counters,
     pub cache_blocks: Totals,
+    /// Of requests that run, or that wait for another worker.
+    pub used_tokens_now: u64,
     pub cached_tokens_now: u64,
     pub host_tokens_now: u64,
 }
@@ -116,6 +129,8 @@ struct Simulation<'a> {
     workers: Vec<Box<dyn Worker>>,
     /// When each worker's next step ends, as far as an event for it is under way.
     awaited_s: Vec<Option<f64>>,
+    /// When each worker has sent what it is to send to others.
+    link_free_s: Vec<f64>,
     events: BinaryHeap<Event>,
     event_number: u64,
     now_s: f64,
@@ -171,6 +186,7 @@ pub fn run(plan: &Plan, folder: &Path) -> Result<Report, String> {
         prompts: Prompts::new(Arc::clone(&requests), plan.load.splice_outputs),
         router,
         awaited_s: vec![None; workers.len()],
+        link_free_s: vec![0.0; workers.len()],
         workers,
         names,
         events: BinaryHeap::new(),
@@ -283,6 +299,7 @@ impl Simulation<'_> {
                 }
             }
             What::AtWorker(turn) => self.submit(turn),
+            What::Received(turn) => self.receive(turn),
             What::Step(worker) => {
                 if self.awaited_s[worker] == Some(self.now_s) {
                     self.awaited_s[worker] = None;
@@ -303,8 +320,9 @@ impl Simulation<'_> {
                 }
             }
             What::Timeout(turn) => {
-                if self.turns[turn].is_some() {
-                    let message = format!("no complete answer in {} s", self.plan.load.timeout_s);
+                if let Some(late) = &self.turns[turn] {
+                    let timeout_s = self.timeout_s(late.due.is_prime);
+                    let message = format!("no complete answer in {timeout_s} s");
                     self.fail(turn, Outcome::Timeout, "timeout", message)?;
                 }
             }
@@ -331,7 +349,7 @@ impl Simulation<'_> {
         let prompt = self.prompts.make(due.request, play, output_tokens);
         let best_cached_tokens = self.prompts.best_cached_tokens(&prompt);
         let request = Request {
-            request_id: planned.request_id.clone(),
+            request_id: request_name(&planned.request_id, play, due.is_prime),
             session_id: Some(session_name(&requests.sessions[planned.session], play)),
             prompt: self.router.hashes(&prompt),
             max_output_tokens: Some(output_tokens),
@@ -351,6 +369,10 @@ impl Simulation<'_> {
             reservation: None,
             waits: None,
             worker: None,
+            prefill: None,
+            held_tokens: 0,
+            sent_tokens: 0,
+            cached_tokens: None,
             first_s: None,
             tokens: 0,
             unsaid: 0,
@@ -358,9 +380,20 @@ impl Simulation<'_> {
         }));
         self.under_way += 1;
         self.measured_left += usize::from(phase == Phase::Measure);
-        self.at(self.now_s + self.plan.load.timeout_s, What::Timeout(number));
+        self.at(
+            self.now_s + self.timeout_s(due.is_prime),
+            What::Timeout(number),
+        );
         let answer = self.router.admit(number, &request);
         self.take(number, answer, request)
+    }
+
+    /// How long a client waits for a complete answer.
+    fn timeout_s(&self, is_prime: bool) -> f64 {
+        let phases = self.plan.phases.as_ref().filter(|_| is_prime);
+        let of_primes_s = phases.and_then(|phases| phases.prime_timeout_s);
+        let timeout_s = self.plan.load.timeout_s;
+        timeout_s.min(of_primes_s.unwrap_or(f64::INFINITY))
     }
 
     /// What a client says of its session in headers, where clients do so.
@@ -428,11 +461,13 @@ impl Simulation<'_> {
 
     fn placed(&mut self, number: usize, mut reservation: Reservation) {
         let worker = self.router.worker_of(&reservation);
+        let prefill = self.router.prefill_of(&reservation);
         reservation.streams();
         if let Some(turn) = &mut self.turns[number] {
             turn.decision_id = Some(reservation.decision_id().to_owned());
             turn.reservation = Some(reservation);
             turn.worker = Some(worker);
+            turn.prefill = prefill;
         }
         let request_s = self.names[worker].1.calibration.request_s;
         self.at(self.now_s + request_s, What::AtWorker(number));
@@ -443,15 +478,78 @@ impl Simulation<'_> {
             return;
         };
         let Some(worker) = turn.worker else { return };
+        let part = match turn.prefill {
+            Some(_) => Part::Decode,
+            None => Part::Whole,
+        };
+        let output_tokens = turn.output_tokens;
+        self.submit_part(number, worker, part, output_tokens);
+    }
+
+    fn submit_part(&mut self, number: usize, worker: usize, part: Part, output_tokens: u64) {
+        let Some(turn) = &self.turns[number] else {
+            return;
+        };
         let job = Job {
             id: number,
             stream: Arc::clone(&turn.prompt.stream),
             block_tokens: self.requests.block_tokens,
             input_tokens: turn.prompt.input_tokens,
-            output_tokens: turn.output_tokens,
+            output_tokens,
+            part,
         };
         self.workers[worker].submit(job, self.now_s);
         self.await_step(worker);
+    }
+
+    /// There is room for a turn's prompt where it will be answered: now it is prefilled.
+    fn reserved(&mut self, number: usize, held_tokens: u64) {
+        let Some(turn) = &mut self.turns[number] else {
+            return;
+        };
+        turn.held_tokens = held_tokens;
+        if let Some(prefill) = turn.prefill {
+            self.submit_part(number, prefill, Part::Prefill, 1);
+        }
+    }
+
+    /// The first `tokens` of a turn's prompt are there: what the other worker lacks of them is sent
+    /// behind what the same worker is sending already.
+    fn computed(&mut self, number: usize, worker: usize, tokens: u64) {
+        let Some(turn) = &mut self.turns[number] else {
+            return;
+        };
+        let from = turn.sent_tokens.max(turn.held_tokens);
+        turn.sent_tokens = from.max(tokens);
+        let calibration = &self.names[worker].1.calibration;
+        let takes_s = (turn.sent_tokens - from) as f64 / calibration.transfer_tokens_per_s;
+        let link_free_s = &mut self.link_free_s[worker];
+        *link_free_s = link_free_s.max(self.now_s) + takes_s;
+    }
+
+    fn prefilled(&mut self, number: usize, worker: usize, cached_tokens: u64) {
+        let Some(turn) = &mut self.turns[number] else {
+            return;
+        };
+        turn.cached_tokens = Some(cached_tokens);
+        let overhead_s = self.names[worker].1.calibration.transfer_overhead_s;
+        let at_s = self.link_free_s[worker].max(self.now_s) + overhead_s;
+        self.at(at_s, What::Received(number));
+    }
+
+    fn receive(&mut self, number: usize) {
+        let Some(turn) = &self.turns[number] else {
+            return;
+        };
+        let (worker, prefill) = (turn.worker, turn.prefill);
+        if let Some(prefill) = prefill {
+            self.workers[prefill].sent(number, self.now_s);
+            self.await_step(prefill);
+        }
+        if let Some(worker) = worker {
+            self.workers[worker].received(number, self.now_s);
+            self.await_step(worker);
+        }
     }
 
     /// Makes an event of a worker's next step, unless there is one.
@@ -480,6 +578,11 @@ impl Simulation<'_> {
                 Emission::Token { job } => self.token(job, seen_s),
                 Emission::Finished { job, cached_tokens } => {
                     self.finish(job, cached_tokens, seen_s)?;
+                }
+                Emission::Reserved { job, held_tokens } => self.reserved(job, held_tokens),
+                Emission::Computed { job, tokens } => self.computed(job, worker, tokens),
+                Emission::Prefilled { job, cached_tokens } => {
+                    self.prefilled(job, worker, cached_tokens);
                 }
                 Emission::Rejected { job } => {
                     let message = "the request is longer than the worker's KV".to_owned();
@@ -514,6 +617,7 @@ impl Simulation<'_> {
         let Some(mut turn) = self.turns[number].take() else {
             return Ok(());
         };
+        let cached_tokens = turn.cached_tokens.unwrap_or(cached_tokens);
         if let Some(mut reservation) = turn.reservation.take() {
             reservation.report(Usage {
                 prompt_tokens: Some(turn.prompt.input_tokens),
@@ -536,8 +640,9 @@ impl Simulation<'_> {
         let Some(mut turn) = self.turns[number].take() else {
             return Ok(());
         };
-        if let Some(worker) = turn.worker {
-            self.workers[worker].cancel(number);
+        for worker in [turn.worker, turn.prefill].into_iter().flatten() {
+            self.workers[worker].cancel(number, self.now_s);
+            self.await_step(worker);
         }
         let status = match outcome {
             Outcome::Rejected => Some(503),
@@ -576,7 +681,7 @@ impl Simulation<'_> {
         let planned = &requests.all[turn.due.request];
         let play = self.clients.conversations[turn.due.conversation].play;
         let line = ResultLine {
-            request_id: &planned.request_id,
+            request_id: &request_name(&planned.request_id, play, turn.due.is_prime),
             session_id: &session_name(&requests.sessions[planned.session], play),
             turn: planned.turn,
             input_length: planned.input_tokens,
@@ -610,6 +715,13 @@ impl Simulation<'_> {
         for number in 0..self.turns.len() {
             let message = "the run ended".to_owned();
             self.fail(number, Outcome::ClientDisconnect, "cancelled", message)?;
+        }
+        // What clients have left ends with the step that it runs in.
+        let mut told = Vec::new();
+        for worker in &mut self.workers {
+            while worker.next_s().is_some() {
+                worker.advance(&mut told);
+            }
         }
         Ok(())
     }
@@ -645,6 +757,7 @@ impl Simulation<'_> {
                     id: id.clone(),
                     counters: worker.counters(),
                     cache_blocks: worker.cache_totals(),
+                    used_tokens_now: worker.occupancy().used_tokens,
                     cached_tokens_now: device,
                     host_tokens_now: host,
                 }
@@ -671,6 +784,12 @@ fn session_name(session: &str, play: u32) -> String {
         0 => session.to_owned(),
         play => format!("{session}#{play}"),
     }
+}
+
+/// The name of a request of a session's `play`-th play, as `replay` gives it.
+fn request_name(request: &str, play: u32, is_prime: bool) -> String {
+    let name = session_name(request, play);
+    if is_prime { name + PRIME_SUFFIX } else { name }
 }
 
 /// As few of the arrivals as leave the first, the last and the worst gap between two as they are.

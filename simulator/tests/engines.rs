@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use simulator::Eviction;
 use simulator::calibration::{Calibration, attention_pairs};
-use simulator::engine::{Emission, Job, Limits, Order, Sglang, Vllm, Worker};
+use simulator::engine::{Emission, Job, Limits, Order, Part, Sglang, Vllm, Worker};
 use std::collections::HashMap;
 
 const BLOCK: u64 = 16;
@@ -35,6 +35,7 @@ fn job(id: usize, family: u64, input_tokens: u64, output_tokens: u64) -> Job {
         block_tokens: BLOCK,
         input_tokens,
         output_tokens,
+        part: Part::Whole,
     }
 }
 
@@ -145,6 +146,43 @@ fn sglang_holds_decodes_up_for_a_prefill_and_vllm_does_not() {
 }
 
 #[test]
+fn a_worker_that_decodes_for_others_retracts_and_goes_on_where_it_was() {
+    let mut worker = Sglang::new(Calibration::default(), limits(5_000));
+    for id in 0..6 {
+        let part = Part::Decode;
+        let job = Job {
+            part,
+            ..job(id, id as u64, 500, 1_500)
+        };
+        worker.submit(job, 0.0);
+    }
+    let (mut told, mut tokens) = (Vec::new(), [0; 6]);
+    let mut ended = 0;
+    while let Some(now_s) = worker.next_s() {
+        worker.advance(&mut told);
+        for emission in told.drain(..) {
+            match emission {
+                Emission::Reserved { job, held_tokens } => {
+                    assert_eq!(held_tokens, 0);
+                    worker.received(job, now_s);
+                }
+                Emission::Token { job } => tokens[job] += 1,
+                Emission::Finished { .. } => ended += 1,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+    assert_eq!((ended, tokens), (6, [1_500; 6]));
+    let counters = worker.counters();
+    assert!(counters.retractions > 0);
+    assert_eq!(
+        (counters.received_tokens, counters.prefilled_tokens),
+        (6 * 500, 0)
+    );
+    assert_eq!(worker.occupancy().used_tokens, 0);
+}
+
+#[test]
 fn what_was_evicted_comes_from_host_memory_at_its_speed() {
     let tiered = Limits {
         host_kv_tokens: 100_000,
@@ -208,7 +246,7 @@ proptest! {
                             Emission::Finished { job, cached_tokens } => {
                                 assert!(cached.insert(job, cached_tokens).is_none());
                             }
-                            Emission::Rejected { job } => panic!("{job} rejected"),
+                            other => panic!("{other:?}"),
                         }
                     }
                 }

@@ -222,6 +222,128 @@ fn a_session_alone_takes_what_the_formula_says() {
     }
 }
 
+/// A prefill worker `p` and one `d` of another role that answers.
+fn separated(role: &str, prefix_cache: bool, kv_tokens: u64) -> Value {
+    json!([
+        {"id": "p", "role": "prefill", "kv_tokens": kv_tokens},
+        {"id": "d", "role": role, "kv_tokens": kv_tokens, "prefix_cache": prefix_cache},
+    ])
+}
+
+#[test]
+fn a_separated_session_alone_takes_what_the_formula_says() {
+    let folder = folder("separated-alone");
+    sessions(&folder.join("planned.jsonl"), 1, 8, 20_000, 3.0);
+    for prefix_cache in [false, true] {
+        let changes = json!({
+            "workers": separated("decode", prefix_cache, 200_000),
+            "router": {"policy": "pd", "residency": {"rule": "off"}},
+            "load": {"max_inflight_sessions": 1},
+        });
+        let (report, lines) = simulate(&plan(&folder, &changes), &folder, "run");
+        let calibration = Calibration::default();
+        // Full blocks of what came before: on the worker that prefills, on the one that answers.
+        let (mut prefilled, mut answered) = (0, 0);
+        let mut moved = 0;
+        for line in &lines {
+            let number = |key: &str| line[key].as_u64().expect("a number");
+            let (input, output) = (number("input_length"), number("output_tokens"));
+            let scheduled_s = line["scheduled_s"].as_f64().expect("a time");
+            assert_eq!(number("cached_tokens"), prefilled);
+            let held = if prefix_cache { answered } else { 0 };
+            let mut now_s = scheduled_s + calibration.request_s;
+            let (mut computed, mut sent, mut link_free_s) = (prefilled, held, 0.0_f64);
+            while computed < input {
+                let part = (input - computed).min(8_192);
+                now_s += calibration.mixed_s(part, attention_pairs(computed, part), 0, 0);
+                computed += part;
+                let new = computed.saturating_sub(sent);
+                sent = sent.max(computed);
+                link_free_s =
+                    link_free_s.max(now_s) + new as f64 / calibration.transfer_tokens_per_s;
+            }
+            moved += input - held;
+            let mut expected_s =
+                link_free_s + calibration.transfer_overhead_s + calibration.token_s;
+            let first_s = line["first_token_s"].as_f64().expect("a time");
+            assert!(
+                (first_s - expected_s).abs() < 1e-5,
+                "{first_s} {expected_s}"
+            );
+            for decoded in 0..output - 1 {
+                expected_s += calibration.decode_s(1, input + decoded);
+            }
+            let ended_s = line["finished_s"].as_f64().expect("a time");
+            assert!(
+                (ended_s - expected_s).abs() < 1e-5,
+                "{ended_s} {expected_s}"
+            );
+            prefilled = input / BLOCK * BLOCK;
+            answered = (input + output - 1) / BLOCK * BLOCK;
+        }
+        assert_eq!(report.workers[1].counters.received_tokens, moved);
+        assert_eq!(report.workers[1].counters.prefilled_tokens, 0);
+    }
+}
+
+#[test]
+fn nothing_is_lost_between_workers_that_prefill_and_workers_that_answer() {
+    let folder = folder("separated");
+    sessions(&folder.join("planned.jsonl"), 14, 7, 5_000, 4.0);
+    for (role, prefix_cache, policy) in [
+        ("decode", false, "pd"),
+        ("decode", true, "pd"),
+        ("elastic", true, "elastic"),
+    ] {
+        for kv_tokens in [24_000, 60_000] {
+            for timeout_s in [1e6, 0.4] {
+                let changes = json!({
+                    "workers": separated(role, prefix_cache, kv_tokens),
+                    "router": {"policy": policy, "residency": {"rule": "off"}, "kv_events": true},
+                    "load": {"max_inflight_sessions": 6, "max_think_s": 5, "timeout_s": timeout_s},
+                });
+                let (report, lines) = simulate(&plan(&folder, &changes), &folder, "run");
+                let what = format!("{role} {prefix_cache} {kv_tokens} {timeout_s}");
+                assert_eq!(report.requests, 14 * 7, "{what}");
+                assert!(report.router_is_idle, "{what}");
+                for worker in &report.workers {
+                    let held = worker.cache_blocks.stored - worker.cache_blocks.evicted;
+                    assert_eq!(held * BLOCK, worker.cached_tokens_now, "{what}");
+                    assert!(worker.cached_tokens_now <= kv_tokens, "{what}");
+                    assert_eq!(worker.used_tokens_now, 0, "{what}");
+                }
+                if timeout_s < 1e6 {
+                    // Whoever leaves in the middle leaves nothing behind.
+                    assert!(report.failed > 0, "{what}");
+                    continue;
+                }
+                assert_eq!(report.failed, 0, "{what}");
+                let of_workers = |count: fn(&simulator::WorkerReport) -> u64| {
+                    report.workers.iter().map(count).sum::<u64>()
+                };
+                assert_eq!(
+                    of_workers(|w| w.counters.prompt_tokens),
+                    sum(&lines, "input_length")
+                );
+                assert_eq!(
+                    of_workers(|w| w.counters.cached_tokens),
+                    sum(&lines, "cached_tokens")
+                );
+                assert_eq!(
+                    of_workers(|w| w.counters.generated_tokens),
+                    sum(&lines, "output_length")
+                );
+                let received = report.workers[1].counters.received_tokens;
+                let separated = report.workers[0].counters.prompt_tokens;
+                assert!(received > 0 && received <= separated, "{what}");
+                if !prefix_cache {
+                    assert_eq!(received, separated, "{what}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn a_recycled_load_keeps_its_sessions_in_flight_and_measures_its_window() {
     let folder = folder("recycled");
@@ -241,6 +363,7 @@ fn a_recycled_load_keeps_its_sessions_in_flight_and_measures_its_window() {
         of("prime") > 0 && of("warm_up") > 0 && of("measure") > 50,
         "{report:?}"
     );
+    let mut names = std::collections::HashSet::new();
     for line in &lines {
         let scheduled_s = line["scheduled_s"].as_f64().expect("a time");
         let inside = scheduled_s >= start_s && scheduled_s < end_s;
@@ -253,9 +376,19 @@ fn a_recycled_load_keeps_its_sessions_in_flight_and_measures_its_window() {
             line["phase"] != "measure" || line["error"].is_null(),
             "{line}"
         );
-        if line["phase"] == "prime" {
+        let is_prime = line["phase"] == "prime";
+        if is_prime {
             assert_eq!(line["output_tokens"].as_u64(), Some(1));
         }
+        // Named as in a measured run: no two lines have one name.
+        let name = line["request_id"].as_str().expect("a name");
+        assert!(names.insert(name.to_owned()), "{name}");
+        assert_eq!(name.ends_with("~prime"), is_prime, "{name}");
+        assert_eq!(
+            name.contains('#'),
+            line["play"].as_u64() > Some(0),
+            "{name}"
+        );
     }
     // Six sessions of a trace of five: some are in their second play, with prompts of their own.
     assert!(lines.iter().any(|line| line["play"].as_u64() > Some(1)));
@@ -279,7 +412,11 @@ fn a_wrong_plan_is_named() {
             "kv_tokens",
         ),
         (
-            json!({"workers": [{"id": "w", "kv_tokens": 9, "role": "prefill"}]}),
+            json!({"workers": [{"id": "w", "kv_tokens": 9, "role": "decode"}]}),
+            "workers",
+        ),
+        (
+            json!({"workers": [{"id": "w", "kv_tokens": 9, "role": "prefill", "engine": "vllm"}]}),
             "role",
         ),
         (

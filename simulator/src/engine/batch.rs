@@ -203,21 +203,15 @@ impl Queues {
         }
     }
 
-    /// As [`Queues::decoding`], without those whose prefill is in `parts`.
-    pub fn decoding_but(&self, parts: &[(JobId, u64)]) -> (usize, u64) {
-        let is_part = |s: &Sequence| parts.iter().any(|(job, _)| *job == s.job.id);
-        let decoding = self
-            .running
-            .iter()
-            .filter(|s| !s.is_prefilling() && !is_part(s));
-        decoding.fold((0, 0), |(count, context), s| {
-            (count + 1, context + s.computed)
-        })
+    /// Those that decode, and their contexts in tokens, in all.
+    pub fn decoding(&self) -> (usize, u64) {
+        self.decoding_but(&[])
     }
 
-    /// Contexts of those that decode, in all.
-    pub fn decoding(&self) -> (usize, u64) {
-        let decoding = self.running.iter().filter(|s| !s.is_prefilling());
+    /// As [`Queues::decoding`], without `jobs`.
+    pub fn decoding_but(&self, jobs: &[JobId]) -> (usize, u64) {
+        let running = self.running.iter();
+        let decoding = running.filter(|s| !s.is_prefilling() && !jobs.contains(&s.job.id));
         decoding.fold((0, 0), |(count, context), s| {
             (count + 1, context + s.computed)
         })

@@ -1,6 +1,7 @@
 //! Engines as the simulation sees them: jobs in, tokens out, at times of their own.
 
 mod batch;
+mod scheduler;
 mod sglang;
 mod vllm;
 
@@ -14,6 +15,17 @@ use std::sync::Arc;
 /// Names a job to whoever gave it to the worker.
 pub type JobId = usize;
 
+/// Which part of a request a worker does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Part {
+    #[default]
+    Whole,
+    /// The prompt, whose KV then goes to another worker.
+    Prefill,
+    /// The answer: room for the prompt is taken first, and its KV comes from another worker.
+    Decode,
+}
+
 /// A request as an engine gets it.
 #[derive(Clone, Debug)]
 pub struct Job {
@@ -24,6 +36,7 @@ pub struct Job {
     pub input_tokens: u64,
     /// The answer ends here, and says so beforehand (`max_tokens` with `ignore_eos`).
     pub output_tokens: u64,
+    pub part: Part,
 }
 
 impl Job {
@@ -49,6 +62,12 @@ pub enum Emission {
     Finished { job: JobId, cached_tokens: u64 },
     /// The job fits nowhere.
     Rejected { job: JobId },
+    /// Room for a prompt has been taken: its first `held_tokens` are here already.
+    Reserved { job: JobId, held_tokens: u64 },
+    /// Of a prompt that is prefilled for another worker, the first `tokens` are there to be sent.
+    Computed { job: JobId, tokens: u64 },
+    /// All of it is, and the first token of the answer with it.
+    Prefilled { job: JobId, cached_tokens: u64 },
 }
 
 /// A worker's counters, in tokens, since its start.
@@ -61,6 +80,8 @@ pub struct Counters {
     pub prefilled_tokens: u64,
     pub generated_tokens: u64,
     pub retractions: u64,
+    /// Of prompts that other workers prefilled.
+    pub received_tokens: u64,
     pub prefill_s: f64,
     pub decode_s: f64,
     pub steps: u64,
@@ -80,7 +101,11 @@ pub trait Worker {
     /// A request arrives.
     fn submit(&mut self, job: Job, now_s: f64);
     /// The client has left; what is running of the job ends with the step.
-    fn cancel(&mut self, job: JobId);
+    fn cancel(&mut self, job: JobId, now_s: f64);
+    /// What was prefilled for another worker has all been sent.
+    fn sent(&mut self, job: JobId, now_s: f64);
+    /// What was prefilled elsewhere has all come.
+    fn received(&mut self, job: JobId, now_s: f64);
     /// When the worker next does something of its own; none while it has nothing to do.
     fn next_s(&self) -> Option<f64>;
     /// Lets time pass to [`Worker::next_s`], and adds to `told` what happened then.

@@ -1,13 +1,18 @@
-//! SGLang (0.5.17), colocated: prefills go before decodes, in chunks; requests are let in while what
+//! SGLang (0.5.17): prefills go before decodes, in chunks; requests are let in while what
 //! they will need fits beside a share of what those running may still generate.
 //!
 //! Follows `Scheduler.get_next_batch_to_run` and `PrefillAdder`. With the overlap scheduler a step is
 //! composed while the one before it runs, so that a request that comes during a step is not in the
 //! next one, but in the one after it.
+//!
+//! A worker that prefills for others keeps a prompt's KV until it has been sent. One that decodes takes
+//! room for the whole prompt before it is prefilled (`DecodePreallocQueue`), all of it or what its
+//! radix cache does not hold, and goes on from the first token when the KV has come. An elastic worker
+//! does both beside prompts of its own.
 
-use super::batch::{Pool, Queues, Sequence};
-use super::{Counters, Emission, Job, JobId, Limits, Occupancy, Order, Worker};
-use crate::cache::{Change, Totals};
+use super::batch::Sequence;
+use super::scheduler::{Core, Prefill, Scheduler};
+use super::{Emission, JobId, Limits, Order, Part};
 use crate::calibration::{Calibration, attention_pairs};
 
 /// `CLIP_MAX_NEW_TOKENS`: more is never reserved for one answer.
@@ -18,217 +23,206 @@ const RATIO_START: f64 = 0.7;
 const RATIO_LEAST: f64 = 0.098;
 const RATIO_STEP: f64 = (RATIO_START - RATIO_LEAST) / 600.0;
 
+/// `num_reserved_decode_tokens`: kept for each request that decodes before room is given to another.
+const KEPT_FOR_EACH: u64 = 512;
+
 /// With more waiting, `lpm` falls back to `fcfs`.
 const LPM_MOST_WAITING: usize = 128;
 
 enum Step {
-    /// Tokens for each running sequence that prefills in this step, by its job.
-    Prefill(Vec<(JobId, u64)>),
+    /// The requests that prefill in this step.
+    Prefill(Vec<JobId>),
     Decode,
 }
 
 pub struct Sglang {
-    calibration: Calibration,
-    limits: Limits,
-    pool: Pool,
-    queues: Queues,
-    step: Option<(Step, f64)>,
-    /// What came before this is seen by the next composition.
-    seen_until_s: f64,
+    core: Core,
+    step: Step,
     ratio: f64,
-    rejected: Vec<JobId>,
+}
+
+/// A prefill step while it is put together.
+struct Batch {
+    jobs: Vec<JobId>,
+    work: Prefill,
+    chunk_left: u64,
+    input_left: u64,
+    /// Beyond what is locked: kept for answers of those that run, and of those let in here.
+    promised: f64,
+}
+
+impl Batch {
+    /// A request computes `part` tokens behind its first `before`.
+    fn add(&mut self, job: JobId, before: u64, part: u64) {
+        self.work.pairs += attention_pairs(before, part);
+        self.work.tokens += part;
+        self.chunk_left -= part;
+        self.input_left = self.input_left.saturating_sub(part);
+        self.jobs.push(job);
+    }
+}
+
+/// What is reserved for the rest of an answer.
+fn answer_tokens(sequence: &Sequence) -> u64 {
+    sequence.left_to_generate().min(CLIP_NEW_TOKENS)
 }
 
 impl Sglang {
     pub fn new(calibration: Calibration, limits: Limits) -> Self {
         Self {
-            pool: Pool::new(&limits, false),
-            calibration,
-            limits,
-            queues: Queues::new(),
-            step: None,
-            seen_until_s: 0.0,
+            core: Core::new(calibration, limits, false),
+            step: Step::Decode,
             ratio: RATIO_START,
-            rejected: Vec::new(),
         }
     }
 
-    /// Composes the next step and starts it.
-    fn start_step(&mut self) {
-        let now_s = self.queues.now_s;
-        let composed = self
-            .compose_prefill()
-            .or_else(|| self.compose_decode())
-            .or_else(|| {
-                // Nothing runs: what has come meanwhile is seen at once.
-                self.seen_until_s = now_s;
-                self.compose_prefill()
-            });
-        self.seen_until_s = now_s;
-        match composed {
-            Some((step, seconds)) => {
-                self.queues.counters.steps += 1;
-                self.step = Some((step, now_s + seconds));
-            }
-            None => {
-                self.step = None;
-                if self.queues.running.is_empty() {
-                    self.ratio = RATIO_START;
-                }
+    /// Gives room to prompts that others prefill, and lets those decode whose KV has come.
+    fn hand_over(&mut self) {
+        loop {
+            let others = self.core.queues.running.len() + self.core.handed_over();
+            let kept = KEPT_FOR_EACH * others as u64;
+            if others >= self.core.limits.max_running || !self.core.reserve(kept) {
+                break;
             }
         }
+        let seen_until_s = self.core.seen_until_s;
+        let arrived = std::mem::take(&mut self.core.handover.arrived);
+        let (now, later): (Vec<Sequence>, Vec<Sequence>) = arrived
+            .into_iter()
+            .partition(|s| s.arrived_s <= seen_until_s);
+        self.core.handover.arrived = later;
+        if now.is_empty() {
+            return;
+        }
+        let mut told = Vec::new();
+        for mut sequence in now {
+            self.core.pool.share(&mut sequence);
+            let is_first = sequence.generated == 0;
+            self.core.queues.running.push(sequence);
+            if is_first {
+                let at = self.core.queues.running.len() - 1;
+                self.core.tell_token(at, &mut told);
+            }
+        }
+        self.core.end_complete(&mut told);
+        self.core.tells.append(&mut told);
     }
 
-    fn compose_prefill(&mut self) -> Option<(Step, f64)> {
-        let reserved: f64 = self
-            .queues
-            .running
-            .iter()
-            .filter(|s| !s.is_prefilling())
-            .map(|s| self.ratio * s.left_to_generate().min(CLIP_NEW_TOKENS) as f64)
-            .sum();
-        // Beyond what is locked: kept for answers of requests let in here.
-        let mut promised = reserved;
-        let mut chunk_left = self.limits.chunk_tokens;
-        let mut input_left = self.limits.max_prefill_tokens;
-        let mut parts: Vec<(JobId, u64)> = Vec::new();
-        let (mut tokens, mut pairs, mut reload) = (0, 0.0, 0);
-
-        // At most one prefill is cut by the chunks' end; it goes on before others begin.
-        let going = self.queues.running.iter().position(Sequence::is_prefilling);
-        if let Some(at) = going {
-            let sequence = &mut self.queues.running[at];
-            let part = (sequence.target - sequence.computed).min(chunk_left);
-            pairs += attention_pairs(sequence.computed, part);
-            if !self.pool.take(sequence, part) {
-                return None;
-            }
-            if !sequence.is_prefilling() {
-                promised += sequence.left_to_generate().min(CLIP_NEW_TOKENS) as f64;
-            }
-            tokens += part;
-            chunk_left -= part;
-            input_left = input_left.saturating_sub(part);
-            parts.push((sequence.job.id, part));
+    fn compose_prefill(&mut self) -> Option<f64> {
+        let running = &self.core.queues.running;
+        let decoding = running.iter().filter(|s| !s.is_prefilling());
+        let mut batch = Batch {
+            jobs: Vec::new(),
+            work: Prefill::default(),
+            chunk_left: self.core.limits.chunk_tokens,
+            input_left: self.core.limits.max_prefill_tokens,
+            promised: decoding.map(|s| self.ratio * answer_tokens(s) as f64).sum(),
+        };
+        if !self.go_on(&mut batch) {
+            return None;
         }
-        if chunk_left > 0
-            && self.limits.order == Order::Lpm
-            && self.queues.waiting.len() <= LPM_MOST_WAITING
+        if batch.chunk_left > 0
+            && self.core.limits.order == Order::Lpm
+            && self.core.queues.waiting.len() <= LPM_MOST_WAITING
         {
             self.sort_by_prefix();
         }
         let mut at = 0;
-        while chunk_left > 0
-            && input_left > 0
-            && self.queues.running.len() < self.limits.max_running
-            && at < self.queues.waiting.len()
+        while batch.chunk_left > 0
+            && batch.input_left > 0
+            && self.core.queues.running.len() < self.core.limits.max_running
+            && at < self.core.queues.waiting.len()
         {
-            if self.queues.waiting[at].arrived_s > self.seen_until_s {
+            if !self.core.is_seen(at) {
                 at += 1;
-                continue;
-            }
-            let (job, target) = {
-                let sequence = &self.queues.waiting[at];
-                (sequence.job.clone(), sequence.target)
-            };
-            let found = self.pool.matched(&job, target);
-            let held = found.device_blocks as u64 * self.pool.block_tokens;
-            let in_host = found.host_blocks as u64 * self.pool.block_tokens;
-            let extend = target - held;
-            let answer = {
-                let sequence = &self.queues.waiting[at];
-                sequence.left_to_generate().min(CLIP_NEW_TOKENS)
-            };
-            let needed = (extend + answer) as f64;
-            // What the request itself is about to lock is no longer to be evicted for it.
-            self.pool.cache.lock(found.node);
-            let room = self.pool.available() as f64 - promised;
-            if needed >= room {
-                self.pool.cache.unlock(found.node);
+            } else if !self.begin(at, &mut batch) {
                 break;
             }
-            let compute = extend - in_host;
-            if compute >= input_left && !parts.is_empty() {
-                self.pool.cache.unlock(found.node);
-                break;
-            }
-            let Some(mut sequence) = self.queues.waiting.remove(at) else {
-                break;
-            };
-            sequence.node = found.node;
-            sequence.in_tree = held;
-            sequence.computed = held;
-            if in_host > 0 {
-                // Its own room, which the check above has counted.
-                self.pool.make_room(in_host);
-                self.pool.cache.reload(found.host_node);
-                self.pool.cache.lock(found.host_node);
-                self.pool.cache.unlock(found.node);
-                sequence.node = found.host_node;
-                sequence.in_tree += in_host;
-                sequence.computed += in_host;
-                self.queues.counters.reloaded_tokens += in_host;
-                reload += in_host;
-            }
-            let cached = sequence.computed;
-            let counters = &mut self.queues.counters;
-            if sequence.cached_tokens.is_none() {
-                sequence.cached_tokens = Some(cached);
-                counters.prompt_tokens += sequence.job.input_tokens;
-                counters.cached_tokens += cached;
-            }
-            let part = compute.min(chunk_left);
-            pairs += attention_pairs(sequence.computed, part);
-            let taken = self.pool.take(&mut sequence, part);
-            debug_assert!(taken, "room was checked");
-            if !sequence.is_prefilling() {
-                promised += answer as f64;
-            }
-            tokens += part;
-            chunk_left -= part;
-            input_left = input_left.saturating_sub(part);
-            parts.push((sequence.job.id, part));
-            self.queues.running.push(sequence);
         }
-        if parts.is_empty() {
+        if batch.jobs.is_empty() {
             return None;
         }
-        let (requests, context) = if self.limits.mixed {
-            self.queues.decoding_but(&parts)
+        let (requests, context) = if self.core.limits.mixed {
+            self.core.queues.decoding_but(&batch.jobs)
         } else {
             (0, 0)
         };
-        let compute_s = self.calibration.mixed_s(tokens, pairs, requests, context);
-        let seconds = compute_s.max(reload as f64 / self.calibration.reload_tokens_per_s);
-        self.queues.counters.prefilled_tokens += tokens;
-        self.queues.counters.prefill_s += seconds;
-        Some((Step::Prefill(parts), seconds))
+        let seconds = self.core.prefill_s(&batch.work, requests, context);
+        self.step = Step::Prefill(batch.jobs);
+        Some(seconds)
+    }
+
+    /// At most one prefill was cut by the chunk's end; it goes on before others begin. False where
+    /// there is no room for that.
+    fn go_on(&mut self, batch: &mut Batch) -> bool {
+        let running = &mut self.core.queues.running;
+        let Some(sequence) = running.iter_mut().find(|s| s.is_prefilling()) else {
+            return true;
+        };
+        let before = sequence.computed;
+        let part = (sequence.target - before).min(batch.chunk_left);
+        if !self.core.pool.take(sequence, part) {
+            return false;
+        }
+        if !sequence.is_prefilling() {
+            batch.promised += answer_tokens(sequence) as f64;
+        }
+        batch.add(sequence.job.id, before, part);
+        true
+    }
+
+    /// Lets in the request at `at` of the queue, if it fits.
+    fn begin(&mut self, at: usize, batch: &mut Batch) -> bool {
+        let waiting = &self.core.queues.waiting[at];
+        let answer = answer_tokens(waiting);
+        let target = waiting.target;
+        let found = self.core.pool.matched(&waiting.job, target);
+        let extend = target - found.device_blocks as u64 * self.core.pool.block_tokens;
+        let compute = extend - found.host_blocks as u64 * self.core.pool.block_tokens;
+        // What the request itself is about to lock is no longer to be evicted for it.
+        self.core.pool.cache.lock(found.node);
+        let room = self.core.pool.available() as f64 - batch.promised;
+        let is_too_much = compute >= batch.input_left && !batch.jobs.is_empty();
+        if (extend + answer) as f64 >= room || is_too_much {
+            self.core.pool.cache.unlock(found.node);
+            return false;
+        }
+        let Some((mut sequence, reload)) = self.core.let_in(at, &found) else {
+            return false;
+        };
+        let part = compute.min(batch.chunk_left);
+        let before = sequence.computed;
+        let taken = self.core.pool.take(&mut sequence, part);
+        debug_assert!(taken, "room was checked");
+        if !sequence.is_prefilling() {
+            batch.promised += answer as f64;
+        }
+        batch.add(sequence.job.id, before, part);
+        batch.work.reload += reload;
+        self.core.queues.running.push(sequence);
+        true
     }
 
     fn sort_by_prefix(&mut self) {
-        let cache = &self.pool.cache;
-        let mut waiting: Vec<(usize, Sequence)> = self
-            .queues
-            .waiting
+        let cache = &self.core.pool.cache;
+        let waiting = &mut self.core.queues.waiting;
+        let mut sorted: Vec<(usize, Sequence)> = waiting
             .drain(..)
             .map(|s| (cache.peek(s.job.cacheable()), s))
             .collect();
-        waiting.sort_by_key(|(blocks, _)| std::cmp::Reverse(*blocks));
-        self.queues
-            .waiting
-            .extend(waiting.into_iter().map(|(_, s)| s));
+        sorted.sort_by_key(|(blocks, _)| std::cmp::Reverse(*blocks));
+        waiting.extend(sorted.into_iter().map(|(_, s)| s));
     }
 
-    fn compose_decode(&mut self) -> Option<(Step, f64)> {
+    fn compose_decode(&mut self) -> Option<f64> {
         self.retract_if_full();
-        let (requests, context) = self.queues.decoding();
+        let (requests, context) = self.core.queues.decoding();
         if requests == 0 {
             return None;
         }
-        let seconds = self.calibration.decode_s(requests, context);
-        self.queues.counters.decode_s += seconds;
         self.ratio = (self.ratio - RATIO_STEP).max(RATIO_LEAST);
-        Some((Step::Decode, seconds))
+        self.step = Step::Decode;
+        Some(self.core.decode_s(requests, context))
     }
 
     /// Sends requests back to the queue until every other can have one more token: those with the
@@ -236,11 +230,12 @@ impl Sglang {
     /// that is under way.
     fn retract_if_full(&mut self) {
         loop {
-            let (requests, _) = self.queues.decoding();
-            if requests == 0 || self.pool.make_room(requests as u64) {
+            let queues = &mut self.core.queues;
+            let (requests, _) = queues.decoding();
+            if requests == 0 || self.core.pool.make_room(requests as u64) {
                 return;
             }
-            let running = self.queues.running.iter().enumerate();
+            let running = queues.running.iter().enumerate();
             let least = running
                 .filter(|(_, s)| requests == 1 || !s.is_prefilling())
                 .min_by_key(|(_, s)| {
@@ -248,12 +243,18 @@ impl Sglang {
                     (!s.is_prefilling(), s.generated, input)
                 });
             let Some((at, _)) = least else { return };
-            let mut sequence = self.queues.running.remove(at);
-            self.pool.release(&mut sequence);
-            sequence.target = sequence.job.input_tokens + sequence.generated;
-            self.queues.waiting.push_back(sequence);
-            self.queues.counters.retractions += 1;
-            let running = &self.queues.running;
+            let mut sequence = queues.running.remove(at);
+            self.core.pool.release(&mut sequence);
+            queues.counters.retractions += 1;
+            if sequence.job.part == Part::Decode {
+                // The last token's KV is never there before the next step.
+                sequence.target = sequence.job.input_tokens + sequence.generated - 1;
+                self.core.handover.wanting.push_front(sequence);
+            } else {
+                sequence.target = sequence.job.input_tokens + sequence.generated;
+                queues.waiting.push_back(sequence);
+            }
+            let running = &queues.running;
             let left: u64 = running.iter().map(Sequence::left_to_generate).sum();
             let done: u64 = running.iter().map(|s| s.generated).sum();
             let steps = 20 * running.len() as u64;
@@ -261,129 +262,68 @@ impl Sglang {
         }
     }
 
-    fn end_prefill(&mut self, parts: &[(JobId, u64)], told: &mut Vec<Emission>) {
-        for &(job, _) in parts {
-            let running = &mut self.queues.running;
-            let Some(sequence) = running.iter_mut().find(|s| s.job.id == job) else {
+    fn end_prefill(&mut self, jobs: &[JobId], told: &mut Vec<Emission>) {
+        for &job in jobs {
+            let Some(at) = self.core.position(job) else {
                 continue;
             };
-            self.pool.share(sequence);
-            if !sequence.is_prefilling() {
-                sequence.generated += 1;
-                self.queues.counters.generated_tokens += 1;
-                told.push(Emission::Token { job });
+            let sequence = &mut self.core.queues.running[at];
+            self.core.pool.share(sequence);
+            let is_done = !sequence.is_prefilling();
+            if sequence.job.part == Part::Prefill {
+                told.push(Emission::Computed {
+                    job,
+                    tokens: sequence.computed,
+                });
+                if is_done && !sequence.cancelled {
+                    self.core.keep_for_sending(at);
+                }
+            } else if is_done {
+                self.core.tell_token(at, told);
             }
         }
-        if self.limits.mixed {
-            let decodes = |s: &Sequence| !parts.iter().any(|(job, _)| *job == s.job.id);
-            self.decode_each(decodes, told);
+        if self.core.limits.mixed {
+            self.decode_each(|s| !jobs.contains(&s.job.id), told);
         }
     }
 
     fn decode_each(&mut self, which: impl Fn(&Sequence) -> bool, told: &mut Vec<Emission>) {
-        for sequence in &mut self.queues.running {
-            if sequence.is_prefilling() || !which(sequence) {
-                continue;
-            }
-            if !self.pool.take(sequence, 1) {
+        for at in 0..self.core.queues.running.len() {
+            let sequence = &mut self.core.queues.running[at];
+            if sequence.is_prefilling() || !which(sequence) || !self.core.pool.take(sequence, 1) {
                 continue;
             }
             sequence.target += 1;
-            sequence.generated += 1;
-            self.queues.counters.generated_tokens += 1;
-            told.push(Emission::Token {
-                job: sequence.job.id,
-            });
-        }
-    }
-
-    /// Takes out what is complete, and what its client has left.
-    fn end_requests(&mut self, told: &mut Vec<Emission>) {
-        let mut at = 0;
-        while at < self.queues.running.len() {
-            let sequence = &self.queues.running[at];
-            let complete = sequence.generated == sequence.job.output_tokens;
-            if !complete && !sequence.cancelled {
-                at += 1;
-                continue;
-            }
-            let mut sequence = self.queues.running.remove(at);
-            self.pool.share(&mut sequence);
-            self.pool.release(&mut sequence);
-            if complete && !sequence.cancelled {
-                told.push(Emission::Finished {
-                    job: sequence.job.id,
-                    cached_tokens: sequence.cached_tokens.unwrap_or(0),
-                });
-            }
+            self.core.tell_token(at, told);
         }
     }
 }
 
-impl Worker for Sglang {
-    fn submit(&mut self, job: Job, now_s: f64) {
-        if !self.pool.could_hold(&job) {
-            self.rejected.push(job.id);
-            self.queues.now_s = self.queues.now_s.max(now_s);
-            return;
+impl Scheduler for Sglang {
+    fn core(&self) -> &Core {
+        &self.core
+    }
+
+    fn core_mut(&mut self) -> &mut Core {
+        &mut self.core
+    }
+
+    fn compose(&mut self) -> Option<f64> {
+        self.hand_over();
+        self.compose_prefill().or_else(|| self.compose_decode())
+    }
+
+    fn complete(&mut self, told: &mut Vec<Emission>) {
+        match std::mem::replace(&mut self.step, Step::Decode) {
+            Step::Prefill(jobs) => self.end_prefill(&jobs, told),
+            Step::Decode => self.decode_each(|_| true, told),
         }
-        self.queues.waiting.push_back(Sequence::new(job, now_s));
-        if self.step.is_none() {
-            self.queues.now_s = now_s;
-            self.start_step();
+        self.core.end_complete(told);
+    }
+
+    fn rest(&mut self) {
+        if self.core.queues.running.is_empty() {
+            self.ratio = RATIO_START;
         }
-    }
-
-    fn cancel(&mut self, job: JobId) {
-        self.queues.cancel(job);
-    }
-
-    fn next_s(&self) -> Option<f64> {
-        self.step.as_ref().map(|(_, end_s)| *end_s).or({
-            if self.rejected.is_empty() {
-                None
-            } else {
-                Some(self.queues.now_s)
-            }
-        })
-    }
-
-    fn advance(&mut self, told: &mut Vec<Emission>) {
-        if let Some((step, end_s)) = self.step.take() {
-            self.queues.now_s = end_s;
-            match step {
-                Step::Prefill(parts) => self.end_prefill(&parts, told),
-                Step::Decode => self.decode_each(|_| true, told),
-            }
-            self.end_requests(told);
-            self.start_step();
-        }
-        told.extend(
-            self.rejected
-                .drain(..)
-                .map(|job| Emission::Rejected { job }),
-        );
-    }
-
-    fn occupancy(&self) -> Occupancy {
-        self.queues.occupancy(&self.pool)
-    }
-
-    fn counters(&self) -> Counters {
-        self.queues.counters
-    }
-
-    fn cache_totals(&self) -> Totals {
-        self.pool.cache.totals
-    }
-
-    fn cached(&self) -> (u64, u64) {
-        let block = self.pool.block_tokens;
-        let cache = &self.pool.cache;
-        (cache.device_blocks() * block, cache.host_blocks() * block)
-    }
-
-    fn take_changes(&mut self, into: &mut Vec<Change>) {
-        self.pool.cache.take_changes(into);
     }
 }

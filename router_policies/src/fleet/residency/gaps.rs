@@ -107,6 +107,11 @@ impl Gaps {
         expected_s.min(MOST_S)
     }
 
+    /// The share of gaps, of its own and all sessions', that are longer than `idle_s`.
+    pub fn share_longer(&self, own: &OwnGaps, idle_s: f64) -> f64 {
+        self.longer(own, idle_s).0 / (FLEET_WEIGHT + own.0.len() as f64)
+    }
+
     /// How likely it sends its next request within the next `horizon_s`.
     pub fn returns_within(&self, own: &OwnGaps, idle_s: f64, horizon_s: f64) -> f64 {
         let (now, _) = self.longer(own, idle_s);

@@ -141,7 +141,12 @@ impl Residency {
             return false;
         };
         let believed = asked.prompt.tokens_of(held.common(&asked.prompt));
-        let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
+        // Events tell of the GPU's cache. What was evicted there and is in the host tier comes back
+        // from it, so the session's home is where it was.
+        let host_share = self.host_shares(site, now_s).get(&asked.key).copied();
+        let in_host = (believed as f64 * host_share.unwrap_or(0.0)) as u64;
+        let on_gpu = asked.cached.get(site.slot).copied().unwrap_or(0);
+        let cached = on_gpu.max(in_host);
         now_s - occupant.idle_since_s >= EVENTS_TAKE_S
             && believed.saturating_sub(cached) >= self.settings.cold_tokens.min(believed / 2 + 1)
     }

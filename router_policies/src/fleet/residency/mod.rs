@@ -33,7 +33,7 @@ use rules::{Manner, Place, Rule, WorkerView};
 use serde::Serialize;
 use sessions::{Name, Sessions};
 use settings::{Chosen, Settings};
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 /// Growth a turn that is assumed until some was seen.
@@ -284,10 +284,7 @@ impl Residency {
             return Vec::new();
         };
         let busy = self.busy_parents(now_s);
-        let host = site.spec.host_kv_tokens;
-        let parted = self.seen[site.slot].parted.iter();
-        let parted = parted.filter(|(then_s, ..)| now_s - then_s < PARTED_S);
-        let tiered = hold.firm_tokens() + parted.map(|(.., tokens)| tokens).sum::<u64>();
+        let in_host = self.host_shares(site, now_s);
         let place = |(key, occupant): (Key, &book::Occupant)| {
             let tokens = occupant.tokens();
             let pairs = crate::policy::attention_pairs(0, tokens);
@@ -308,10 +305,42 @@ impl Residency {
                 waits_for_children: busy.contains(&key),
                 gaps: own.unwrap_or_default(),
                 recompute_s: site.rates.compute_s(tokens, pairs),
-                in_host_tier: host.is_some_and(|host| host >= tiered),
+                host_share: in_host.get(&key).copied().unwrap_or(0.0),
             }
         };
         hold.occupants().map(place).collect()
+    }
+
+    /// Which share of each session's prefix the worker's host tier is taken to hold: it keeps what was
+    /// used last, as far as it has room, those who have given up their places included.
+    fn host_shares(&self, site: &Site, now_s: f64) -> HashMap<Key, f64> {
+        let Some(host_tokens) = site.spec.host_kv_tokens else {
+            return HashMap::new();
+        };
+        let Some(hold) = self.holds.get(site.slot) else {
+            return HashMap::new();
+        };
+        let last_s = |occupant: &book::Occupant| match occupant.is_idle() {
+            true => occupant.idle_since_s,
+            false => now_s,
+        };
+        let held = hold.occupants();
+        let held = held.map(|(key, occupant)| (last_s(occupant), key, occupant.tokens()));
+        let parted = self.seen[site.slot].parted.iter().copied();
+        let gone = parted
+            .filter(|&(then_s, key, _)| now_s - then_s < PARTED_S && hold.occupant(key).is_none());
+        let mut by_use: Vec<(f64, Key, u64)> = held.chain(gone).collect();
+        by_use.sort_by(|one, other| other.0.total_cmp(&one.0).then(one.1.cmp(&other.1)));
+        let mut left = host_tokens;
+        let mut shares = HashMap::new();
+        for (_, key, tokens) in by_use {
+            let kept = tokens.min(left);
+            left -= kept;
+            shares
+                .entry(key)
+                .or_insert(kept as f64 / tokens.max(1) as f64);
+        }
+        shares
     }
 
     fn view<'a>(&'a self, site: &Site, places: &'a [Place], now_s: f64) -> WorkerView<'a> {

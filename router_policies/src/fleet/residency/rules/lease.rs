@@ -1,6 +1,6 @@
 //! `lease`: one ledger of full footprints; an idle session keeps its place for a fixed time.
 
-use super::{Demand, GiveUp, Info, Manner, Placement, Rule, WorkerView, idle_for, parse};
+use super::{Demand, GiveUp, Info, Manner, Placement, Rule, WorkerView, ordered, parse};
 use crate::fleet::residency::book::Key;
 use crate::policy::ParamInfo;
 use serde::Deserialize;
@@ -48,7 +48,13 @@ impl Rule for Lease {
     }
 
     fn may_give_up(&self, view: &WorkerView<'_>, demand: Demand) -> Vec<(Key, GiveUp)> {
-        idle_for(view, demand, self.lease_s)
+        let is_over = |idle_s: f64| (idle_s >= self.lease_s).then_some(GiveUp::IdleTooLong);
+        ordered(
+            view,
+            demand,
+            |place| is_over(place.idle_s),
+            |place| -place.idle_s,
+        )
     }
 }
 

@@ -39,8 +39,8 @@ pub struct Place {
     pub gaps: OwnGaps,
     /// Seconds of the worker's time that computing what it holds takes.
     pub recompute_s: f64,
-    /// The worker's host tier would still hold it.
-    pub in_host_tier: bool,
+    /// The share of it that the worker's host tier would still hold.
+    pub host_share: f64,
 }
 
 /// One worker, as rules see it.
@@ -260,12 +260,6 @@ fn ordered(
     chosen
         .map(|(_, place, reason)| (place.key, reason))
         .collect()
-}
-
-/// The sessions that have been idle for `after_s` (for growth, all that are idle), longest idle first.
-fn idle_for(view: &WorkerView<'_>, demand: Demand, after_s: f64) -> Vec<(Key, GiveUp)> {
-    let is_over = |place: &Place| (place.idle_s >= after_s).then_some(GiveUp::IdleTooLong);
-    ordered(view, demand, is_over, |place| -place.idle_s)
 }
 
 /// Reads a rule's parameters and checks them with `expected`, which lists what must hold of which.

@@ -120,12 +120,9 @@ impl Default for Priced {
 impl Priced {
     /// R: what bringing it back costs, in seconds of the worker's time.
     fn return_s(&self, place: &Place) -> f64 {
-        if place.in_host_tier {
-            let reload_s = place.tokens as f64 / self.reload_tokens_per_s;
-            reload_s.min(place.recompute_s)
-        } else {
-            place.recompute_s
-        }
+        let reload_s = place.tokens as f64 / self.reload_tokens_per_s;
+        let held_s = reload_s.min(place.recompute_s) * place.host_share;
+        held_s + place.recompute_s * (1.0 - place.host_share)
     }
 
     /// g*: the idle time that keeping the place pays for.
@@ -210,11 +207,13 @@ mod tests {
         };
         assert!((rule.worth_s(&view, &shared) - 36.0).abs() < 1e-9);
         // A host tier makes the return cheap: 0.1 s.
-        let held = Place {
-            in_host_tier: true,
+        let held = |host_share| Place {
+            host_share,
             ..place.clone()
         };
-        assert!((rule.worth_s(&view, &held) - 0.4).abs() < 1e-9);
+        assert!((rule.worth_s(&view, &held(1.0)) - 0.4).abs() < 1e-9);
+        // A tier that holds half of it leaves the other half to be computed.
+        assert!((rule.worth_s(&view, &held(0.5)) - 9.2).abs() < 1e-9);
     }
 
     #[test]

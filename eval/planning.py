@@ -1,0 +1,223 @@
+"""`deltaserve eval plan`: arms for so many GPUs, tried in simulation, and what to measure next.
+
+Owns the arms that a plan tries, the experiment file that it writes (`eval run` takes the same file)
+and the words of its answer. How runs are simulated and what an arm carries is elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from deltaserve.errors import InputError
+from eval.experiment import load_experiment
+from eval.progress import Progress
+from eval.report import find_searches
+from eval.report.searches import Search
+from eval.simulate import read_calibration
+from eval.simulated_runs import simulate_experiment
+from launch.cache import write_atomically
+
+EXPERIMENT_FILE = "plan.toml"
+RUNS_FOLDER = "runs"
+# How many GPUs a plan's splits give to prefill, of all of them; at least one.
+_PREFILL_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What is there: so many GPUs, each a worker with `kv_tokens` of KV beside the model and
+    `host_kv_tokens` in its host's memory (0: none), that behaves as `calibration` says."""
+
+    gpus: int
+    kv_tokens: int
+    host_kv_tokens: int
+    calibration: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The load and how long it is looked at. `seeds` draws of sessions and starts are made at the
+    levels that decide; times in seconds."""
+
+    trace: Path
+    max_think_s: float | None = 10.0
+    seeds: int = 3
+    measure_s: float = 900.0
+    warm_up_s: float = 120.0
+    most_sessions_a_gpu: int = 32
+    slo: dict[str, float] = field(default_factory=dict)
+
+
+def experiment_text(asked: Asked, hardware: Hardware) -> str:
+    """The experiment file of the plan: every arm that fits the hardware, searched over sessions in
+    flight."""
+    think = "" if asked.max_think_s is None else f"max_think_s = {asked.max_think_s:g}\n"
+    slo = "".join(f"{key} = {value:g}\n" for key, value in asked.slo.items())
+    gpus = hardware.gpus
+    run_minutes = (asked.measure_s + asked.warm_up_s) / 60 + 3
+    head = f"""# Written by deltaserve eval plan: eval simulate and eval run take it as it is.
+name = "plan"
+seed = 1
+run_minutes = {run_minutes:g}
+
+[trace]
+path = {_toml(str(asked.trace.resolve()))}
+
+[replay]
+mode = "closed"
+{think}timeout_s = 600
+
+[phases]
+start = "mid"
+recycle = true
+warm_up_s = {asked.warm_up_s:g}
+measure_s = {asked.measure_s:g}
+drain_s = 120
+
+[slo]
+{slo}
+[analysis]
+vary = ["replay.seed"]
+
+[search]
+over = "replay.max_inflight_sessions"
+start = {3 * gpus}
+low = 1
+high = {asked.most_sessions_a_gpu * gpus}
+repeats = {asked.seeds}
+
+[simulate]
+calibration = {_toml(hardware.calibration)}
+
+[set]
+max_total_tokens = {hardware.kv_tokens}
+kv_events = true
+"""
+    return "\n".join([head, *(_arm(**arm) for arm in arms(hardware))])
+
+
+def arms(hardware: Hardware) -> list[dict[str, Any]]:
+    """Name, topology and topology keys of each arm: colocated with and without residency, each with
+    and without a host tier; splits of two GPUs or more."""
+    gpus = hardware.gpus
+    off = {"router": {"residency": {"rule": "off"}}}
+    priced = {"router": {"residency": {"rule": "priced"}}}
+    colocated = f"sglang:{gpus}"
+    found: list[dict[str, Any]] = [
+        {"name": "colocated", "topology": colocated, "policy": "unified", "keys": off},
+        {"name": "residency", "topology": colocated, "policy": "unified", "keys": priced},
+    ]
+    if hardware.host_kv_tokens:
+        tier = {"workers": {"colocated": {"host_kv_tokens": hardware.host_kv_tokens}}}
+        found += [
+            {"name": "host", "topology": colocated, "policy": "unified", "keys": off | tier},
+            {
+                "name": "host-residency",
+                "topology": colocated,
+                "policy": "unified",
+                "keys": priced | tier,
+            },
+        ]
+    if gpus >= 2:
+        prefill = max(1, round(gpus * _PREFILL_SHARE))
+        split = f"{prefill}p{gpus - prefill}d"
+        found += [
+            {"name": f"pd-{split}", "topology": f"sglang-pd:{split}", "keys": priced},
+            {"name": f"elastic-{split}", "topology": f"sglang-elastic:{split}", "keys": priced},
+        ]
+    return found
+
+
+def _arm(name: str, topology: str, keys: dict[str, Any], policy: str | None = None) -> str:
+    lines = ["[[arms]]", f"name = {_toml(name)}", f"topology = {_toml(topology)}"]
+    if policy is not None:
+        lines.append(f"policy = {_toml(policy)}")
+    return "\n".join([*lines, f"set = {_inline(keys)}"]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    # JSON's strings, numbers and booleans are TOML's.
+    return orjson.dumps(value).decode()
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + " }"
+    return _toml(value)
+
+
+def plan(
+    asked: Asked, hardware: Hardware, output: Path, progress: Progress
+) -> tuple[list[Search], str]:
+    """Writes the experiment to `output`, simulates it, and returns what each arm carries, the best
+    first, and the answer in words. Raises `InputError` for what is wrong with the question."""
+    if hardware.gpus < 1 or hardware.kv_tokens < 1:
+        raise InputError("--gpus, --kv-tokens: expected at least 1")
+    calibration = read_calibration(hardware.calibration)
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / EXPERIMENT_FILE
+    write_atomically(path, experiment_text(asked, hardware).encode())
+    experiment, _ = load_experiment(str(path))
+    source = {"file": str(path), "text": path.read_text(encoding="utf-8")}
+    summary = simulate_experiment(
+        experiment, output / RUNS_FOLDER, source=source, progress=progress
+    )
+    if summary.failed:
+        raise InputError(f"{output / RUNS_FOLDER}: {summary.failed[0]} failed; see its manifest")
+    found = sorted(find_searches([output / RUNS_FOLDER]), key=_best_first)
+    return found, answer(found, str(calibration["name"]), path)
+
+
+def _best_first(search: Search) -> tuple[float, float]:
+    return (-search.agents if math.isfinite(search.agents) else 0.0, -search.low)
+
+
+def answer(found: Sequence[Search], calibration: str, path: Path) -> str:
+    """The table of arms, what decides between them, and the command that measures it."""
+    lines = [
+        f"Simulated, not measured; calibration: {calibration}.",
+        "",
+        f"{'arm':<20}{'agents a GPU':>13}  {'interval':<12}{'levels':>7}",
+    ]
+    for search in found:
+        lines.append(
+            f"{search.arm:<20}{search.per_unit:>13.3g}  {search.interval or '?':<12}"
+            f"{len(search.levels):>7}"
+        )
+    if not found:
+        return "\n".join([*lines, "no arm could be simulated"])
+    best, rivals = found[0], [s for s in found[1:] if _overlap(s, found[0])]
+    lines += ["", _measure_next(best, rivals, path)]
+    return "\n".join(lines)
+
+
+def _overlap(one: Search, other: Search) -> bool:
+    return not (one.high < other.low or other.high < one.low)
+
+
+def _measure_next(best: Search, rivals: Sequence[Search], path: Path) -> str:
+    """Which arms to measure: those that the simulation does not tell apart, or the best one alone,
+    from the level that it is said to carry."""
+    if best.agents <= 0:
+        return (
+            "No arm met the objective at any level: measure one session alone first "
+            f"(deltaserve eval run {path} --only {best.arm} --set search.start=1 "
+            "--set search.high=1)."
+        )
+    names = [best.arm, *(rival.arm for rival in rivals)]
+    why = (
+        f"their intervals overlap, and the simulation does not choose: {', '.join(names)}"
+        if rivals
+        else f"{best.arm} is ahead of every other arm; whether it carries that is not measured"
+    )
+    only = " ".join(f"--only {name}" for name in names)
+    return (
+        f"To measure next ({why}): deltaserve eval run {path} {only} "
+        f"--set search.start={best.agents:g}"
+    )

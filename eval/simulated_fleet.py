@@ -1,0 +1,157 @@
+"""What the simulator is to simulate of an experiment's arm: workers, router, load and phases.
+
+Owns how a topology and replay settings become the simulator's plan (`docs/simulator.md`), and which
+arms it cannot simulate. Runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deltaserve.errors import InputError
+from eval.endpoint import Endpoint
+from eval.experiment import Phases, Replay, Simulate
+from eval.simulate import read_calibration
+from launch.kv import worker_kv
+from launch.topology import Topology, WorkerGroup
+from replay.options import RunOptions, preset_values
+
+# The calibration of arms that serve this model on GPUs, unless the experiment names another.
+_DEFAULT = ("qwen3-coder-30b-a3b", "qwen3-coder-30b-a3b-h200-sglang")
+
+
+def check_topology(topology: Any) -> None:
+    """Raises `InputError` for what is not simulated yet: a server elsewhere, another router or a
+    policy in Python, attached workers, and separated prefill with vLLM."""
+    if isinstance(topology, Endpoint):
+        raise InputError("is a server at a url; only topologies are simulated")
+    router = topology.router
+    if router.kind != "deltaserve":
+        raise InputError(f"router.kind {router.kind}: only our own router is simulated")
+    if ":" in router.policy:
+        raise InputError(f"policy {router.policy}: a policy in Python is not simulated")
+    for group in topology.workers:
+        if group.urls:
+            raise InputError("workers.urls: attached workers are not simulated")
+        if group.role != "colocated" and topology.engine.name != "sglang":
+            raise InputError(
+                f"workers with role {group.role!r} of {topology.engine.name} are not simulated "
+                "yet; only its colocated ones are"
+            )
+
+
+def calibration_name(topology: Topology, simulate: Simulate) -> str:
+    """Which calibration the topology's workers run under: the experiment's, else that of its model.
+    Raises `InputError` where neither is known."""
+    if simulate.calibration is not None:
+        return simulate.calibration
+    if topology.model == _DEFAULT[0] and topology.device == "cuda":
+        return _DEFAULT[1]
+    raise InputError(
+        f"simulate.calibration: none is known for {topology.model} on {topology.device}; name one "
+        "that was fitted by deltaserve eval calibrate"
+    )
+
+
+def fleet_plan(topology: Topology, simulate: Simulate) -> dict[str, Any]:
+    """`router` and `workers` of the plan for the topology. Raises `InputError` for a topology that
+    cannot be simulated, or whose KV capacity nobody says."""
+    check_topology(topology)
+    calibration = read_calibration(calibration_name(topology, simulate))
+    return {
+        "router": {
+            "policy": topology.router.policy,
+            "policy_params": topology.router.params,
+            "residency": topology.router.residency,
+            "kv_events": topology.kv_events,
+        },
+        "workers": [
+            _worker(topology, group, f"{group.role}{number or ''}", simulate, calibration)
+            for number, group in enumerate(topology.workers)
+        ],
+    }
+
+
+def _worker(
+    topology: Topology,
+    group: WorkerGroup,
+    name: str,
+    simulate: Simulate,
+    calibration: Mapping[str, Any],
+) -> dict[str, Any]:
+    keys = topology.kv_keys(group)
+    kv = worker_kv(topology, group)
+    tokens = kv.capacity_tokens or simulate.kv_tokens
+    if tokens is None:
+        raise InputError(
+            "its KV capacity is not known before it runs; give max_total_tokens to the topology, "
+            "or kv_tokens in [simulate]"
+        )
+    host_tokens = kv.host_tokens
+    if host_tokens is None:
+        raise InputError("host_kv_gb: the bytes a token are not known; give host_kv_tokens instead")
+    given_host = keys.host_kv_tokens is not None or keys.host_kv_gb is not None
+    chosen = {
+        "chunk_tokens": group.chunk_tokens or topology.chunk_tokens,
+        "radix_eviction_policy": keys.radix_eviction_policy,
+        "schedule_policy": keys.schedule_policy,
+    }
+    return {
+        "id": name,
+        "count": group.count,
+        "role": group.role,
+        "engine": topology.engine.name,
+        "kv_tokens": tokens,
+        "host_kv_tokens": host_tokens if given_host else simulate.host_kv_tokens,
+        "mixed_chunks": topology.mixed_chunk,
+        "prefix_cache": group.role != "decode" or topology.decode_radix_cache,
+        "calibration": dict(calibration),
+        **{key: value for key, value in chosen.items() if value is not None},
+    }
+
+
+def options(trace: Path, folder: Path, replay: Replay, phases: Phases | None) -> RunOptions:
+    """The arguments that `replay run` would have of these settings, presets resolved."""
+    given = replay.model_dump(exclude={"fit_input_tokens", "preset"}, exclude_none=True)
+    if phases is not None:
+        given |= phases.model_dump(exclude_none=True)
+    if replay.preset is not None:
+        given = preset_values(replay.preset, given)
+    if "start_share" in given:
+        given["start_share"] = tuple(given["start_share"])
+    # No server is called; the address says so wherever arguments are shown.
+    return RunOptions(trace=trace, url="http://simulated", output=folder, **given)
+
+
+def load_plan(asked: RunOptions) -> dict[str, Any]:
+    """`seed`, `load` and `phases` of the plan. Raises `InputError` for a window without an end."""
+    load = {
+        "mode": asked.mode,
+        "max_inflight_sessions": asked.max_inflight_sessions,
+        "sessions_per_hour": asked.sessions_per_hour or 0.0,
+        "time_scale": asked.time_scale,
+        "think_scale": asked.think_scale,
+        "max_think_s": asked.max_think_s,
+        "splice_outputs": asked.splice_outputs,
+        "timeout_s": asked.timeout_s,
+    }
+    plan: dict[str, Any] = {"seed": asked.seed, "load": load}
+    if not asked.has_phases:
+        return plan
+    if asked.measure_s is None or not math.isfinite(asked.measure_s):
+        raise InputError("phases.measure_s: a simulated window needs a length")
+    plan["phases"] = {
+        "start": asked.start,
+        "start_share": list(asked.start_share),
+        "recycle_start": asked.recycle_start,
+        "warm_up_s": asked.warm_up_s or 0.0,
+        "measure_s": asked.measure_s,
+        "recycle": asked.recycle,
+        "prime_parallel": asked.prime_parallel,
+        "prime_timeout_s": asked.prime_timeout_s,
+        "drain_s": asked.timeout_s if asked.drain_s is None else asked.drain_s,
+    }
+    return plan

@@ -1,0 +1,133 @@
+"""How large a fleet can be simulated here: `python -m eval.simulated_scale`.
+
+Owns the made load and the table: wall-clock time, decisions a second and memory by fleet size. Each
+size runs in a process of its own, so that its memory is its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from eval.simulate import simulate
+
+_BLOCK_TOKENS = 64
+_SESSIONS = 200
+_TURNS = 30
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What one size took: seconds of this machine's time, and its memory in bytes."""
+
+    workers: int
+    simulated_s: float
+    wall_s: float
+    requests: int
+    peak_bytes: int
+
+    @property
+    def decisions_per_s(self) -> float:
+        return self.requests / self.wall_s
+
+
+def made_requests(seed: int = 1) -> list[dict[str, Any]]:
+    """Planned requests of coding sessions: prompts of 20,000 to 60,000 tokens that grow by the
+    answer and some 1,000 tokens a turn."""
+    rng = random.Random(seed)
+    lines: list[dict[str, Any]] = []
+    next_id = 1
+    for session in range(_SESSIONS):
+        length = rng.randrange(20_000, 40_000)
+        runs: list[tuple[int, int]] = []
+        blocks = 0
+        for turn in range(_TURNS):
+            if runs:
+                # The started block of the prompt before is another now that it is full.
+                runs[-1] = (runs[-1][0], runs[-1][1] - 1)
+                blocks -= 1
+            new = -(-length // _BLOCK_TOKENS) - blocks
+            runs = [run for run in runs if run[1]] + [(next_id, new)]
+            next_id += new
+            blocks += new
+            output = rng.randrange(50, 600)
+            lines.append(
+                {
+                    "request_id": f"s{session}:{turn}",
+                    "session_id": f"s{session}",
+                    "turn": turn,
+                    "trace_s": float(turn),
+                    "input_length": length,
+                    "output_length": output,
+                    "block_size": _BLOCK_TOKENS,
+                    "hash_ids": list(runs),
+                    "think_time_s": rng.expovariate(1 / 4.0) if turn else 0.0,
+                    "waits_for": [len(lines) - 1] if turn else [],
+                    "tree": session,
+                }
+            )
+            length += output + rng.randrange(100, 2_000)
+    return lines
+
+
+def scale(workers: int, simulated_s: float, sessions_a_worker: int, folder: Path) -> Scale:
+    """Simulates a fleet of `workers` for `simulated_s` of its time, in this process."""
+    requests = folder / "planned.jsonl"
+    requests.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in made_requests()))
+    plan = {
+        "requests": str(requests),
+        "seed": 1,
+        "load": {"max_inflight_sessions": sessions_a_worker * workers, "max_think_s": 10.0},
+        "phases": {"measure_s": simulated_s, "recycle": True, "drain_s": 0.0},
+        "router": {"policy": "unified"},
+        "workers": [{"id": "w", "count": workers, "kv_tokens": 281_888}],
+        # A decision's line names every worker: 1,000 of them would fill a disk.
+        "output": {"decisions": False},
+    }
+    began_s = time.monotonic()
+    report = simulate(plan, folder / "run")
+    return Scale(
+        workers=workers,
+        simulated_s=report["end_s"],
+        wall_s=time.monotonic() - began_s,
+        requests=report["requests"],
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _apart(workers: int, simulated_s: float, sessions_a_worker: int) -> Scale:
+    """`scale` in a new process, which no other size has used memory of."""
+    context = multiprocessing.get_context("spawn")
+    with TemporaryDirectory() as folder, context.Pool(1) as pool:
+        given = (workers, simulated_s, sessions_a_worker, Path(folder))
+        return pool.apply(scale, given)
+
+
+def main(
+    workers: Annotated[
+        list[int] | None, typer.Argument(help="Fleet sizes. Default: 8 64 256 1000.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Of the fleet's own time.")] = 10.0,
+    sessions: Annotated[int, typer.Option(min=1, help="In flight, a worker.")] = 4,
+) -> None:
+    """Simulate fleets of several sizes and print what each took on this machine."""
+    typer.echo(f"{'workers':>8}{'requests':>10}{'wall':>9}{'decisions/s':>13}{'memory':>10}")
+    for count in workers or [8, 64, 256, 1000]:
+        found = _apart(count, 60 * minutes, sessions)
+        typer.echo(
+            f"{found.workers:>8}{found.requests:>10,}{found.wall_s:>7.1f} s"
+            f"{found.decisions_per_s:>13,.0f}{found.peak_bytes / 2**30:>6.2f} GiB"
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,128 @@
+"""A plan tries the arms that the hardware allows, and says which of them to measure."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from deltaserve.errors import InputError
+from eval.cli import app
+from eval.experiment import load_experiment
+from eval.planning import Asked, Hardware, answer, arms, experiment_text
+from eval.report.searches import Search
+
+H200 = "qwen3-coder-30b-a3b-h200-sglang"
+
+
+def hardware(**changes: Any) -> Hardware:
+    return Hardware(
+        **({"gpus": 4, "kv_tokens": 281_888, "host_kv_tokens": 0, "calibration": H200} | changes)
+    )
+
+
+def test_arms_are_those_that_the_hardware_allows() -> None:
+    names = [arm["name"] for arm in arms(hardware(gpus=1))]
+    assert names == ["colocated", "residency"]
+    names = [arm["name"] for arm in arms(hardware(gpus=8, host_kv_tokens=600_000))]
+    assert names == [
+        "colocated",
+        "residency",
+        "host",
+        "host-residency",
+        "pd-2p6d",
+        "elastic-2p6d",
+    ]
+
+
+def test_the_experiment_is_one_that_eval_run_takes(tmp_path: Path) -> None:
+    asked = Asked(trace=tmp_path / 'a "b".jsonl', max_think_s=None, slo={"ttft_s": 5.0})
+    path = tmp_path / "plan.toml"
+    path.write_text(experiment_text(asked, hardware(host_kv_tokens=600_000)))
+    experiment, _ = load_experiment(str(path))
+    assert experiment.search is not None
+    assert (experiment.search.start, experiment.search.high) == (12, 128)
+    assert experiment.slo.ttft_s == 5.0
+    assert experiment.replay.max_think_s is None
+    assert experiment.trace.path == str(asked.trace)
+    host = experiment.arms[3].set
+    assert host["workers"]["colocated"]["host_kv_tokens"] == 600_000
+    assert host["router"]["residency"]["rule"] == "priced"
+
+
+def search(arm: str, agents: float, low: float, high: float) -> Search:
+    return Search(arm, agents, low, high, per_unit=agents / 2)
+
+
+def test_arms_that_overlap_are_to_be_measured_together() -> None:
+    best, rival = search("a", 10.0, 8.0, 12.0), search("b", 8.0, 7.0, 9.0)
+    behind = search("c", 4.0, 3.0, 5.0)
+    words = answer([best, rival, behind], "H200", Path("out/plan.toml"))
+    assert words.startswith("Simulated, not measured; calibration: H200.")
+    assert "--only a --only b --set search.start=10" in words
+    assert "--only c" not in words
+    assert "4–6" in words  # the interval, a GPU
+    alone = answer([best, behind], "H200", Path("out/plan.toml"))
+    assert "a is ahead of every other arm" in alone
+
+
+def test_where_nothing_carries_one_session_is_to_be_measured() -> None:
+    words = answer([search("a", 0.0, 0.0, 0.0)], "H200", Path("p.toml"))
+    assert "No arm met the objective" in words
+    assert "search.high=1" in words
+    unknown = answer([search("a", 2.0, 1.0, math.inf)], "H200", Path("p.toml"))
+    assert "?" in unknown
+
+
+def sessions(path: Path) -> Path:
+    """Eight sessions of five turns, their prompts growing."""
+    lines = []
+    for session in range(8):
+        ids: list[int] = []
+        for turn in range(5):
+            length = 4_000 + 1_280 * turn
+            ids += range(1_000 * (session + 1) + len(ids), 1_000 * (session + 1) + length // 64)
+            lines.append(
+                {
+                    "request_id": f"s{session}:{turn}",
+                    "session_id": f"s{session}",
+                    "turn": turn,
+                    "timestamp_s": session + 10.0 * turn,
+                    "input_length": length,
+                    "output_length": 60,
+                    "block_size": 64,
+                    "hash_ids": [*ids, 90_000 + 10 * session + turn][: -(-length // 64)],
+                    "think_time_s": 2.0 if turn else None,
+                }
+            )
+    lines.sort(key=lambda line: float(str(line["timestamp_s"])))
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    return path
+
+
+def test_a_plan_is_simulated_from_the_command_line(tmp_path: Path) -> None:
+    trace = sessions(tmp_path / "trace.jsonl")
+    output = tmp_path / "out"
+    arguments = ["plan", str(trace), "--output", str(output), "--gpus", "1"]
+    given = ["--kv-tokens", "60000", "--seeds", "1", "--measure-s", "60"]
+    result = CliRunner().invoke(app, [*arguments, *given])
+    assert result.exit_code == 0, result.output
+    assert "Simulated, not measured" in result.output
+    assert "To measure next" in result.output
+    for arm in ("colocated", "residency"):
+        assert (output / "runs" / arm / "capacity.json").is_file()
+    wrong = CliRunner().invoke(app, [*arguments, *given, "--calibration", "none"])
+    assert isinstance(wrong.exception, InputError)
+    assert "calibration none" in str(wrong.exception)
+
+
+def test_a_bound_that_is_none_is_named(tmp_path: Path) -> None:
+    asked = Asked(trace=tmp_path, slo={"ttft": 5.0})
+    path = tmp_path / "plan.toml"
+    path.write_text(experiment_text(asked, hardware()))
+    with pytest.raises(InputError, match=r"slo\.ttft"):
+        load_experiment(str(path))

@@ -1,0 +1,192 @@
+"""An experiment is simulated as it is written, and everything made of it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from deltaserve.errors import InputError
+from eval.cli import app
+from eval.experiment import load_experiment
+from eval.progress import Progress
+from eval.records import read_run
+from eval.report import find_runs, find_searches, gather, write_report
+from eval.simulated_runs import simulate_experiment
+from tests.eval.conftest import Recipe, write_run
+
+CALIBRATION = "Qwen3-Coder-30B-A3B bf16, H200, SGLang 0.5.17"
+
+EXPERIMENT = """
+name = "made"
+seed = 4
+repeats = 2
+[trace]
+path = "{trace}"
+[replay]
+mode = "closed"
+max_inflight_sessions = 3
+max_think_s = 2.0
+timeout_s = 300
+[phases]
+start = "mid"
+warm_up_s = 5
+measure_s = 120
+recycle = true
+[set]
+kv_events = true
+[simulate]
+kv_tokens = 60000
+[[arms]]
+name = "off"
+topology = "sglang:2"
+policy = "unified"
+set = {{ router = {{ residency = {{ rule = "off" }} }} }}
+[[arms]]
+name = "large"
+topology = "sglang:2"
+policy = "unified"
+set = {{ max_total_tokens = 120000, workers = {{ colocated = {{ host_kv_tokens = 300000 }} }} }}
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    """Six sessions of six turns, their prompts growing by the answer and more."""
+    lines = []
+    for session in range(6):
+        ids: list[int] = []
+        length = 9_000 + 500 * session
+        for turn in range(6):
+            blocks = -(-length // 64)
+            ids = [*ids[:-1], *(10_000 * (session + 1) + 1_000 * turn + i for i in range(blocks))]
+            ids = ids[:blocks]
+            lines.append(
+                {
+                    "request_id": f"s{session}:{turn}",
+                    "session_id": f"s{session}",
+                    "turn": turn,
+                    "timestamp_s": session + turn * 5.0,
+                    "input_length": length,
+                    "output_length": 80,
+                    "block_size": 64,
+                    "hash_ids": ids,
+                    "think_time_s": 1.0 if turn else None,
+                }
+            )
+            length += 700
+    lines.sort(key=lambda line: float(str(line["timestamp_s"])))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    path = tmp_path / "made.toml"
+    path.write_text(EXPERIMENT.format(trace=trace))
+    return path
+
+
+def run(experiment: Path, output: Path, *overrides: str, only: list[str] | None = None) -> Any:
+    parsed, _ = load_experiment(str(experiment), list(overrides))
+    with Progress() as progress:
+        return simulate_experiment(parsed, output, source={}, progress=progress, only=only)
+
+
+def test_every_arm_and_repeat_runs_and_the_report_says_that_it_is_simulated(
+    experiment: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    summary = run(experiment, output)
+    assert (summary.complete, summary.failed, summary.invalid) == (4, [], [])
+    runs = find_runs([output])
+    for one in runs:
+        assert one.simulated == CALIBRATION
+        assert one.gpus == 2
+        assert len(one.requests) > 20
+        assert one.window is not None
+        assert one.window.length_s == pytest.approx(120)
+        for name in ("requests.jsonl", "decisions.jsonl", "phases.json", "simulation.json"):
+            assert (one.folder / name).is_file(), name
+    by_name = {(one.arm, one.repeat): one for one in runs}
+    plan = orjson.loads((by_name["large", 1].folder / "plan.json").read_bytes())
+    [worker] = plan["workers"]
+    assert (worker["kv_tokens"], worker["host_kv_tokens"]) == (120_000, 300_000)
+    assert worker["chunk_tokens"] == 8192
+    assert worker["count"] == 2
+    off = orjson.loads((by_name["off", 1].folder / "plan.json").read_bytes())
+    assert off["workers"][0]["kv_tokens"] == 60_000
+    assert off["router"]["residency"] == {"rule": "off"}
+    assert off["router"]["kv_events"] is True
+    # Each round has a draw of its own, the same for both arms.
+    seeds = {key: one.manifest["identity"]["seed"] for key, one in by_name.items()}
+    assert seeds["off", 1] == seeds["large", 1] != seeds["off", 2] == seeds["large", 2]
+    pages = write_report(gather(runs, draws=50), tmp_path / "report")
+    for page in pages:
+        text = page.read_text()
+        assert "(simulated)" in text
+        assert "Simulated, not measured" in text
+        assert CALIBRATION in text
+        assert "Measured on" not in text
+    # The same again: everything is there.
+    assert run(experiment, output).kept == 4
+
+
+def test_a_search_finds_what_each_arm_carries(experiment: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    text = experiment.read_text().replace(
+        "[simulate]",
+        '[search]\nover = "replay.max_inflight_sessions"\nstart = 2\nhigh = 8\nrepeats = 1\n'
+        "[simulate]",
+    )
+    experiment.write_text(text)
+    run(experiment, output, "phases.measure_s=60", only=["large"])
+    [found] = find_searches([output])
+    assert found.arm == "large"
+    assert found.per_unit > 0
+    levels = {read_run(path.parent).load for path in output.rglob("manifest.json")}
+    assert len(levels) >= 3
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("arms.off.topology=vllm-pd:1p1d", "arm off: workers with role .prefill. of vllm"),
+        ("arms.large.policy=some.module:Policy", "arm large: "),
+        ("simulate.calibration=nowhere.toml", "arm large: calibration nowhere.toml"),
+        ("arms.off.topology=laptop-sglang-1", "arm off: simulate.calibration"),
+        ("arms.off.set.router.kind=none", "arm off: "),
+    ],
+)
+def test_what_cannot_be_simulated_names_its_arm(
+    experiment: Path, tmp_path: Path, override: str, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        run(experiment, tmp_path / "out", override)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_capacity_that_nobody_says_names_its_arm(experiment: Path, tmp_path: Path) -> None:
+    experiment.write_text(experiment.read_text().replace("kv_tokens = 60000", ""))
+    with pytest.raises(InputError, match="arm off: its KV capacity"):
+        run(experiment, tmp_path / "out")
+
+
+def test_simulated_and_measured_runs_are_not_in_one_report(
+    experiment: Path, tmp_path: Path
+) -> None:
+    run(experiment, tmp_path / "out", "repeats=1", only=["off"])
+    write_run(tmp_path / "out", Recipe(arm="measured"))
+    with pytest.raises(InputError, match=r"is simulated and .* is measured"):
+        gather(find_runs([tmp_path / "out"]))
+
+
+def test_the_command_line(experiment: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    arguments = ["simulate", str(experiment), "--output", str(output), "--set", "repeats=1"]
+    result = CliRunner().invoke(app, [*arguments, "--only", "off"])
+    assert result.exit_code == 0, result.output
+    assert "simulated, not measured: 1 runs complete" in result.output
+    assert (output / "off/r1/requests.jsonl").is_file()
+    refused = CliRunner().invoke(app, [*arguments, "--trace", "x.jsonl"])
+    assert isinstance(refused.exception, InputError)
+    assert "--trace" in str(refused.exception)
