@@ -71,8 +71,8 @@ def _first_token(axis: Any, cells: Sequence[Cell]) -> None:
     axis.set_title("Wait for the first token: p50, and p90 (pale)", loc="left", fontsize=11)
     rows = []
     for cell in cells:
-        p50, p90, *_ = cell.latency["ttft"]
-        rows.append((known_quantile(p50, 0.5), known_quantile(p90, 0.9)))
+        half, most, *_ = cell.latency["ttft"]
+        rows.append((known_quantile(half, 0.5), known_quantile(most, 0.9)))
     longest = _longest(value for row in rows for value in row)
     for place, (cell, (p50, p90)) in enumerate(zip(cells, rows, strict=True)):
         for value, opacity in ((p90, _PALE), (p50, 1.0)):
