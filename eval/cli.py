@@ -153,7 +153,9 @@ def report_command(
         from launch.cache import make_folder
 
         make_folder(picture.parent)
-        write_picture(evidence.cells, report.caption(evidence), picture)
+        write_picture(
+            evidence.cells, report.title(evidence.runs), report.caption(evidence), picture
+        )
         written.append(picture)
     if as_json:
         typer.echo(orjson.dumps(report.summary_json(evidence)).decode())

@@ -72,6 +72,7 @@ def begin_manifest(
         "digest": run.digest,
         "identity": identity(run, trace, vocab_size, {}),
         "experiment": experiment.name,
+        "description": experiment.description,
         "source": dict(source),
         "arm": run.arm.model_dump(),
         "load": run.load,

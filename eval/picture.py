@@ -1,18 +1,28 @@
-"""The headline as one static picture, for a README: TTFT, TPOT and APC by arm."""
+"""The headline as one static picture, for a README: by arm, how long a turn waits for its first
+token, how many requests are answered, and what share of the prompts came from a cache."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from deltaserve.errors import InputError
-from eval.metrics import QUANTILES, Cell
+from eval.formatting import number, seconds
+from eval.metrics import Cell
 from eval.report.figures import colours
+from eval.stats import Estimate
+from eval.tables import known_quantile
+
+_PALE = 0.35
+_SOFT = "#555555"
 
 
-def write_picture(cells: Sequence[Cell], caption: str, path: Path) -> None:
-    """Draws the cells' headline to `path` (.png or .svg by its name), with the caption below.
+def write_picture(cells: Sequence[Cell], title: str, caption: str, path: Path) -> None:
+    """Draws the cells' headline to `path` (.png or .svg by its name): a row a cell, under the
+    title, with the caption below.
 
     Needs matplotlib; raises `InputError` where it is missing or the name ends otherwise.
     """
@@ -25,62 +35,110 @@ def write_picture(cells: Sequence[Cell], caption: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    palette = colours(cells)
-    with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.8), width_ratios=(3, 3, 2))
-        width = 0.8 / len(cells)
-        for axis, metric, title, factor in (
-            (axes[0], "ttft", "Time to first token, ms", 1000.0),
-            (axes[1], "tpot", "Time per output token, ms", 1000.0),
-        ):
-            for i, cell in enumerate(cells):
-                estimates = cell.latency[metric]
-                values = [e.value * factor for e in estimates]
-                below = [max(0.0, (e.value - e.low) * factor) for e in estimates]
-                above = [max(0.0, (e.high - e.value) * factor) for e in estimates]
-                axis.bar(
-                    [k + (i - (len(cells) - 1) / 2) * width for k in range(len(QUANTILES))],
-                    values,
-                    width * 0.92,
-                    yerr=[below, above],
-                    color=palette[cell.arm],
-                    error_kw={"elinewidth": 0.9, "capsize": 2, "ecolor": "#555555"},
-                    label=cell.name,
-                )
-            axis.set_xticks(range(len(QUANTILES)), [f"p{round(q * 100)}" for q in QUANTILES])
-            axis.set_title(title, loc="left", fontsize=11)
-        for i, cell in enumerate(cells):
-            axes[2].bar(i, cell.apc.value * 100, 0.74, color=palette[cell.arm])
-            axes[2].annotate(
-                f"{cell.apc.value * 100:.0f}",
-                (i, cell.apc.value * 100),
-                (0, -4),
-                textcoords="offset points",
-                ha="center",
-                va="top",
-                color="white",
-            )
-        best = next((cell.best_apc for cell in cells if cell.best_apc == cell.best_apc), None)
-        if best is not None:
-            axes[2].axhline(best * 100, color="#777777", linestyle=":", linewidth=1)
-            axes[2].annotate(
-                "best possible", (len(cells) - 0.5, best * 100), ha="right", va="bottom", size=8
-            )
-        axes[2].set_ylim(0, 109)
-        axes[2].set_xticks([])
-        axes[2].set_title("Prompt tokens from cache, %", loc="left", fontsize=11)
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="upper left", ncols=min(len(cells), 6), frameon=False,
-            bbox_to_anchor=(0.01, 1.0),
-        )  # fmt: skip
-        figure.text(
-            0.012, 0.015, fill(caption, 150), size=8.5, color="#555555", ha="left", va="bottom"
+    with plt.rc_context(
+        {
+            "font.size": 10,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.spines.bottom": False,
+        }
+    ):
+        figure, axes = plt.subplots(
+            1, 3, figsize=(10.5, 1.9 + 0.55 * len(cells)), width_ratios=(5, 3, 3), sharey=True
         )
-        figure.tight_layout(rect=(0, 0.09, 1, 0.91))
+        _first_token(axes[0], cells)
+        _requests(axes[1], cells)
+        _cached(axes[2], cells)
+        axes[0].set_yticks(range(len(cells)), [cell.name for cell in cells], size=11)
+        axes[0].set_ylim(len(cells) - 0.5, -0.5)  # the first cell on top
+        for axis in axes:
+            axis.tick_params(axis="y", length=0)
+            axis.set_xticks([])
+        figure.suptitle(fill(title, 100), x=0.012, ha="left", size=13, weight="bold")
+        figure.text(0.012, 0.02, fill(caption, 150), size=8.5, color=_SOFT, ha="left", va="bottom")
+        figure.tight_layout(rect=(0, 0.12, 1, 0.99))
         try:
             figure.savefig(path, dpi=160, facecolor="white")
         except OSError as error:
             raise InputError(f"--picture {path}: cannot be written: {error.strerror}") from None
         finally:
             plt.close(figure)
+
+
+def _first_token(axis: Any, cells: Sequence[Cell]) -> None:
+    """p50 as a bar, p90 as a paler one behind it; a quantile only where enough lies beyond it."""
+    palette = colours(cells)
+    axis.set_title("Wait for the first token: p50, and p90 (pale)", loc="left", fontsize=11)
+    rows = []
+    for cell in cells:
+        half, most, *_ = cell.latency["ttft"]
+        rows.append((known_quantile(half, 0.5), known_quantile(most, 0.9)))
+    longest = _longest(value for row in rows for value in row)
+    for place, (cell, (p50, p90)) in enumerate(zip(cells, rows, strict=True)):
+        for value, opacity in ((p90, _PALE), (p50, 1.0)):
+            if value is not None:
+                axis.barh(
+                    place,
+                    min(value.value, longest * 1.05),
+                    0.62,
+                    color=palette[cell.arm],
+                    alpha=opacity,
+                )
+        words = [seconds(value.value) for value in (p50, p90) if value is not None]
+        end = max((value.value for value in (p50, p90) if value is not None), default=0.0)
+        _label(axis, place, min(end, longest * 1.05), ", ".join(words) or _missing(cell), longest)
+    axis.set_xlim(0, longest * 1.45)
+
+
+def _requests(axis: Any, cells: Sequence[Cell]) -> None:
+    axis.set_title("Requests answered a second", loc="left", fontsize=11)
+    values = [cell.measures["requests_per_s"] for cell in cells]
+    longest = _longest(values)
+    palette = colours(cells)
+    for place, (cell, rate) in enumerate(zip(cells, values, strict=True)):
+        known = math.isfinite(rate.value)
+        if known:
+            axis.barh(place, rate.value, 0.62, color=palette[cell.arm])
+        words = number(rate.value) if known else _missing(cell)
+        _label(axis, place, rate.value if known else 0.0, words, longest)
+    axis.set_xlim(0, longest * 1.3)
+
+
+def _cached(axis: Any, cells: Sequence[Cell]) -> None:
+    """The share of prompt tokens from cache, and as a line what an endless cache would have had."""
+    axis.set_title("Prompt tokens from cache", loc="left", fontsize=11)
+    palette = colours(cells)
+    for place, cell in enumerate(cells):
+        share = cell.apc.value
+        if not math.isfinite(share):
+            _label(axis, place, 0.0, "unknown", 1.0)
+            continue
+        axis.barh(place, 1.0, 0.62, color="#eeeeee")
+        axis.barh(place, share, 0.62, color=palette[cell.arm])
+        _label(axis, place, 1.0, f"{share * 100:.0f} %", 1.0)
+        if math.isfinite(cell.best_apc):
+            axis.plot([cell.best_apc] * 2, [place - 0.36, place + 0.36], ":", color=_SOFT, lw=1.4)
+    if any(math.isfinite(cell.best_apc) for cell in cells):
+        axis.text(
+            1.0, len(cells) - 0.52, "dotted: an endless cache", size=8.5, color=_SOFT, ha="right",
+            va="top",
+        )  # fmt: skip
+    axis.set_xlim(0, 1.3)
+
+
+def _longest(values: Any) -> float:
+    known = [
+        value.value
+        for value in values
+        if isinstance(value, Estimate) and math.isfinite(value.value) and value.value > 0
+    ]
+    return max(known, default=1.0)
+
+
+def _label(axis: Any, place: int, end: float, words: str, longest: float) -> None:
+    axis.text(end + 0.02 * longest, place, words, ha="left", va="center", size=10)
+
+
+def _missing(cell: Cell) -> str:
+    """Why a row has no figure."""
+    return "load not sustained" if cell.unsustained is not None else "too few answers"

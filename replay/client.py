@@ -68,7 +68,6 @@ class Client:
             input_length=request.input_length,
             output_length=request.output_length,
             play=request.play,
-            best_cached_tokens=self._endless.cached_tokens(request) if self._endless else None,
             trace_s=request.trace_s,
             scheduled_s=scheduled_s,
         )
@@ -105,6 +104,7 @@ class Client:
             parser_for(self._options.api, self._record_ids),
             self._clock,
             self._on_first_token,
+            lambda: self._endless.cached_tokens(request) if self._endless else None,
         )
         async with asyncio.timeout(self._limit_s(request)):
             # The body has no name here: it is let go of when it is sent.
@@ -154,9 +154,13 @@ class _Stream:
     parser: Parser
     clock: Callable[[], float]
     on_first_token: Callable[[float], None]
+    best_cached_tokens: Callable[[], int | None]
     refusal: list[bytes] = field(default_factory=list)
 
     def on_connected(self) -> None:
+        # Only now, and not when it was due, does this prompt come before others: bodies that take
+        # longer to make, and connections that take longer to stand, change the order.
+        self.result.best_cached_tokens = self.best_cached_tokens()
         self.result.sent_s = self.clock()
 
     def on_head(self, head: Head) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from eval.report.evidence import Evidence, find_runs, gather
 from eval.report.export import summary_json, tables, write_csv, write_parquet
-from eval.report.facts import caption, engine_entry, place
+from eval.report.facts import caption, engine_entry, place, title
 from eval.report.searches import Search, find_searches
 from eval.report.write import write_report
 
@@ -24,6 +24,7 @@ __all__ = [
     "place",
     "summary_json",
     "tables",
+    "title",
     "write_csv",
     "write_parquet",
     "write_report",

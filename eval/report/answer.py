@@ -10,13 +10,26 @@ import math
 from collections.abc import Sequence
 
 from eval.compare import Comparison, Verdict
-from eval.formatting import effect, number, seconds
+from eval.formatting import effect, number, percent, seconds
 from eval.metrics import Cell
+from eval.outcomes import MEASURES
 from eval.report.evidence import Evidence
 from eval.report.facts import simulated
 from eval.tables import enough
 
 _MOST_ARMS = 4
+_BY_KEY = {measure.key: measure for measure in MEASURES}
+# How rates and shares are named after their value.
+_RATES = {
+    "throughput_output_tps": "output tokens/s",
+    "requests_per_s": "requests/s",
+    "goodput_rps": "good requests/s",
+}
+_SHARES = {
+    "attainment": "of turns within the objective",
+    "apc": "of prompt tokens from cache",
+    "recomputed_share": "of prompt tokens recomputed",
+}
 
 
 def answer(evidence: Evidence) -> str:
@@ -31,7 +44,7 @@ def _answer(evidence: Evidence) -> str:
     if evidence.searches:
         return _capacities(evidence)
     if len({cell.arm for cell in evidence.cells}) == 1:
-        return _alone(evidence.cells)
+        return _alone(evidence.cells, evidence.primary)
     if evidence.once:
         return _unjudged(evidence)
     return _verdicts(evidence)
@@ -51,30 +64,43 @@ def _capacities(evidence: Evidence) -> str:
     return "; ".join(parts) + "."
 
 
-def _figures(cell: Cell) -> str:
-    """TTFT p90 and TPOT p90 (p50 where there are too few requests) and the output rate."""
+def _figures(cell: Cell, primary: Sequence[str]) -> str:
+    """What the experiment is about, of one cell; the output rate where nothing of it is known."""
+    known = [words for key in primary if (words := _figure(cell, key))]
     if cell.unsustained is not None:
-        return "did not sustain its load"
-    parts = []
-    for name in ("ttft", "tpot"):
-        p50, p90, *_ = cell.latency[name]
-        value, words = (p90, "p90") if enough(p90.n, 0.9) else (p50, "p50")
-        if value.known:
-            parts.append(f"{name.upper()} {words} {seconds(value.value)}")
-    parts.append(f"{number(cell.output_tps)} output tokens/s")
-    return ", ".join(parts)
+        return ", ".join(["did not sustain its load", *known])
+    return ", ".join(known or [f"{number(cell.output_tps)} output tokens/s"])
 
 
-def _alone(cells: Sequence[Cell]) -> str:
-    if len(cells) == 1:
-        return f"{cells[0].name}: {_figures(cells[0])}."
-    first, last = cells[0], cells[-1]
-    return f"{first.name}: {_figures(first)}; {last.name}: {_figures(last)}."
+def _figure(cell: Cell, key: str) -> str:
+    """One measure in words; a p50 in place of a higher quantile that too few answers lie beyond.
+    Empty where it is unknown."""
+    measure = _BY_KEY[key]
+    value = cell.measures[key]
+    if measure.quantile is not None and not enough(value.n, measure.quantile):
+        key = f"{key.rpartition('_')[0]}_p50"
+        if key not in _BY_KEY or not enough(cell.measures[key].n, 0.5):
+            return ""
+        measure, value = _BY_KEY[key], cell.measures[key]
+    if not value.known:
+        return ""
+    if measure.kind == "share":
+        return f"{percent(value.value)} {_SHARES.get(key, measure.label)}"
+    if measure.kind == "rate":
+        return f"{number(value.value)} {_RATES.get(key, measure.label)}"
+    if measure.column == "stretch":
+        return f"{measure.label} {number(value.value)} ×"
+    return f"{measure.label} {seconds(value.value)}"
+
+
+def _alone(cells: Sequence[Cell], primary: Sequence[str]) -> str:
+    ends = cells if len(cells) == 1 else (cells[0], cells[-1])
+    return "; ".join(f"{cell.name}: {_figures(cell, primary)}" for cell in ends) + "."
 
 
 def _unjudged(evidence: Evidence) -> str:
     cells = evidence.cells[:_MOST_ARMS]
-    figures = "; ".join(f"{cell.name}: {_figures(cell)}" for cell in cells)
+    figures = "; ".join(f"{cell.name}: {_figures(cell, evidence.primary)}" for cell in cells)
     more = len(evidence.cells) - len(cells)
     return (
         f"One run an arm, which judges nothing. {figures}"

@@ -5,6 +5,7 @@ Owns those words, read from manifests. Knows nothing of what was measured.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -142,19 +143,47 @@ def definitions(evidence: Evidence) -> list[tuple[str, str]]:
 
 
 def commands(runs: Sequence[Run]) -> list[str]:
-    """The commands that made the runs, each once."""
-    found = []
+    """Lines to copy that make the runs again: into a new folder, since in the one that they are in
+    finished runs are kept, and nothing would be done; then the report on them."""
+    found: dict[str, str] = {}
     for run in runs:
         source = run.manifest.get("source", {})
         if "command" in source:
-            found.append(text_without_secrets(str(source["command"])))
-    return list(dict.fromkeys(found))
+            command, folder = _into_a_new_folder(str(source["command"]))
+            found[text_without_secrets(command)] = text_without_secrets(folder)
+    if not found:
+        return []
+    commits = dict.fromkeys(
+        git["commit"][:12] + (" with changes that were not committed" if git.get("dirty") else "")
+        for git in (run.manifest.get("git") or {} for run in runs)
+        if git.get("commit")
+    )
+    lines = [f"# made at commit {', '.join(commits)}"] if commits else []
+    reports = [f"deltaserve eval report {folder}" for folder in found.values() if folder]
+    return [*lines, *found, *dict.fromkeys(reports)]
+
+
+def _into_a_new_folder(command: str) -> tuple[str, str]:
+    """The command with another folder for its results, and that folder."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return command, ""
+    if "--output" not in words[:-1]:
+        return command, ""
+    place = words.index("--output") + 1
+    words[place] = words[place].rstrip("/") + "-again"
+    return shlex.join(words), shlex.quote(words[place])
 
 
 def title(runs: Sequence[Run]) -> str:
-    """The experiments' names; simulated ones say so."""
-    names = ", ".join(dict.fromkeys(str(run.manifest.get("experiment", "runs")) for run in runs))
-    return f"{names} (simulated)" if simulated(runs) else names
+    """What the experiments say they are: their descriptions, or names where there is none; simulated
+    ones say so."""
+    found = dict.fromkeys(
+        str(run.manifest.get("description") or run.manifest.get("experiment", "runs")).rstrip(".")
+        for run in runs
+    )
+    return "; ".join(found) + (" (simulated)" if simulated(runs) else "")
 
 
 def caption(evidence: Evidence) -> str:

@@ -113,7 +113,7 @@ class _Connection:
         line, *fields = head.split("\r\n")
         headers = dict(field.lower().split(": ", 1) for field in fields)
         method, path, _ = line.split(" ", 2)
-        if method == "GET" or "flush" in path:
+        if method != "POST" or "flush" in path:
             self._reply_json(path)
             return
         self._stamp["request_id"] = headers.get("x-request-id", "")
@@ -134,7 +134,7 @@ class _Connection:
     def _answer(self) -> None:
         self._next = 0
         self._send(_CHUNKED)
-        self._server.wait(self, time.monotonic() + self._server.interval_s)
+        self._server.wait(self, time.monotonic() + self._server.first_s)
 
     def send_next(self) -> bool:
         """Writes the next chunk; true while there are more."""
@@ -163,9 +163,10 @@ class _Connection:
 class _Server:
     """One process's connections, and the streams among them that wait for their next token."""
 
-    def __init__(self, answers: _Answers, interval_s: float) -> None:
+    def __init__(self, answers: _Answers, interval_s: float, first_s: float) -> None:
         self.answers = answers
         self.interval_s = interval_s
+        self.first_s = first_s
         self.stamps: list[dict[str, object]] = []
         self._due: list[tuple[float, int, _Connection]] = []
         self._count = 0
@@ -209,9 +210,14 @@ class _Server:
 
 
 def _work(
-    listener: socket.socket, stop: Connection, answers: _Answers, interval_s: float, stamps: Path
+    listener: socket.socket,
+    stop: Connection,
+    answers: _Answers,
+    interval_s: float,
+    first_s: float,
+    stamps: Path,
 ) -> None:
-    server = _Server(answers, interval_s)
+    server = _Server(answers, interval_s, first_s)
     gc.freeze()
     gc.disable()
     server.serve(listener, stop)
@@ -219,7 +225,9 @@ def _work(
     stamps.write_bytes(b"".join(lines))
 
 
-def _main(processes: int, tokens: int, interval_s: float, stamps: Path) -> None:
+def _main(
+    processes: int, tokens: int, interval_s: float, stamps: Path, first_s: float | None
+) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     listener.setblocking(False)
     answers = _Answers(tokens)
@@ -228,7 +236,14 @@ def _main(processes: int, tokens: int, interval_s: float, stamps: Path) -> None:
     workers = [
         context.Process(
             target=_work,
-            args=(listener, stopped, answers, interval_s, stamps.with_suffix(f".{number}")),
+            args=(
+                listener,
+                stopped,
+                answers,
+                interval_s,
+                interval_s if first_s is None else first_s,
+                stamps.with_suffix(f".{number}"),
+            ),
         )
         for number in range(processes)
     ]
@@ -256,13 +271,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("tokens", type=int, help="tokens of every answer")
     parser.add_argument("interval_s", type=float, help="seconds between tokens")
     parser.add_argument("stamps", type=Path, help="where to write STAMPS.0, STAMPS.1, …")
+    parser.add_argument(
+        "--first-s", type=float, help="seconds before the first token (default: interval_s)"
+    )
     found = parser.parse_args()
     if not 1 <= found.processes <= _MOST_PROCESSES:
         parser.error(f"processes {found.processes}: expected 1 to {_MOST_PROCESSES}")
     if found.tokens < 1:
         parser.error(f"tokens {found.tokens}: expected at least 1")
-    if found.interval_s < 0:
-        parser.error(f"interval_s {found.interval_s}: expected 0 or more")
+    for name in ("interval_s", "first_s"):
+        value = getattr(found, name)
+        if value is not None and value < 0:
+            parser.error(f"{name} {value}: expected 0 or more")
     return found
 
 

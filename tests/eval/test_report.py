@@ -365,10 +365,10 @@ def test_a_picture_of_the_headline_is_drawn(three_arms: Path) -> None:
 
     evidence = gather(find_runs([three_arms]), draws=50)
     for name in ("headline.png", "headline.svg"):
-        write_picture(evidence.cells, caption(evidence), three_arms / name)
+        write_picture(evidence.cells, "A title", caption(evidence), three_arms / name)
         assert (three_arms / name).stat().st_size > 10_000
     with pytest.raises(InputError, match=r"\.png or \.svg"):
-        write_picture(evidence.cells, "", three_arms / "headline.gif")
+        write_picture(evidence.cells, "", "", three_arms / "headline.gif")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,12 @@ import orjson
 import pytest
 
 from deltaserve.errors import InputError
+from replay.bodies import BodiesOnDemand
+from replay.client import Client, ClientOptions
+from replay.endless import EndlessCache
 from replay.options import RunOptions, preset_values
 from replay.phases import OneProcess, PhaseOptions, PhaseRecord, Window
+from replay.plan import Planned, make_plan
 from replay.prompts import PromptMaker, play_seed
 from replay.results import Result, read_results
 from replay.runner import run
@@ -296,6 +303,50 @@ def test_what_an_endless_cache_holds_is_on_every_line(
         assert result.best_cached_tokens == before.input_length + answer
     assert after_prime == 3
     assert played_again > 1
+
+
+def test_a_prompt_is_in_the_endless_cache_from_when_it_was_sent(engine: StartEngine) -> None:
+    """Not from when it was due: its body may be made later than that of a request due after it."""
+
+    class LateFirstBody(BodiesOnDemand):
+        async def take(self, request: Planned) -> bytes | memoryview:
+            if request.request_id == "0.0":
+                await asyncio.sleep(0.1)
+            return await super().take(request)
+
+    plan = make_plan(iter(_trace(sessions=2, turns=1, shared=4))).requests
+    fake = engine("sglang")
+    results: dict[str, Result] = {}
+    options = ClientOptions(
+        api="sglang",
+        model="tiny",
+        vocab_size=1000,
+        seed=0,
+        record_output_ids=False,
+        splice_outputs=False,
+        as_text=False,
+        url=fake.url,
+        timeout_s=5.0,
+        prime_timeout_s=5.0,
+    )
+
+    async def send_both() -> None:
+        client = Client(
+            options,
+            time.monotonic,
+            lambda result: results.update({result.request_id: result}),
+            bodies=LateFirstBody(options),
+            endless=EndlessCache(spliced=False),
+        )
+        with contextlib.closing(client):
+            await asyncio.gather(*(client.send(plan[index], 0.0) for index in range(2)))
+
+    asyncio.run(send_both())
+    late, early = results["0.0"], results["1.0"]
+    assert early.sent_s is not None
+    assert late.sent_s is not None
+    assert early.sent_s < late.sent_s
+    assert (early.best_cached_tokens, late.best_cached_tokens) == (0, 32)
 
 
 def test_the_window_begins_when_the_last_process_is_primed() -> None:
