@@ -97,6 +97,23 @@ pub enum Connector {
     Mooncake,
 }
 
+/// What must not stand in logs.
+#[derive(Clone, PartialEq, Eq, Deserialize)]
+#[serde(transparent)]
+pub struct Secret(String);
+
+impl Secret {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret")
+    }
+}
+
 /// One worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -142,6 +159,9 @@ pub struct WorkerSpec {
     /// alone (attention to a long context comes on top), and while others decode.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefill_tokens_per_s: Option<f64>,
+    /// The key that the worker asks for (`--api-key` of SGLang and vLLM), or `env:NAME`.
+    #[serde(default, skip_serializing)]
+    pub api_key: Option<Secret>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paced_prefill_tokens_per_s: Option<f64>,
 }
@@ -243,6 +263,17 @@ impl WorkerSpec {
                 within(field, value, SPEEDS_TOKENS_PER_S).map_err(prefixed)?;
             }
         }
+        if let Some(Secret(key)) = &mut self.api_key {
+            if let Some(name) = key.strip_prefix("env:") {
+                let Ok(value) = std::env::var(name) else {
+                    return fail("api_key", &format!("the variable {name} is not set"));
+                };
+                *key = value;
+            }
+            if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
+                return fail("api_key", "expected printable characters without spaces");
+            }
+        }
         if self.bootstrap_port.is_some() && self.bootstrap_host.is_none() {
             self.bootstrap_host = Some(host.trim_matches(['[', ']']).to_owned());
         }
@@ -269,7 +300,7 @@ impl WorkerSpec {
 }
 
 /// Fields of a worker that `POST /workers` reads; other routers' keys are ignored.
-pub const WORKER_FIELDS: [&str; 14] = [
+pub const WORKER_FIELDS: [&str; 15] = [
     "id",
     "role",
     "engine",
@@ -282,6 +313,7 @@ pub const WORKER_FIELDS: [&str; 14] = [
     "kv_connector",
     "kv_events",
     "kv_events_replay",
+    "api_key",
     "prefill_tokens_per_s",
     "paced_prefill_tokens_per_s",
 ];
@@ -360,6 +392,10 @@ pub struct Config {
     /// listens on a loopback address lets its workers be changed.
     #[serde(default)]
     pub admin_token: Option<String>,
+    /// A file with the keys of clients, one a line; the variable `DELTASERVE_API_KEYS` has more. With
+    /// any, requests need one.
+    #[serde(default)]
+    pub api_keys_file: Option<PathBuf>,
     /// On shutdown, running requests have this long to end.
     #[serde(default = "default_drain_timeout_s")]
     pub drain_timeout_s: f64,
@@ -460,6 +496,7 @@ impl Default for Config {
             max_queued: default_max_queued(),
             queue_timeout_s: default_queue_timeout_s(),
             admin_token: None,
+            api_keys_file: None,
             drain_timeout_s: default_drain_timeout_s(),
         }
     }
@@ -480,7 +517,11 @@ impl Config {
         let checked = config.clone().normalise();
         checked.map_err(|error| format!("{shown}: {error}"))?;
         if let Some(folder) = path.parent() {
-            for named in [&mut config.decision_log, &mut config.tokenizer] {
+            for named in [
+                &mut config.decision_log,
+                &mut config.tokenizer,
+                &mut config.api_keys_file,
+            ] {
                 *named = named.take().map(|path| folder.join(path));
             }
         }
