@@ -81,6 +81,14 @@ fn host_of(authority: &str) -> Option<String> {
     is_whole.then(|| parsed.host().to_owned())
 }
 
+/// A host as it stands in a URL: an IPv6 address in brackets.
+pub(crate) fn bracketed(host: &str) -> String {
+    match host.contains(':') && !host.starts_with('[') {
+        true => format!("[{host}]"),
+        false => host.to_owned(),
+    }
+}
+
 /// What a worker speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -276,6 +284,12 @@ impl WorkerSpec {
         }
         if self.bootstrap_port.is_some() && self.bootstrap_host.is_none() {
             self.bootstrap_host = Some(host.trim_matches(['[', ']']).to_owned());
+        }
+        if let Some(host) = &self.bootstrap_host
+            && host_of(&format!("{}:1", bracketed(host))).is_none()
+        {
+            // It becomes a part of URLs.
+            return fail("bootstrap_host", "expected a host's name or address");
         }
         if self.id.is_empty() {
             self.id = authority.to_owned();
@@ -686,6 +700,14 @@ mod tests {
             (
                 "[[workers]]\nurl = \"http://a:1\"\nbootstrap_port = 0",
                 "worker http://a:1: bootstrap_port: expected a number from 1 to 65535, not 0",
+            ),
+            (
+                "[[workers]]\nurl = \"http://a:1\"\nbootstrap_host = \"b/x?\"",
+                "bootstrap_host: expected a host's name",
+            ),
+            (
+                "[[workers]]\nurl = \"http://a:1\"\napi_key = \"env:NOT_SET_ANYWHERE\"",
+                "api_key: the variable NOT_SET_ANYWHERE is not set",
             ),
             (
                 "[[workers]]\nurl = \"http://a:1\"\nkv_events = \"tcp://foo\"",

@@ -558,6 +558,33 @@ fn elastic_finds_the_cheapest_of_all_pairs() {
 }
 
 #[test]
+fn unified_stays_with_who_holds_the_prompt_where_no_session_is_named() {
+    let mut fleet = [worker(0), worker(1), worker(2)];
+    fleet[1].cached_tokens = 5_000;
+    fleet[1].requests = 1;
+    fleet[1].pending_prefill_tokens = 9_000;
+    fleet[2].requests = 2;
+    let case = Case {
+        input: 10_000,
+        ..Case::default()
+    };
+    // By the score alone: (9,000 + 5,000) × 1 against (0 + 10,000) × 1.
+    assert_eq!(
+        picks("unified", &fleet, &case),
+        (local(1), Reason::Affinity)
+    );
+    fleet[1].cached_tokens = 4_999;
+    assert_eq!(
+        picks("unified", &fleet, &case),
+        (local(0), Reason::LowestScore)
+    );
+    fleet[1].cached_tokens = 9_999;
+    fleet[1].requests = 2;
+    let overloaded = picks("unified", &fleet, &case);
+    assert_eq!(overloaded, (local(0), Reason::LowestScore), "2 > 1.3 × 4/3");
+}
+
+#[test]
 fn pd_spreads_sessions_that_share_a_system_prompt() {
     let mut fleet = [prefill(0), decode(1), decode(2), decode(3)];
     for worker in &mut fleet {

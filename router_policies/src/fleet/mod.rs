@@ -62,6 +62,8 @@ pub struct Request {
     /// The answer comes in pieces, the first of which tells when the prefill ended.
     pub stream: bool,
     pub hints: Hints,
+    /// When its headers came, by the fleet's clock, where that is known.
+    pub received_s: Option<f64>,
     /// By the fleet's clock, where it has been tried before: it queues as one that came then.
     pub arrived_s: Option<f64>,
     /// Which workers may share it.
@@ -213,6 +215,11 @@ impl Fleet {
         if state.workers.iter().flatten().any(taken) {
             return Err(format!("worker {}: id is taken", spec.id));
         }
+        let same = |w: &&Worker| !w.removed && place_of(&w.spec) == place_of(&spec);
+        if let Some(other) = state.workers.iter().flatten().find(same) {
+            let (id, other) = (&spec.id, &other.spec.id);
+            return Err(format!("worker {id}: url: it is that of worker {other}"));
+        }
         let serial = state.next_serial;
         state.next_serial += 1;
         let block = estimate_block(&spec);
@@ -242,11 +249,17 @@ impl Fleet {
             .workers
             .iter()
             .flatten()
-            .filter(|worker| worker.prefix_source == PrefixSource::Events)
+            .filter(|worker| !worker.removed && worker.prefix_source == PrefixSource::Events)
             .map(|worker| worker.page_size);
-        let estimates = state.token_trees.iter().map(|(block, _)| *block);
-        let block = estimates.chain(exact).fold(0, gcd);
-        self.token_block.store(block.max(1), Ordering::Relaxed);
+        let workers = state.workers.iter().flatten();
+        let estimates = workers
+            .filter(|worker| !worker.removed)
+            .map(|worker| worker.estimate_block);
+        let block = match estimates.chain(exact).fold(0, gcd) {
+            0 => ESTIMATE_BLOCK_TOKENS,
+            block => block,
+        };
+        self.token_block.store(block, Ordering::Relaxed);
     }
 
     /// From now on the worker's KV events tell what it holds, in pages of `page_size` tokens until they
@@ -345,6 +358,7 @@ impl Fleet {
         }
         state.forget_cache(slot);
         state.free_if_idle(slot);
+        self.set_token_block(&state);
         self.settle(state);
         true
     }
@@ -737,9 +751,9 @@ impl State {
             worker.forget_migration(began_s);
         }
         match before {
-            Some(before) => drop(self.sessions.put(key, before)),
-            None => drop(self.sessions.pop(&key)),
-        }
+            Some(before) => self.sessions.put(key, before),
+            None => self.sessions.pop(&key),
+        };
     }
 
     fn request_facts(&mut self, request: &Request, session: Option<u64>) -> RequestFacts {
@@ -818,6 +832,16 @@ impl State {
 
     fn worker_mut(&mut self, slot: usize) -> Option<&mut Worker> {
         self.workers.get_mut(slot)?.as_mut()
+    }
+}
+
+/// Where a worker listens, whatever name the loopback address is given.
+fn place_of(spec: &WorkerSpec) -> String {
+    let authority = spec.authority();
+    let (host, port) = authority.rsplit_once(':').unwrap_or((authority, ""));
+    match host {
+        "localhost" | "[::1]" => format!("127.0.0.1:{port}"),
+        _ => authority.to_ascii_lowercase(),
     }
 }
 

@@ -648,7 +648,7 @@ impl Fleet {
             signs,
             now_s,
         );
-        Ok(reservation.having(noted))
+        Ok(reservation.having(noted, request.received_s))
     }
 }
 

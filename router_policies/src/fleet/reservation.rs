@@ -236,8 +236,18 @@ impl State {
         outcome: Outcome,
         status: Option<u16>,
         prefill_failed: bool,
+        prefill: Option<&Arc<WorkerSpec>>,
         (begun_s, now_s): (f64, f64),
     ) {
+        // A prefill worker that was removed meanwhile may have left its slot to another.
+        let is_gone = prefill.is_some_and(|prefill| {
+            let worker = self.workers.get(share.route.prefilling());
+            let worker = worker.and_then(Option::as_ref);
+            worker.is_none_or(|worker| !Arc::ptr_eq(&worker.spec, prefill))
+        });
+        if is_gone && prefill_failed {
+            return;
+        }
         let slot = if prefill_failed {
             share.route.prefilling()
         } else {
@@ -249,7 +259,7 @@ impl State {
         match outcome {
             Outcome::Ok => {
                 worker.circuit.succeeded();
-                if let Some(worker) = self.worker_mut(share.route.prefilling()) {
+                if !is_gone && let Some(worker) = self.worker_mut(share.route.prefilling()) {
                     worker.circuit.succeeded();
                 }
             }
@@ -289,6 +299,7 @@ pub struct Reservation {
     answering: Arc<WorkerSpec>,
     prefill: Option<Arc<WorkerSpec>>,
     begun_s: f64,
+    received_s: f64,
     first_token_s: Option<f64>,
     output_chunks: u64,
     outcome: Outcome,
@@ -327,6 +338,7 @@ impl Reservation {
             answering,
             prefill,
             begun_s,
+            received_s: begun_s,
             first_token_s: None,
             output_chunks: 0,
             outcome: Outcome::ClientDisconnect,
@@ -342,8 +354,9 @@ impl Reservation {
     }
 
     /// With what its decision noted.
-    pub(super) fn having(mut self, noted: Noted) -> Self {
+    pub(super) fn having(mut self, noted: Noted, received_s: Option<f64>) -> Self {
         self.noted = noted;
+        self.received_s = received_s.unwrap_or(self.begun_s);
         self
     }
 
@@ -494,6 +507,7 @@ impl Drop for Reservation {
                     self.outcome,
                     self.status,
                     self.failed_prefill,
+                    self.prefill.as_ref(),
                     (self.begun_s, now_s),
                 );
             }
@@ -522,12 +536,20 @@ impl Drop for Reservation {
             self.fleet.settle(state);
         }
         let since = |then_s: f64| then_s - self.begun_s;
+        // An answer in one piece does not say when its first token was there.
+        let first_token_s = self.first_token_s.filter(|_| self.is_stream);
         self.fleet.sink.send(Event::Finish(FinishRecord {
             decision_id: std::mem::take(&mut self.decision_id),
             ts_unix_s: unix_now_s(),
             outcome: self.outcome,
             status: self.status,
-            first_token_s: self.first_token_s.map(since),
+            first_token_s: first_token_s.map(since),
+            client_first_token_s: first_token_s.map(|then_s| then_s - self.received_s),
+            kind: match self.share.route {
+                Route::Local { .. } => "local",
+                Route::PrefillDecode { .. } => "prefill_decode",
+            },
+            expected_first_token_s: self.share.until_token_s,
             duration_s: since(self.fleet.now_s()),
             output_chunks: self.output_chunks,
             error: self.error.take(),

@@ -221,7 +221,8 @@ impl Exchange<'_> {
         let failed = |message: String| Failure::Prefill(Fault::broken(message));
         let host = prefill.bootstrap_host.as_deref().unwrap_or_default();
         let bootstrap = format!(
-            "http://{host}:{}",
+            "http://{}:{}",
+            crate::config::bracketed(host),
             prefill.bootstrap_port.unwrap_or_default()
         );
         let patience = Duration::from_secs_f64(self.gateway.config.connect_timeout_s);
@@ -258,7 +259,11 @@ impl Exchange<'_> {
     }
 
     fn request(&self, spec: &WorkerSpec, payload: Pieces) -> Result<Request<Pieces>, String> {
-        let mut request = Request::post(format!("{}{}", spec.url, self.api.path()))
+        let query = self
+            .query
+            .as_deref()
+            .map_or(String::new(), |query| format!("?{query}"));
+        let mut request = Request::post(format!("{}{}{query}", spec.url, self.api.path()))
             .body(payload)
             .map_err(|error| error.to_string())?;
         let mut headers = self.headers.clone();

@@ -57,6 +57,7 @@ pub(super) async fn handle(
     api: Api,
     request: Request<Incoming>,
 ) -> Response<Reply> {
+    let received_s = gateway.fleet.now_s();
     let (parts, incoming) = request.into_parts();
     let limit = gateway.config.max_body_bytes;
     let refuse = |status: StatusCode, kind: &str, message: &str| {
@@ -99,6 +100,7 @@ pub(super) async fn handle(
         max_output_tokens: scanned.max_output_tokens,
         stream: scanned.stream,
         hints: session::hints(&parts.headers),
+        received_s: Some(received_s),
         arrived_s: None,
         separable: separable(api, &scanned),
         answers: scanned.answers.saturating_mul(scanned.prompts as u64),
@@ -124,6 +126,7 @@ pub(super) async fn handle(
         gateway,
         client,
         api,
+        query: parts.uri.query().map(str::to_owned),
         headers: {
             let mut headers = parts.headers;
             if gateway.keys.are_needed() {
@@ -136,8 +139,13 @@ pub(super) async fn handle(
         placement,
         deadline,
         is_repeated: AtomicBool::new(false),
+        decision_id: None,
     };
-    let response = exchange.run(permit).await;
+    let mut response = exchange.run(permit).await;
+    // Failures too: what became of them stands in the log under it.
+    if let Some(id) = exchange.decision_id.take() {
+        response.headers_mut().insert(DECISION_ID, id);
+    }
     gateway.buffers.give_back(exchange.bytes);
     response
 }
@@ -213,6 +221,8 @@ pub(super) struct Exchange<'a> {
     pub gateway: &'a Arc<Gateway>,
     client: Arc<Client>,
     pub api: Api,
+    /// Of the client's URL.
+    pub query: Option<String>,
     pub headers: HeaderMap,
     pub bytes: Bytes,
     pub scanned: Scanned,
@@ -220,6 +230,8 @@ pub(super) struct Exchange<'a> {
     pub deadline: Instant,
     /// A worker that had it already gets it again.
     is_repeated: AtomicBool,
+    /// Of its last attempt.
+    decision_id: Option<HeaderValue>,
 }
 
 /// An attempt whose answer has begun.
@@ -280,6 +292,7 @@ impl Exchange<'_> {
                     return self.unplaced(&not_placed, last);
                 }
             };
+            self.decision_id = HeaderValue::from_str(reservation.decision_id()).ok();
             // Serving alone is none, nor is what cannot be placed any more.
             if last.is_some() && !self.is_repeated() {
                 self.gateway.metrics.retried();
@@ -297,6 +310,7 @@ impl Exchange<'_> {
                     }
                     last = Some((String::new(), Fault::broken(message)));
                     exclude.extend(silent);
+                    self.decision_id = HeaderValue::from_str(next.decision_id()).ok();
                     moved = Some(next);
                     continue;
                 }
@@ -517,8 +531,7 @@ impl Exchange<'_> {
             prefill,
             mut reservation,
         } = success;
-        let decision_id = HeaderValue::from_str(reservation.decision_id());
-        let mut response = match head {
+        let response = match head {
             Head::Whole(response) => {
                 let status = status_of(&response);
                 let (outcome, error) = if status.is_success() {
@@ -549,9 +562,6 @@ impl Exchange<'_> {
                 })
             }
         };
-        if let Ok(value) = decision_id {
-            response.headers_mut().insert(DECISION_ID, value);
-        }
         from_worker(response, &answering.id)
     }
 }

@@ -185,7 +185,7 @@ impl Gateway {
         encoder: Option<Arc<PromptEncoder>>,
         is_loopback: bool,
     ) -> Result<Arc<Self>, String> {
-        let metrics = Arc::new(Metrics::new());
+        let metrics = Arc::new(Metrics::new(&config.policy));
         let sink = match &config.decision_log {
             Some(path) => EventSink::to_file(path)?,
             None => EventSink::in_memory(),
@@ -252,6 +252,10 @@ impl Gateway {
         let deadline = Instant::now() + Duration::from_secs_f64(self.config.request_timeout_s);
         client.begin(deadline);
         let path = request.uri().path();
+        let path = match path.trim_end_matches('/') {
+            "" => path,
+            trimmed => trimmed,
+        };
         let api = Api::at(path);
         if (api.is_some() || passthrough::is_passed_on(path))
             && let Some((status, kind, message)) =

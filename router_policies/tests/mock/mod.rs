@@ -71,6 +71,8 @@ pub struct Behaviour {
     pub bodies: Mutex<Vec<Vec<u8>>>,
     /// Of every generation request.
     pub headers: Mutex<Vec<hyper::HeaderMap>>,
+    /// And its path with its query.
+    pub targets: Mutex<Vec<String>>,
     pub keep_bodies: AtomicBool,
     /// Accepts connections and requests, and answers none of them.
     pub hangs: AtomicBool,
@@ -127,6 +129,7 @@ impl MockWorker {
             padding_bytes: AtomicUsize::new(0),
             bodies: Mutex::new(Vec::new()),
             headers: Mutex::new(Vec::new()),
+            targets: Mutex::new(Vec::new()),
             keep_bodies: AtomicBool::new(true),
             hangs: AtomicBool::new(false),
             reports_load: AtomicBool::new(false),
@@ -337,6 +340,7 @@ async fn answer(
     let mut running = Running::begin(&behaviour);
     if behaviour.keep_bodies.load(Ordering::Relaxed) {
         behaviour.headers.lock().push(request.headers().clone());
+        behaviour.targets.lock().push(request.uri().to_string());
     }
     let body = request
         .into_body()
