@@ -60,6 +60,7 @@ _WORKER_FIELDS: dict[str, Callable[[str], Any]] = {
     "kv_connector": str,
     "kv_events": str,
     "kv_events_replay": str,
+    "api_key": str,
     "prefill_tokens_per_s": _speed,
     "paced_prefill_tokens_per_s": _speed,
 }

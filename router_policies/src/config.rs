@@ -81,6 +81,14 @@ fn host_of(authority: &str) -> Option<String> {
     is_whole.then(|| parsed.host().to_owned())
 }
 
+/// A host as it stands in a URL: an IPv6 address in brackets.
+pub(crate) fn bracketed(host: &str) -> String {
+    match host.contains(':') && !host.starts_with('[') {
+        true => format!("[{host}]"),
+        false => host.to_owned(),
+    }
+}
+
 /// What a worker speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -95,6 +103,23 @@ pub enum Engine {
 pub enum Connector {
     Nixl,
     Mooncake,
+}
+
+/// What must not stand in logs.
+#[derive(Clone, PartialEq, Eq, Deserialize)]
+#[serde(transparent)]
+pub struct Secret(String);
+
+impl Secret {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret")
+    }
 }
 
 /// One worker.
@@ -142,6 +167,9 @@ pub struct WorkerSpec {
     /// alone (attention to a long context comes on top), and while others decode.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefill_tokens_per_s: Option<f64>,
+    /// The key that the worker asks for (`--api-key` of SGLang and vLLM), or `env:NAME`.
+    #[serde(default, skip_serializing)]
+    pub api_key: Option<Secret>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paced_prefill_tokens_per_s: Option<f64>,
 }
@@ -243,8 +271,25 @@ impl WorkerSpec {
                 within(field, value, SPEEDS_TOKENS_PER_S).map_err(prefixed)?;
             }
         }
+        if let Some(Secret(key)) = &mut self.api_key {
+            if let Some(name) = key.strip_prefix("env:") {
+                let Ok(value) = std::env::var(name) else {
+                    return fail("api_key", &format!("the variable {name} is not set"));
+                };
+                *key = value;
+            }
+            if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
+                return fail("api_key", "expected printable characters without spaces");
+            }
+        }
         if self.bootstrap_port.is_some() && self.bootstrap_host.is_none() {
             self.bootstrap_host = Some(host.trim_matches(['[', ']']).to_owned());
+        }
+        if let Some(host) = &self.bootstrap_host
+            && host_of(&format!("{}:1", bracketed(host))).is_none()
+        {
+            // It becomes a part of URLs.
+            return fail("bootstrap_host", "expected a host's name or address");
         }
         if self.id.is_empty() {
             self.id = authority.to_owned();
@@ -269,7 +314,7 @@ impl WorkerSpec {
 }
 
 /// Fields of a worker that `POST /workers` reads; other routers' keys are ignored.
-pub const WORKER_FIELDS: [&str; 14] = [
+pub const WORKER_FIELDS: [&str; 15] = [
     "id",
     "role",
     "engine",
@@ -282,6 +327,7 @@ pub const WORKER_FIELDS: [&str; 14] = [
     "kv_connector",
     "kv_events",
     "kv_events_replay",
+    "api_key",
     "prefill_tokens_per_s",
     "paced_prefill_tokens_per_s",
 ];
@@ -360,6 +406,10 @@ pub struct Config {
     /// listens on a loopback address lets its workers be changed.
     #[serde(default)]
     pub admin_token: Option<String>,
+    /// A file with the keys of clients, one a line; the variable `DELTASERVE_API_KEYS` has more. With
+    /// any, requests need one.
+    #[serde(default)]
+    pub api_keys_file: Option<PathBuf>,
     /// On shutdown, running requests have this long to end.
     #[serde(default = "default_drain_timeout_s")]
     pub drain_timeout_s: f64,
@@ -460,6 +510,7 @@ impl Default for Config {
             max_queued: default_max_queued(),
             queue_timeout_s: default_queue_timeout_s(),
             admin_token: None,
+            api_keys_file: None,
             drain_timeout_s: default_drain_timeout_s(),
         }
     }
@@ -480,7 +531,11 @@ impl Config {
         let checked = config.clone().normalise();
         checked.map_err(|error| format!("{shown}: {error}"))?;
         if let Some(folder) = path.parent() {
-            for named in [&mut config.decision_log, &mut config.tokenizer] {
+            for named in [
+                &mut config.decision_log,
+                &mut config.tokenizer,
+                &mut config.api_keys_file,
+            ] {
                 *named = named.take().map(|path| folder.join(path));
             }
         }
@@ -645,6 +700,14 @@ mod tests {
             (
                 "[[workers]]\nurl = \"http://a:1\"\nbootstrap_port = 0",
                 "worker http://a:1: bootstrap_port: expected a number from 1 to 65535, not 0",
+            ),
+            (
+                "[[workers]]\nurl = \"http://a:1\"\nbootstrap_host = \"b/x?\"",
+                "bootstrap_host: expected a host's name",
+            ),
+            (
+                "[[workers]]\nurl = \"http://a:1\"\napi_key = \"env:NOT_SET_ANYWHERE\"",
+                "api_key: the variable NOT_SET_ANYWHERE is not set",
             ),
             (
                 "[[workers]]\nurl = \"http://a:1\"\nkv_events = \"tcp://foo\"",

@@ -194,6 +194,112 @@ fn kv_events_replace_the_estimate_and_are_exact_to_the_page() {
 }
 
 #[test]
+fn what_no_worker_ran_is_neither_believed_nor_a_turn() {
+    let fleet = fleet("unified", &["colocated", "colocated"]);
+    let mut ask = request(&fleet, 0..400);
+    ask.session_id = Some("s".to_owned());
+    let cached = |prompt: std::ops::Range<u32>| {
+        drop(
+            fleet
+                .decide(&request(&fleet, prompt), &[])
+                .expect("a decision"),
+        );
+        let cached = &fleet.sink().recent(1)[0].cached_tokens;
+        cached.iter().map(|(_, tokens)| *tokens).max().unwrap_or(0)
+    };
+    // What is there already stays.
+    let held = fleet
+        .decide(&request(&fleet, 0..160), &[])
+        .expect("a decision");
+    let home = held.answering().id.clone();
+    drop(held);
+    for outcome in [
+        Outcome::Rejected,
+        Outcome::WorkerError,
+        Outcome::RouterError,
+    ] {
+        let refused = fleet.decide(&ask, &[]).expect("a decision");
+        assert_eq!(refused.answering().id, home);
+        refused.finish(outcome, Some(400), None);
+    }
+    assert_eq!(cached(0..161), 160);
+    let other = match home.as_str() {
+        "w0" => "w1",
+        _ => "w0",
+    };
+    // The session has no home yet: its first turn that is served makes one.
+    let excluded = [home.clone()];
+    let mut served = fleet.decide(&ask, &excluded).expect("a decision");
+    served.output(1);
+    served.finish(Outcome::Ok, Some(200), None);
+    let turn = fleet.place(&ask, &[], |_, view| {
+        assert_eq!(view.request.turn, 1);
+        let affine = view.request.affine.expect("a home");
+        Ok(policy::Decision::unpredicted(
+            Route::Local { worker: affine },
+            policy::Reason::Affinity,
+        ))
+    });
+    assert_eq!(turn.expect("a decision").answering().id, other);
+    assert_eq!(cached(0..400), 399);
+    assert!(fleet.is_idle());
+}
+
+#[test]
+fn kv_events_tell_the_size_of_their_pages() {
+    use router_policies::fleet::prefix::events::KvEvent;
+    let fleet = fleet("unified", &["colocated", "colocated"]);
+    // As where the file says nothing of it and the engine is vLLM.
+    assert!(fleet.begin_kv_events("w1", 1));
+    let stored = KvEvent::Stored {
+        blocks: vec![1, 2, 3],
+        parent: None,
+        tokens: (0..48).collect(),
+        block_size: 16,
+    };
+    assert!(fleet.apply_kv_events("w1", &[stored]));
+    drop(
+        fleet
+            .decide(&request(&fleet, 0..100), &[])
+            .expect("a decision"),
+    );
+    let decision = fleet.sink().recent(1)[0].clone();
+    let cached: Vec<u64> = decision.cached_tokens.iter().map(|c| c.1).collect();
+    assert_eq!(cached, [48]);
+}
+
+#[test]
+fn where_kv_events_are_missing_the_estimate_counts_as_well() {
+    use router_policies::fleet::prefix::events::KvEvent;
+    let fleet = fleet("unified", &["colocated", "colocated"]);
+    assert!(fleet.begin_kv_events("w1", 1));
+    let others = ["w0".to_owned()];
+    let cached = |prompt: std::ops::Range<u32>| {
+        drop(
+            fleet
+                .decide(&request(&fleet, prompt), &others)
+                .expect("a decision"),
+        );
+        let cached = &fleet.sink().recent(1)[0].cached_tokens;
+        cached.first().map_or(0, |(_, tokens)| *tokens)
+    };
+    assert_eq!(cached(0..400), 0);
+    assert_eq!(cached(0..400), 0, "events have told nothing of it");
+    let orphan = KvEvent::Stored {
+        blocks: vec![2],
+        parent: Some(1),
+        tokens: vec![5],
+        block_size: 1,
+    };
+    assert!(!fleet.apply_kv_events("w1", &[orphan]));
+    assert_eq!(cached(0..400), 399);
+    // From an empty cache on, events tell everything again.
+    assert!(fleet.apply_kv_events("w1", &[KvEvent::Cleared]));
+    assert_eq!(cached(0..400), 0);
+    assert_eq!(cached(0..400), 0);
+}
+
+#[test]
 fn drift_from_the_engines_report_is_counted_and_counts_as_load() {
     let fleet = fleet("least_requests", &["colocated", "colocated"]);
     let load = |running_requests| EngineLoad {

@@ -948,7 +948,7 @@ async fn with_a_token_only_its_bearer_changes_the_workers() {
             expected
         );
     }
-    assert_eq!(router.get("/workers").await.0, StatusCode::OK);
+    assert_eq!(router.get("/workers").await.0, StatusCode::UNAUTHORIZED);
 }
 
 /// A connection on which a request has been sent, and nothing is read unless the test does it.
@@ -1077,7 +1077,7 @@ async fn an_upload_that_stalls_is_answered_at_the_deadline() {
 }
 
 #[tokio::test]
-async fn only_changes_of_the_workers_need_the_admin_token() {
+async fn the_workers_and_the_decisions_need_the_admin_token() {
     let mock = MockWorker::start().await;
     let router = Router::with(Config {
         policy: "round_robin".to_owned(),
@@ -1094,7 +1094,9 @@ async fn only_changes_of_the_workers_need_the_admin_token() {
         ("POST", "/health", not_allowed),
         ("PUT", "/v1/models", not_allowed),
         ("GET", "/generate", not_allowed),
-        ("GET", "/workers/w/drain", not_allowed),
+        ("GET", "/workers/w/drain", StatusCode::UNAUTHORIZED),
+        ("GET", "/decisions", StatusCode::UNAUTHORIZED),
+        ("GET", "/server_info", StatusCode::UNAUTHORIZED),
         ("POST", "/workers/w/drain", StatusCode::FORBIDDEN),
         ("DELETE", "/workers/w", StatusCode::FORBIDDEN),
         ("POST", "/workers", StatusCode::FORBIDDEN),

@@ -89,6 +89,7 @@ fn decide(
 ) -> Result<Decision, Refusal> {
     let request = RequestFacts {
         input_tokens: case.input,
+        prompts: 1,
         expected_output_tokens: 100,
         has_session: case.affine.is_some(),
         turn: 1,
@@ -554,6 +555,156 @@ fn elastic_finds_the_cheapest_of_all_pairs() {
         };
         assert_eq!(picks("elastic", &fleet, &case).0, best.0);
     }
+}
+
+#[test]
+fn unified_stays_with_who_holds_the_prompt_where_no_session_is_named() {
+    let mut fleet = [worker(0), worker(1), worker(2)];
+    fleet[1].cached_tokens = 5_000;
+    fleet[1].requests = 1;
+    fleet[1].pending_prefill_tokens = 9_000;
+    fleet[2].requests = 2;
+    let case = Case {
+        input: 10_000,
+        ..Case::default()
+    };
+    // By the score alone: (9,000 + 5,000) × 1 against (0 + 10,000) × 1.
+    assert_eq!(
+        picks("unified", &fleet, &case),
+        (local(1), Reason::Affinity)
+    );
+    fleet[1].cached_tokens = 4_999;
+    assert_eq!(
+        picks("unified", &fleet, &case),
+        (local(0), Reason::LowestScore)
+    );
+    fleet[1].cached_tokens = 9_999;
+    fleet[1].requests = 2;
+    let overloaded = picks("unified", &fleet, &case);
+    assert_eq!(overloaded, (local(0), Reason::LowestScore), "2 > 1.3 × 4/3");
+}
+
+#[test]
+fn pd_spreads_sessions_that_share_a_system_prompt() {
+    let mut fleet = [prefill(0), decode(1), decode(2), decode(3)];
+    for worker in &mut fleet {
+        worker.kv_capacity_tokens = None;
+    }
+    let case = Case {
+        input: 58_000,
+        ..Case::default()
+    };
+    // Each has a prompt of 50,000 tokens behind a system prompt of 8,000 that the first worker holds.
+    fleet[1].cached_tokens = 8_000;
+    for _ in 0..30 {
+        let Route::PrefillDecode { decode, .. } = picks("pd", &fleet, &case).0 else {
+            panic!("pd separates");
+        };
+        fleet[decode].ongoing_tokens += case.input;
+        fleet[decode].requests += 1;
+        fleet[decode].cached_tokens = 8_000;
+    }
+    let requests: Vec<u32> = fleet[1..].iter().map(|worker| worker.requests).collect();
+    assert_eq!(requests, [10, 10, 10]);
+    // A session stays while the others' load differs by less than what would have to be sent.
+    fleet[2].cached_tokens = 50_000;
+    fleet[2].ongoing_tokens += 40_000;
+    assert_eq!(picks("pd", &fleet, &case).0, pair(0, 2));
+}
+
+#[test]
+fn first_turn_separates_once_and_stays() {
+    let mut fleet = [prefill(0), prefill(1), elastic(2), elastic(3)];
+    fleet[0].pending_prefill_tokens = 10;
+    fleet[2].ongoing_tokens = 5_000;
+    let first = Case {
+        input: 50_000,
+        ..Case::default()
+    };
+    let chosen = picks("first_turn", &fleet, &first);
+    assert_eq!(chosen, (pair(1, 3), Reason::FirstTurn));
+    let later = Case {
+        affine: Some(2),
+        ..first
+    };
+    let chosen = picks("first_turn", &fleet, &later);
+    assert_eq!(chosen, (local(2), Reason::Affinity), "whatever it holds");
+    fleet[2].routable = false;
+    let chosen = picks("first_turn", &fleet, &later);
+    assert_eq!(
+        chosen,
+        (pair(1, 3), Reason::FirstTurn),
+        "its worker is gone"
+    );
+    // A decode worker cannot serve alone: the session stays on it all the same.
+    let pd = [prefill(0), decode(1), decode(2)];
+    let later = Case {
+        affine: Some(2),
+        sequence: 1,
+        ..Case::default()
+    };
+    let chosen = picks("first_turn", &pd, &later);
+    assert_eq!(chosen, (pair(0, 2), Reason::Affinity));
+    let chosen = picks("first_turn", &[worker(0)], &Case::default());
+    assert_eq!(chosen, (local(0), Reason::NoPartner));
+}
+
+#[test]
+fn isl_bounding_keeps_what_is_short_and_mostly_cached() {
+    let mut fleet = [prefill(0), elastic(1)];
+    for (input, cached, expected) in [
+        (10_000, 7_953, local(1)),
+        (10_000, 7_952, pair(0, 1)),
+        (1_000, 301, local(1)),
+        (1_000, 300, pair(0, 1)),
+    ] {
+        fleet[1].cached_tokens = cached;
+        let case = Case {
+            input,
+            ..Case::default()
+        };
+        let (route, reason) = picks("isl_bounding", &fleet, &case);
+        assert_eq!(route, expected, "{cached} of {input} cached");
+        let expected = match route {
+            Route::Local { .. } => Reason::NewBelowThreshold,
+            Route::PrefillDecode { .. } => Reason::NewAboveThreshold,
+        };
+        assert_eq!(reason, expected);
+    }
+    // Where it decodes is chosen by what waits, what is new and what decodes there.
+    let mut fleet = [prefill(0), elastic(1), elastic(2)];
+    fleet[1].cached_tokens = 9_000;
+    let case = Case {
+        input: 10_000,
+        ..Case::default()
+    };
+    assert_eq!(picks("isl_bounding", &fleet, &case).0, local(1));
+    fleet[1].decode_tokens = 9_001;
+    assert_eq!(picks("isl_bounding", &fleet, &case).0, pair(0, 2));
+}
+
+#[test]
+fn nixl_threshold_separates_from_a_number_of_uncached_tokens_on() {
+    let mut fleet = [prefill(0), elastic(1)];
+    let case = Case {
+        input: 1_000,
+        ..Case::default()
+    };
+    for (cached, expected) in [(984, pair(0, 1)), (985, local(1))] {
+        fleet[1].cached_tokens = cached;
+        assert_eq!(picks("nixl_threshold", &fleet, &case).0, expected);
+    }
+    fleet[1].cached_tokens = 0;
+    let never = decide(
+        "nixl_threshold",
+        json!({"threshold_tokens": 0}),
+        &fleet,
+        &case,
+    );
+    assert_eq!(never.expect("a decision").route, local(1));
+    // Nobody to prefill for it.
+    let alone = picks("nixl_threshold", &[elastic(1)][..], &case);
+    assert_eq!(alone, (local(1), Reason::NoPartner));
 }
 
 #[test]

@@ -80,7 +80,10 @@ pub struct FinishRecord {
     pub ts_unix_s: f64,
     pub outcome: Outcome,
     pub status: Option<u16>,
+    /// From the decision; none where the answer came in one piece.
     pub first_token_s: Option<f64>,
+    /// From the request's headers, as its client sees it: with its wait and its failed attempts.
+    pub client_first_token_s: Option<f64>,
     pub duration_s: f64,
     pub output_chunks: u64,
     pub error: Option<String>,
@@ -95,6 +98,12 @@ pub struct FinishRecord {
     /// The worker that answered; the decision event names it.
     #[serde(skip)]
     pub worker: WorkerName,
+    /// The route's kind, and when its first token was expected, from the decision, by the rates that are
+    /// learnt. The decision event has what its policy predicted.
+    #[serde(skip)]
+    pub kind: &'static str,
+    #[serde(skip)]
+    pub expected_first_token_s: f64,
 }
 
 /// A turn begins to wait for room.

@@ -62,12 +62,16 @@ pub struct Request {
     /// The answer comes in pieces, the first of which tells when the prefill ended.
     pub stream: bool,
     pub hints: Hints,
+    /// When its headers came, by the fleet's clock, where that is known.
+    pub received_s: Option<f64>,
     /// By the fleet's clock, where it has been tried before: it queues as one that came then.
     pub arrived_s: Option<f64>,
     /// Which workers may share it.
     pub separable: Separable,
     /// Answers that are made of it at once, of all its prompts together; 0 counts as one.
     pub answers: u64,
+    /// Prompts that it carries, of about the same length; 0 counts as one.
+    pub prompts: u64,
 }
 
 /// What a request's headers say of its session.
@@ -81,6 +85,16 @@ pub struct Hints {
     pub parent_session: Option<String>,
 }
 
+/// What is known of a worker's cache where its KV events begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EventsBegin {
+    /// They are followed from the engine's start on, or it holds nothing.
+    Whole,
+    /// It may hold what earlier events told.
+    Partial,
+}
+
+#[derive(Clone, Copy, Debug)]
 struct Session {
     slot: usize,
     serial: u64,
@@ -201,6 +215,11 @@ impl Fleet {
         if state.workers.iter().flatten().any(taken) {
             return Err(format!("worker {}: id is taken", spec.id));
         }
+        let same = |w: &&Worker| !w.removed && place_of(&w.spec) == place_of(&spec);
+        if let Some(other) = state.workers.iter().flatten().find(same) {
+            let (id, other) = (&spec.id, &other.spec.id);
+            return Err(format!("worker {id}: url: it is that of worker {other}"));
+        }
         let serial = state.next_serial;
         state.next_serial += 1;
         let block = estimate_block(&spec);
@@ -230,39 +249,72 @@ impl Fleet {
             .workers
             .iter()
             .flatten()
-            .filter(|worker| worker.prefix_source == PrefixSource::Events)
+            .filter(|worker| !worker.removed && worker.prefix_source == PrefixSource::Events)
             .map(|worker| worker.page_size);
-        let estimates = state.token_trees.iter().map(|(block, _)| *block);
-        let block = estimates.chain(exact).fold(0, gcd);
-        self.token_block.store(block.max(1), Ordering::Relaxed);
+        let workers = state.workers.iter().flatten();
+        let estimates = workers
+            .filter(|worker| !worker.removed)
+            .map(|worker| worker.estimate_block);
+        let block = match estimates.chain(exact).fold(0, gcd) {
+            0 => ESTIMATE_BLOCK_TOKENS,
+            block => block,
+        };
+        self.token_block.store(block, Ordering::Relaxed);
     }
 
-    /// From now on the worker's KV events tell what it holds, in pages of `page_size` tokens; what
-    /// was known before is forgotten. False if there is no such worker.
+    /// From now on the worker's KV events tell what it holds, in pages of `page_size` tokens until they
+    /// tell their own; what was known before is forgotten. False if there is no such worker.
     pub fn begin_kv_events<'a>(&self, which: impl Into<Which<'a>>, page_size: usize) -> bool {
+        self.follow_kv_events(which, page_size, EventsBegin::Whole)
+    }
+
+    /// As [`Fleet::begin_kv_events`]; `begin` says whether what the worker held before is known.
+    pub(crate) fn follow_kv_events<'a>(
+        &self,
+        which: impl Into<Which<'a>>,
+        page_size: usize,
+        begin: EventsBegin,
+    ) -> bool {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         let Some(slot) = state.slot_of(which) else {
             return false;
         };
-        state.forget_prefixes(slot);
+        match begin {
+            EventsBegin::Whole => state.forget_prefixes(slot),
+            EventsBegin::Partial => state.exact.clear(slot),
+        }
         if let Some(worker) = &mut state.workers[slot] {
             worker.prefix_source = PrefixSource::Events;
             worker.page_size = page_size.max(1);
+            worker.lacks_events = begin == EventsBegin::Partial;
         }
         self.set_token_block(state);
         true
     }
 
-    /// Applies a worker's KV events, in their order. False when events before them are missing.
+    /// Applies a worker's KV events, in their order. False when events before them are missing: the
+    /// estimate then counts as well, where it knows more.
     pub fn apply_kv_events<'a>(&self, which: impl Into<Which<'a>>, events: &[KvEvent]) -> bool {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         let Some(slot) = state.slot_of(which) else {
             return true;
         };
-        let applied = events.iter().map(|event| state.exact.apply(slot, event));
-        let all = applied.fold(true, |all, one| all & one);
+        self.learn_page_size(state, slot, events);
+        let mut all = true;
+        for event in events {
+            let is_applied = state.exact.apply(slot, event);
+            all &= is_applied;
+            let is_clear = *event == KvEvent::Cleared;
+            if is_clear {
+                state.forget_prefixes(slot);
+            }
+            if let Some(worker) = &mut state.workers[slot] {
+                // Nothing that came before it is of any use any more.
+                worker.lacks_events = !is_clear && (worker.lacks_events || !is_applied);
+            }
+        }
         if events
             .iter()
             .any(|event| !matches!(event, KvEvent::Stored { .. }))
@@ -270,6 +322,23 @@ impl Fleet {
             self.settle(guard);
         }
         all
+    }
+
+    /// The events tell how large the engine's pages are, whatever the configuration says.
+    fn learn_page_size(&self, state: &mut State, slot: usize, events: &[KvEvent]) {
+        let told = events.iter().find_map(|event| match event {
+            KvEvent::Stored { block_size, .. } => Some((*block_size).max(1)),
+            _ => None,
+        });
+        if state.exact.held_blocks(slot) > 0 {
+            return;
+        }
+        if let (Some(told), Some(worker)) = (told, &mut state.workers[slot])
+            && worker.page_size != told
+        {
+            worker.page_size = told;
+            self.set_token_block(state);
+        }
     }
 
     /// How often the worker came up; none while it is down or where there is none.
@@ -289,6 +358,7 @@ impl Fleet {
         }
         state.forget_cache(slot);
         state.free_if_idle(slot);
+        self.set_token_block(&state);
         self.settle(state);
         true
     }
@@ -358,6 +428,14 @@ impl Fleet {
     pub fn misses_cache<'a>(&self, which: impl Into<Which<'a>>) -> bool {
         self.with_worker(which, |worker| worker.engine_run.is_doubted())
             .unwrap_or_default()
+    }
+
+    /// The engine says whether finished prompts stay in its cache. What the configuration denies stays
+    /// denied.
+    pub fn report_prefix_cache<'a>(&self, which: impl Into<Which<'a>>, keeps: bool) {
+        self.with_worker(which, |worker| {
+            worker.keeps_prefixes = worker.spec.prefix_cache && keeps;
+        });
     }
 
     /// Takes over the capacity and page size that an engine reports, where none was configured.
@@ -568,9 +646,7 @@ impl State {
                     let worker = self.workers[facts.slot].as_ref();
                     if held > 0
                         && worker.is_some_and(|w| {
-                            tokens.is_none_or(|b| {
-                                w.estimate_block == b && w.prefix_source == PrefixSource::Estimate
-                            })
+                            tokens.is_none_or(|b| w.estimate_block == b && w.needs_estimate())
                         })
                     {
                         // The last token is always computed, so that there is something to sample from.
@@ -615,37 +691,69 @@ impl State {
                 .matched(prompt, page / prompt.block, &slots, |slot, pages| {
                     // As engines do: the last token is computed, in a whole page.
                     let whole = (pages * page) as u64;
-                    facts[slot as usize].cached_tokens =
-                        whole.min(most / page as u64 * page as u64);
+                    let exact = whole.min(most / page as u64 * page as u64);
+                    // More is there already only where the estimate counts as well.
+                    let cached = &mut facts[slot as usize].cached_tokens;
+                    *cached = exact.max(*cached);
                 });
         }
     }
 
-    fn note_prompt(&mut self, prompt: &PromptHashes, route: Route) {
+    /// Notes in the estimate that the route's workers hold the prompt; returns what is new to it of the
+    /// answering and of the prefill worker.
+    fn note_prompt(&mut self, prompt: &PromptHashes, route: Route) -> [Option<u64>; 2] {
         let mut insert = |slot: usize| {
+            let mut new = None;
             let Some(worker) = &self.workers[slot] else {
-                return;
+                return new;
             };
-            if !worker.spec.prefix_cache {
-                return;
+            if !worker.keeps_prefixes {
+                return new;
             }
             match prompt.unit {
-                Unit::Bytes => self.text_tree.insert(slot, &prompt.states),
+                Unit::Bytes => new = self.text_tree.insert(slot, &prompt.states),
                 Unit::Tokens => {
                     for (block, tree) in &mut self.token_trees {
-                        let is_estimated = worker.prefix_source == PrefixSource::Estimate
-                            && *block == worker.estimate_block;
-                        if is_estimated && *block % prompt.block == 0 {
-                            tree.insert(slot, &strided(prompt, *block / prompt.block));
+                        // Beside KV events too: of these some may be missing.
+                        let is_its = *block == worker.estimate_block;
+                        if is_its && *block % prompt.block == 0 {
+                            new = tree.insert(slot, &strided(prompt, *block / prompt.block));
                         }
                     }
                 }
             }
+            new
         };
-        insert(route.answering());
-        if route.prefilling() != route.answering() {
-            insert(route.prefilling());
+        let answering = insert(route.answering());
+        let prefilling = match route.prefilling() {
+            slot if slot == route.answering() => None,
+            slot => insert(slot),
+        };
+        [answering, prefilling]
+    }
+
+    /// Takes back from the estimate what a request added that its worker did not run.
+    fn retract_prompt(&mut self, slot: usize, new: Option<u64>) {
+        let Some(new) = new else { return };
+        for (_, tree) in &mut self.token_trees {
+            tree.retract(slot, new);
         }
+        self.text_tree.retract(slot, new);
+    }
+
+    /// Takes back that a request was a turn of its session.
+    fn retract_session(&mut self, key: u64, before: Option<Session>, slot: usize, began_s: f64) {
+        let is_moved = before.is_some_and(|before| {
+            let worker = self.workers.get(slot).and_then(Option::as_ref);
+            worker.is_some_and(|worker| worker.serial != before.serial)
+        });
+        if is_moved && let Some(worker) = self.worker_mut(slot) {
+            worker.forget_migration(began_s);
+        }
+        match before {
+            Some(before) => self.sessions.put(key, before),
+            None => self.sessions.pop(&key),
+        };
     }
 
     fn request_facts(&mut self, request: &Request, session: Option<u64>) -> RequestFacts {
@@ -657,6 +765,7 @@ impl State {
         let mean = self.mean_output_tokens as u64;
         RequestFacts {
             input_tokens: request.prompt.tokens(),
+            prompts: request.prompts.max(1),
             expected_output_tokens: request.max_output_tokens.map_or(mean, |max| max.min(mean)),
             has_session: request.session_id.is_some(),
             turn: session.map_or(0, |session| session.turns),
@@ -664,11 +773,10 @@ impl State {
         }
     }
 
-    fn note_session(&mut self, key: u64, slot: usize, now_s: f64) {
-        let Some(worker) = &mut self.workers[slot] else {
-            return;
-        };
-        let previous = self.sessions.get(&key);
+    /// Notes a turn of a session; returns what was known of it before.
+    fn note_session(&mut self, key: u64, slot: usize, now_s: f64) -> Option<Session> {
+        let worker = self.workers[slot].as_mut()?;
+        let previous = self.sessions.get(&key).copied();
         if previous.is_some_and(|session| session.serial != worker.serial) {
             worker.note_migration(now_s);
         }
@@ -682,6 +790,7 @@ impl State {
                 turns,
             },
         );
+        previous
     }
 
     fn set_estimate_capacity(&mut self, slot: usize, block: usize, tokens: u64) {
@@ -726,6 +835,16 @@ impl State {
     }
 }
 
+/// Where a worker listens, whatever name the loopback address is given.
+fn place_of(spec: &WorkerSpec) -> String {
+    let authority = spec.authority();
+    let (host, port) = authority.rsplit_once(':').unwrap_or((authority, ""));
+    match host {
+        "localhost" | "[::1]" => format!("127.0.0.1:{port}"),
+        _ => authority.to_ascii_lowercase(),
+    }
+}
+
 /// The estimate's block for a worker: at least [`ESTIMATE_BLOCK_TOKENS`], in whole pages.
 fn estimate_block(spec: &WorkerSpec) -> usize {
     ESTIMATE_BLOCK_TOKENS.next_multiple_of(spec.page_size)
@@ -765,6 +884,12 @@ fn check_candidates(view: &View<'_>, route: &Route) -> Result<(), Refusal> {
     } else {
         Err(Refusal::OutsideCandidates)
     }
+}
+
+/// Whether the worker's engine serves a request that nobody prefilled for it. vLLM's decode workers do,
+/// though policies spare them that: what no KV came for they compute.
+pub(crate) fn can_serve_whole(spec: &WorkerSpec) -> bool {
+    abilities(spec).0 || (spec.engine == Engine::Vllm && spec.role == Role::Decode)
 }
 
 /// What a worker may do: serve alone, prefill for others, decode for others. A colocated vLLM worker

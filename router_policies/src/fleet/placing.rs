@@ -3,17 +3,17 @@
 
 use super::log::{self, DecisionRecord, Event, PrefixSource, Reserved};
 use super::prefix::hash::Unit;
-use super::reservation::{Reservation, Share};
+use super::reservation::{Noted, Reservation, Share};
 use super::residency::footprint::Coarse;
 use super::residency::queue::{Admitted, Progress, WaitingTurn};
 use super::residency::sessions::Identity;
 use super::residency::{Asked, Go, Residence, ResidencyRecord, Seat, Site, WaitReason, Wake};
 use super::whole::{self, Separable};
 use super::{
-    COMPLAINT_INTERVAL_S, ESTIMATE_BLOCK_TOKENS, Fleet, Request, State, check_candidates,
-    session_key,
+    COMPLAINT_INTERVAL_S, ESTIMATE_BLOCK_TOKENS, Fleet, Request, State, can_serve_whole,
+    check_candidates, session_key,
 };
-use crate::policy::{Decision, Policy, Refusal, Route, View, attention_pairs};
+use crate::policy::{Decision, Policy, Refusal, Route, View};
 use parking_lot::MutexGuard;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -369,9 +369,15 @@ impl Fleet {
         exclude: &[String],
         choose: impl FnOnce(usize) -> Decision,
     ) -> Result<Reservation, Refusal> {
-        let slot = self.state.lock().slot_of(id);
-        let slot = slot.ok_or(Refusal::NoCandidates)?;
-        self.place(request, exclude, |_, _| Ok(choose(slot)))
+        self.place_from(request, exclude, |state| {
+            let slot = state.slot_of(id).ok_or(Refusal::NoCandidates)?;
+            let worker = state.workers[slot].as_ref();
+            // Policies do not send a decode worker whole requests, but some engines take them.
+            if worker.is_some_and(|worker| can_serve_whole(&worker.spec)) {
+                state.facts[slot].serves_local = true;
+            }
+            self.choose(state, request, None, |_, _| Ok(choose(slot)))
+        })
     }
 
     /// Like [`Fleet::decide`], with the choice made by `choose` instead of the policy alone.
@@ -384,13 +390,25 @@ impl Fleet {
         exclude: &[String],
         choose: impl FnOnce(&dyn Policy, &View<'_>) -> Result<Decision, Refusal>,
     ) -> Result<Reservation, Refusal> {
+        self.place_from(request, exclude, |state| {
+            self.choose(state, request, None, choose)
+        })
+    }
+
+    /// Places where `choose` says, past the gate, once the facts are filled in.
+    fn place_from(
+        self: &Arc<Self>,
+        request: &Request,
+        exclude: &[String],
+        choose: impl FnOnce(&mut State) -> Result<Choice, Refusal>,
+    ) -> Result<Reservation, Refusal> {
         let begun = self.begin();
         let now_s = begun.now_s;
         let mut guard = self.state.lock();
         let state = &mut *guard;
         let identity = state.meet(request, exclude, now_s);
         let output_tokens = state.output_tokens(request);
-        let choice = self.choose(state, request, None, choose)?;
+        let choice = choose(state)?;
         let entry = Entry {
             way: Way::Past,
             identity,
@@ -527,7 +545,8 @@ impl Fleet {
             route: decision.route,
             input_tokens: facts.input_tokens,
             new_tokens,
-            new_pairs: attention_pairs(state.facts[prefilling].cached_tokens, new_tokens),
+            prompts: facts.prompts,
+            new_pairs: view.pairs(state.facts[prefilling].cached_tokens, new_tokens),
             delta_tokens: view.new_tokens(&state.facts[answering]),
             until_token_s,
             untold_until_us: (!request.stream).then_some(((now_s + until_token_s) * 1e6) as u64),
@@ -542,10 +561,9 @@ impl Fleet {
                 worker.circuit.placed(now_s);
             }
         }
-        if let Some(key) = request.session_id.as_deref().map(session_key) {
-            state.note_session(key, answering, now_s);
-        }
-        state.note_prompt(&request.prompt, decision.route);
+        let session = request.session_id.as_deref().map(session_key);
+        let session = session.map(|key| (key, state.note_session(key, answering, now_s)));
+        let prompt = state.note_prompt(&request.prompt, decision.route);
 
         let name = |slot: usize| {
             let spec = state.workers[slot].as_ref().map(|w| Arc::clone(&w.spec));
@@ -619,7 +637,8 @@ impl Fleet {
             residency,
         });
         self.sink.send(Event::Decision(record));
-        Ok(Reservation::new(
+        let noted = Noted { prompt, session };
+        let reservation = Reservation::new(
             Arc::clone(self),
             decision_id,
             share,
@@ -628,7 +647,8 @@ impl Fleet {
             prefill_spec,
             signs,
             now_s,
-        ))
+        );
+        Ok(reservation.having(noted, request.received_s))
     }
 }
 

@@ -4,9 +4,9 @@ use super::liveness::Signs;
 use super::log::{Event, FinishRecord, unix_now_s};
 use super::residency::Seat;
 use super::residency::book::Served;
-use super::{Fleet, State, rates};
+use super::{Fleet, Session, State, rates};
 use crate::config::{Engine, WorkerSpec};
-use crate::policy::Route;
+use crate::policy::{Route, attention_pairs};
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -33,6 +33,8 @@ pub(super) struct Share {
     /// On the worker that prefills.
     pub new_tokens: u64,
     pub new_pairs: f64,
+    /// Prompts in it.
+    pub prompts: u64,
     /// On the worker that answers: where separated, the KV it must be sent.
     pub delta_tokens: u64,
     /// Predicted, from the decision to the first token.
@@ -44,6 +46,15 @@ pub(super) struct Share {
     pub turn: u64,
 }
 
+/// What a decision noted besides: to be taken back if the request was not run.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Noted {
+    /// New to the estimate of the answering and of the prefill worker.
+    pub prompt: [Option<u64>; 2],
+    /// The session, and what was known of it before.
+    pub session: Option<(u64, Option<Session>)>,
+}
+
 /// What an engine reported about a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -52,6 +63,20 @@ pub struct Usage {
 }
 
 impl Share {
+    /// New tokens, and their pairs, that the prefill worked through: as the engine that did it says,
+    /// where its first event does, else as was believed.
+    fn computed(&self, usage: Usage) -> (u64, f64) {
+        let is_local = matches!(self.route, Route::Local { .. });
+        match (usage.prompt_tokens, usage.cached_tokens) {
+            (Some(prompt), Some(cached)) if is_local && prompt > 0 && cached <= prompt => {
+                let new = prompt - cached;
+                let pairs = attention_pairs(cached, new) / self.prompts.max(1) as f64;
+                (new, pairs)
+            }
+            _ => (self.new_tokens, self.new_pairs),
+        }
+    }
+
     /// The workers' slots, each once.
     fn slots(&self) -> impl Iterator<Item = usize> {
         let answering = self.route.answering();
@@ -102,12 +127,12 @@ impl State {
                 return;
             }
             let share = entry.remove();
-            self.leave_prefill(&share, until_s, false);
+            self.leave_prefill(&share, until_s, None);
         }
     }
 
     /// The prefill is over, unless it was taken to be so before.
-    fn end_prefill(&mut self, share: &Share, now_s: f64, has_token: bool) {
+    fn end_prefill(&mut self, share: &Share, now_s: f64, has_token: Option<Usage>) {
         let is_over = share
             .untold_until_us
             .is_some_and(|until_us| self.untold.remove(&(until_us, share.id)).is_none());
@@ -117,8 +142,8 @@ impl State {
     }
 
     /// On another worker, that worker is free again; locally, it decodes now. If its first token
-    /// came, the rates learn from the time that it took.
-    fn leave_prefill(&mut self, share: &Share, now_s: f64, has_token: bool) {
+    /// came, the rates learn from the time that it took, and from what the engine says was cached.
+    fn leave_prefill(&mut self, share: &Share, now_s: f64, has_token: Option<Usage>) {
         let slot = share.route.prefilling();
         let answering = share.route.answering();
         self.residency
@@ -144,8 +169,8 @@ impl State {
             worker.load.prefilling -= 1;
             worker.load.pending_prefill_tokens -= share.new_tokens;
         }
-        if let (Some(seconds), true) = (had_s, has_token) {
-            self.learn_prefill(share, seconds + transfer_s);
+        if let (Some(seconds), Some(usage)) = (had_s, has_token) {
+            self.learn_prefill(share, usage, seconds + transfer_s);
         }
         if let Some(worker) = self.worker_mut(share.route.answering()) {
             worker.load.decoding += 1;
@@ -161,8 +186,8 @@ impl State {
     }
 
     /// Learns from a prefill that had its worker for `seconds`.
-    fn learn_prefill(&mut self, share: &Share, seconds: f64) {
-        let (tokens, pairs) = (share.new_tokens, share.new_pairs);
+    fn learn_prefill(&mut self, share: &Share, usage: Usage, seconds: f64) {
+        let (tokens, pairs) = share.computed(usage);
         match share.route {
             Route::Local { worker } => {
                 if let Some(worker) = self.worker_mut(worker) {
@@ -211,8 +236,18 @@ impl State {
         outcome: Outcome,
         status: Option<u16>,
         prefill_failed: bool,
+        prefill: Option<&Arc<WorkerSpec>>,
         (begun_s, now_s): (f64, f64),
     ) {
+        // A prefill worker that was removed meanwhile may have left its slot to another.
+        let is_gone = prefill.is_some_and(|prefill| {
+            let worker = self.workers.get(share.route.prefilling());
+            let worker = worker.and_then(Option::as_ref);
+            worker.is_none_or(|worker| !Arc::ptr_eq(&worker.spec, prefill))
+        });
+        if is_gone && prefill_failed {
+            return;
+        }
         let slot = if prefill_failed {
             share.route.prefilling()
         } else {
@@ -224,7 +259,7 @@ impl State {
         match outcome {
             Outcome::Ok => {
                 worker.circuit.succeeded();
-                if let Some(worker) = self.worker_mut(share.route.prefilling()) {
+                if !is_gone && let Some(worker) = self.worker_mut(share.route.prefilling()) {
                     worker.circuit.succeeded();
                 }
             }
@@ -264,6 +299,7 @@ pub struct Reservation {
     answering: Arc<WorkerSpec>,
     prefill: Option<Arc<WorkerSpec>>,
     begun_s: f64,
+    received_s: f64,
     first_token_s: Option<f64>,
     output_chunks: u64,
     outcome: Outcome,
@@ -274,6 +310,7 @@ pub struct Reservation {
     failed_prefill: bool,
     /// Whose fault the failure is, the request's other attempts tell.
     is_undecided: bool,
+    noted: Noted,
     /// Of the worker that prefills and the one that answers.
     signs: [Arc<Signs>; 2],
 }
@@ -301,6 +338,7 @@ impl Reservation {
             answering,
             prefill,
             begun_s,
+            received_s: begun_s,
             first_token_s: None,
             output_chunks: 0,
             outcome: Outcome::ClientDisconnect,
@@ -310,8 +348,16 @@ impl Reservation {
             is_stream: false,
             failed_prefill: false,
             is_undecided: false,
+            noted: Noted::default(),
             signs,
         }
+    }
+
+    /// With what its decision noted.
+    pub(super) fn having(mut self, noted: Noted, received_s: Option<f64>) -> Self {
+        self.noted = noted;
+        self.received_s = received_s.unwrap_or(self.begun_s);
+        self
     }
 
     /// Notes what the engine reported.
@@ -356,7 +402,8 @@ impl Reservation {
             prefill.note(now_s);
             self.first_token_s = Some(now_s);
             let mut state = self.fleet.state.lock();
-            state.end_prefill(&self.share, now_s, self.is_stream);
+            let told = self.is_stream.then_some(self.usage);
+            state.end_prefill(&self.share, now_s, told);
             self.fleet.settle(state);
         }
         self.lengthen();
@@ -406,6 +453,26 @@ impl Reservation {
 }
 
 impl Reservation {
+    /// What no worker ran, none holds, and it is no turn of its session. Of a request whose client left,
+    /// or whose time was over, nobody knows how far it came.
+    fn take_back(&self, state: &mut State) {
+        if !matches!(
+            self.outcome,
+            Outcome::Rejected | Outcome::WorkerError | Outcome::RouterError
+        ) {
+            return;
+        }
+        let [of_answering, of_prefill] = self.noted.prompt;
+        let slot = self.share.route.answering();
+        state.retract_prompt(slot, of_answering);
+        if self.failed_prefill || self.outcome == Outcome::Rejected {
+            state.retract_prompt(self.share.route.prefilling(), of_prefill);
+        }
+        if let Some((key, before)) = self.noted.session {
+            state.retract_session(key, before, slot, self.begun_s);
+        }
+    }
+
     /// What the turn has left on the worker that answered.
     fn served(&self) -> Served {
         match self.outcome {
@@ -423,7 +490,8 @@ impl Drop for Reservation {
             let now_s = self.fleet.now_s();
             let mut state = self.fleet.state.lock();
             if self.first_token_s.is_none() {
-                state.end_prefill(&self.share, now_s, false);
+                state.end_prefill(&self.share, now_s, None);
+                self.take_back(&mut state);
             }
             let duration_s = self.first_token_s.map(|then_s| now_s - then_s);
             if let (Outcome::Ok, true, Some(seconds)) = (self.outcome, self.is_stream, duration_s) {
@@ -439,6 +507,7 @@ impl Drop for Reservation {
                     self.outcome,
                     self.status,
                     self.failed_prefill,
+                    self.prefill.as_ref(),
                     (self.begun_s, now_s),
                 );
             }
@@ -467,12 +536,20 @@ impl Drop for Reservation {
             self.fleet.settle(state);
         }
         let since = |then_s: f64| then_s - self.begun_s;
+        // An answer in one piece does not say when its first token was there.
+        let first_token_s = self.first_token_s.filter(|_| self.is_stream);
         self.fleet.sink.send(Event::Finish(FinishRecord {
             decision_id: std::mem::take(&mut self.decision_id),
             ts_unix_s: unix_now_s(),
             outcome: self.outcome,
             status: self.status,
-            first_token_s: self.first_token_s.map(since),
+            first_token_s: first_token_s.map(since),
+            client_first_token_s: first_token_s.map(|then_s| then_s - self.received_s),
+            kind: match self.share.route {
+                Route::Local { .. } => "local",
+                Route::PrefillDecode { .. } => "prefill_decode",
+            },
+            expected_first_token_s: self.share.until_token_s,
             duration_s: since(self.fleet.now_s()),
             output_chunks: self.output_chunks,
             error: self.error.take(),

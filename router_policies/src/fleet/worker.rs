@@ -67,6 +67,10 @@ pub(crate) struct Worker {
     pub prefix_source: PrefixSource,
     /// Pages of the KV events, in tokens.
     pub page_size: usize,
+    /// Some of what it holds was told by KV events that were missed.
+    pub lacks_events: bool,
+    /// Finished prompts stay in its cache, as far as is known.
+    pub keeps_prefixes: bool,
     pub incarnation: u64,
     /// The last load report, and the requests in it that are not ours.
     pub engine: Option<EngineLoad>,
@@ -127,6 +131,7 @@ impl Worker {
     pub fn new(spec: Arc<WorkerSpec>, serial: u64, estimate_block: usize) -> Self {
         let prior = rates::prior(&spec);
         Self {
+            keeps_prefixes: spec.prefix_cache,
             kv_capacity_tokens: spec.kv_capacity_tokens,
             rates: prior.rates,
             prior,
@@ -143,6 +148,7 @@ impl Worker {
             engine_run: EngineRun::default(),
             prefix_source: PrefixSource::Estimate,
             page_size: 1,
+            lacks_events: false,
             incarnation: 0,
             engine: None,
             external_requests: 0,
@@ -151,6 +157,11 @@ impl Worker {
             decisions: 0,
             migrations: VecDeque::new(),
         }
+    }
+
+    /// Whether the estimate says what it holds, alone or beside KV events that are not all there.
+    pub fn needs_estimate(&self) -> bool {
+        self.prefix_source == PrefixSource::Estimate || self.lacks_events
     }
 
     pub fn estimate_capacity_tokens(&self) -> u64 {
@@ -212,6 +223,13 @@ impl Worker {
         self.migrations.push_back(now_s);
     }
 
+    /// The session that moved here at `then_s` was not served.
+    pub fn forget_migration(&mut self, then_s: f64) {
+        if let Some(at) = self.migrations.iter().rposition(|&s| s == then_s) {
+            self.migrations.remove(at);
+        }
+    }
+
     fn recent_migrations(&self, now_s: f64) -> u32 {
         let is_old = |then: &f64| now_s - then > MIGRATION_WINDOW_S;
         (self.migrations.len() - self.migrations.partition_point(is_old)) as u32
@@ -247,7 +265,8 @@ impl Worker {
             prefills: serves_local,
             kv_capacity_tokens: capacity,
             external_tokens,
-            is_exact: self.prefix_source == PrefixSource::Events,
+            is_exact: !self.needs_estimate(),
+            keeps_prefixes: self.keeps_prefixes,
             used_share: used
                 .zip(capacity)
                 .map(|(used, capacity)| used as f64 / capacity.max(1) as f64),

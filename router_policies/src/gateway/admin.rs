@@ -1,6 +1,7 @@
 //! Everything but generation: liveness, readiness, metrics, workers, decisions, and questions about
 //! the model that one worker answers for all.
 
+use super::keys::Wants;
 use super::{Gateway, Reply, error, guard, json, not_allowed};
 use crate::config::{self, WORKER_FIELDS, WorkerSpec};
 use crate::fleet::WorkerSnapshot;
@@ -24,6 +25,19 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
     let changes = method != Method::GET && (path == "/workers" || path.starts_with("/workers/"));
     if changes && let Some((status, message)) = guard::refusal(gateway, &request) {
         return error(status, "forbidden", message);
+    }
+    let wants = match path.as_str() {
+        "/metrics" => Some(Wants::Metrics),
+        "/workers" | "/decisions" | "/server_info" | "/get_server_info" => Some(Wants::Inside),
+        "/v1/models" | "/model_info" | "/get_model_info" => Some(Wants::Model),
+        path if is_model(path) => Some(Wants::Model),
+        path if path.starts_with("/workers/") => Some(Wants::Inside),
+        _ => None,
+    };
+    if let Some(wants) = wants.filter(|_| !changes)
+        && let Some((status, kind, message)) = gateway.keys.refusal(request.headers(), wants)
+    {
+        return error(status, kind, message);
     }
     match (&method, path.as_str()) {
         // Load balancers ask with HEAD; the server leaves the body out.

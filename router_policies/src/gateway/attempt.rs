@@ -19,6 +19,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 /// Answers larger than this are not held in memory.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
@@ -28,6 +29,10 @@ const DRAINED_BYTES: usize = 4096;
 
 /// A stream whose first event has not ended after so much is passed on as it is.
 const MAX_FIRST_EVENT_BYTES: usize = 1 << 20;
+
+/// How long the event that opens a separated chat (it names the role and has no text) is held back for
+/// the one behind it: where its KV did not arrive, vLLM (0.26.0) sends an error at once.
+const OPENING_PATIENCE: Duration = Duration::from_millis(50);
 
 /// How long an elastic worker whose prefill worker is gone has to notice, and to prefill itself: its
 /// engine looks for a lost prefill worker every few seconds.
@@ -58,7 +63,7 @@ impl Exchange<'_> {
         let answering = reservation.answering();
         let Some(prefill) = reservation.prefill() else {
             let payload = self.local_payload(answering);
-            let head = self.within_deadline(self.head(answering, payload));
+            let head = self.within_deadline(self.head(answering, payload, Opening::IsAnswer));
             return head.await.map(|head| (head, None));
         };
         match (prefill.engine, prefill.kv_connector) {
@@ -132,7 +137,7 @@ impl Exchange<'_> {
         let answering = reservation.answering();
         let (guard, failed) = self.send_prefill(prefill, for_prefill);
         let head = self.within_deadline(async {
-            let mut head = pin!(self.head(answering, for_decode));
+            let mut head = pin!(self.head(answering, for_decode, Opening::IsHeld));
             let fault = tokio::select! {
                 head = &mut head => return head,
                 fault = failure_of(failed) => fault,
@@ -175,7 +180,7 @@ impl Exchange<'_> {
         );
         let payload = body::splice(&self.bytes, &self.scanned, fields);
         let prefilled = async {
-            match self.head(prefill, payload).await {
+            match self.head(prefill, payload, Opening::IsAnswer).await {
                 Ok(Head::Whole(answer)) if status_of(&answer).is_success() => {
                     Ok(answer.into_body())
                 }
@@ -195,8 +200,8 @@ impl Exchange<'_> {
             })?;
         let fields = format!("\"kv_transfer_params\":{}", params.get());
         let payload = body::splice(&self.bytes, &self.scanned, fields);
-        let head = self.within_deadline(self.head(answering, payload)).await?;
-        Ok((head, None))
+        let head = self.head(answering, payload, Opening::IsHeld);
+        Ok((self.within_deadline(head).await?, None))
     }
 
     /// What makes a vLLM request prefill and stop; the last of equal keys wins.
@@ -216,7 +221,8 @@ impl Exchange<'_> {
         let failed = |message: String| Failure::Prefill(Fault::broken(message));
         let host = prefill.bootstrap_host.as_deref().unwrap_or_default();
         let bootstrap = format!(
-            "http://{host}:{}",
+            "http://{}:{}",
+            crate::config::bracketed(host),
             prefill.bootstrap_port.unwrap_or_default()
         );
         let patience = Duration::from_secs_f64(self.gateway.config.connect_timeout_s);
@@ -253,10 +259,16 @@ impl Exchange<'_> {
     }
 
     fn request(&self, spec: &WorkerSpec, payload: Pieces) -> Result<Request<Pieces>, String> {
-        let mut request = Request::post(format!("{}{}", spec.url, self.api.path()))
+        let query = self
+            .query
+            .as_deref()
+            .map_or(String::new(), |query| format!("?{query}"));
+        let mut request = Request::post(format!("{}{}{query}", spec.url, self.api.path()))
             .body(payload)
             .map_err(|error| error.to_string())?;
-        *request.headers_mut() = self.headers.clone();
+        let mut headers = self.headers.clone();
+        super::authorise(&mut headers, spec);
+        *request.headers_mut() = headers;
         Ok(request)
     }
 
@@ -299,7 +311,12 @@ impl Exchange<'_> {
     }
 
     /// The answer's head, with the first event of a stream or all of anything else.
-    async fn head(&self, spec: &Arc<WorkerSpec>, payload: Pieces) -> Result<Head, Failure> {
+    async fn head(
+        &self,
+        spec: &Arc<WorkerSpec>,
+        payload: Pieces,
+        opening: Opening,
+    ) -> Result<Head, Failure> {
         let broke = |message: String| Failure::Answering(Fault::broken(message));
         let request = self.request(spec, payload).map_err(broke)?;
         let gateway = self.gateway;
@@ -318,7 +335,8 @@ impl Exchange<'_> {
             .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
         let (parts, mut incoming) = response.into_parts();
         if status.is_success() && is_stream {
-            let (begin, is_error) = first_event(&mut incoming).await.map_err(broke)?;
+            let first = first_event(&mut incoming, opening).await;
+            let (begin, is_error) = first.map_err(broke)?;
             if !is_error {
                 return Ok(Head::Stream(Response::from_parts(parts, incoming), begin));
             }
@@ -340,19 +358,39 @@ fn judged(answer: Response<Bytes>) -> Result<Head, Failure> {
     Ok(Head::Whole(answer))
 }
 
+/// What becomes of the event that opens a chat's stream and has no text yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Opening {
+    /// It is passed on like any other.
+    IsAnswer,
+    /// It waits for the next one, for [`OPENING_PATIENCE`].
+    IsHeld,
+}
+
 /// Reads a stream until its first event with data has ended; true if that is an error. However the
 /// stream is cut, and whatever comments precede it, nothing of it has been passed on by then.
-async fn first_event(incoming: &mut Incoming) -> Result<(Bytes, bool), String> {
+async fn first_event(incoming: &mut Incoming, opening: Opening) -> Result<(Bytes, bool), String> {
+    let is_held = opening == Opening::IsHeld;
+    let mut held_until: Option<Instant> = None;
     let mut begin = BytesMut::new();
     loop {
-        let data = match incoming.frame().await {
+        let frame = match held_until {
+            None => incoming.frame().await,
+            Some(until) => match tokio::time::timeout_at(until, incoming.frame()).await {
+                Ok(frame) => frame,
+                Err(_) => return Ok((begin.freeze(), false)),
+            },
+        };
+        let data = match frame {
             Some(Ok(frame)) => frame.into_data().unwrap_or_default(),
             Some(Err(error)) => return Err(describe(error)),
             None => return Err("the stream ended before its first event".to_owned()),
         };
         if begin.is_empty() {
             // One frame holds the first event, mostly: it is not copied then.
-            if let Some(event) = sse::first_event(&data) {
+            if let Some(event) = sse::first_event(&data)
+                && !(is_held && sse::is_opening(&event))
+            {
                 return Ok((data, sse::error_in(&event).is_some()));
             }
         }
@@ -360,8 +398,17 @@ async fn first_event(incoming: &mut Incoming) -> Result<(Bytes, bool), String> {
         begin.extend_from_slice(&data);
         // An event ends with a line: without a new one there is nothing to look for.
         let has_line = memchr::memchr2(b'\n', b'\r', &begin[searched..]).is_some();
-        if has_line && let Some(event) = sse::first_event(&begin) {
-            return Ok((begin.freeze(), sse::error_in(&event).is_some()));
+        if has_line {
+            let mut events = sse::events(&begin);
+            if let Some(event) = events.find(|event| !(is_held && sse::is_opening(event))) {
+                let is_error = sse::error_in(&event).is_some();
+                drop(events);
+                return Ok((begin.freeze(), is_error));
+            }
+            drop(events);
+            if held_until.is_none() && sse::first_event(&begin).is_some() {
+                held_until = Some(Instant::now() + OPENING_PATIENCE);
+            }
         }
         if begin.len() > MAX_FIRST_EVENT_BYTES {
             return Ok((begin.freeze(), false));

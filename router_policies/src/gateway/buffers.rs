@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+use tokio::time::Instant;
 
 /// Smaller buffers are the allocator's business.
 const MIN_KEPT_BYTES: usize = 128 << 10;
@@ -20,12 +21,16 @@ const KEPT: usize = 16;
 /// Bodies that are in one piece and this small are not worth counting.
 const UNCOUNTED_BYTES: usize = 4 << 10;
 
+/// A body that comes slower than this, on the whole, is given up: pieces that come just in time could
+/// hold a buffer for as long as a request may take.
+const MIN_BYTES_PER_S: f64 = 10_000.0;
+
 /// Why a body was not taken.
 pub(super) enum NotCollected {
     TooLarge,
     /// All bodies together would be more than is held at once.
     NoRoom,
-    /// Nothing of it came for so long.
+    /// Nothing of it came for so long, or too little.
     Silent(Duration),
     Broken(hyper::Error),
 }
@@ -48,7 +53,9 @@ impl NotCollected {
             }
             Self::Silent(patience) => {
                 let patience_s = patience.as_secs_f64();
-                format!("body: nothing of it came for {patience_s} s (body_timeout_s)")
+                format!(
+                    "body: nothing of it, or too little, came for {patience_s} s (body_timeout_s)"
+                )
             }
             Self::Broken(failure) => format!("body: {failure}"),
         }
@@ -120,8 +127,12 @@ impl Buffers {
             bytes: 0,
         };
         let mut whole: Option<BytesMut> = None;
+        let begun = Instant::now();
         loop {
-            let frame = tokio::time::timeout(self.patience, body.frame()).await;
+            let got_bytes = whole.as_ref().map_or(0, BytesMut::len);
+            let earned = Duration::from_secs_f64(got_bytes as f64 / MIN_BYTES_PER_S);
+            let until = (begun + self.patience + earned).min(Instant::now() + self.patience);
+            let frame = tokio::time::timeout_at(until, body.frame()).await;
             let Some(frame) = frame.map_err(|_| NotCollected::Silent(self.patience))? else {
                 break;
             };

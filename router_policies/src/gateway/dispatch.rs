@@ -10,7 +10,7 @@ use super::fault::{Failure, Fault, Suspects, excerpt, from_worker, is_refusal, r
 use super::session;
 use super::stream::{Answer, Held, PrefillHalf, usage_in};
 use super::waiting::{self, NotPlaced};
-use super::{Gateway, Reply, error_of};
+use super::{Gateway, Reply, error_of, keys};
 use crate::config::WorkerSpec;
 use crate::fleet::{
     ESTIMATE_BLOCK_TOKENS, Outcome, Refused, Request as Placement, Reservation, SGLANG_GROUP,
@@ -42,6 +42,10 @@ pub(super) const TIME_IS_OVER: &str = "the request's time is over";
 /// that gets it.
 const MAX_BROKEN: usize = 2;
 
+/// Once a separated request was answered with an error, it is tried once more and no further: whether
+/// its KV did not arrive or the body itself is at fault, the answer does not say.
+const MAX_ERRORS_OF_SEPARATED: usize = 2;
+
 /// How often a request on a silent worker looks for another one, where there is none.
 const LOOK_ELSEWHERE: Duration = Duration::from_millis(500);
 
@@ -53,6 +57,7 @@ pub(super) async fn handle(
     api: Api,
     request: Request<Incoming>,
 ) -> Response<Reply> {
+    let received_s = gateway.fleet.now_s();
     let (parts, incoming) = request.into_parts();
     let limit = gateway.config.max_body_bytes;
     let refuse = |status: StatusCode, kind: &str, message: &str| {
@@ -95,9 +100,11 @@ pub(super) async fn handle(
         max_output_tokens: scanned.max_output_tokens,
         stream: scanned.stream,
         hints: session::hints(&parts.headers),
+        received_s: Some(received_s),
         arrived_s: None,
         separable: separable(api, &scanned),
         answers: scanned.answers.saturating_mul(scanned.prompts as u64),
+        prompts: scanned.prompts as u64,
     };
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
     let permit = match gateway.admission.enter(patience, deadline).await {
@@ -119,14 +126,26 @@ pub(super) async fn handle(
         gateway,
         client,
         api,
-        headers: forwarded_headers(parts.headers, &placement.request_id, strips),
+        query: parts.uri.query().map(str::to_owned),
+        headers: {
+            let mut headers = parts.headers;
+            if gateway.keys.are_needed() {
+                keys::remove(&mut headers);
+            }
+            forwarded_headers(headers, &placement.request_id, strips)
+        },
         bytes,
         scanned,
         placement,
         deadline,
         is_repeated: AtomicBool::new(false),
+        decision_id: None,
     };
-    let response = exchange.run(permit).await;
+    let mut response = exchange.run(permit).await;
+    // Failures too: what became of them stands in the log under it.
+    if let Some(id) = exchange.decision_id.take() {
+        response.headers_mut().insert(DECISION_ID, id);
+    }
     gateway.buffers.give_back(exchange.bytes);
     response
 }
@@ -202,6 +221,8 @@ pub(super) struct Exchange<'a> {
     pub gateway: &'a Arc<Gateway>,
     client: Arc<Client>,
     pub api: Api,
+    /// Of the client's URL.
+    pub query: Option<String>,
     pub headers: HeaderMap,
     pub bytes: Bytes,
     pub scanned: Scanned,
@@ -209,6 +230,8 @@ pub(super) struct Exchange<'a> {
     pub deadline: Instant,
     /// A worker that had it already gets it again.
     is_repeated: AtomicBool,
+    /// Of its last attempt.
+    decision_id: Option<HeaderValue>,
 }
 
 /// An attempt whose answer has begun.
@@ -232,11 +255,14 @@ impl Exchange<'_> {
         let mut local: Option<Reservation> = None;
         let mut moved: Option<Reservation> = None;
         let mut suspects = Suspects::default();
+        let mut has_lost_transfer = false;
         let mut attempts = 0;
         let mut permit = Some(permit);
         let arrived_s = fleet.now_s();
         loop {
-            let is_over = attempts > retries || suspects.broken() >= MAX_BROKEN;
+            let is_over = attempts > retries
+                || suspects.broken() >= MAX_BROKEN
+                || (has_lost_transfer && suspects.count() >= MAX_ERRORS_OF_SEPARATED);
             // Serving alone is no retry: the decode worker has not failed.
             let alone = local.take();
             self.is_repeated.store(alone.is_some(), Ordering::Relaxed);
@@ -266,6 +292,7 @@ impl Exchange<'_> {
                     return self.unplaced(&not_placed, last);
                 }
             };
+            self.decision_id = HeaderValue::from_str(reservation.decision_id()).ok();
             // Serving alone is none, nor is what cannot be placed any more.
             if last.is_some() && !self.is_repeated() {
                 self.gateway.metrics.retried();
@@ -283,6 +310,7 @@ impl Exchange<'_> {
                     }
                     last = Some((String::new(), Fault::broken(message)));
                     exclude.extend(silent);
+                    self.decision_id = HeaderValue::from_str(next.decision_id()).ok();
                     moved = Some(next);
                     continue;
                 }
@@ -291,7 +319,7 @@ impl Exchange<'_> {
             let failure = match attempted {
                 Ok((head, prefill)) => {
                     if head.status().is_success() {
-                        suspects.judge(fleet);
+                        suspects.judge_served_by(fleet, &answering);
                     }
                     let success = Success {
                         head,
@@ -315,9 +343,17 @@ impl Exchange<'_> {
                     if fault.kind == super::fault::Kind::Broken {
                         reservation.leave_undecided();
                     }
+                    match reservation.prefill() {
+                        Some(prefill) if fault.is_error() && !has_lost_transfer => {
+                            has_lost_transfer = true;
+                            let pair = (&*answering, &**prefill);
+                            let may_retry = attempts <= retries;
+                            local = self.without_transfer(pair, may_retry, &mut exclude);
+                        }
+                        _ => exclude.push(answering.id.clone()),
+                    }
                     reservation.finish(fault.outcome(), fault.code(), message);
                     last = Some((answering.id.clone(), fault));
-                    exclude.push(answering.id.clone());
                 }
                 Failure::Prefill(mut fault) => {
                     let Some(prefill) = reservation.prefill().cloned() else {
@@ -337,7 +373,8 @@ impl Exchange<'_> {
                     exclude.push(prefill.id.clone());
                     // Before the reservation goes, so that its room goes to nobody else.
                     if crate::fleet::abilities(&answering).0 {
-                        local = self.place_locally(&answering.id, &exclude).ok();
+                        let reason = Reason::PrefillFailed;
+                        local = self.place_locally(&answering.id, &exclude, reason).ok();
                     }
                     reservation.fail_prefill(fault.outcome(), fault.code(), message);
                     last = Some((prefill.id.clone(), fault));
@@ -347,13 +384,46 @@ impl Exchange<'_> {
         self.unplaced(&NotPlaced::by_policy(Refusal::NoCandidates), last)
     }
 
-    /// Serves the request on the decode worker alone, after its prefill worker failed.
-    fn place_locally(&self, worker: &str, exclude: &[String]) -> Result<Reservation, Refusal> {
+    /// Serves the request on the decode worker alone, after its prefill worker or its transfer failed.
+    fn place_locally(
+        &self,
+        worker: &str,
+        exclude: &[String],
+        reason: Reason,
+    ) -> Result<Reservation, Refusal> {
         self.gateway
             .fleet
             .place_on(&self.placement, worker, exclude, |slot| {
-                Decision::unpredicted(Route::Local { worker: slot }, Reason::PrefillFailed)
+                Decision::unpredicted(Route::Local { worker: slot }, reason)
             })
+    }
+
+    /// After a decode worker answered a separated request with an error, which is how vLLM says that the
+    /// KV did not arrive: names in `exclude` whom the next attempt has to leave out, both workers of the
+    /// pair if others can take the request, else the decode worker. Where there are no others, the
+    /// decode worker itself serves the request alone, if its engine can.
+    fn without_transfer(
+        &self,
+        (decode, prefill): (&WorkerSpec, &WorkerSpec),
+        may_retry: bool,
+        exclude: &mut Vec<String>,
+    ) -> Option<Reservation> {
+        let fleet = &self.gateway.fleet;
+        let pair = [decode.id.clone(), prefill.id.clone()];
+        for left_out in [&pair[..], &pair[..1]] {
+            let without = [exclude, left_out].concat();
+            if may_retry && fleet.could_place_elsewhere(&without) {
+                *exclude = without;
+                return None;
+            }
+        }
+        if crate::fleet::can_serve_whole(decode)
+            && let Ok(alone) = self.place_locally(&decode.id, exclude, Reason::TransferFailed)
+        {
+            return Some(alone);
+        }
+        exclude.push(decode.id.clone());
+        None
     }
 
     /// Waits until a worker of the reservation is down or suspected to hang while another could serve
@@ -461,8 +531,7 @@ impl Exchange<'_> {
             prefill,
             mut reservation,
         } = success;
-        let decision_id = HeaderValue::from_str(reservation.decision_id());
-        let mut response = match head {
+        let response = match head {
             Head::Whole(response) => {
                 let status = status_of(&response);
                 let (outcome, error) = if status.is_success() {
@@ -493,9 +562,6 @@ impl Exchange<'_> {
                 })
             }
         };
-        if let Ok(value) = decision_id {
-            response.headers_mut().insert(DECISION_ID, value);
-        }
         from_worker(response, &answering.id)
     }
 }

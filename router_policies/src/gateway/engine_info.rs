@@ -16,6 +16,8 @@ pub(super) struct EngineInfo {
     pub kv_capacity_tokens: Option<u64>,
     /// A number that differs from one start of the engine to the next.
     pub run: Option<u64>,
+    /// Whether finished prompts stay in its cache, where it says.
+    pub keeps_prefixes: Option<bool>,
 }
 
 pub(super) async fn ask(gateway: &Gateway, spec: &WorkerSpec) -> EngineInfo {
@@ -45,7 +47,16 @@ fn of_sglang(body: &[u8]) -> EngineInfo {
             let seed = info.get("random_seed").unwrap_or(&Value::Null);
             number_of(&format!("{times} {seed}"))
         }),
+        keeps_prefixes: prefixes_of_sglang(&info),
     }
+}
+
+/// SGLang's decode workers keep no finished prompts unless they are told to; none where it does not say.
+fn prefixes_of_sglang(info: &Value) -> Option<bool> {
+    let is_on = |name: &str| info.get(name).and_then(Value::as_bool).unwrap_or_default();
+    let mode = info.get("disaggregation_mode")?.as_str()?;
+    let has_radix = mode != "decode" || is_on("disaggregation_decode_enable_radix_cache");
+    Some(has_radix && !is_on("disable_radix_cache"))
 }
 
 /// vLLM (0.26.0) tells when its process started.
@@ -62,6 +73,7 @@ fn of_vllm(metrics: &str) -> EngineInfo {
     EngineInfo {
         kv_capacity_tokens: capacity(),
         run: run_in_metrics(metrics),
+        keeps_prefixes: None,
     }
 }
 
@@ -159,6 +171,32 @@ mod tests {
             run(r#"{"startup_time":{"load_weight":1.25},"random_seed":8}"#)
         );
         assert_eq!(run(r#"{"max_total_num_tokens":5}"#), None);
+    }
+
+    #[test]
+    fn sglangs_decode_workers_keep_nothing_unless_they_are_told_to() {
+        let keeps = |text: &str| of_sglang(text.as_bytes()).keeps_prefixes;
+        for (text, expected) in [
+            (
+                r#"{"disaggregation_mode":"decode","disaggregation_decode_enable_radix_cache":false}"#,
+                Some(false),
+            ),
+            (
+                r#"{"disaggregation_mode":"decode","disaggregation_decode_enable_radix_cache":true}"#,
+                Some(true),
+            ),
+            (
+                r#"{"disaggregation_mode":"null","disable_radix_cache":false}"#,
+                Some(true),
+            ),
+            (
+                r#"{"disaggregation_mode":"prefill","disable_radix_cache":true}"#,
+                Some(false),
+            ),
+            (r#"{"max_total_num_tokens":5}"#, None),
+        ] {
+            assert_eq!(keeps(text), expected, "{text}");
+        }
     }
 
     #[test]

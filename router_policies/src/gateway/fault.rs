@@ -86,6 +86,12 @@ impl Fault {
         self.status().map(|status| status.as_u16())
     }
 
+    /// Whether the worker answered that something went wrong in it, and not that it is full.
+    pub fn is_error(&self) -> bool {
+        let status = self.status();
+        status.is_some_and(|status| status.is_server_error() && !is_full(status))
+    }
+
     pub fn outcome(&self) -> Outcome {
         match (self.kind, self.status()) {
             (Kind::Ours, _) => Outcome::RouterError,
@@ -151,12 +157,14 @@ pub(super) struct Suspects(SmallVec<[(Arc<WorkerSpec>, f64, Kind); 2]>);
 impl Suspects {
     /// `begun_s` is when the request was placed there.
     pub fn note(&mut self, worker: &Arc<WorkerSpec>, begun_s: f64, fault: &Fault) {
-        let is_error = fault
-            .status()
-            .is_some_and(|status| status.is_server_error() && !is_full(status));
-        if is_error || fault.kind == Kind::Broken {
+        if fault.is_error() || fault.kind == Kind::Broken {
             self.0.push((Arc::clone(worker), begun_s, fault.kind));
         }
+    }
+
+    /// How many attempts failed so.
+    pub fn count(&self) -> usize {
+        self.0.len()
     }
 
     /// How many workers broke the connection.
@@ -169,6 +177,15 @@ impl Suspects {
     pub fn judge(&self, fleet: &Fleet) {
         if let [(only, begun_s, _)] = self.0.as_slice() {
             fleet.blame(only, *begun_s);
+        }
+    }
+
+    /// As [`Suspects::judge`], where `server` then served the request. If that is the worker that failed
+    /// before, it is the KV's way to it that failed.
+    pub fn judge_served_by(&self, fleet: &Fleet, server: &Arc<WorkerSpec>) {
+        let is_server = |(worker, ..): &(Arc<WorkerSpec>, f64, Kind)| Arc::ptr_eq(worker, server);
+        if !self.0.iter().any(is_server) {
+            self.judge(fleet);
         }
     }
 
@@ -215,7 +232,9 @@ pub(super) fn status_of(answer: &Response<Bytes>) -> StatusCode {
     if !answer.status().is_success() {
         return answer.status();
     }
-    let said = sse::first_event(answer.body()).and_then(|event| sse::error_in(&event));
+    let mut events = sse::events(answer.body());
+    let said = events.find(|event| !sse::is_opening(event));
+    let said = said.and_then(|event| sse::error_in(&event));
     said.map_or(answer.status(), |error| error.status)
 }
 

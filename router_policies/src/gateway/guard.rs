@@ -5,9 +5,9 @@
 //! naming the page (`Origin`) or the name by which it found the address (`Host`), and not as JSON without
 //! asking first.
 
-use super::Gateway;
+use super::{Gateway, keys};
 use hyper::body::Incoming;
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderMap, ORIGIN};
+use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, ORIGIN};
 use hyper::http::uri::Authority;
 use hyper::{Request, StatusCode};
 
@@ -67,16 +67,5 @@ fn is_loopback_host(host: &str) -> bool {
 }
 
 fn has_token(headers: &HeaderMap, token: &str) -> bool {
-    let given = headers.get(AUTHORIZATION).map(|value| value.as_bytes());
-    let Some((scheme, given)) = given.and_then(|value| value.split_at_checked(7)) else {
-        return false;
-    };
-    // Compares all bytes, so that the time taken says nothing about where they differ.
-    scheme.eq_ignore_ascii_case(b"Bearer ")
-        && given.len() == token.len()
-        && given
-            .iter()
-            .zip(token.as_bytes())
-            .fold(0, |diff, (a, b)| diff | (a ^ b))
-            == 0
+    keys::bearer(headers).is_some_and(|given| keys::is_same(given, token.as_bytes()))
 }

@@ -68,6 +68,9 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>) {
 async fn learn(gateway: &Gateway, spec: &Arc<WorkerSpec>, is_up: bool) {
     let info = engine_info::ask(gateway, spec).await;
     gateway.fleet.report_engine(spec, info.run);
+    if let Some(keeps) = info.keeps_prefixes {
+        gateway.fleet.report_prefix_cache(spec, keeps);
+    }
     if let (Some(tokens), None, false) = (info.kv_capacity_tokens, spec.kv_capacity_tokens, is_up) {
         gateway.fleet.report_capacity(spec, tokens);
     }

@@ -1,12 +1,13 @@
 //! Follows one worker's KV events over ZMQ until it leaves the fleet.
 //!
-//! Engines number their batches. A number that was skipped is asked for again on the replay socket;
-//! what the engine no longer has, or a count that starts anew (the worker restarted), makes the
-//! index of this worker start anew too: it then knows less than the worker holds, never more.
+//! Engines number their batches. A number that was skipped is asked for again on the replay socket.
+//! Where the engine no longer has it, the index of this worker starts anew: it then knows less than
+//! the worker holds, never more, and the estimate counts beside it. A count that starts anew means that
+//! the engine did so too: it then holds nothing of what it held.
 
 use crate::config::WorkerSpec;
-use crate::fleet::Fleet;
 use crate::fleet::prefix::events::decode;
+use crate::fleet::{EventsBegin, Fleet};
 use bytes::Bytes;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -34,6 +35,7 @@ pub(super) async fn follow(fleet: Weak<Fleet>, spec: Arc<WorkerSpec>, endpoint: 
                 spec: &spec,
                 incarnation,
                 next: 0,
+                last_published: None,
             };
             if let Err(error) = follower.run(&endpoint).await {
                 log::warn!("worker {}: KV events: {error}", spec.id);
@@ -49,6 +51,8 @@ struct Follower<'a> {
     incarnation: u64,
     /// Number of the batch that comes next.
     next: u64,
+    /// Number of the last batch that came by itself, not as a replay.
+    last_published: Option<u64>,
 }
 
 impl Follower<'_> {
@@ -78,18 +82,20 @@ impl Follower<'_> {
                 );
                 continue;
             };
+            if self.last_published.is_some_and(|last| number <= last) {
+                // The count began anew, however far it has come by now.
+                self.restart().await?;
+            }
+            self.last_published = Some(number);
             if number < self.next {
-                // Either replayed already, or the count began anew.
-                if number == 0 && self.next > 1 {
-                    self.restart().await?;
-                }
+                // Replayed already.
                 continue;
             }
             if number > self.next {
                 self.replay(self.next).await?;
             }
             if number > self.next {
-                self.begin();
+                self.begin(EventsBegin::Partial);
             }
             if number >= self.next {
                 self.take(number, &payload);
@@ -103,15 +109,15 @@ impl Follower<'_> {
         (fleet.incarnation(self.spec) == Some(self.incarnation)).then_some(fleet)
     }
 
-    fn begin(&self) {
+    fn begin(&self, begin: EventsBegin) {
         if let Some(fleet) = self.fleet.upgrade() {
-            fleet.begin_kv_events(self.spec, self.spec.page_size);
+            fleet.follow_kv_events(self.spec, self.spec.page_size, begin);
         }
     }
 
     /// Forgets everything and takes what the engine can replay.
     async fn restart(&mut self) -> Result<(), String> {
-        self.begin();
+        self.begin(EventsBegin::Whole);
         self.next = 0;
         self.replay(0).await
     }
@@ -138,7 +144,7 @@ impl Follower<'_> {
                     return Ok(());
                 }
                 if is_first && number > from {
-                    self.begin();
+                    self.begin(EventsBegin::Partial);
                 }
                 is_first = false;
                 self.take(number, &payload);

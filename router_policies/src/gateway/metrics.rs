@@ -4,9 +4,14 @@ use crate::fleet::WorkerSnapshot;
 use crate::fleet::log::{Event, FinishRecord};
 use hyper::StatusCode;
 use prometheus::{
-    Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
-    Registry, TextEncoder,
+    Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
+    IntGaugeVec, Opts, Registry, TextEncoder,
 };
+
+/// Upper ends of the buckets that times are counted in.
+const SECONDS: [f64; 15] = [
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+];
 
 /// Everything that `/metrics` shows.
 pub(crate) struct Metrics {
@@ -15,6 +20,8 @@ pub(crate) struct Metrics {
     refused: IntCounterVec,
     retries: IntCounter,
     first_token_s: Histogram,
+    client_first_token_s: HistogramVec,
+    realised_over_expected: HistogramVec,
     duration_s: Histogram,
     queued: IntGauge,
     cached_tokens: IntCounterVec,
@@ -28,17 +35,20 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    pub fn new() -> Self {
+    /// `policy` is the name that its requests are counted under.
+    pub fn new(policy: &str) -> Self {
         let registry = Registry::new();
         let seconds = |name: &str, help: &str| {
-            let buckets = vec![
-                0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
-                300.0,
-            ];
+            let buckets = SECONDS.to_vec();
             keep(
                 &registry,
                 Histogram::with_opts(HistogramOpts::new(name, help).buckets(buckets)),
             )
+        };
+        let by_route = |name: &str, help: &str, buckets: &[f64]| {
+            let opts = HistogramOpts::new(name, help).buckets(buckets.to_vec());
+            let opts = opts.const_label("policy", policy);
+            keep(&registry, HistogramVec::new(opts, &["worker", "kind"]))
         };
         let counters = |name: &str, help: &str, labels: &[&str]| {
             keep(&registry, IntCounterVec::new(Opts::new(name, help), labels))
@@ -63,7 +73,20 @@ impl Metrics {
             ),
             first_token_s: seconds(
                 "deltaserve_first_token_seconds",
-                "From the decision to the first output.",
+                "From the decision to the first output, of answers that come in pieces.",
+            ),
+            client_first_token_s: by_route(
+                "deltaserve_client_first_token_seconds",
+                "From a request's headers to its first output, by the worker that answered and the \
+                 kind of route, of answers that come in pieces.",
+                &SECONDS,
+            ),
+            realised_over_expected: by_route(
+                "deltaserve_first_token_realised_over_expected",
+                "Time from the decision to the first output, over what the learnt rates said.",
+                &[
+                    0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0,
+                ],
             ),
             duration_s: seconds(
                 "deltaserve_request_seconds",
@@ -153,8 +176,18 @@ impl Metrics {
         let outcome = serde_json::to_value(finish.outcome).unwrap_or_default();
         let outcome = outcome.as_str().unwrap_or_default();
         self.finished.with_label_values(&[outcome]).inc();
+        let labels = [finish.worker.id.as_str(), finish.kind];
         if let Some(seconds) = finish.first_token_s {
             self.first_token_s.observe(seconds);
+            if finish.expected_first_token_s > 0.0 {
+                let ratio = seconds / finish.expected_first_token_s;
+                let histogram = self.realised_over_expected.with_label_values(&labels);
+                histogram.observe(ratio);
+            }
+        }
+        if let Some(seconds) = finish.client_first_token_s {
+            let histogram = self.client_first_token_s.with_label_values(&labels);
+            histogram.observe(seconds);
         }
         self.duration_s.observe(finish.duration_s);
         if let Some(tokens) = finish.recomputed_tokens {
@@ -235,4 +268,83 @@ fn keep<M: prometheus::core::Collector + Clone + 'static>(
         .register(Box::new(metric.clone()))
         .expect("metric names are unique");
     metric
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    /// The names that `/metrics` has once everything has happened, and the facts of a worker.
+    fn shown() -> String {
+        let metrics = Metrics::new("elastic");
+        for counters in [
+            &metrics.finished,
+            &metrics.refused,
+            &metrics.cached_tokens,
+            &metrics.admissions,
+            &metrics.given_up,
+            &metrics.recomputed_tokens,
+        ] {
+            counters.with_label_values(&["x"]).inc();
+        }
+        for histogram in [
+            &metrics.client_first_token_s,
+            &metrics.realised_over_expected,
+        ] {
+            histogram.with_label_values(&["w", "local"]).observe(1.0);
+        }
+        metrics.worker.with_label_values(&["w", "healthy"]).set(1);
+        let mut text = Vec::new();
+        let families = metrics.registry.gather();
+        TextEncoder::new()
+            .encode(&families, &mut text)
+            .expect("encoded");
+        String::from_utf8(text).expect("UTF-8")
+    }
+
+    fn words<'a>(text: &'a str, prefix: &'static str) -> impl Iterator<Item = &'a str> {
+        let is_word = |c: char| c.is_ascii_lowercase() || c == '_';
+        text.match_indices(prefix).map(move |(at, _)| {
+            let word = &text[at..];
+            &word[..word.find(|c| !is_word(c)).unwrap_or(word.len())]
+        })
+    }
+
+    #[test]
+    fn the_board_and_the_alerts_ask_for_what_metrics_has() {
+        let board = include_str!("../../ops/grafana.json");
+        let parsed: serde_json::Value = serde_json::from_str(board).expect("JSON");
+        let panels = parsed["panels"].as_array().expect("panels");
+        let has_queries = |panel: &serde_json::Value| {
+            let targets = panel["targets"].as_array();
+            targets.is_some_and(|all| all.iter().all(|target| target["expr"].is_string()))
+        };
+        assert!(panels.len() > 10 && panels.iter().all(has_queries));
+        let shown = shown();
+        let known: BTreeSet<&str> = shown
+            .lines()
+            .filter(|line| !line.starts_with('#'))
+            .filter_map(|line| line.split(['{', ' ']).next())
+            .collect();
+        let (facts, _) = include_str!("metrics.rs")
+            .split_once("mod tests")
+            .expect("this module");
+        let alerts = include_str!("../../ops/alerts.yml");
+        for text in [board, alerts] {
+            let mut asked = words(text, "deltaserve_").peekable();
+            assert!(asked.peek().is_some());
+            for name in asked {
+                assert!(known.contains(name), "{name} is not in /metrics");
+            }
+            let text = text.replace('\\', "");
+            for fact in text.split("fact=\"").skip(1) {
+                let (fact, _) = fact.split_once('"').expect("quoted");
+                assert!(
+                    facts.contains(&format!("\"{fact}\",")),
+                    "{fact} is no fact of a worker"
+                );
+            }
+        }
+    }
 }

@@ -15,6 +15,7 @@ mod engine_info;
 mod fault;
 mod guard;
 mod health;
+mod keys;
 mod kv_events;
 mod load;
 mod metrics;
@@ -39,15 +40,18 @@ use bytes::Bytes;
 use client::Socket;
 use encoder::PromptEncoder;
 use engine_info::Vocabulary;
-use http_body_util::{BodyExt, Full};
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
-use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
+use hyper::header::{
+    ALLOW, AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE,
+};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
+use keys::{Keys, Wants};
 use metrics::Metrics;
 pub use sse::SseProgress;
 use std::convert::Infallible;
@@ -68,6 +72,8 @@ const READ_BYTES: usize = 128 << 10;
 const KEEPALIVE: Duration = Duration::from_secs(5);
 const KEEPALIVE_PROBES: u32 = 3;
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
+/// What a worker may say of itself, at most: metrics of large engines are some hundred kB.
+const MAX_REPORT_BYTES: usize = 16 << 20;
 
 /// What every request handler shares.
 pub(crate) struct Gateway {
@@ -79,6 +85,7 @@ pub(crate) struct Gateway {
     pub buffers: Buffers,
     pub encoder: Option<Arc<PromptEncoder>>,
     pub vocabulary: Vocabulary,
+    pub keys: Keys,
     /// Counts up while any worker is down or suspected to hang, to wake the requests that wait.
     pub alarms: tokio::sync::watch::Sender<u64>,
     pub is_loopback: bool,
@@ -152,6 +159,10 @@ fn with_body(status: StatusCode, body: &serde_json::Value) -> Response<Reply> {
         let headers = response.headers_mut();
         headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
     }
+    if status == StatusCode::UNAUTHORIZED {
+        let headers = response.headers_mut();
+        headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    }
     response
 }
 
@@ -174,7 +185,7 @@ impl Gateway {
         encoder: Option<Arc<PromptEncoder>>,
         is_loopback: bool,
     ) -> Result<Arc<Self>, String> {
-        let metrics = Arc::new(Metrics::new());
+        let metrics = Arc::new(Metrics::new(&config.policy));
         let sink = match &config.decision_log {
             Some(path) => EventSink::to_file(path)?,
             None => EventSink::in_memory(),
@@ -204,6 +215,7 @@ impl Gateway {
                 Duration::from_secs_f64(config.body_timeout_s),
             ),
             vocabulary: Vocabulary::new(config.vocab_size),
+            keys: Keys::load(&config)?,
             alarms: tokio::sync::watch::Sender::new(0),
             config,
             client,
@@ -240,7 +252,22 @@ impl Gateway {
         let deadline = Instant::now() + Duration::from_secs_f64(self.config.request_timeout_s);
         client.begin(deadline);
         let path = request.uri().path();
-        match (request.method(), Api::at(path)) {
+        let path = match path.trim_end_matches('/') {
+            "" => path,
+            trimmed => trimmed,
+        };
+        let api = Api::at(path);
+        if (api.is_some() || passthrough::is_passed_on(path))
+            && let Some((status, kind, message)) =
+                self.keys.refusal(request.headers(), Wants::Model)
+        {
+            self.metrics.refused(status);
+            return match api {
+                Some(api) => error_of(api, status, kind, message),
+                None => passthrough::refusal(path, status, kind, message),
+            };
+        }
+        match (request.method(), api) {
             (&Method::POST, Some(api)) => {
                 dispatch::handle(&self, client, deadline, api, request).await
             }
@@ -268,7 +295,10 @@ impl Gateway {
         path: &str,
         timeout: Duration,
     ) -> Result<(StatusCode, Bytes), String> {
-        self.get_url(&format!("{}{path}", spec.url), timeout).await
+        let mut headers = HeaderMap::new();
+        authorise(&mut headers, spec);
+        let url = format!("{}{path}", spec.url);
+        self.get_with(&url, headers, timeout).await
     }
 
     /// Sends a request without a body.
@@ -277,18 +307,39 @@ impl Gateway {
         url: &str,
         timeout: Duration,
     ) -> Result<(StatusCode, Bytes), String> {
-        let request = Request::get(url)
+        self.get_with(url, HeaderMap::new(), timeout).await
+    }
+
+    async fn get_with(
+        &self,
+        url: &str,
+        headers: HeaderMap,
+        timeout: Duration,
+    ) -> Result<(StatusCode, Bytes), String> {
+        let mut request = Request::get(url)
             .body(Pieces::default())
             .map_err(|error| error.to_string())?;
+        *request.headers_mut() = headers;
         let exchange = async {
             let response = self.client.request(request).await.map_err(describe)?;
             let status = response.status();
-            let body = response.into_body().collect().await.map_err(describe)?;
+            let body = Limited::new(response.into_body(), MAX_REPORT_BYTES);
+            let body = body.collect().await.map_err(|error| error.to_string())?;
             Ok((status, body.to_bytes()))
         };
         tokio::time::timeout(timeout, exchange)
             .await
             .unwrap_or_else(|_| Err(format!("no answer within {:.0} s", timeout.as_secs_f64())))
+    }
+}
+
+/// Puts the worker's own key into the headers of a request to it.
+pub(crate) fn authorise(headers: &mut HeaderMap, spec: &WorkerSpec) {
+    if let Some(key) = &spec.api_key
+        && let Ok(mut value) = HeaderValue::try_from(format!("Bearer {}", key.as_str()))
+    {
+        value.set_sensitive(true);
+        headers.insert(AUTHORIZATION, value);
     }
 }
 

@@ -6,7 +6,7 @@
 use super::body::Pieces;
 use super::dispatch::forwarded_headers;
 use super::fault::{Fault, from_worker};
-use super::{Gateway, Reply, apis, error};
+use super::{Gateway, Reply, apis, error, keys};
 use crate::config::WorkerSpec;
 use crate::policy::Role;
 use bytes::Bytes;
@@ -42,7 +42,12 @@ pub(super) fn is_passed_on(path: &str) -> bool {
 }
 
 /// An error in the shape that the path's clients read.
-fn refusal(path: &str, status: StatusCode, kind: &str, message: &str) -> Response<Reply> {
+pub(super) fn refusal(
+    path: &str,
+    status: StatusCode,
+    kind: &str,
+    message: &str,
+) -> Response<Reply> {
     if path.starts_with(apis::Api::Messages.path()) {
         super::error_of(apis::Api::Messages, status, kind, message)
     } else {
@@ -81,7 +86,11 @@ pub(super) async fn handle(
     };
     let request_id = format!("{:016x}", fastrand::u64(..));
     let strips = gateway.config.strip_transfer_keys;
-    let headers = forwarded_headers(parts.headers, &request_id, strips);
+    let mut headers = parts.headers;
+    if gateway.keys.are_needed() {
+        keys::remove(&mut headers);
+    }
+    let headers = forwarded_headers(headers, &request_id, strips);
     let until = deadline.min(Instant::now() + PATIENCE);
     let mut last = None;
     for worker in candidates(gateway).into_iter().take(TRIES) {
@@ -93,7 +102,9 @@ pub(super) async fn handle(
                     return refuse(status, "invalid_request_error", &failure.to_string());
                 }
             };
-        *request.headers_mut() = headers.clone();
+        let mut headers = headers.clone();
+        super::authorise(&mut headers, &worker);
+        *request.headers_mut() = headers;
         let answer = async {
             let response = gateway
                 .client

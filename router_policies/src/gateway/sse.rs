@@ -170,26 +170,63 @@ fn begins_as_error(data: &[u8]) -> bool {
 
 /// The data of the first event that has any, once that event has ended.
 pub(super) fn first_event(stream: &[u8]) -> Option<Vec<u8>> {
-    let mut data: Option<Vec<u8>> = None;
+    events(stream).next()
+}
+
+/// The data of the events that have any and have ended.
+pub(super) fn events(stream: &[u8]) -> impl Iterator<Item = Vec<u8>> {
     let mut rest = stream;
-    while let Some(end) = memchr2(b'\n', b'\r', rest) {
-        let (line, after) = (&rest[..end], &rest[end + 1..]);
-        let is_pair = rest[end] == b'\r' && after.first() == Some(&b'\n');
-        rest = &after[usize::from(is_pair)..];
-        if let Some(value) = line.strip_prefix(b"data:") {
-            let value = value.strip_prefix(b" ").unwrap_or(value);
-            match &mut data {
-                None => data = Some(value.to_vec()),
-                Some(data) => {
-                    data.push(b'\n');
-                    data.extend_from_slice(value);
+    std::iter::from_fn(move || {
+        let mut data: Option<Vec<u8>> = None;
+        while let Some(end) = memchr2(b'\n', b'\r', rest) {
+            let (line, after) = (&rest[..end], &rest[end + 1..]);
+            let is_pair = rest[end] == b'\r' && after.first() == Some(&b'\n');
+            rest = &after[usize::from(is_pair)..];
+            if let Some(value) = line.strip_prefix(b"data:") {
+                let value = value.strip_prefix(b" ").unwrap_or(value);
+                match &mut data {
+                    None => data = Some(value.to_vec()),
+                    Some(data) => {
+                        data.push(b'\n');
+                        data.extend_from_slice(value);
+                    }
                 }
+            } else if line.is_empty() && data.is_some() {
+                return data;
             }
-        } else if line.is_empty() && data.is_some() {
-            return data;
         }
+        None
+    })
+}
+
+/// Whether an event is the one that opens a chat's stream: it names the role and has no text yet.
+pub(super) fn is_opening(data: &[u8]) -> bool {
+    let has = |mark: &[u8]| memmem::find(data, mark).is_some();
+    if !has(b"\"role\"") || !has(b"\"delta\"") {
+        return false;
     }
-    None
+    let Ok(event) = serde_json::from_slice::<Value>(data) else {
+        return false;
+    };
+    let is_empty = |value: &Value| match value {
+        Value::Null => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        _ => false,
+    };
+    let opens = |choice: &Value| {
+        let is_over = choice
+            .get("finish_reason")
+            .is_some_and(|reason| !reason.is_null());
+        let delta = choice.get("delta").and_then(Value::as_object);
+        let says_nothing = |delta: &serde_json::Map<String, Value>| {
+            let mut fields = delta.iter().filter(|(key, _)| *key != "role");
+            delta.contains_key("role") && fields.all(|(_, value)| is_empty(value))
+        };
+        !is_over && delta.is_some_and(says_nothing)
+    };
+    let choices = event.get("choices").and_then(Value::as_array);
+    choices.is_some_and(|choices| !choices.is_empty() && choices.iter().all(opens))
 }
 
 /// What an event says went wrong.
@@ -265,6 +302,32 @@ mod tests {
                 first_event(stream.as_bytes()),
                 Some(b"{\"error\":1}".to_vec())
             );
+        }
+    }
+
+    #[test]
+    fn the_event_that_opens_a_chat_has_a_role_and_no_text() {
+        for (data, is) in [
+            (
+                r#"{"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}"#,
+                true,
+            ),
+            (
+                r#"{"choices":[{"delta":{"role":"assistant","content":null,"tool_calls":[]}}]}"#,
+                true,
+            ),
+            (
+                r#"{"choices":[{"delta":{"role":"assistant","content":"a"}}]}"#,
+                false,
+            ),
+            (
+                r#"{"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":"stop"}]}"#,
+                false,
+            ),
+            (r#"{"choices":[{"delta":{"content":""}}]}"#, false),
+            (r#"{"error":{"message":"\"role\" \"delta\""}}"#, false),
+        ] {
+            assert_eq!(is_opening(data.as_bytes()), is, "{data}");
         }
     }
 

@@ -157,8 +157,9 @@ impl Answer {
     fn count(&mut self, data: &[u8]) {
         let events = self.progress.feed(data);
         if let Some(reservation) = &mut self.reservation {
-            reservation.output(events);
+            // Before the first output is noted: what was cached tells what its prefill computed.
             reservation.report(self.usage.feed(data));
+            reservation.output(events);
         }
     }
 

@@ -6,11 +6,15 @@
 //! and one line in [`TABLE`]. (A macro could make the two lines one, but rustfmt would then pass the
 //! policies' files by.)
 
+mod decode_first;
 mod elastic;
+mod first_turn;
+mod isl_bounding;
 mod least_requests;
 mod linear;
 mod lmetric;
 mod migrate;
+mod nixl_threshold;
 mod offload;
 mod pd;
 mod power_of_two;
@@ -123,6 +127,8 @@ impl WorkerFacts {
 pub struct RequestFacts {
     /// Prompt tokens; estimated from the length where the prompt is text.
     pub input_tokens: u64,
+    /// Prompts that those are of: a batch has several.
+    pub prompts: u64,
     /// The request's limit on output tokens, or the fleet's running mean.
     pub expected_output_tokens: u64,
     /// Whether the request named its session.
@@ -172,9 +178,13 @@ impl<'a> View<'a> {
     /// Seconds of `worker`'s time, free of other work, that the request's prefill takes there.
     pub fn compute_s(&self, worker: &WorkerFacts) -> f64 {
         let new = self.new_tokens(worker);
-        worker
-            .rates
-            .compute_s(new, attention_pairs(worker.cached_tokens, new))
+        let pairs = self.pairs(worker.cached_tokens, new);
+        worker.rates.compute_s(new, pairs)
+    }
+
+    /// Pairs that attention works through for the request: tokens of different prompts are none.
+    pub fn pairs(&self, cached: u64, new: u64) -> f64 {
+        attention_pairs(cached, new) / self.request.prompts.max(1) as f64
     }
 
     /// Seconds until a prefill that starts queueing on `worker` now has run, for another worker.
@@ -318,6 +328,10 @@ pub enum Reason {
     SeparatedCap,
     /// Too few new tokens to be worth a transfer.
     NewBelowThreshold,
+    /// Enough new tokens to be separated by a rule that looks at nothing else.
+    NewAboveThreshold,
+    /// The session's first turn, or its worker is gone: separated.
+    FirstTurn,
     /// Nothing decodes on the chosen worker, so nothing there needs protection.
     ChosenNotDecoding,
     /// No other worker holds enough of the prefix.
@@ -340,6 +354,9 @@ pub enum Reason {
     Custom,
     /// The prefill side failed, so the decode worker serves the request alone.
     PrefillFailed,
+    /// The decode worker answered with an error, as where the KV does not arrive, and no other pair can
+    /// take the request: it serves the request alone.
+    TransferFailed,
 }
 
 /// A choice that was weighed, and the first-token time predicted for it.
@@ -428,6 +445,9 @@ pub const TABLE: &[&Info] = &[
     &offload::INFO,
     &selective::INFO,
     &migrate::INFO,
+    &first_turn::INFO,
+    &isl_bounding::INFO,
+    &nixl_threshold::INFO,
     &elastic::INFO,
 ];
 

@@ -63,6 +63,7 @@ impl Default for Selective {
         let Unified {
             overload_factor,
             decode_weight,
+            ..
         } = Unified::default();
         Self {
             threshold_tokens: 8192,
@@ -79,6 +80,7 @@ impl Policy for Selective {
         let unified = Unified {
             overload_factor: self.overload_factor,
             decode_weight: self.decode_weight,
+            ..Unified::default()
         };
         let (worker, _) = unified.choose(view).ok_or(Refusal::NoCandidates)?;
         let local_route = Route::Local {

@@ -8,7 +8,8 @@ use serde::Deserialize;
 pub const INFO: Info = Info {
     name: "unified",
     summary: "keep the session's worker while it is not overloaded; else the lowest load score",
-    rule: "stay while requests(affine) ≤ overload_factor × mean requests over routable workers; \
+    rule: "stay while requests(affine) ≤ overload_factor × mean requests over routable workers (where \
+           no session is named, affine is who holds most of the prompt, and at least holder_share); \
            else lowest (pending_prefill + new + decode_weight·decode_tokens) × max(requests, 1)",
     params: &[
         ParamInfo {
@@ -20,6 +21,12 @@ pub const INFO: Info = Info {
             name: "decode_weight",
             default: "0.01",
             meaning: "what a context token being decoded costs, in prefill tokens",
+        },
+        ParamInfo {
+            name: "holder_share",
+            default: "0.5",
+            meaning: "share of the prompt that a worker must hold to stand for the session's, where none \
+                      is named",
         },
     ],
     source: "agentic-kv, direction A+B' with the race fixed",
@@ -33,6 +40,7 @@ pub const INFO: Info = Info {
 pub(super) struct Unified {
     pub(super) overload_factor: f64,
     pub(super) decode_weight: f64,
+    pub(super) holder_share: f64,
 }
 
 impl Default for Unified {
@@ -40,11 +48,25 @@ impl Default for Unified {
         Self {
             overload_factor: 1.3,
             decode_weight: 0.01,
+            holder_share: 0.5,
         }
     }
 }
 
 impl Unified {
+    /// For a request that names no session: the worker that holds most of its prompt, as the session's
+    /// worker would.
+    fn holder<'a>(&self, view: &View<'a>) -> Option<&'a WorkerFacts> {
+        if view.request.has_session {
+            return None;
+        }
+        let least = self.holder_share * view.request.input_tokens as f64;
+        let holders = view
+            .local()
+            .filter(|worker| worker.cached_tokens > 0 && worker.cached_tokens as f64 >= least);
+        view.lowest(holders, |worker| view.new_tokens(worker))
+    }
+
     /// The worker, and whether affinity or the score chose it.
     pub(super) fn choose<'a>(&self, view: &View<'a>) -> Option<(&'a WorkerFacts, Reason)> {
         let (count, requests) = view
@@ -52,7 +74,7 @@ impl Unified {
             .fold((0u32, 0u64), |(count, requests), worker| {
                 (count + 1, requests + u64::from(worker.requests))
             });
-        if let Some(affine) = view.affine_local() {
+        if let Some(affine) = view.affine_local().or_else(|| self.holder(view)) {
             let mean = requests as f64 / f64::from(count);
             if f64::from(affine.requests) <= self.overload_factor * mean {
                 return Some((affine, Reason::Affinity));

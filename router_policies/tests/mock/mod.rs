@@ -40,6 +40,9 @@ pub enum Fault {
     Poison,
     /// Closes the connection instead of answering where the request's `user` is "poison".
     PoisonBreaks,
+    /// As vLLM's decode worker where the KV does not arrive: an error to what was prefilled elsewhere, in
+    /// a chat's stream behind the event that opens it.
+    LostTransfer,
     /// Sends a stream of these pieces, as they are cut here, and then ends it as told.
     Raw(&'static [&'static str], End),
     /// Answers 101, to a client that asked for no other protocol.
@@ -68,6 +71,8 @@ pub struct Behaviour {
     pub bodies: Mutex<Vec<Vec<u8>>>,
     /// Of every generation request.
     pub headers: Mutex<Vec<hyper::HeaderMap>>,
+    /// And its path with its query.
+    pub targets: Mutex<Vec<String>>,
     pub keep_bodies: AtomicBool,
     /// Accepts connections and requests, and answers none of them.
     pub hangs: AtomicBool,
@@ -124,6 +129,7 @@ impl MockWorker {
             padding_bytes: AtomicUsize::new(0),
             bodies: Mutex::new(Vec::new()),
             headers: Mutex::new(Vec::new()),
+            targets: Mutex::new(Vec::new()),
             keep_bodies: AtomicBool::new(true),
             hangs: AtomicBool::new(false),
             reports_load: AtomicBool::new(false),
@@ -334,6 +340,7 @@ async fn answer(
     let mut running = Running::begin(&behaviour);
     if behaviour.keep_bodies.load(Ordering::Relaxed) {
         behaviour.headers.lock().push(request.headers().clone());
+        behaviour.targets.lock().push(request.uri().to_string());
     }
     let body = request
         .into_body()
@@ -356,6 +363,28 @@ async fn answer(
             (true, Fault::Poison) => Fault::Refuse(500),
             (true, _) => Fault::CloseAtOnce,
             (false, _) => Fault::None,
+        };
+    }
+    if fault == Fault::LostTransfer {
+        let was_sent = memchr::memmem::find(end, b"\"do_remote_prefill\":true").is_some();
+        fault = match (was_sent, stream) {
+            (false, _) => Fault::None,
+            (true, false) => Fault::Status(500),
+            (true, true) if path == "/v1/chat/completions" => Fault::Raw(
+                &[
+                    "data: {\"choices\":[{\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"finish_reason\":null}]}\n\n",
+                    "data: {\"error\":{\"message\":\"Internal server error\",\"type\":\"InternalServerError\",\"code\":500}}\n\n",
+                    "data: [DONE]\n\n",
+                ],
+                End::Properly,
+            ),
+            (true, true) => Fault::Raw(
+                &[
+                    "data: {\"error\":{\"message\":\"Internal server error\",\"type\":\"InternalServerError\",\"code\":500}}\n\n",
+                    "data: [DONE]\n\n",
+                ],
+                End::Properly,
+            ),
         };
     }
     // More than the sockets on the way to a client hold.

@@ -106,6 +106,11 @@ impl Recency {
         Some(self.links[oldest as usize].node)
     }
 
+    fn remove(&mut self, place: Place) {
+        self.unlink(place);
+        self.free.push(place);
+    }
+
     fn link(&mut self, place: Place, newer: Place) {
         let older = std::mem::replace(&mut self.links[newer as usize].older, place);
         self.links[older as usize].newer = place;
@@ -149,9 +154,11 @@ impl EstimateTree {
     }
 
     /// Notes that `worker` now holds the prompt. What no longer fits there is evicted by
-    /// [`EstimateTree::evict_excess`], which is left for when no request waits for a decision.
-    pub fn insert(&mut self, worker: usize, states: &[u64]) {
+    /// [`EstimateTree::evict_excess`], which is left for when no request waits for a decision. Returns
+    /// the name of the node that nobody held before, for [`EstimateTree::retract`].
+    pub fn insert(&mut self, worker: usize, states: &[u64]) -> Option<u64> {
         self.ensure(worker);
+        let mut new = None;
         let mut path: SmallVec<[NodeId; 32]> = SmallVec::new();
         let mut at = 0;
         while at < states.len() {
@@ -163,13 +170,31 @@ impl EstimateTree {
                     }
                     id
                 }
-                None => self.add(states[at..].to_vec()),
+                None => {
+                    new = Some(states[at]);
+                    self.add(states[at..].to_vec())
+                }
             };
             path.push(id);
             at += self.nodes[id as usize].states.len();
         }
         for id in path.into_iter().rev() {
             self.touch(worker, id);
+        }
+        new
+    }
+
+    /// Takes back a node that [`EstimateTree::insert`] made: its prompt was not run. Nodes that other
+    /// prompts have put behind it meanwhile are out of reach then, and age.
+    pub fn retract(&mut self, worker: usize, start: u64) {
+        let Some(&id) = self.starts.get(&start) else {
+            return;
+        };
+        let holders = &self.nodes[id as usize].holders;
+        let held = holders.iter().find(|(holder, _)| *holder == worker as u32);
+        if let (Some(&(_, place)), Some(state)) = (held, self.workers.get_mut(worker)) {
+            state.recency.remove(place);
+            self.release(worker, id);
         }
     }
 
@@ -263,10 +288,16 @@ impl EstimateTree {
     }
 
     fn evict_one(&mut self, worker: usize) -> bool {
-        let state = &mut self.workers[worker];
-        let Some(id) = state.recency.pop_oldest() else {
+        let Some(id) = self.workers[worker].recency.pop_oldest() else {
             return false;
         };
+        self.release(worker, id);
+        true
+    }
+
+    /// The worker holds the node no more.
+    fn release(&mut self, worker: usize, id: NodeId) {
+        let state = &mut self.workers[worker];
         let node = &mut self.nodes[id as usize];
         state.held_blocks -= node.states.len() as u64;
         node.holders.retain(|h| h.0 != worker as u32);
@@ -275,7 +306,6 @@ impl EstimateTree {
             node.states = Vec::new();
             self.free.push(id);
         }
-        true
     }
 }
 

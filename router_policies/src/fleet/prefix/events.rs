@@ -77,11 +77,8 @@ fn event(value: &Value) -> Option<KvEvent> {
             let is_plain = get("lora_id").is_none_or(Value::is_nil)
                 && on_device(get("medium"))
                 && !other_group(field(&[], "group_idx"));
-            let tokens: Option<Vec<u32>> = get("token_ids")?
-                .as_array()?
-                .iter()
-                .map(|token| u32::try_from(token.as_u64()?).ok())
-                .collect();
+            let tokens: Option<Vec<u32>> =
+                get("token_ids")?.as_array()?.iter().map(token).collect();
             is_plain.then_some(KvEvent::Stored {
                 blocks: hashes(get("block_hashes")?)?,
                 parent: get("parent_block_hash").and_then(engine_hash),
@@ -99,6 +96,15 @@ fn event(value: &Value) -> Option<KvEvent> {
         "AllBlocksCleared" => Some(KvEvent::Cleared),
         _ => None,
     }
+}
+
+/// A token of a block. With EAGLE, SGLang's cache is keyed by pairs of a token and the one behind it.
+fn token(value: &Value) -> Option<u32> {
+    let first = match value {
+        Value::Array(pair) => pair.first()?,
+        one => one,
+    };
+    u32::try_from(first.as_u64()?).ok()
 }
 
 fn hashes(value: &Value) -> Option<Vec<u64>> {
@@ -331,6 +337,26 @@ mod tests {
         ];
         assert_eq!(decode(&pack(&sglang)).expect("valid"), expected);
         assert_eq!(decode(&pack(&vllm)).expect("valid"), expected);
+    }
+
+    #[test]
+    fn eagles_pairs_of_tokens_are_read_as_their_first() {
+        let pairs = [[1, 2], [2, 3]].map(|[a, b]| ints(&[a, b]));
+        let batch = Value::Array(vec![
+            Value::from(1.5),
+            Value::Array(vec![Value::Array(vec![
+                "BlockStored".into(),
+                ints(&[7]),
+                Value::Nil,
+                Value::Array(pairs.to_vec()),
+                2.into(),
+            ])]),
+        ]);
+        let events = decode(&pack(&batch)).expect("valid");
+        let [KvEvent::Stored { tokens, .. }] = &events[..] else {
+            panic!("one block: {events:?}");
+        };
+        assert_eq!(tokens, &[1, 2]);
     }
 
     #[test]

@@ -301,7 +301,7 @@ impl Residency {
             None
         };
         match reason {
-            _ if !site.spec.prefix_cache => {
+            _ if !site.keeps_prefixes => {
                 hold.remove(seat.key);
             }
             Some(reason) => {

@@ -107,6 +107,8 @@ pub(super) struct Site {
     pub external_tokens: u64,
     /// The engine tells what it holds.
     pub is_exact: bool,
+    /// Finished prompts stay in its cache.
+    pub keeps_prefixes: bool,
     pub used_share: Option<f64>,
     pub rates: Rates,
 }

@@ -21,7 +21,9 @@ pub(super) static SHAPE: Shape = Shape {
 pub(in super::super) fn error(kind: &str, code: u16, message: &str) -> Value {
     let kind = match (kind, code) {
         (_, 413) => "request_too_large",
-        (_, 400..=403 | 405..=428) => "invalid_request_error",
+        (_, 401) => "authentication_error",
+        (_, 403) => "permission_error",
+        (_, 400..=402 | 405..=428) => "invalid_request_error",
         (_, 404) => "not_found_error",
         (_, 429) => "rate_limit_error",
         (_, 503) => "overloaded_error",

@@ -1,0 +1,246 @@
+//! Who may ask: the API keys of clients and the admin's token.
+//!
+//! Without keys everybody who reaches the router may. With some, whatever reaches a model needs one, as
+//! `Authorization: Bearer` or, as Anthropic's clients send it, `x-api-key`. What tells of workers and
+//! decisions needs the admin's token where there is one, else a key; health needs neither.
+
+use crate::config::Config;
+use hyper::StatusCode;
+use hyper::header::{AUTHORIZATION, HeaderMap, HeaderName};
+use std::path::Path;
+
+/// Keys, separated by commas or white space, besides those in `api_keys_file`.
+const VARIABLE: &str = "DELTASERVE_API_KEYS";
+const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+
+/// What a request wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wants {
+    /// A model's answer, or to know of the model.
+    Model,
+    /// To know of the workers, the decisions and the engines' settings.
+    Inside,
+    /// To count: metrics name workers, and nothing of what is asked.
+    Metrics,
+}
+
+/// Why a request is refused: status, kind and message.
+pub(super) type NotAllowed = (StatusCode, &'static str, &'static str);
+
+/// What clients and the admin know.
+pub(crate) struct Keys {
+    keys: Vec<String>,
+    admin_token: Option<String>,
+}
+
+impl Keys {
+    /// The keys of the configuration and of the environment.
+    ///
+    /// # Errors
+    /// One line that names the file and the line, or the variable.
+    pub fn load(config: &Config) -> Result<Self, String> {
+        let mut keys = match &config.api_keys_file {
+            Some(path) => from_file(path)?,
+            None => Vec::new(),
+        };
+        if let Ok(text) = std::env::var(VARIABLE) {
+            let words = text
+                .split([',', ' ', '\t', '\n'])
+                .filter(|key| !key.is_empty());
+            for key in words {
+                check(key).map_err(|error| format!("{VARIABLE}: {error}"))?;
+                keys.push(key.to_owned());
+            }
+        }
+        Ok(Self {
+            keys,
+            admin_token: config.admin_token.clone(),
+        })
+    }
+
+    /// Whether clients need a key. What they send as one is then not for the workers.
+    pub fn are_needed(&self) -> bool {
+        !self.keys.is_empty()
+    }
+
+    /// Why a request with these headers does not get what it wants, if so.
+    pub(super) fn refusal(&self, headers: &HeaderMap, wants: Wants) -> Option<NotAllowed> {
+        let token = bearer(headers);
+        let is_admin = |token: &[u8]| {
+            let admin = self.admin_token.as_deref();
+            admin.is_some_and(|admin| is_same(token, admin.as_bytes()))
+        };
+        if token.is_some_and(is_admin) {
+            return None;
+        }
+        let needs_admin = wants == Wants::Inside && self.admin_token.is_some();
+        if needs_admin {
+            return Some((
+                StatusCode::UNAUTHORIZED,
+                "authentication_error",
+                "this needs the admin token as Authorization: Bearer",
+            ));
+        }
+        let key = headers.get(&API_KEY).map(|value| value.as_bytes());
+        let is_known = [token, key]
+            .into_iter()
+            .flatten()
+            .any(|key| self.knows(key));
+        (self.are_needed() && !is_known).then_some((
+            StatusCode::UNAUTHORIZED,
+            "authentication_error",
+            "expected an API key of this router as Authorization: Bearer or x-api-key",
+        ))
+    }
+
+    /// Looks at all keys, so that the time taken does not say which one is alike.
+    fn knows(&self, given: &[u8]) -> bool {
+        let all = self.keys.iter();
+        all.fold(false, |found, key| found | is_same(given, key.as_bytes()))
+    }
+}
+
+/// Takes the client's key out of the headers that go to a worker.
+pub(super) fn remove(headers: &mut HeaderMap) {
+    headers.remove(AUTHORIZATION);
+    headers.remove(API_KEY);
+}
+
+/// What a request has as `Authorization: Bearer`.
+pub(super) fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let given = headers.get(AUTHORIZATION)?.as_bytes();
+    let (scheme, token) = given.split_at_checked(7)?;
+    scheme.eq_ignore_ascii_case(b"Bearer ").then_some(token)
+}
+
+/// Compares all bytes, so that the time taken says nothing of where they differ; only of the length.
+pub(super) fn is_same(given: &[u8], expected: &[u8]) -> bool {
+    given.len() == expected.len()
+        && given
+            .iter()
+            .zip(expected)
+            .fold(0, |difference, (a, b)| difference | (a ^ b))
+            == 0
+}
+
+fn from_file(path: &Path) -> Result<Vec<String>, String> {
+    let shown = path.display();
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| format!("api_keys_file: {shown}: {error}"))?;
+    let mut keys = Vec::new();
+    for (number, line) in text.lines().enumerate() {
+        let key = line.trim();
+        if key.is_empty() || key.starts_with('#') {
+            continue;
+        }
+        let number = number + 1;
+        check(key).map_err(|error| format!("api_keys_file: {shown}:{number}: {error}"))?;
+        keys.push(key.to_owned());
+    }
+    if keys.is_empty() {
+        // Who names a file means that keys are needed.
+        return Err(format!(
+            "api_keys_file: {shown}: expected a key a line, found none"
+        ));
+    }
+    Ok(keys)
+}
+
+/// A key has to fit into a header; the error does not repeat it.
+fn check(key: &str) -> Result<(), String> {
+    const BYTES: std::ops::RangeInclusive<usize> = 8..=512;
+    let is_plain = key.bytes().all(|byte| byte.is_ascii_graphic());
+    if BYTES.contains(&key.len()) && is_plain {
+        return Ok(());
+    }
+    let (least, most) = BYTES.into_inner();
+    Err(format!(
+        "expected a key of {least} to {most} printable characters without spaces"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hyper::header::HeaderValue;
+
+    fn keys(keys: &[&str], admin: Option<&str>) -> Keys {
+        Keys {
+            keys: keys.iter().map(|&key| key.to_owned()).collect(),
+            admin_token: admin.map(str::to_owned),
+        }
+    }
+
+    fn with(name: &'static str, value: &'static str) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        headers.insert(name, HeaderValue::from_static(value));
+        headers
+    }
+
+    #[test]
+    fn a_model_needs_a_key_where_there_are_some() {
+        let none = keys(&[], None);
+        assert_eq!(none.refusal(&HeaderMap::new(), Wants::Model), None);
+        let two = keys(&["key-one-1", "key-two-2"], Some("the-admin"));
+        for (headers, may) in [
+            (HeaderMap::new(), false),
+            (with("authorization", "Bearer key-two-2"), true),
+            (with("authorization", "bearer key-one-1"), true),
+            (with("authorization", "Basic key-one-1"), false),
+            (with("authorization", "Bearer key-two-"), false),
+            (with("authorization", "Bearer key-two-22"), false),
+            (with("authorization", "Bearer "), false),
+            (with("x-api-key", "key-one-1"), true),
+            (with("x-api-key", "the-admin"), false),
+            (with("authorization", "Bearer the-admin"), true),
+        ] {
+            let refusal = two.refusal(&headers, Wants::Model);
+            assert_eq!(refusal.is_none(), may, "{headers:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_inside_is_the_admins_where_there_is_one() {
+        let key = with("x-api-key", "key-one-1");
+        let admin = with("authorization", "Bearer the-admin");
+        let both = keys(&["key-one-1"], Some("the-admin"));
+        assert!(both.refusal(&key, Wants::Inside).is_some());
+        assert!(both.refusal(&key, Wants::Metrics).is_none());
+        assert!(both.refusal(&admin, Wants::Inside).is_none());
+        assert!(both.refusal(&HeaderMap::new(), Wants::Metrics).is_some());
+        let without_admin = keys(&["key-one-1"], None);
+        assert!(without_admin.refusal(&key, Wants::Inside).is_none());
+        let without_keys = keys(&[], Some("the-admin"));
+        assert!(
+            without_keys
+                .refusal(&HeaderMap::new(), Wants::Inside)
+                .is_some()
+        );
+        assert!(
+            without_keys
+                .refusal(&HeaderMap::new(), Wants::Metrics)
+                .is_none()
+        );
+    }
+
+    #[test]
+    fn an_error_names_the_line_and_not_the_key() {
+        let path = std::env::temp_dir().join(format!("router-keys-{:x}", fastrand::u64(..)));
+        for (text, expected) in [
+            ("# none\n", "expected a key a line"),
+            ("\nshort\n", ":2: expected a key of 8"),
+            ("a-key with-a-space\n", ":1: expected a key"),
+        ] {
+            std::fs::write(&path, text).expect("written");
+            let error = from_file(&path).expect_err(text);
+            assert!(error.contains(expected), "{error}");
+            assert!(
+                !error.contains("short") && !error.contains("with-a"),
+                "{error}"
+            );
+        }
+        std::fs::write(&path, "# a team\nkey-one-1\n\n  key-two-2\n").expect("written");
+        assert_eq!(from_file(&path).expect("two"), ["key-one-1", "key-two-2"]);
+        std::fs::remove_file(&path).expect("removed");
+    }
+}

@@ -1,0 +1,98 @@
+//! API keys of clients, and the keys that workers ask for.
+
+mod mock;
+
+use hyper::StatusCode;
+use mock::MockWorker;
+use mock::router::{Router, generate, text, worker};
+use router_policies::config::Config;
+use serde_json::{Value, json};
+
+const KEY: &str = "a-clients-key";
+
+/// A router that asks for [`KEY`], before a worker that asks for a key of its own.
+async fn with_keys(admin_token: Option<&str>) -> (MockWorker, Router) {
+    let path = std::env::temp_dir().join(format!("router-keys-{:x}", fastrand::u64(..)));
+    std::fs::write(&path, format!("# the team's\n{KEY}\n")).expect("written");
+    let mock = MockWorker::start().await;
+    let mut spec = worker(&mock, "w", "colocated");
+    spec.api_key = serde_json::from_value(json!("the-workers-key")).expect("a key");
+    let router = Router::with(Config {
+        workers: vec![spec],
+        api_keys_file: Some(path.clone()),
+        admin_token: admin_token.map(str::to_owned),
+        ..Config::default()
+    })
+    .await;
+    std::fs::remove_file(&path).expect("removed");
+    (mock, router)
+}
+
+#[tokio::test]
+async fn without_a_key_a_request_is_refused_in_its_apis_own_shape() {
+    let (mock, router) = with_keys(None).await;
+    for (path, place, kind) in [
+        ("/generate", "/error/type", "authentication_error"),
+        (
+            "/v1/chat/completions",
+            "/error/type",
+            "authentication_error",
+        ),
+        ("/v1/messages", "/type", "error"),
+        ("/v1/messages", "/error/type", "authentication_error"),
+        ("/v1/messages/count_tokens", "/type", "error"),
+        ("/v1/embeddings", "/error/type", "authentication_error"),
+    ] {
+        for headers in [&[][..], &[("authorization", "Bearer a-clients-kez")]] {
+            let body = b"{\"messages\": []}".to_vec();
+            let response = router.send(path, headers, body).await;
+            assert_eq!(response.status(), StatusCode::UNAUTHORIZED, "{path}");
+            assert_eq!(response.headers()["www-authenticate"], "Bearer");
+            let error: Value = serde_json::from_str(&text(response).await).expect("JSON");
+            let found = error.pointer(place).and_then(Value::as_str);
+            assert_eq!(found, Some(kind), "{path}: {error}");
+        }
+    }
+    assert!(mock.bodies().is_empty());
+    for (path, status) in [
+        ("/health", StatusCode::OK),
+        ("/readyz", StatusCode::OK),
+        ("/v1/models", StatusCode::UNAUTHORIZED),
+        ("/metrics", StatusCode::UNAUTHORIZED),
+        ("/workers", StatusCode::UNAUTHORIZED),
+        ("/workers/w", StatusCode::UNAUTHORIZED),
+        ("/decisions", StatusCode::UNAUTHORIZED),
+    ] {
+        assert_eq!(router.get(path).await.0, status, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn workers_get_their_own_key_and_not_the_clients() {
+    let (mock, router) = with_keys(Some("the-admins-token")).await;
+    let bearer = format!("Bearer {KEY}");
+    for header in [("authorization", bearer.as_str()), ("x-api-key", KEY)] {
+        let body = generate(false).to_string().into_bytes();
+        let response = router.send("/generate", &[header], body).await;
+        assert_eq!(response.status(), StatusCode::OK);
+    }
+    for headers in mock.behaviour.headers.lock().iter() {
+        assert_eq!(headers["authorization"], "Bearer the-workers-key");
+        assert!(!headers.contains_key("x-api-key"));
+    }
+    assert_eq!(mock.bodies().len(), 2);
+    let shown = format!("{:?}", router.fleet.snapshot());
+    assert!(!shown.contains("the-workers-key"), "{shown}");
+}
+
+#[tokio::test]
+async fn without_keys_what_a_client_sends_reaches_the_worker() {
+    let mock = MockWorker::start().await;
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    let body = generate(false).to_string().into_bytes();
+    let headers = [("authorization", "Bearer for-the-worker")];
+    let response = router.send("/generate", &headers, body).await;
+    assert_eq!(response.status(), StatusCode::OK);
+    let headers = mock.behaviour.headers.lock();
+    assert_eq!(headers[0]["authorization"], "Bearer for-the-worker");
+}

@@ -1,0 +1,135 @@
+//! Small print of requests and answers: trickling uploads, queries, ids of failures, what metrics count.
+
+mod mock;
+
+use hyper::StatusCode;
+use mock::router::{Router, generate, text, worker};
+use mock::{Fault, MockWorker};
+use router_policies::config::Config;
+use serde_json::json;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+#[tokio::test]
+async fn a_body_that_trickles_is_given_up_and_a_slow_one_is_not() {
+    let mock = MockWorker::start().await;
+    let router = Router::with(Config {
+        workers: vec![worker(&mock, "w", "colocated")],
+        body_timeout_s: 0.5,
+        ..Config::default()
+    })
+    .await;
+    let address = router.url.trim_start_matches("http://");
+    for (piece, expected) in [(1, "408"), (20_000, "200")] {
+        let mut socket = tokio::net::TcpStream::connect(address)
+            .await
+            .expect("a connection");
+        let begin = "{\"input_ids\": [1";
+        let length = 400_000;
+        let head =
+            format!("POST /generate HTTP/1.1\r\nhost: r\r\ncontent-length: {length}\r\n\r\n");
+        socket
+            .write_all(format!("{head}{begin}").as_bytes())
+            .await
+            .expect("sent");
+        let begun = Instant::now();
+        let mut sent = begin.len();
+        let mut answer = vec![0; 12];
+        loop {
+            let rest = length - sent;
+            let mut bytes = vec![b' '; piece.min(rest)];
+            if bytes.len() == rest {
+                bytes.truncate(rest.saturating_sub(2));
+                bytes.extend_from_slice(&b"]}"[..rest.min(2)]);
+            }
+            sent += bytes.len();
+            // The router may have answered and closed the connection by now.
+            let _ = socket.write_all(&bytes).await;
+            let pause = Duration::from_millis(100);
+            match tokio::time::timeout(pause, socket.read_exact(&mut answer)).await {
+                Ok(read) => {
+                    read.expect("an answer");
+                    break;
+                }
+                Err(_) => assert!(begun.elapsed() < Duration::from_secs(10), "no answer"),
+            }
+        }
+        let answer = String::from_utf8_lossy(&answer);
+        assert!(answer.ends_with(expected), "{piece}: {answer}");
+    }
+}
+
+#[tokio::test]
+async fn queries_are_passed_on_and_slashes_at_the_end_are_not() {
+    let mock = MockWorker::start().await;
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    for (path, expected) in [
+        ("/v1/messages?beta=true", "/v1/messages?beta=true"),
+        ("/generate/", "/generate"),
+        ("/generate/?a=b&c", "/generate?a=b&c"),
+    ] {
+        let body = json!({"input_ids": [1], "messages": []});
+        assert_eq!(router.post(path, body).await.0, StatusCode::OK, "{path}");
+        let seen = mock.behaviour.targets.lock().pop();
+        assert_eq!(seen.as_deref(), Some(expected));
+    }
+}
+
+#[tokio::test]
+async fn failures_too_name_their_decision() {
+    let mock = MockWorker::start().await;
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    for (fault, status) in [
+        (Fault::Status(500), 500),
+        (Fault::Status(400), 400),
+        (Fault::CloseAtOnce, 502),
+        (Fault::None, 200),
+    ] {
+        mock.set_fault(fault);
+        let body = generate(false).to_string().into_bytes();
+        let response = router.send("/generate", &[], body).await;
+        assert_eq!(response.status().as_u16(), status);
+        let id = response.headers()["x-deltaserve-decision-id"].clone();
+        let decision = router.fleet.sink().recent(1).remove(0);
+        assert_eq!(id.to_str().expect("text"), decision.decision_id);
+        text(response).await;
+    }
+}
+
+#[tokio::test]
+async fn one_engine_is_one_worker() {
+    let mock = MockWorker::start().await;
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    let url = mock.url.replace("127.0.0.1", "localhost");
+    let new = json!({"url": url, "id": "w2"});
+    let (status, body) = router.post_json("/workers", new).await;
+    assert_eq!(status, StatusCode::CONFLICT, "{body}");
+    assert!(body.contains("it is that of worker w"), "{body}");
+}
+
+#[tokio::test]
+async fn first_tokens_are_counted_where_they_can_be_seen() {
+    let mock = MockWorker::start().await;
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    let counted = |count: u32| {
+        format!(
+            "deltaserve_client_first_token_seconds_count{{kind=\"local\",policy=\"round_robin\",worker=\"w\"}} {count}"
+        )
+    };
+    router.post("/generate", generate(false)).await;
+    router.idle().await;
+    let metrics = router.get("/metrics").await.1;
+    assert!(!metrics.contains("first_token_seconds_count{"), "{metrics}");
+    assert!(
+        metrics.contains("deltaserve_first_token_seconds_count 0"),
+        "{metrics}"
+    );
+    router.post("/generate", generate(true)).await;
+    router.idle().await;
+    let metrics = router.get("/metrics").await.1;
+    assert!(metrics.contains(&counted(1)), "{metrics}");
+    assert!(
+        metrics.contains("deltaserve_first_token_realised_over_expected_count{kind=\"local\""),
+        "{metrics}"
+    );
+}
