@@ -177,8 +177,8 @@ def _into_a_new_folder(command: str) -> tuple[str, str]:
 
 
 def title(runs: Sequence[Run]) -> str:
-    """What the experiments say they are: their descriptions, or names where there is none; simulated
-    ones say so."""
+    """What the experiments say they are: their descriptions, or names where there is none.
+    Simulated ones say so."""
     found = dict.fromkeys(
         str(run.manifest.get("description") or run.manifest.get("experiment", "runs")).rstrip(".")
         for run in runs
