@@ -78,6 +78,7 @@ class PacedPrefill:
             decoding
             and not running_batch.return_logprob
             and not any(r.return_logprob or r.input_embeds is not None for r in prompts)
+            and current().can_ride(running_batch)
         )
         if decoding and not mixed and self._decodes_waited:
             return None

@@ -123,6 +123,13 @@ class Release(Protocol):
         """Most tokens of a prefill step that a CUDA graph was captured for; None without graphs."""
         ...
 
+    def can_ride(self, running_batch: Any) -> bool:
+        """Whether SGLang mixes the requests of `running_batch` into a prefill at all.
+
+        Beside that, logprobs and embeddings keep it from it in every release.
+        """
+        ...
+
     def prefix_tokens(self, req: Any) -> int:
         """Tokens of `req` that are in place before its next chunk."""
         ...

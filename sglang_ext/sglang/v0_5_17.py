@@ -150,6 +150,9 @@ class Sglang0517:
         prefill = scheduler.server_args.cuda_graph_config.prefill
         return None if prefill.backend == "disabled" or not prefill.bs else int(max(prefill.bs))
 
+    def can_ride(self, running_batch: Any) -> bool:
+        return True
+
     def prefix_tokens(self, req: Any) -> int:
         return len(req.prefix_indices)
 

@@ -75,6 +75,9 @@ class Sglang0523:
         prefill = get_exec().graph.cuda_graph_config.prefill
         return None if prefill.backend == "disabled" or not prefill.bs else int(max(prefill.bs))
 
+    def can_ride(self, running_batch: Any) -> bool:
+        return all(req.beam_group is None for req in running_batch.reqs)
+
     def prefix_tokens(self, req: Any) -> int:
         return int(req.prefix_len)
 

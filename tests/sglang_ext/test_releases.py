@@ -74,6 +74,15 @@ def test_a_prompts_prefix_and_chunk() -> None:
         assert (release.prefix_tokens(req), release.extend_tokens(req)) == (30, 7)
 
 
+def test_beams_do_not_ride_along_where_there_are_beams() -> None:
+    def running(*groups: Any) -> Any:
+        return SimpleNamespace(reqs=[SimpleNamespace(beam_group=group) for group in groups])
+
+    assert NEWER.can_ride(running(None, None))
+    assert not NEWER.can_ride(running(None, "beam"))
+    assert OLDER.can_ride(SimpleNamespace(reqs=[SimpleNamespace()]))
+
+
 def test_what_an_adder_leaves_alone_adds_up() -> None:
     older = SimpleNamespace(rem_total_token_offset=100)
     newer = SimpleNamespace(memory_budget=SimpleNamespace(total_offset=100))
