@@ -62,8 +62,10 @@ def begin_manifest(
     order: int,
     folder: Path,
     replay: Replay,
+    more: Mapping[str, Any] | None = None,
 ) -> Began:
-    """Writes the manifest of a run that begins, and `trace.json` beside it."""
+    """Writes the manifest of a run that begins, with what is in `more` too, and `trace.json` beside
+    it."""
     facts = trace_facts(trace, replay)
     write_facts(folder, facts)
     described = site.describe(topology)
@@ -94,6 +96,7 @@ def begin_manifest(
         "git": provenance.git(),
         "started_at": provenance.now(),
         "timings": {},
+        **(more or {}),
     }
     provenance.write_manifest(folder, manifest)
     return Began(manifest, facts)

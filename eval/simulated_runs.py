@@ -23,7 +23,7 @@ from eval.execution import begin_manifest, conclude, identity
 from eval.experiment import Experiment, PlannedRun, Simulate, plan_runs
 from eval.progress import Progress
 from eval.runner import Summary, load_topologies, run_experiment
-from eval.simulate import simulate, write_planned
+from eval.simulate import read_calibration, simulate, write_planned
 from eval.simulated_fleet import calibration_name, fleet_plan, load_plan, options
 from eval.site import FleetMaker, Site, launch_site
 from eval.traces import make_replay_plan, resolve_scale
@@ -124,10 +124,21 @@ def execute_simulated(
     folder = output / run.folder
     provenance.fresh_folder(folder)
     replay = resolve_scale(trace, run.replay)
+    calibration = read_calibration(calibration_name(topology, experiment.simulate))
+    # From its first line on the run says what it is: it may be ended at any moment.
     began = begin_manifest(
-        run, experiment, trace, topology, site=site, source=source, vocab_size=vocab_size,
-        order=order, folder=folder, replay=replay,
-    )  # fmt: skip
+        run,
+        experiment,
+        trace,
+        topology,
+        site=site,
+        source=source,
+        vocab_size=vocab_size,
+        order=order,
+        folder=folder,
+        replay=replay,
+        more={"simulated": {"calibration": calibration["name"]}},
+    )
     manifest = began.manifest
     engine = engine_of(topology, experiment.simulate)
     # No prompts are made, so none of a vocabulary.
@@ -142,14 +153,10 @@ def execute_simulated(
         plan["requests"] = str(planned.resolve())
         (folder / "replay.json").write_bytes(orjson.dumps({"arguments": asked.record()}))
         manifest["workers"] = _workers(topology, plan["workers"])
-        manifest["simulated"] = {"calibration": plan["workers"][0]["calibration"]["name"]}
         provenance.write_manifest(folder, manifest)
         progress.detail("simulating")
         report = simulate(plan, folder)
-        manifest["simulated"] |= {
-            "seconds": report["end_s"],
-            "calibrations": report["calibrations"],
-        }
+        manifest["simulated"]["seconds"] = report["end_s"]
     except Exception as error:  # the matrix goes on; the reason is kept
         failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     manifest["timings"]["total_s"] = time.monotonic() - began_s

@@ -171,6 +171,20 @@ def test_a_capacity_that_nobody_says_names_its_arm(experiment: Path, tmp_path: P
         run(experiment, tmp_path / "out")
 
 
+def test_a_run_that_was_ended_in_its_middle_says_that_it_is_simulated(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_arguments: Any, **_more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eval.simulated_runs.simulate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "out", only=["off"])
+    left = read_run(tmp_path / "out/off/r1")
+    assert left.manifest["state"] == "running"
+    assert left.simulated == CALIBRATION
+
+
 def test_simulated_and_measured_runs_are_not_in_one_report(
     experiment: Path, tmp_path: Path
 ) -> None:
