@@ -109,4 +109,6 @@ def test_the_report_draws_and_sums_up_the_samples(make_run: MakeRun) -> None:
     ):
         assert f'id="plot-{key}-0"' in text
     section = markdown.read_text().partition("## CPU and GPU")[2]
-    assert "| a | w1 | 1.50 | 7.00 B | 40.0 % | 1.00 GB | 102 W | 1502 | 0.0 % | 174 GB |" in section
+    assert (
+        "| a | w1 | 1.50 | 7.00 B | 40.0 % | 1.00 GB | 102 W | 1502 | 0.0 % | 174 GB |" in section
+    )
