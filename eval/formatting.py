@@ -89,8 +89,8 @@ def effect(measure: Measure, value: float) -> str:
 
 def effect_interval(measure: Measure, estimate: Estimate) -> str:
     """The interval of such an effect: `−20 % to −3.1 %`."""
-    if math.isnan(estimate.low) or math.isnan(estimate.high):
-        return ""
+    if not math.isfinite(estimate.low) or math.isnan(estimate.high):
+        return ""  # from beyond every answer to beyond every answer says nothing
     return f"{effect(measure, estimate.low)} to {effect(measure, estimate.high)}"
 
 

@@ -35,7 +35,10 @@ class Samples:
 
 @dataclass(frozen=True)
 class Use:
-    """One process over a replay, and its GPUs where it has any; NaN where nothing was sampled."""
+    """One process over a replay, and its GPUs where it has any; NaN where nothing was sampled.
+
+    `throttled_share` is of samples in which something kept a GPU's clock down (power, heat).
+    """
 
     worker: str
     cores_mean: float
@@ -44,6 +47,8 @@ class Use:
     sm_mean_percent: float
     memory_max_bytes: float
     power_mean_w: float
+    sm_clock_mean_mhz: float
+    throttled_share: float
     nvlink_received_bytes: float
 
 
@@ -63,10 +68,15 @@ def read_samples(run: Run) -> Samples:
             "memory_used_bytes",
             "power_w",
             "nvlink_received_bytes",
+            "sm_clock_mhz",
         ),
+        words=("throttled_by",),
     )
     processes["cores"] = _rate(processes, "id", "cpu_s")
     gpus["nvlink_received_bps"] = _rate(gpus, "index", "nvlink_received_bytes")
+    # Where neither column is there an older version sampled: unknown, not unthrottled.
+    throttled = gpus["throttled_by"].notna().astype(float)
+    gpus["throttled"] = throttled.where(gpus["sm_clock_mhz"].notna())
     owners = _owners(run)
     gpus["worker"] = [owners.get(int(i), "") for i in gpus["index"]]
     gpus["gpu"] = [f"GPU {int(i)} {owners.get(int(i), '')}".strip() for i in gpus["index"]]
@@ -97,6 +107,8 @@ def machine_use(samples: Samples) -> list[Use]:
                 sm_mean_percent=float(gpus["sm_percent"].mean()),
                 memory_max_bytes=float(gpus["memory_used_bytes"].max()),
                 power_mean_w=float(gpus["power_w"].mean()),
+                sm_clock_mean_mhz=float(gpus["sm_clock_mhz"].mean()),
+                throttled_share=float(gpus["throttled"].mean()),
                 nvlink_received_bytes=_grown(gpus, "nvlink_received_bytes"),
             )
         )
@@ -120,13 +132,15 @@ def _owners(run: Run) -> dict[int, str]:
     }
 
 
-def _table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+def _table(path: Path, columns: Sequence[str], words: Sequence[str] = ()) -> pd.DataFrame:
+    """The columns that are numbers (but for `id`), and those that are `words`."""
+    columns = [*columns, *words]
     if not path.is_file() or path.stat().st_size == 0:
         return pd.DataFrame({name: pd.Series(dtype=float) for name in columns})
     # A kill may cut the last line: what is not a whole number there becomes unknown.
     table = pd.read_csv(path, on_bad_lines="skip").reindex(columns=list(columns))
     for name in columns:
-        if name != "id":
+        if name != "id" and name not in words:
             table[name] = pd.to_numeric(table[name], errors="coerce")
     known = table[[name for name in columns if name in ("unix_s", "id", "index")]].notna()
     return table[known.all(axis=1)].reset_index(drop=True)

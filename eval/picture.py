@@ -68,7 +68,7 @@ def write_picture(cells: Sequence[Cell], title: str, caption: str, path: Path) -
 def _first_token(axis: Any, cells: Sequence[Cell]) -> None:
     """p50 as a bar, p90 as a paler one behind it; a quantile only where enough lies beyond it."""
     palette = colours(cells)
-    axis.set_title("Wait for the first token: p50, and p90 (pale)", loc="left", fontsize=11)
+    axis.set_title("Wait for the first token (p90: pale)", loc="left", fontsize=11)
     rows = []
     for cell in cells:
         half, most, *_ = cell.latency["ttft"]
@@ -84,10 +84,11 @@ def _first_token(axis: Any, cells: Sequence[Cell]) -> None:
                     color=palette[cell.arm],
                     alpha=opacity,
                 )
-        words = [seconds(value.value) for value in (p50, p90) if value is not None]
+        named = (("p50", p50), ("p90", p90))
+        words = [f"{name} {seconds(v.value)}" for name, v in named if v is not None]
         end = max((value.value for value in (p50, p90) if value is not None), default=0.0)
         _label(axis, place, min(end, longest * 1.05), ", ".join(words) or _missing(cell), longest)
-    axis.set_xlim(0, longest * 1.45)
+    axis.set_xlim(0, longest * 1.65)
 
 
 def _requests(axis: Any, cells: Sequence[Cell]) -> None:

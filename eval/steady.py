@@ -18,6 +18,7 @@ from scipy import special
 
 from eval.records import Run
 from eval.stats import Array
+from eval.warm_up import warm_up_values
 
 # Answers that ended over requests that came, both inside the window.
 LEAST_COMPLETIONS_PER_ARRIVAL = 0.97
@@ -54,7 +55,11 @@ class Trend:
 
 @dataclass(frozen=True)
 class Steadiness:
-    """The check's answer for one run, with its reasons and the figures behind them."""
+    """The check's answer for one run, with its reasons and the figures behind them.
+
+    `left_out_s` is the start of the window that MSER-5 would leave out of TTFT, in seconds; None
+    where it says nothing. A remark: no state follows from it.
+    """
 
     state: State
     reasons: list[str]
@@ -63,6 +68,7 @@ class Steadiness:
     ttft: Trend | None = None
     arrivals: int = 0
     completions: int = 0
+    left_out_s: float | None = None
 
 
 def steadiness(run: Run) -> Steadiness:
@@ -108,7 +114,8 @@ def steadiness(run: Run) -> Steadiness:
             f"({completions / arrivals:.2f}, at least {LEAST_COMPLETIONS_PER_ARRIVAL:g})"
         )
     state = State.NOT_SUSTAINED if reasons else State.STEADY
-    return Steadiness(state, reasons, in_flight, waiting, ttft, arrivals, completions)
+    left_out_s = _left_out_s(run.requests, window.start_s)
+    return Steadiness(state, reasons, in_flight, waiting, ttft, arrivals, completions, left_out_s)
 
 
 def not_sustained(runs: Sequence[Run]) -> str | None:
@@ -160,6 +167,15 @@ def _present(begin_s: pd.Series[float], end_s: pd.Series[float], edges: Array) -
             for left, right in itertools.pairwise(edges)
         ]
     )
+
+
+def _left_out_s(requests: pd.DataFrame, start_s: float) -> float | None:
+    """Until when the TTFT of answered turns is still that of a warm-up, from the window's start."""
+    answered = requests[np.isfinite(requests["ttft_s"])].sort_values("scheduled_s")
+    count = warm_up_values(answered["ttft_s"].to_numpy(dtype=float))
+    if not count:
+        return None if count is None else 0.0
+    return float(answered["scheduled_s"].iloc[count]) - start_s
 
 
 def _median_by_bin(requests: pd.DataFrame, edges: Array) -> Array:

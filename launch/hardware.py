@@ -26,7 +26,12 @@ class GpuError(InputError):
 
 @dataclass(frozen=True)
 class GpuSample:
-    """One GPU at one moment. NVLink counts are since the driver started; None where it has none."""
+    """One GPU at one moment. NVLink counts are since the driver started; None where it has none.
+
+    `sm_clock_mhz` is the clock now; `throttled_by` names what keeps it down beside idleness and
+    settings (`power`, `thermal`, …), joined by "+", empty where nothing does. Both are None where
+    the driver does not say.
+    """
 
     index: int
     name: str
@@ -36,6 +41,8 @@ class GpuSample:
     power_w: float
     nvlink_sent_bytes: int | None
     nvlink_received_bytes: int | None
+    sm_clock_mhz: int | None = None
+    throttled_by: str | None = None
 
     @property
     def is_free(self) -> bool:
@@ -166,7 +173,36 @@ def _sample(nvml: Any, index: int) -> GpuSample:
         power_w=nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         nvlink_sent_bytes=_nvlink(nvml, handle, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
         nvlink_received_bytes=_nvlink(nvml, handle, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
+        sm_clock_mhz=_clock_mhz(nvml, handle),
+        throttled_by=_throttled_by(nvml, handle),
     )
+
+
+# Reasons for a lower clock, by NVML's bits. An idle GPU, or one with clocks that somebody set, is
+# not throttled.
+_THROTTLES = (
+    (0x04, "power"),
+    (0x08, "hardware"),
+    (0x10, "sync_boost"),
+    (0x20, "thermal"),
+    (0x40, "hardware_thermal"),
+    (0x80, "power_brake"),
+)
+
+
+def _clock_mhz(nvml: Any, handle: Any) -> int | None:
+    try:
+        return int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+    except nvml.NVMLError:
+        return None
+
+
+def _throttled_by(nvml: Any, handle: Any) -> str | None:
+    try:
+        bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+    except nvml.NVMLError:
+        return None
+    return "+".join(name for bit, name in _THROTTLES if bits & bit)
 
 
 def _nvlink(nvml: Any, handle: Any, counter: int) -> int | None:

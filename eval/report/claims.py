@@ -5,10 +5,14 @@ Owns those sentences. Each claim is a tag (better, worse, none, unjudged) and on
 
 from __future__ import annotations
 
+import math
+
 from eval.compare import Comparison, Verdict
-from eval.formatting import effect, effect_interval
+from eval.formatting import effect, effect_interval, seconds
 from eval.report.evidence import Evidence
 
+# A client that is late by more than this share of the median TTFT is worth a word.
+_LATE_SHARE = 0.2
 TAGS = {
     Verdict.BETTER: "better",
     Verdict.WORSE: "worse",
@@ -50,6 +54,7 @@ def verdicts(evidence: Evidence) -> list[tuple[str, str]]:
 def claims(evidence: Evidence) -> list[tuple[str, str]]:
     """What limits the report: why arms have no verdict, and the runs that do not count."""
     said = [("unjudged", words) for words in _unjudged(evidence)]
+    said += [("unjudged", words) for words in _late_clients(evidence)]
     if not evidence.cells:
         said.append(("unjudged", "No run is valid: there is nothing to compare."))
     for run, found in evidence.excluded:
@@ -62,6 +67,19 @@ def claims(evidence: Evidence) -> list[tuple[str, str]]:
             )
         )
     return said
+
+
+def _late_clients(evidence: Evidence) -> list[str]:
+    """Cells of which the client itself was late by much of what it measured."""
+    found = []
+    for cell in evidence.cells:
+        p50 = cell.latency["ttft"][0].value
+        if math.isfinite(p50) and cell.lag_p99_s > _LATE_SHARE * p50:
+            found.append(
+                f"{cell.name}: the client itself sent up to {seconds(cell.lag_p99_s)} late (p99), "
+                f"which is inside every TTFT (p50 {seconds(p50)}): its tail is partly the client's."
+            )
+    return found
 
 
 def _unjudged(evidence: Evidence) -> list[str]:

@@ -187,21 +187,23 @@ def title(runs: Sequence[Run]) -> str:
 
 
 def caption(evidence: Evidence) -> str:
-    """One line for under a picture: requests, model and machine."""
-    cell = evidence.cells[0]
+    """One line for under a picture: runs, requests, engines, model and machine."""
+    runs = sorted({len(cell.runs) for cell in evidence.cells})
+    requests = sorted({cell.n // len(cell.runs) for cell in evidence.cells})
     engines = {engine_entry(each.engines).text for each in evidence.cells}
-    runs = f"{len(cell.runs)} run" + ("s" if len(cell.runs) > 1 else "")
     basis = simulated(evidence.runs)
-    where = (
-        f"Simulated: {basis}"
-        if basis
-        else "Measured on " + "; ".join(sorted(machines(evidence.runs)))
-    )
+    measured_on = "; ".join(sorted(machines(evidence.runs)))
+    where = f"Simulated: {basis}" if basis else f"Measured on {measured_on}"
     return (
-        f"{cell.n // len(cell.runs)} requests a run, {runs} an arm; bars: 95 % intervals. "
-        f"{', '.join(sorted(engines))}. {where}. "
-        f"Model: {', '.join(sorted(models(evidence.runs)))}."
+        f"{_span(runs)} run{'s' if runs != [1] else ''} an arm, {_span(requests)} requests in "
+        f"each window. {', '.join(sorted(engines))}; {', '.join(sorted(models(evidence.runs)))}. "
+        f"{where}."
     )
+
+
+def _span(counts: Sequence[int]) -> str:
+    """`204`, or `204 to 310` where they differ."""
+    return f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
 
 
 def _machine(hardware: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from eval.report.answer import answer
 from eval.report.arms import arms_table
 from eval.report.evidence import Evidence
 from eval.report.figures import latency
-from eval.report.figures.curves import capacity_curves, curve, pareto
+from eval.report.figures.curves import capacity_curves, curve
 
 
 def opening(evidence: Evidence) -> Opening:
@@ -37,11 +37,6 @@ def _picture(evidence: Evidence) -> Figure | None:
         over_load = curve(evidence.cells, "ttft_p90")
         if over_load is not None:
             return Figure("opening", "TTFT p90 over load, by arm", over_load)
-    if len(evidence.cells) > 1:
-        trade = pareto(evidence.cells)
-        if trade is not None:
-            words = "Output tokens a second against tokens a second that one answer comes at"
-            return Figure("opening", words, trade)
     bars = latency.latency_bars(evidence.cells, "ttft", "Time to first token")
     return Figure("opening", "Time to first token by arm", bars)
 

@@ -34,7 +34,8 @@ def sampled(run: Run) -> Run:
         for index in (0, 1, 2):
             received = 3e9 * (second + 10) if index == 2 else ""
             gpus.append(
-                f"{at},{index},H200,{20 * index},{10**9},{10**11},{100 + index},,{received}"
+                f"{at},{index},H200,{20 * index},{10**9},{10**11},{100 + index},,{received},"
+                f"{1500 + index},{'power+thermal' if index == 1 and second >= 30 else ''}"
             )
     (run.folder / "processes.csv").write_text("\n".join(processes) + "\n1057.0,w0,12")
     engines = [",".join(ENGINE_COLUMNS)]
@@ -57,10 +58,24 @@ def test_counters_become_rates_and_gpus_their_workers(make_run: MakeRun) -> None
     assert first.cores_mean == pytest.approx(0.5)
     assert first.rss_max_bytes == 1058
     assert first.sm_mean_percent == pytest.approx(10.0)
+    assert first.sm_clock_mean_mhz == pytest.approx(1500.5)
+    # One of its two GPUs, in the second half.
+    assert first.throttled_share == pytest.approx(0.25, abs=0.01)
+    assert second.throttled_share == 0.0
     assert np.isnan(first.nvlink_received_bytes)
     assert second.nvlink_received_bytes == pytest.approx(3e9 * 58)
     rates = samples.gpus.loc[samples.gpus["index"] == 2, "nvlink_received_bps"]
     assert rates.to_numpy() == pytest.approx(3e9)
+
+
+def test_samples_of_older_versions_say_nothing_of_throttling(make_run: MakeRun) -> None:
+    run = sampled(make_run(manifest=MANIFEST))
+    lines = (run.folder / "gpu.csv").read_text().splitlines()
+    kept = [",".join(line.split(",")[:-2]) for line in lines]
+    (run.folder / "gpu.csv").write_text("\n".join(kept) + "\n")
+    first, _ = machine_use(read_samples(run))
+    assert np.isnan(first.throttled_share)
+    assert np.isnan(first.sm_clock_mean_mhz)
 
 
 def test_a_process_that_ended_has_no_negative_cpu(make_run: MakeRun) -> None:
@@ -94,4 +109,6 @@ def test_the_report_draws_and_sums_up_the_samples(make_run: MakeRun) -> None:
     ):
         assert f'id="plot-{key}-0"' in text
     section = markdown.read_text().partition("## CPU and GPU")[2]
-    assert "| a | w1 | 1.50 | 7.00 B | 40.0 % | 1.00 GB | 102 W | 174 GB |" in section
+    assert (
+        "| a | w1 | 1.50 | 7.00 B | 40.0 % | 1.00 GB | 102 W | 1502 | 0.0 % | 174 GB |" in section
+    )

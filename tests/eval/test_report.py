@@ -386,3 +386,46 @@ def test_a_picture_of_the_headline_is_drawn(three_arms: Path) -> None:
 )
 def test_numbers_are_written_as_people_read_them(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_the_title_says_what_the_experiment_is(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(manifest={"experiment": "made", "description": "Three things compared."})
+    _, markdown = written(tmp_path / "runs")
+    assert markdown.startswith("# Three things compared\n")
+
+
+def test_the_commands_to_repeat_it_do_not_find_everything_done(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    command = "deltaserve eval run made --output out/made --set repeats=1"
+    make_run(manifest={"source": {"command": command}})
+    _, markdown = written(tmp_path / "runs")
+    repeat = markdown.partition("## To repeat it")[2]
+    assert "deltaserve eval run made --output out/made-again --set repeats=1\n" in repeat
+    assert "deltaserve eval report out/made-again\n" in repeat
+
+
+def test_what_ran_once_has_no_interval_of_its_change(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(arm="x")
+    make_run(arm="y")
+    _, markdown = written(tmp_path / "runs")
+    rows = [line for line in markdown.splitlines() if line.startswith("| y | TTFT p50")]
+    assert rows
+    assert "[one repeat: no interval]" in rows[0]
+
+
+def test_the_answer_names_what_the_experiment_is_about(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(manifest={"analysis": {"primary": ["ttft_p50", "requests_per_s", "apc"]}})
+    _, markdown = written(tmp_path / "runs")
+    said = markdown.splitlines()[2]
+    assert re.search(r"TTFT p50 .*, .* requests/s, .* % of prompt tokens from cache", said)
+
+
+def test_a_client_that_is_late_by_much_of_what_it_measured_is_named(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run(arm="late", lag_s=0.2)
+    make_run(arm="prompt", lag_s=0.001)
+    _, markdown = written(tmp_path / "runs")
+    assert "- late: the client itself sent up to 200 ms late (p99)" in markdown
+    assert "- prompt: the client itself" not in markdown

@@ -289,3 +289,21 @@ def test_memory_that_a_fleet_is_still_giving_back_is_waited_for(
     monkeypatch.setattr(hardware, "sample_gpus", lambda: next(seen))
     check_gpus({0: "colocated-0"}, "h200", "colocated.toml")
     assert next(seen, None) is None
+
+
+def test_what_keeps_a_clock_down_is_named() -> None:
+    class Nvml:
+        NVMLError = RuntimeError
+        NVML_CLOCK_SM = 1
+
+        def __init__(self, bits: int | None) -> None:
+            self.bits = bits
+
+        def nvmlDeviceGetCurrentClocksThrottleReasons(self, _handle: object) -> int:
+            if self.bits is None:
+                raise RuntimeError("not supported")
+            return self.bits
+
+    # 0x1 is an idle GPU and 0x2 clocks that somebody set: no throttling.
+    found = [hardware._throttled_by(Nvml(bits), None) for bits in (0x3, 0x24, None)]
+    assert found == ["", "power+thermal", None]

@@ -20,6 +20,11 @@ def section(evidence: Evidence) -> Section | None:
     def floor(item: Comparison) -> str | None:
         return f"±{percent(item.noise_floor)}" if math.isfinite(item.noise_floor) else None
 
+    def interval(item: Comparison) -> str:
+        if evidence.once and item.effect.known:
+            return "one repeat: no interval"
+        return effect_interval(item.measure, item.effect)
+
     def verdict(item: Comparison) -> str | None:
         return None if evidence.once else str(item.verdict)
 
@@ -31,7 +36,7 @@ def section(evidence: Evidence) -> Section | None:
             "change",
             "Change",
             lambda item: Entry(effect(item.measure, item.effect.value)),
-            under=lambda item: effect_interval(item.measure, item.effect),
+            under=interval,
         ),
         Column("effect", "", lambda item: item.effect),
         Column("in_points", "", lambda item: item.measure.in_points),

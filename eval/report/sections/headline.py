@@ -53,6 +53,30 @@ def _steady(cell: Cell) -> str:
     return next((state for state in ("not sustained", "not assessed") if state in states), "steady")
 
 
+def _left_out(cell: Cell) -> Entry:
+    """The longest start of a run's window that MSER-5 would leave out."""
+    known = [found.left_out_s for found in cell.steadiness if found.left_out_s is not None]
+    return Entry(seconds(max(known)) if known else DASH)
+
+
+def _client_lag(cell: Cell) -> Entry:
+    """How late the client itself was, and how much of TTFT that is."""
+    share, quantile = _lag_share(cell)
+    under = f"{percent(share)} of TTFT {quantile}" if math.isfinite(share) else ""
+    return Entry(seconds(cell.lag_p99_s), under)
+
+
+def _lag_share(cell: Cell) -> tuple[float, str]:
+    """The client's lateness over TTFT p90, or over its p50 where too few answers lie beyond a p90;
+    and which of them."""
+    p50, p90, *_ = cell.latency["ttft"]
+    for value, quantile, name in ((p90, 0.9, "p90"), (p50, 0.5, "p50")):
+        known = known_quantile(value, quantile)
+        if known is not None and known.known and known.value > 0:
+            return cell.lag_p99_s / known.value, name
+    return float("nan"), ""
+
+
 def _failures(cell: Cell) -> str:
     return ", ".join(f"{n} {kind}" for kind, n in cell.errors.items())
 
@@ -66,7 +90,9 @@ _FACTS: tuple[Column[Cell], ...] = (
            PERCENT),
     Column("first_chunk_share", "Tokens in the first arrival", lambda cell: cell.first_chunk_share,
            PERCENT),
+    Column("client_lag", "Client late, p99", _client_lag),
     Column("steady", "State", _steady),
+    Column("warm_up_left_out", "Warm-up left in the window (MSER-5)", _left_out),
     Column("runs", "Valid runs", lambda cell: len(cell.runs), COUNT),
 )  # fmt: skip
 
@@ -149,8 +175,10 @@ def cells_table(cells: Sequence[Cell]) -> Table:
         Column("failed", "", lambda cell: sum(cell.errors.values())),
         Column("best_apc", "", lambda cell: cell.best_apc),
         Column("itl_p50_s", "", lambda cell: cell.latency["itl"][0].value),
+        Column("client_lag_p99_s", "", lambda cell: cell.lag_p99_s),
+        Column("client_lag_share_of_ttft", "", lambda cell: _lag_share(cell)[0]),
     )
-    spoken = {"errors", "itl_p50_p99"}
+    spoken = {"errors", "itl_p50_p99", "client_lag", "warm_up_left_out"}
     measures = [column for column in columns(cells) if column.key not in spoken]
     return tabulate("cells", cells, (*names, *measures))
 

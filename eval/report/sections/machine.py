@@ -7,7 +7,7 @@ from eval.machine import GIB, Use, machine_use, read_samples
 from eval.report.evidence import Evidence
 from eval.report.figures import timelines as figures
 from eval.report.sections.timelines import shown_cells
-from eval.tables import NUMBER, PERCENT, SIZE, Column, Format, tabulate
+from eval.tables import COUNT, NUMBER, PERCENT, SIZE, Column, Format, tabulate
 
 _Row = tuple[str, Use]
 _WATTS = Format(lambda value: f"{NUMBER.text(value)} W", lambda _: "")
@@ -22,6 +22,8 @@ _COLUMNS: tuple[Column[_Row], ...] = (
     ),
     Column("gpu_memory_bytes", "GPU memory", lambda row: _on_gpu(row, "memory_max_bytes"), SIZE),
     Column("power_w", "Power", lambda row: _on_gpu(row, "power_mean_w"), _WATTS),
+    Column("sm_clock_mhz", "SM clock, MHz", lambda row: _on_gpu(row, "sm_clock_mean_mhz"), COUNT),
+    Column("throttled_share", "Throttled", lambda row: _on_gpu(row, "throttled_share"), PERCENT),
     Column("nvlink_bytes", "NVLink in", lambda row: _on_gpu(row, "nvlink_received_bytes"), SIZE),
 )
 
