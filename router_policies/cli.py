@@ -10,6 +10,7 @@ import json
 import math
 import resource
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,6 +65,11 @@ _WORKER_FIELDS: dict[str, Callable[[str], Any]] = {
     "prefill_tokens_per_s": _speed,
     "paced_prefill_tokens_per_s": _speed,
 }
+
+
+def _names_policy(config: Path | None) -> bool:
+    """Whether the file, which has been read without errors, says which policy it wants."""
+    return config is not None and "policy" in tomllib.loads(config.read_text())
 
 
 def parse_worker(text: str) -> dict[str, Any]:
@@ -242,8 +248,9 @@ def route(
     roles = {worker.get("role") for worker in settings.get("workers", [])}
     if pd_disaggregation and not ("prefill" in roles and roles & {"decode", "elastic"}):
         raise InputError("--pd-disaggregation: expected --prefill and --decode workers")
-    if any(worker.get("role") == "prefill" for worker in workers):
-        settings.setdefault("policy", "pd")
+    has_prefill = any(worker.get("role") == "prefill" for worker in workers)
+    if has_prefill and policy is None and not _names_policy(config):
+        settings["policy"] = "pd"
     decide = None
     if ":" in settings.get("policy", ""):
         sys.path.insert(0, "")  # the user's own module, from where the router was started

@@ -73,6 +73,7 @@ class RequestFacts:
     has_session: bool
     turn: int
     affine: int | None
+    prompts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,8 +105,8 @@ pub enum Connector {
     Mooncake,
 }
 
-/// What must not stand in logs.
-#[derive(Clone, PartialEq, Eq, Deserialize)]
+/// What must not stand in logs. A configuration that is written out has it.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Secret(String);
 
@@ -168,7 +168,7 @@ pub struct WorkerSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefill_tokens_per_s: Option<f64>,
     /// The key that the worker asks for (`--api-key` of SGLang and vLLM), or `env:NAME`.
-    #[serde(default, skip_serializing)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key: Option<Secret>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paced_prefill_tokens_per_s: Option<f64>,
@@ -649,6 +649,18 @@ mod tests {
             config.workers[0].bootstrap_host.as_deref(),
             Some("127.0.0.1")
         );
+    }
+
+    #[test]
+    fn a_workers_key_is_passed_on_with_the_configuration_and_not_shown() {
+        let config =
+            parse("[[workers]]\nurl = \"http://a:1\"\napi_key = \"a-key\"\n").expect("valid");
+        assert!(!format!("{config:?}").contains("a-key"));
+        // As the command line does.
+        let text = serde_json::to_string(&config).expect("JSON");
+        let again = Config::from_json(&text).expect("valid");
+        let key = again.workers[0].api_key.as_ref().expect("a key");
+        assert_eq!(key.as_str(), "a-key");
     }
 
     #[test]

@@ -137,6 +137,17 @@ async def test_what_is_missing_is_a_warning_at_the_start_and_an_error_of_check(
     assert "listening" not in checked.stderr
 
 
+def test_prefill_workers_make_the_policy_pd_unless_the_file_names_one(tmp_path: Path) -> None:
+    pair = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
+    config = tmp_path / "router.toml"
+    config.write_text("threads = 1\n")
+    assert run("route", "--check", "--config", str(config), *pair).returncode == 0
+    config.write_text('policy = "unified"\n')
+    named = run("route", "--check", "--config", str(config), *pair)
+    assert named.returncode == 2
+    assert "policy unified can place no request" in named.stderr
+
+
 async def said_until_listening(*arguments: str) -> str:
     process = await asyncio.create_subprocess_exec(
         *COMMAND, "route", "--port", "0", *arguments, stderr=asyncio.subprocess.PIPE
