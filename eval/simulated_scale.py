@@ -44,7 +44,7 @@ class Scale:
 
 
 def made_requests(seed: int = 1) -> list[dict[str, Any]]:
-    """Planned requests of coding sessions: prompts of 20,000 to 60,000 tokens that grow by the
+    """Planned requests of coding sessions: prompts of 20,000 to 80,000 tokens that grow by the
     answer and some 1,000 tokens a turn."""
     rng = random.Random(seed)
     lines: list[dict[str, Any]] = []
