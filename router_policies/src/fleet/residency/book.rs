@@ -249,6 +249,7 @@ impl Hold {
             output_tokens: booked,
             ..
         } = occupant.turns.swap_remove(at);
+        let most_tail_tokens = self.blocks.tokens() + chain.tail_tokens + booked;
         self.loose_tokens -= chain.tail_tokens + booked;
         match (served, before) {
             (Served::Yes, _) => {
@@ -258,7 +259,9 @@ impl Hold {
             (Served::No, Some((blocks, tail_tokens))) if !occupant.lost => {
                 let gone = chain.states.drain(blocks..);
                 gone.for_each(|state| self.blocks.remove(state));
-                chain.tail_tokens = tail_tokens;
+                // What the tail held is in the blocks of turns that go on, if these outlast it: it is
+                // not booked twice, so that a turn's end never needs room.
+                chain.tail_tokens = tail_tokens.min(most_tail_tokens - self.blocks.tokens());
             }
             _ => {
                 self.blocks.release(&chain);
