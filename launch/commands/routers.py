@@ -52,11 +52,11 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
         tuple(
             ",".join(
                 [
-                    "http://127.0.0.1:1",
+                    f"http://127.0.0.1:{port}",
                     *(f"{key}={worker[key]}" for key in _CHECKED if key in worker),
                 ]
             )
-            for worker in config["workers"]
+            for port, worker in enumerate(config["workers"], 1)
         ),
         tuple(sorted(environment.items())),
     )

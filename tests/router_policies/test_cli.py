@@ -182,6 +182,7 @@ async def test_every_router_toml_of_the_documentation_starts(tmp_path: Path) -> 
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"version": "1.0", "added_tokens": [], "model": model})
     )
+    (tmp_path / "keys.txt").write_text("a-key-of-a-client\n")
     for block in router_tomls():
         config = tmp_path / "router.toml"
         config.write_text(block)
