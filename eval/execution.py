@@ -43,6 +43,26 @@ _LOOK_EVERY_S = 0.25
 
 
 @dataclass(frozen=True)
+class Assignment:
+    """One run of a matrix, the `order`th to begin, with what executing it needs; its folder is in
+    `output`."""
+
+    run: PlannedRun
+    experiment: Experiment
+    output: Path
+    trace: Path
+    topology: Any
+    site: Site
+    source: Mapping[str, Any]
+    vocab_size: int | None
+    order: int
+
+    @property
+    def folder(self) -> Path:
+        return self.output / self.run.folder
+
+
+@dataclass(frozen=True)
 class Began:
     """A run whose folder has its first manifest: what is known before anything is sent."""
 
@@ -51,35 +71,26 @@ class Began:
 
 
 def begin_manifest(
-    run: PlannedRun,
-    experiment: Experiment,
-    trace: Path,
-    topology: Any,
-    *,
-    site: Site,
-    source: Mapping[str, Any],
-    vocab_size: int | None,
-    order: int,
-    folder: Path,
-    replay: Replay,
-    more: Mapping[str, Any] | None = None,
+    assignment: Assignment, replay: Replay, more: Mapping[str, Any] | None = None
 ) -> Began:
     """Writes the manifest of a run that begins, with what is in `more` too, and `trace.json` beside
     it."""
+    run, experiment, trace = assignment.run, assignment.experiment, assignment.trace
+    folder = assignment.folder
     facts = trace_facts(trace, replay)
     write_facts(folder, facts)
-    described = site.describe(topology)
+    described = assignment.site.describe(assignment.topology)
     manifest: dict[str, Any] = {
         "state": "running",
         "digest": run.digest,
-        "identity": identity(run, trace, vocab_size, {}),
+        "identity": identity(run, trace, assignment.vocab_size, {}),
         "experiment": experiment.name,
         "description": experiment.description,
-        "source": dict(source),
+        "source": dict(assignment.source),
         "arm": run.arm.model_dump(),
         "load": run.load,
         "repeat": run.repeat,
-        "order": order,
+        "order": assignment.order,
         "cell_order": cell_order(experiment, run),
         "baseline": experiment.baseline_arm,
         "seed": experiment.seed,
@@ -102,29 +113,16 @@ def begin_manifest(
     return Began(manifest, facts)
 
 
-def execute(
-    run: PlannedRun,
-    experiment: Experiment,
-    output: Path,
-    trace: Path,
-    topology: Any,
-    *,
-    site: Site,
-    source: Mapping[str, Any],
-    vocab_size: int | None,
-    order: int,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Runs the fleet of `topology` and the replay through it; returns the run's manifest."""
-    folder = output / run.folder
+def execute(assignment: Assignment, progress: Progress) -> dict[str, Any]:
+    """Runs the assignment's fleet and the replay through it; returns the run's manifest."""
+    run, experiment, trace = assignment.run, assignment.experiment, assignment.trace
+    topology, site, vocab_size = assignment.topology, assignment.site, assignment.vocab_size
+    folder = assignment.folder
     provenance.fresh_folder(folder)
     replay = resolve_scale(trace, run.replay)
     if replay.vocab_size is None:
         replay = replay.model_copy(update={"vocab_size": vocab_size})
-    began = begin_manifest(
-        run, experiment, trace, topology, site=site, source=source, vocab_size=vocab_size,
-        order=order, folder=folder, replay=replay,
-    )  # fmt: skip
+    began = begin_manifest(assignment, replay)
     manifest, facts = began.manifest, began.facts
     began_s = time.monotonic()
     try:

@@ -13,14 +13,14 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.endpoint import Endpoint
-from eval.execution import cell_order, execute, identity
+from eval.execution import Assignment, cell_order, execute, identity
 from eval.experiment import Experiment, PlannedRun, plan_runs
 from eval.progress import Progress
 from eval.secrets import without_secrets
@@ -28,24 +28,8 @@ from eval.site import Site, shared_vocab, with_endpoints
 from eval.traces import prepare_trace
 from launch.cache import make_folder
 
-
-class Execute(Protocol):
-    """How one run is executed; it returns the run's manifest."""
-
-    def __call__(
-        self,
-        run: PlannedRun,
-        experiment: Experiment,
-        output: Path,
-        trace: Path,
-        topology: Any,
-        *,
-        site: Site,
-        source: Mapping[str, Any],
-        vocab_size: int | None,
-        order: int,
-        progress: Progress,
-    ) -> dict[str, Any]: ...
+Execute = Callable[[Assignment, Progress], dict[str, Any]]
+"""How one run is executed; it returns the run's manifest."""
 
 
 @dataclass
@@ -257,7 +241,7 @@ class _Matrix:
 
     def execute(self, run: PlannedRun, order: int) -> dict[str, Any]:
         """Executes the run; its manifest."""
-        manifest = self._execute(
+        assignment = Assignment(
             run,
             self._experiment,
             self._output,
@@ -267,8 +251,8 @@ class _Matrix:
             source=self._source,
             vocab_size=self._vocab_size,
             order=order,
-            progress=self._progress,
         )
+        manifest = self._execute(assignment, self._progress)
         _account(self.summary, run, manifest, self._progress)
         return manifest
 

@@ -19,8 +19,8 @@ import orjson
 
 from deltaserve.errors import InputError
 from eval import provenance
-from eval.execution import begin_manifest, conclude, identity
-from eval.experiment import Experiment, PlannedRun, Simulate, plan_runs
+from eval.execution import Assignment, begin_manifest, conclude, identity
+from eval.experiment import Experiment, Simulate, plan_runs
 from eval.progress import Progress
 from eval.runner import Summary, load_topologies, run_experiment
 from eval.simulate import read_calibration, simulate, write_planned
@@ -107,49 +107,27 @@ def engine_of(topology: Any, given: Simulate) -> dict[str, str]:
     return {f"simulated {topology.engine.name}": words}
 
 
-def execute_simulated(
-    run: PlannedRun,
-    experiment: Experiment,
-    output: Path,
-    trace: Path,
-    topology: Any,
-    *,
-    site: Site,
-    source: Mapping[str, Any],
-    vocab_size: int | None,
-    order: int,
-    progress: Progress,
-) -> dict[str, Any]:
+def execute_simulated(assignment: Assignment, progress: Progress) -> dict[str, Any]:
     """Simulates one run into its folder; returns its manifest."""
-    folder = output / run.folder
+    run, experiment, trace = assignment.run, assignment.experiment, assignment.trace
+    topology, folder = assignment.topology, assignment.folder
     provenance.fresh_folder(folder)
     replay = resolve_scale(trace, run.replay)
     calibration = read_calibration(calibration_name(topology, experiment.simulate))
     # From its first line on the run says what it is: it may be ended at any moment.
-    began = begin_manifest(
-        run,
-        experiment,
-        trace,
-        topology,
-        site=site,
-        source=source,
-        vocab_size=vocab_size,
-        order=order,
-        folder=folder,
-        replay=replay,
-        more={"simulated": {"calibration": calibration["name"]}},
-    )
+    simulated = {"calibration": calibration["name"]}
+    began = begin_manifest(assignment, replay, {"simulated": simulated})
     manifest = began.manifest
     engine = engine_of(topology, experiment.simulate)
     # No prompts are made, so none of a vocabulary.
-    manifest["identity"] = identity(run, trace, vocab_size, engine)
+    manifest["identity"] = identity(run, trace, assignment.vocab_size, engine)
     manifest["versions"]["engines"] = engine
     began_s = time.monotonic()
     failure = None
     try:
         asked = options(trace, folder, replay, run.phases)
         plan = fleet_plan(topology, experiment.simulate) | load_plan(asked)
-        planned = write_planned(make_replay_plan(trace, replay), output / PLANNED_FOLDER)
+        planned = write_planned(make_replay_plan(trace, replay), assignment.output / PLANNED_FOLDER)
         plan["requests"] = str(planned.resolve())
         (folder / "replay.json").write_bytes(orjson.dumps({"arguments": asked.record()}))
         manifest["workers"] = _workers(topology, plan["workers"])
