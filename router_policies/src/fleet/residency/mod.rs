@@ -113,6 +113,12 @@ pub(super) struct Site {
     pub rates: Rates,
 }
 
+/// The site of a slot; `sites` are in the order of their slots.
+pub(super) fn site_of(sites: &[Site], slot: usize) -> Option<&Site> {
+    let at = sites.binary_search_by_key(&slot, |site| site.slot).ok()?;
+    Some(&sites[at])
+}
+
 pub(super) struct Residency {
     settings: Settings,
     rule: Box<dyn Rule>,
@@ -280,12 +286,11 @@ impl Residency {
             .collect()
     }
 
-    /// The places on a worker, as rules see them.
-    fn places(&self, site: &Site, now_s: f64) -> Vec<Place> {
+    /// The places on a worker, as rules see them; `busy` are those of [`Residency::busy_parents`].
+    fn places(&self, site: &Site, now_s: f64, busy: &HashSet<Key>) -> Vec<Place> {
         let Some(hold) = self.holds.get(site.slot) else {
             return Vec::new();
         };
-        let busy = self.busy_parents(now_s);
         let in_host = self.host_shares(site, now_s);
         let place = |(key, occupant): (Key, &book::Occupant)| {
             let tokens = occupant.tokens();
