@@ -305,12 +305,10 @@ impl Residency {
         }
         let reason = if occupant.ended {
             Some(GiveUp::Ended)
-        } else if occupant.marked {
-            Some(GiveUp::OverLimit)
         } else if !is_home {
-            Some(GiveUp::Moved)
+            occupant.marked.or(Some(GiveUp::Moved))
         } else {
-            None
+            occupant.marked
         };
         match reason {
             _ if !site.keeps_prefixes => {

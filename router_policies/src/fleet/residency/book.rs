@@ -2,6 +2,7 @@
 //! the KV, shared prefixes counted once.
 
 use super::footprint::{Blocks, Chain, Coarse};
+use super::rules::GiveUp;
 use super::sessions::Name;
 use crate::fleet::prefix::estimate::StateMap;
 use smallvec::SmallVec;
@@ -39,8 +40,10 @@ pub struct Occupant {
     pub ended: bool,
     /// Its next turn waits for room to grow: [`Hold::set_waits`].
     waits: bool,
-    /// Gives up its place when its turn ends.
-    pub marked: bool,
+    /// Why it gives up its place when its turn ends, if it does.
+    pub marked: Option<GiveUp>,
+    /// It passed one that had waited for longer, and keeps its place only until that one can go.
+    pub backfilled: bool,
     /// Its worker went away while a turn was in flight.
     lost: bool,
 }
@@ -388,6 +391,16 @@ impl Hold {
         let turns = occupant.turns.iter();
         let in_flight = turns.map(|turn| own(&turn.chain) + turn.output_tokens);
         occupant.held.as_ref().map_or(0, own) + in_flight.sum::<u64>()
+    }
+
+    /// Who was backfilled keeps its place as any other.
+    pub fn keep_backfilled(&mut self) {
+        for occupant in self.occupants.values_mut() {
+            occupant.backfilled = false;
+            if occupant.marked == Some(GiveUp::Backfilled) {
+                occupant.marked = None;
+            }
+        }
     }
 
     /// Whether nothing is booked and nobody has a place.

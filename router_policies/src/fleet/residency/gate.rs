@@ -42,6 +42,8 @@ pub(super) struct Round {
     pub oldest_wait_s: f64,
     /// A worker on which room gathers for another.
     pub closed: Option<usize>,
+    /// What is free there may be lent until that other can go.
+    pub lends: bool,
     /// Somebody wants to know why a turn has to wait. Else workers that it may not go to, or that
     /// have no turn for a cold prefill, need not be looked at.
     pub says_why: bool,
@@ -64,6 +66,7 @@ impl Round {
             now_s,
             oldest_wait_s,
             closed: None,
+            lends: false,
             says_why: false,
             eligible: Vec::new(),
             busy: None,
@@ -230,8 +233,8 @@ impl Residency {
         let ungated = candidates().filter(|site| site.kv_capacity_tokens.is_none());
         let ungated: SmallVec<[usize; 8]> = ungated.map(|site| site.slot).collect();
         let closed = round.closed;
-        let is_gated =
-            |site: &&Site| site.kv_capacity_tokens.is_some() && Some(site.slot) != closed;
+        let shut = closed.filter(|_| !round.lends);
+        let is_gated = |site: &&Site| site.kv_capacity_tokens.is_some() && Some(site.slot) != shut;
         let gated = || candidates().filter(is_gated);
         let most_cached = asked.cached.iter().copied().max().unwrap_or(0);
         let home = self.home_of(asked, most_cached, candidates());
@@ -261,6 +264,10 @@ impl Residency {
                 };
                 match fit.unwrap_or_else(|| self.fit(asked, site, round)) {
                     Fit::Yes => fits.push(site),
+                    // Nobody gives up a place for one that passes another.
+                    Fit::AfterGivingUp(_) if Some(site.slot) == closed => {
+                        reason = WaitReason::BehindOthers;
+                    }
                     Fit::AfterGivingUp(plan) => plans.push((site, plan)),
                     Fit::No(why) => reason = why,
                 }
@@ -438,6 +445,32 @@ impl Residency {
             Some(plan) => Fit::AfterGivingUp(plan),
             None => Fit::No(no),
         }
+    }
+
+    /// Whether a turn for which room gathers on `site` fits once those have gone that may be given up, and
+    /// those in whose favour that room was lent, whose turns may still run.
+    pub(super) fn fits_without_backfill(
+        &self,
+        asked: &Asked<'_>,
+        site: &Site,
+        round: &mut Round,
+    ) -> bool {
+        let (Some(budget), Some(hold)) = (self.budget_tokens(site), self.holds.get(site.slot))
+        else {
+            return false;
+        };
+        let running = hold
+            .occupants()
+            .filter(|(_, o)| o.backfilled && !o.is_idle());
+        let idle = self.eligible_keys(site, round);
+        let idle = idle
+            .iter()
+            .filter_map(|(key, _)| Some((*key, hold.occupant(*key)?)));
+        let going = running.chain(idle).filter(|(key, _)| *key != asked.key);
+        let freed: u64 = going
+            .map(|(_, o)| hold.unshared_tokens(o) + o.growth_tokens)
+            .sum();
+        freed as i64 >= self.excess_tokens(asked, site, hold, budget, round.now_s)
     }
 
     /// By how much the worker's budget would be exceeded if the turn were let in.

@@ -134,6 +134,8 @@ pub(super) struct Residency {
     turns: u64,
     /// The first of the queue, and the worker on which room gathers for it.
     gathers: Option<(u64, usize)>,
+    /// Somebody may have passed it.
+    has_backfilled: bool,
     round_s: f64,
     told_s: f64,
     has_parents: bool,
@@ -165,6 +167,7 @@ impl Residency {
             text_scale: 1.0,
             turns: 0,
             gathers: None,
+            has_backfilled: false,
             round_s: f64::NEG_INFINITY,
             told_s: f64::NEG_INFINITY,
             has_parents: false,
@@ -309,6 +312,7 @@ impl Residency {
                 },
                 returns_in_s: occupant.returns_s.map(|then_s| then_s - now_s),
                 ended: occupant.ended,
+                backfilled: occupant.backfilled,
                 waits_for_children: busy.contains(&key),
                 gaps: own.unwrap_or_default(),
                 recompute_s: site.rates.compute_s(tokens, pairs),

@@ -1,6 +1,6 @@
 //! The queue's side of the gate: turns that wait, are let in when there is room, or leave.
 
-use super::book::Occupant;
+use super::book::{Hold, Occupant};
 use super::footprint::Coarse;
 use super::gate::{Asked, Go, Round};
 use super::queue::{Admitted, Progress, Ranking, Waiter, WaitingTurn};
@@ -176,6 +176,7 @@ impl Residency {
         self.expire(now_s);
         let Some((_, since_s)) = self.queue.oldest() else {
             self.gathers = None;
+            self.keep_backfilled();
             return;
         };
         let mut round = Round::new(now_s, now_s - since_s);
@@ -203,6 +204,8 @@ impl Residency {
             .take(LOOKED_AT)
             .map(|(id, _)| id)
             .collect();
+        // Only after it was found that the first of the queue cannot go yet.
+        let mut lends = false;
         for id in ids {
             let Some(waiter) = self.queue.get(id) else {
                 continue;
@@ -214,6 +217,7 @@ impl Residency {
             round.closed = gathers
                 .filter(|(head, _)| *head != id)
                 .map(|(_, slot)| slot);
+            round.lends = lends;
             let (identity, output_tokens) =
                 (waiter.turn.identity.clone(), waiter.turn.output_tokens);
             let (prompt, cached) = (
@@ -235,7 +239,9 @@ impl Residency {
             let is_head = gathers.is_some_and(|(head, _)| head == id);
             let went = match self.ask(&asked, sites, round) {
                 Ok(go) => Some(go),
-                Err(_) if is_head => self.make_room(&asked, sites, round),
+                Err(_) if is_head => self
+                    .end_backfill(&asked, sites, round, &mut lends)
+                    .or_else(|| self.make_room(&asked, sites, round)),
                 Err(_) => None,
             };
             if let Some(go) = went {
@@ -280,8 +286,15 @@ impl Residency {
             gave_up,
             at_s: now_s,
         };
-        if self.gathers.is_some_and(|(head, _)| head == id) {
-            self.gathers = None;
+        match self.gathers {
+            Some((head, _)) if head == id => self.gathers = None,
+            Some((_, slot)) if slot == site.slot && go.state != Residence::Resident => {
+                if let Some(occupant) = self.holds[slot].occupant_mut(asked.key) {
+                    occupant.backfilled = true;
+                    self.has_backfilled = true;
+                }
+            }
+            _ => {}
         }
         let wake = self.queue.settle(id, Progress::Admitted(admitted));
         self.outbox.wakes.extend(wake);
@@ -354,6 +367,49 @@ impl Residency {
         self.gathers = best.map(|site| (id, site.slot));
     }
 
+    /// Takes back the room that was lent where the first of the queue can go with it: from who is idle
+    /// at once, from the others when their turns end. Else it may be lent on.
+    fn end_backfill(
+        &mut self,
+        asked: &Asked<'_>,
+        sites: &[Site],
+        round: &mut Round,
+        lends: &mut bool,
+    ) -> Option<Go> {
+        let (_, slot) = self.gathers.filter(|_| self.manner.backfills)?;
+        let site = site_of(sites, slot)?;
+        if self.fits_nowhere(asked, std::iter::once(site)) {
+            return None;
+        }
+        let backfilled = |hold: &Hold| -> Vec<(Key, bool)> {
+            let lent = hold.occupants().filter(|(_, o)| o.backfilled);
+            lent.map(|(key, o)| (key, o.is_idle())).collect()
+        };
+        let lent = self.holds.get(slot).map(backfilled).unwrap_or_default();
+        if lent.is_empty() || !self.fits_without_backfill(asked, site, round) {
+            *lends = true;
+            return None;
+        }
+        for (key, is_idle) in lent {
+            if is_idle {
+                self.give_up(slot, &site.spec, key, GiveUp::Backfilled, round.now_s);
+            } else if let Some(occupant) = self.holds[slot].occupant_mut(key) {
+                occupant.marked = Some(GiveUp::Backfilled);
+            }
+        }
+        round.forget(slot);
+        self.ask(asked, sites, round).ok()
+    }
+
+    /// Nobody waits: who passed others keeps its place as if it had not.
+    fn keep_backfilled(&mut self) {
+        if std::mem::take(&mut self.has_backfilled) {
+            for hold in &mut self.holds {
+                hold.keep_backfilled();
+            }
+        }
+    }
+
     /// Room is made for the first of the queue, piece by piece, once it has waited for as long as
     /// anybody should: who may be given up goes though that is not enough yet.
     fn make_room(&mut self, asked: &Asked<'_>, sites: &[Site], round: &mut Round) -> Option<Go> {
@@ -371,7 +427,9 @@ impl Residency {
                 .filter(|(_, o)| o.is_idle());
             others = idle.map(|(key, _)| (key, GiveUp::ForOneAlone)).collect();
         }
-        others.retain(|(key, _)| *key != asked.key);
+        // Lent room is not taken back piece by piece: whoever is lent it then would compute all of its
+        // prompt for a single turn.
+        others.retain(|(key, reason)| *key != asked.key && *reason != GiveUp::Backfilled);
         if others.is_empty() {
             return None;
         }
@@ -456,7 +514,7 @@ impl Residency {
                     Some(occupant) if occupant.turns.is_empty() => {
                         self.lose_place(site, key, GiveUp::OverLimit, now_s);
                     }
-                    Some(occupant) => occupant.marked = true,
+                    Some(occupant) => occupant.marked = Some(GiveUp::OverLimit),
                     None => {}
                 }
             }

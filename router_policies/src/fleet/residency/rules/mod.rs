@@ -34,6 +34,8 @@ pub struct Place {
     /// When it said that it would be back, from now.
     pub returns_in_s: Option<f64>,
     pub ended: bool,
+    /// It passed one that had waited for longer, and keeps its place only until that one can go.
+    pub backfilled: bool,
     /// Sub-agents of it are running or waiting, and it waits for them.
     pub waits_for_children: bool,
     pub gaps: OwnGaps,
@@ -93,6 +95,8 @@ pub enum GiveUp {
     Growth,
     /// The rule's limit for the worker has shrunk, or what is there has outgrown it.
     OverLimit,
+    /// It had passed one that has waited for longer, and that one can go now.
+    Backfilled,
     /// Its own sub-agent waits for room.
     ForItsChild,
     /// For a turn that fits beside nobody.
@@ -136,6 +140,8 @@ pub struct Manner {
     pub force_after_s: Option<f64>,
     /// A session with a place goes at once though it has outgrown its room.
     pub residents_always_go: bool,
+    /// The room that gathers for the first of the queue is lent to others until that one can go.
+    pub backfills: bool,
 }
 
 impl Default for Manner {
@@ -149,6 +155,7 @@ impl Default for Manner {
             smallest_first: false,
             force_after_s: None,
             residents_always_go: false,
+            backfills: false,
         }
     }
 }
@@ -226,39 +233,43 @@ pub const TABLE: &[&Info] = &[
     &thunder::INFO,
 ];
 
-/// Idle sessions by `key`, lowest first; of equals, the longest idle first.
+/// Idle sessions: those that have ended, then those that were backfilled, then the others that are
+/// `eligible`; of each by `key`, lowest first, of equals the longest idle first.
 fn ordered(
     view: &WorkerView<'_>,
     demand: Demand,
     mut eligible: impl FnMut(&Place) -> Option<GiveUp>,
     key: impl Fn(&Place) -> f64,
 ) -> Vec<(Key, GiveUp)> {
-    let mut chosen: Vec<(f64, &Place, GiveUp)> = view
+    let mut chosen: Vec<(u8, f64, &Place, GiveUp)> = view
         .places
         .iter()
         .filter(|place| place.is_idle)
         .filter_map(|place| {
             let reason = match demand {
                 _ if place.ended => Some(GiveUp::Ended),
+                Demand::Waiting { .. } if place.backfilled => Some(GiveUp::Backfilled),
                 Demand::Growth => Some(GiveUp::Growth),
                 Demand::Waiting { .. } => eligible(place),
             }?;
-            let rank = if place.ended {
-                f64::NEG_INFINITY
-            } else {
-                key(place)
+            let class = match place {
+                place if place.ended => 0,
+                place if place.backfilled => 1,
+                _ => 2,
             };
-            Some((rank, place, reason))
+            Some((class, key(place), place, reason))
         })
         .collect();
-    chosen.sort_by(|(a, one, _), (b, other, _)| {
-        a.total_cmp(b)
+    chosen.sort_by(|(class, a, one, _), (other_class, b, other, _)| {
+        class
+            .cmp(other_class)
+            .then(a.total_cmp(b))
             .then(other.idle_s.total_cmp(&one.idle_s))
             .then(one.key.cmp(&other.key))
     });
     let chosen = chosen.into_iter();
     chosen
-        .map(|(_, place, reason)| (place.key, reason))
+        .map(|(_, _, place, reason)| (place.key, reason))
         .collect()
 }
 

@@ -145,7 +145,10 @@ impl Priced {
 
 impl Rule for Priced {
     fn manner(&self) -> Manner {
-        Manner::default()
+        Manner {
+            backfills: true,
+            ..Manner::default()
+        }
     }
 
     fn may_give_up(&self, view: &WorkerView<'_>, demand: Demand) -> Vec<(Key, GiveUp)> {
