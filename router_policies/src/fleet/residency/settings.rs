@@ -59,7 +59,7 @@ pub const PARAMS: &[ParamInfo] = &[
     ParamInfo {
         name: "no_backfill_after_s",
         default: "30",
-        meaning: "once the first of the queue has waited so long, freed room gathers for it on one worker",
+        meaning: "once the first of the queue has waited so long, freed room gathers for it on one worker (priced lends it to others meanwhile)",
     },
     ParamInfo {
         name: "new_session_penalty_s",
