@@ -219,26 +219,23 @@ fn a_cold_prefill_does_not_hold_up_those_that_have_a_place() {
     assert!(world.fleet.is_idle());
 }
 
-/// A worker on which a session of 40,000 tokens is being answered, another of 80,000 has waited for
-/// long enough that room gathers for it, and one of 20,000 asks after that.
-fn gathering(world: &World) -> (Reservation, Request, Ticket, Request, Ticket) {
+/// A worker on which a session of 40,000 tokens is being answered, and another of 80,000 has waited for
+/// long enough that room gathers for it.
+fn gathering(world: &World) -> (Reservation, Request, Ticket) {
     let held = world.placed(&world.turn(0, 40_000));
     let large = world.turn(1, 80_000);
     let first = world.waits(&large);
     world.advance(31.0);
-    let small = world.turn(2, 20_000);
-    let second = world.waits(&small);
     world.fleet.pump();
-    (held, large, first, small, second)
+    (held, large, first)
 }
 
 #[test]
 fn room_that_gathers_for_one_is_lent_until_that_one_can_go() {
     let world = World::new(1, json!({"cold_slots": 10}));
-    let (held, large, first, small, second) = gathering(&world);
+    let (held, large, first) = gathering(&world);
     // It passes the larger one, which could not go yet, and is answered.
-    let lent = world.fetch(second, &small).ok().expect("lent");
-    world.serve(lent);
+    world.serve(world.placed(&world.turn(2, 20_000)));
     assert_eq!(world.resident(0), 2);
     let first = world.fetch(first, &large).err().expect("no room yet");
     // The other ends its session: with what was lent there is room now.
@@ -256,8 +253,8 @@ fn room_that_gathers_for_one_is_lent_until_that_one_can_go() {
 #[test]
 fn what_was_lent_and_is_in_use_is_given_back_when_its_turn_ends() {
     let world = World::new(1, json!({"cold_slots": 10}));
-    let (held, large, first, small, second) = gathering(&world);
-    let lent = world.fetch(second, &small).ok().expect("lent");
+    let (held, large, first) = gathering(&world);
+    let lent = world.placed(&world.turn(2, 20_000));
     drop(held);
     world.fleet.pump();
     let first = world.fetch(first, &large).err().expect("a turn runs there");
@@ -276,8 +273,8 @@ fn what_was_lent_and_is_in_use_is_given_back_when_its_turn_ends() {
 #[test]
 fn who_passed_another_keeps_the_place_once_nobody_waits() {
     let world = World::new(1, json!({"cold_slots": 10}));
-    let (held, _large, first, small, second) = gathering(&world);
-    world.serve(world.fetch(second, &small).ok().expect("lent"));
+    let (held, _large, first) = gathering(&world);
+    world.serve(world.placed(&world.turn(2, 20_000)));
     drop(first);
     world.fleet.pump();
     // It has its share from now on: one that comes does not take it.
@@ -288,9 +285,9 @@ fn who_passed_another_keeps_the_place_once_nobody_waits() {
 
 #[test]
 fn rules_of_others_keep_gathered_room_free() {
-    let world = World::new(1, json!({"rule": "cap", "sessions": 9, "cold_slots": 10}));
-    let (held, _large, first, small, second) = gathering(&world);
-    let second = world.fetch(second, &small).err().expect("behind others");
+    let world = World::new(1, json!({"rule": "lease", "cold_slots": 10}));
+    let (held, _large, first) = gathering(&world);
+    let second = world.waits(&world.turn(2, 20_000));
     drop((held, first, second));
 }
 

@@ -40,6 +40,8 @@ pub(in crate::fleet) struct Go {
 pub(super) struct Round {
     pub now_s: f64,
     pub oldest_wait_s: f64,
+    /// How many times what all workers may hold those want that wait.
+    pub queued_share: f64,
     /// A worker on which room gathers for another.
     pub closed: Option<usize>,
     /// What is free there may be lent until that other can go.
@@ -61,16 +63,30 @@ struct Eligible {
 }
 
 impl Round {
-    pub fn new(now_s: f64, oldest_wait_s: f64) -> Self {
+    pub fn new(now_s: f64, oldest_wait_s: f64, queued_share: f64) -> Self {
         Self {
             now_s,
             oldest_wait_s,
+            queued_share,
             closed: None,
             lends: false,
             says_why: false,
             eligible: Vec::new(),
             busy: None,
             open: None,
+        }
+    }
+
+    /// How many times longer than `wait_bound_s` waits may be: as many times what all workers may hold as
+    /// those want that wait.
+    pub fn bound_scale(&self) -> f64 {
+        self.queued_share.max(1.0)
+    }
+
+    fn demand(&self) -> Demand {
+        Demand::Waiting {
+            oldest_wait_s: self.oldest_wait_s,
+            bound_scale: self.bound_scale(),
         }
     }
 
@@ -117,7 +133,7 @@ impl Residency {
 
     /// As [`Residency::ask`], for one that comes now.
     pub fn ask_now(&self, asked: &Asked<'_>, sites: &[Site], now_s: f64) -> Result<Go, WaitReason> {
-        let mut round = Round::new(now_s, 0.0);
+        let mut round = Round::new(now_s, 0.0, 0.0);
         round.says_why = true;
         self.ask(asked, sites, &mut round)
     }
@@ -516,9 +532,7 @@ impl Residency {
                 .get_or_insert_with(|| Rc::new(self.busy_parents(round.now_s))),
         );
         let places = self.places(site, round.now_s, &busy);
-        let demand = Demand::Waiting {
-            oldest_wait_s: round.oldest_wait_s,
-        };
+        let demand = round.demand();
         let keys = self
             .rule
             .may_give_up(&self.view(site, &places, round.now_s), demand);

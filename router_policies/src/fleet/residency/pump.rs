@@ -179,7 +179,7 @@ impl Residency {
             self.keep_backfilled();
             return;
         };
-        let mut round = Round::new(now_s, now_s - since_s);
+        let mut round = Round::new(now_s, now_s - since_s, self.queued_share(sites));
         let is_round = self
             .manner
             .admit_every_s
@@ -193,8 +193,15 @@ impl Residency {
             if !self.break_deadlock(sites, now_s) {
                 return;
             }
-            round = Round::new(now_s, round.oldest_wait_s);
+            round = Round::new(now_s, round.oldest_wait_s, self.queued_share(sites));
         }
+    }
+
+    /// How many times what all workers may hold those want that wait.
+    fn queued_share(&self, sites: &[Site]) -> f64 {
+        let may_go = sites.iter().filter(|site| site.routable);
+        let budgets = may_go.filter_map(|site| self.budget_tokens(site));
+        self.queue.tokens() as f64 / budgets.sum::<u64>().max(1) as f64
     }
 
     fn let_in(&mut self, sites: &[Site], round: &mut Round, is_round: bool) {
@@ -414,10 +421,11 @@ impl Residency {
     /// anybody should: who may be given up goes though that is not enough yet.
     fn make_room(&mut self, asked: &Asked<'_>, sites: &[Site], round: &mut Round) -> Option<Go> {
         let (_, slot) = self.gathers?;
-        if round.now_s - asked.arrived_s < self.settings.wait_bound_s {
+        let site = site_of(sites, slot)?;
+        let waited_s = round.now_s - asked.arrived_s;
+        if waited_s < self.settings.wait_bound_s * round.bound_scale() {
             return None;
         }
-        let site = site_of(sites, slot)?;
         let mut others = self.eligible_keys(site, round);
         if self.fits_nowhere(asked, std::iter::once(site)) {
             let idle = self
