@@ -99,12 +99,14 @@ pub fn block_tokens(blocks: &[u64], size: u64) -> Vec<u32> {
     each.collect()
 }
 
+/// The last prompt of a session and play: its blocks, and the states after them.
+type Last = (Arc<[u64]>, PromptHashes);
+
 /// Prompts as the router hashes them. A session's next prompt mostly begins with all of its last, so
 /// that only the rest is hashed.
 #[derive(Default)]
 pub struct Hashed {
-    /// The last prompt of each session and play: its full blocks and their states.
-    last: HashMap<(usize, u32), (Arc<[u64]>, PromptHashes)>,
+    last: HashMap<(usize, u32), Last>,
 }
 
 impl Hashed {

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use simulator::calibration::{Calibration, attention_pairs};
 use simulator::engine::Counters;
 use simulator::plan::Plan;
-use simulator::{Report, WorkerReport, run};
+use simulator::{Report, WorkerReport};
 
 /// What the workers counted is what the clients saw, where no request failed.
 fn assert_totals(report: &Report, lines: &[Value], what: &str) {
@@ -359,4 +359,25 @@ fn a_wrong_plan_is_named() {
             "{error}"
         );
     }
+}
+
+#[test]
+fn a_host_tier_that_others_will_fill_is_not_counted_on() {
+    let folder = folder("host-tier");
+    sessions(&folder.join("planned.jsonl"), 10, 12, 12_000, 4.0);
+    let served = |host_kv_tokens: u64| {
+        let changes = json!({
+            "workers": [{"id": "w", "kv_tokens": 50_000, "host_kv_tokens": host_kv_tokens}],
+            "router": {"policy": "unified", "residency": {"rule": "priced"}, "kv_events": true},
+            "load": {"max_inflight_sessions": 10, "max_think_s": 5, "timeout_s": 1e6},
+        });
+        let (report, lines) = simulate(&plan(&folder, &changes), &folder, "run");
+        assert_eq!(report.failed, 0);
+        sum(&lines, "cached_tokens") as f64 / sum(&lines, "input_length") as f64
+    };
+    // Ten sessions of 12,000 tokens and more want twice what this tier holds: what leaves the GPU is
+    // gone when it comes back, and places are worth no less than without the tier.
+    let (without, with) = (served(0), served(60_000));
+    println!("simulated: {without:.3} from the cache without a tier, {with:.3} with one");
+    assert!(with >= without - 0.05, "{with} against {without}");
 }
