@@ -238,11 +238,8 @@ fn room_that_gathers_for_one_is_lent_until_that_one_can_go() {
     world.serve(world.placed(&world.turn(2, 20_000)));
     assert_eq!(world.resident(0), 2);
     let first = world.fetch(first, &large).err().expect("no room yet");
-    // The other ends its session: with what was lent there is room now.
-    let mut last = world.turn(0, 41_000);
+    // The other goes: with what was lent there is room now.
     drop(held);
-    last.hints.ends = true;
-    world.serve(world.placed(&last));
     world.fleet.pump();
     let went = world.fetch(first, &large).ok().expect("its room");
     assert_eq!(world.resident(0), 1);
@@ -272,7 +269,8 @@ fn what_was_lent_and_is_in_use_is_given_back_when_its_turn_ends() {
 
 #[test]
 fn who_passed_another_keeps_the_place_once_nobody_waits() {
-    let world = World::new(1, json!({"cold_slots": 10}));
+    let long = json!({"cold_slots": 10, "late_factor": 1e9, "least_share_s": 300.0});
+    let world = World::new(1, long);
     let (held, _large, first) = gathering(&world);
     world.serve(world.placed(&world.turn(2, 20_000)));
     drop(first);
