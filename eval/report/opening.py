@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.document import Figure, Opening
-from eval.formatting import DASH, number
+from eval.formatting import DASH, number, percent
 from eval.metrics import Cell
 from eval.records import Run
 from eval.report import facts, loads
@@ -49,7 +49,7 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
         ("Lengths", _lengths(first)),
         ("Load", _load(evidence, first)),
         ("Measured", loads.window_words(first)),
-        ("Objective", facts.slo_words(evidence.slo)),
+        ("Objective", _objective(evidence)),
         ("Model", ", ".join(sorted(facts.models(evidence.runs)))),
         ("Machine", "; ".join(sorted(facts.machines(evidence.runs)))),
         ("Runs", _runs(evidence)),
@@ -69,12 +69,37 @@ def _trace(runs: Sequence[Run]) -> str:
     return "; ".join(found.values())
 
 
+def _objective(evidence: Evidence) -> str:
+    """What makes a turn good and, where capacity was searched for, what makes a load carried."""
+    words = facts.slo_words(evidence.slo)
+    if not evidence.searches:
+        return words
+    slo = evidence.slo
+    return (
+        f"{words}; a load is carried where {percent(slo.attainment)} of turns keep that and the "
+        f"p90 of session stretch is at most {slo.stretch_p90:g}"
+    )
+
+
 def _requests(evidence: Evidence, run: Run) -> str:
-    table = run.requests
-    sessions = table["session_id"].nunique()
-    turns = len(table) / sessions if sessions else 0.0
-    words = f"{len(table)} in {sessions} sessions, {turns:.1f} turns a session"
+    """Of one run, or from the least to the most where loads differ in what they let through."""
+    tables = [run.requests]
+    if len(evidence.by_load) > 1:
+        tables = [each.requests for cell in evidence.cells for each in cell.runs]
+    requests = [len(table) for table in tables]
+    sessions = [table["session_id"].nunique() for table in tables]
+    turns = [len(table) / n for table, n in zip(tables, sessions, strict=True) if n]
+    words = (
+        f"{_span(requests, 'd')} in {_span(sessions, 'd')} sessions, "
+        f"{_span(turns or [0.0], '.1f')} turns a session"
+    )
     return words + (", in each run" if len(evidence.runs) > 1 else "")
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """`204`, or `204 to 310` where they differ."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
 
 
 def _lengths(run: Run) -> str:

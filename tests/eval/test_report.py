@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,6 +14,7 @@ import pytest
 
 from deltaserve.errors import InputError
 from eval.formatting import change, number, seconds, size
+from eval.plot import Rule
 from eval.records import Run
 from eval.report import (
     caption,
@@ -24,6 +26,7 @@ from eval.report import (
     write_parquet,
     write_report,
 )
+from eval.report.figures.curves import capacity_curves
 
 MakeRun = Callable[..., Run]
 RunWriter = Callable[..., Path]
@@ -319,12 +322,50 @@ def test_a_search_for_capacity_is_the_answer(three_arms: Path, tmp_path: Path) -
     searches = find_searches([tmp_path])
     evidence = gather(find_runs([three_arms]), draws=20, searches=searches)
     html, markdown = write_report(evidence, tmp_path / "report")
-    assert "**x carries 6.00 agents a GPU (4–8).**" in markdown.read_text()
-    assert "| x | 16.0 | 84.0 % |" in markdown.read_text()
+    assert "**x carries 6 agents a GPU (4–8).**" in markdown.read_text()
+    assert "| x | 16 | 84.0 % |" in markdown.read_text()
     assert 'id="plot-capacity-attainment"' in html.read_text()
     (tmp_path / "capacity.json").write_text("[1]")
     with pytest.raises(InputError, match=r"capacity\.json: expected objects"):
         find_searches([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"workers": 2}, "x carries 6 agents a worker (4–8)."),
+        ({"per_worker": 3.0}, "x carries 3 agents a worker (2–4)."),
+        ({"high": None, "workers": 1}, "x carries 12 agents a worker (at least 8)."),
+        ({}, "x carries 12 agents in all."),
+        (
+            {"agents": 0, "low": 0, "workers": 1, "finished": False},
+            "x: no level met the objective, so far: the search has levels to try.",
+        ),
+    ],
+)
+def test_a_search_says_of_what_it_is_and_whether_it_has_ended(
+    three_arms: Path, tmp_path: Path, changed: dict[str, object], said: str
+) -> None:
+    found = {"arm": "x", "agents": 12, "low": 8, "high": 16, "per_gpu": None} | changed
+    (tmp_path / "capacity.json").write_text(json.dumps(found))
+    evidence = gather(find_runs([three_arms]), draws=20, searches=find_searches([tmp_path]))
+    _, markdown = write_report(evidence, tmp_path / "report")
+    assert f"**{said}**" in markdown.read_text()
+
+
+def test_the_line_of_the_objective_is_the_searchs_own(tmp_path: Path) -> None:
+    levels = [{"load": n, "attainment": 1.0, "stretch_p90": 1.0 + n} for n in (1, 2)]
+    found = {"arm": "x", "agents": 2, "slo": {"attainment": 0.8, "stretch_p90": 4.0}}
+    (tmp_path / "capacity.json").write_text(json.dumps({**found, "levels": levels}))
+    searches = find_searches([tmp_path])
+    for key, at in (("attainment", 80.0), ("stretch_p90", 4.0)):
+        chart = capacity_curves(searches, key)
+        assert chart is not None
+        assert [mark.y for mark in chart.marks if isinstance(mark, Rule)] == [at]
+    without = [replace(search, slo={}) for search in searches]
+    chart = capacity_curves(without, "attainment")
+    assert chart is not None
+    assert not any(isinstance(mark, Rule) for mark in chart.marks)
 
 
 def test_over_several_loads_every_measure_is_a_curve(make_run: MakeRun, tmp_path: Path) -> None:
