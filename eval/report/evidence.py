@@ -137,7 +137,17 @@ def gather(
         baseline=baseline,
         slo=chosen,
         primary=tuple(analysis.primary),
-        searches=[judged_again(each, runs, chosen) for each in searches] if slo else list(searches),
+        searches=_by_arm(
+            [judged_again(each, runs, chosen) for each in searches] if slo else searches, cells
+        ),
+    )
+
+
+def _by_arm(searches: Sequence[Search], cells: Sequence[Cell]) -> list[Search]:
+    """In the order of the arms, which is that of colours."""
+    arms = list(dict.fromkeys(cell.arm for cell in cells))
+    return sorted(
+        searches, key=lambda each: arms.index(each.arm) if each.arm in arms else len(arms)
     )
 
 

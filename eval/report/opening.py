@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.document import Figure, Opening
-from eval.formatting import DASH, number, percent
+from eval.formatting import DASH, number
 from eval.metrics import Cell
 from eval.records import Run
 from eval.report import facts, loads
@@ -14,6 +14,7 @@ from eval.report.arms import arms_table
 from eval.report.evidence import Evidence
 from eval.report.figures import latency
 from eval.report.figures.curves import capacity_curves, curve
+from eval.report.searches import Search
 
 
 def opening(evidence: Evidence) -> Opening:
@@ -27,18 +28,30 @@ def opening(evidence: Evidence) -> Opening:
 
 
 def _picture(evidence: Evidence) -> Figure | None:
-    """Attainment over load of a search, else TTFT over load, else TTFT by arm."""
+    """Of a search what decided it over load, else TTFT over load, else TTFT by arm."""
     if not evidence.cells:
         return None
-    searched = capacity_curves(evidence.searches, "attainment") if evidence.searches else None
+    searched = capacity_curves(evidence.searches, _decided_by(evidence.searches))
     if searched is not None:
-        return Figure("opening", "Turns that met the objective, over load, by arm", searched)
+        return Figure("opening", f"{searched.title} over load, by arm", searched)
     if len(evidence.by_load) > 1:
         over_load = curve(evidence.cells, "ttft_p90")
         if over_load is not None:
             return Figure("opening", "TTFT p90 over load, by arm", over_load)
     bars = latency.latency_bars(evidence.cells, "ttft", "Time to first token")
     return Figure("opening", "Time to first token by arm", bars)
+
+
+def _decided_by(searches: Sequence[Search]) -> str:
+    """The measure for which levels missed the objective: stretch where all of them had enough good
+    turns, else those."""
+    short = [
+        level["attainment"] < search.slo.get("attainment", 1.0)
+        for search in searches
+        for level in search.levels
+        if level.get("meets") is False and isinstance(level.get("attainment"), int | float)
+    ]
+    return "stretch_p90" if short and not any(short) else "attainment"
 
 
 def _facts(evidence: Evidence) -> list[tuple[str, str]]:
@@ -76,7 +89,7 @@ def _objective(evidence: Evidence) -> str:
         return words
     slo = evidence.slo
     return (
-        f"{words}; a load is carried where {percent(slo.attainment)} of turns keep that and the "
+        f"{words}; a load is carried where {slo.attainment * 100:g} % of turns keep that and the "
         f"p90 of session stretch is at most {slo.stretch_p90:g}"
     )
 

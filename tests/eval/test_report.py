@@ -27,6 +27,7 @@ from eval.report import (
     write_report,
 )
 from eval.report.figures.curves import capacity_curves
+from eval.report.opening import opening
 
 MakeRun = Callable[..., Run]
 RunWriter = Callable[..., Path]
@@ -353,6 +354,29 @@ def test_a_search_says_of_what_it_is_and_whether_it_has_ended(
     assert f"**{said}**" in markdown.read_text()
 
 
+def test_the_first_picture_of_a_search_is_of_what_decided_it(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run(arm="b")
+    make_run(arm="a")
+    slo = {"attainment": 0.9, "stretch_p90": 2.0}
+    for attainment, title in ((1.0, "Stretch of sessions p90"), (0.5, "Turns that met the")):
+        levels = [
+            {"load": 1, "meets": True, "attainment": 1.0, "stretch_p90": 1.0},
+            {"load": 2, "meets": False, "attainment": attainment, "stretch_p90": 3.0},
+        ]
+        found = [{"arm": arm, "agents": 1, "slo": slo, "levels": levels} for arm in ("a", "b")]
+        (tmp_path / "capacity.json").write_text(json.dumps(found))
+        runs, searches = find_runs([tmp_path / "runs"]), find_searches([tmp_path])
+        evidence = gather(runs, draws=20, searches=searches)
+        picture = opening(evidence).picture
+        assert picture is not None
+        assert picture.title.startswith(title)
+        # In the order of the arms, as all other figures are, so that colours are the same.
+        arms = [cell.arm for cell in evidence.cells]
+        assert [search.arm for search in evidence.searches] == arms
+
+
 def test_the_line_of_the_objective_is_the_searchs_own(tmp_path: Path) -> None:
     levels = [{"load": n, "attainment": 1.0, "stretch_p90": 1.0 + n} for n in (1, 2)]
     found = {"arm": "x", "agents": 2, "slo": {"attainment": 0.8, "stretch_p90": 4.0}}
@@ -468,5 +492,6 @@ def test_a_client_that_is_late_by_much_of_what_it_measured_is_named(
     make_run(arm="late", lag_s=0.2)
     make_run(arm="prompt", lag_s=0.001)
     _, markdown = written(tmp_path / "runs")
-    assert "- late: the client itself sent up to 200 ms late (p99)" in markdown
-    assert "- prompt: the client itself" not in markdown
+    [said] = [line for line in markdown.splitlines() if "The client itself sent late" in line]
+    assert "late 200 ms of " in said
+    assert "prompt" not in said

@@ -152,7 +152,7 @@ _LEVEL_MEASURES = {
     "throughput_output_tps": ("Output tokens/s", "", 1.0),
 }
 # Of these the objective says where the line is.
-_JUDGED = ("attainment", "stretch_p90")
+JUDGED = ("attainment", "stretch_p90")
 
 
 def capacity_curves(searches: Sequence[Search], key: str) -> Chart | None:
@@ -172,7 +172,7 @@ def capacity_curves(searches: Sequence[Search], key: str) -> Chart | None:
     if not marks:
         return None
     bounds = {search.slo[key] for search in searches if search.slo.get(key) is not None}
-    if key in _JUDGED and len(bounds) == 1:
+    if key in JUDGED and len(bounds) == 1:
         marks.append(Rule("objective", y=float(bounds.pop()) * factor))
     what = "sessions an hour" if searches[0].what != "agents" else "agents"
     return Chart(title, Axis(what), Axis(unit=unit, zero=True), marks)

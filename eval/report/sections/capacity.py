@@ -6,7 +6,7 @@ from typing import Any
 
 from eval.document import Figure, Section
 from eval.report.evidence import Evidence
-from eval.report.figures.curves import capacity_curves, capacity_keys
+from eval.report.figures.curves import JUDGED, capacity_curves, capacity_keys
 from eval.report.searches import Search
 from eval.tables import LEVEL, NUMBER, PERCENT, RATIO, SECONDS, Column, tabulate
 
@@ -69,7 +69,9 @@ def section(evidence: Evidence) -> Section | None:
     found.tables.append(("", tabulate("capacity", evidence.searches, _FOUND)))
     if levels:
         found.tables.append(("Levels", tabulate("capacity_levels", levels, _LEVELS)))
-    for key in capacity_keys():
+    # The rest is drawn over load below, with intervals.
+    keys = JUDGED if len(evidence.by_load) > 1 else capacity_keys()
+    for key in keys:
         chart = capacity_curves(evidence.searches, key)
         if chart is not None:
             figure = Figure(f"capacity-{key}", f"{chart.title} over load, by arm", chart)
