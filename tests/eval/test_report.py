@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -275,6 +277,48 @@ def test_every_table_is_written_as_csv_and_in_the_json(three_arms: Path, tmp_pat
     json.dumps(told, allow_nan=False)
     assert set(told["tables"]) == set(frames)
     assert all(len(told["tables"][name]) == len(frame) for name, frame in frames.items())
+
+
+def test_every_column_of_a_table_has_one_type_which_parquet_needs(
+    three_arms: Path, tmp_path: Path
+) -> None:
+    evidence = gather(find_runs([three_arms]), draws=20)
+    kinds = {bool: "truth value", int: "number", float: "number", str: "text"}
+    for name, rows in summary_json(evidence)["tables"].items():
+        for column in rows[0] if rows else []:
+            found = {kinds[type(row[column])] for row in rows if row[column] is not None}
+            assert len(found) <= 1, f"{name}.{column}: {found}"
+    pytest.importorskip("pyarrow")
+    for path in write_parquet(evidence, tmp_path / "parquet"):
+        rows = summary_json(evidence)["tables"][path.stem]
+        assert len(pd.read_parquet(path)) == len(rows)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_page_is_wider_than_its_window(three_arms: Path, tmp_path: Path, width: int) -> None:
+    written(three_arms)
+    assert CHROMIUM is not None
+    # A frame has the width that is asked for; a window of that browser is never under 500.
+    (tmp_path / "page.html").write_text((three_arms / "report.html").read_text())
+    (tmp_path / "frame.html").write_text(
+        f"""<iframe id=page src=page.html style="width:{width}px;height:900px;border:0"></iframe>
+        <script>page.onload = () => {{
+          for (const fold of page.contentDocument.querySelectorAll("details")) fold.open = true;
+          document.title = page.contentDocument.documentElement.scrollWidth;
+        }}</script>"""
+    )
+    browser = [CHROMIUM, "--headless", "--no-sandbox", "--allow-file-access-from-files"]
+    browser += [f"--user-data-dir={tmp_path}/browser", "--virtual-time-budget=10000", "--dump-dom"]
+    done = subprocess.run(
+        [*browser, f"file://{tmp_path}/frame.html"], capture_output=True, text=True, timeout=120
+    )
+    title = re.search(r"<title>(\d+)</title>", done.stdout)
+    assert title is not None, done.stderr[-2000:]
+    assert int(title[1]) <= width
 
 
 def test_parquet_without_pyarrow_names_the_package(

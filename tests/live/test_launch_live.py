@@ -19,12 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import Fleet, FleetError, catalog, checking, control, fleet, load_topology, plan
+from launch import Fleet, FleetError, catalog, checking, fleet, load_topology, plan
 from launch.engines import ENVIRONMENTS, environment_for, install
 from launch.http_calls import call
 from tests.live.conftest import (
     cached_of,
-    check_ports_are_free,
     generate_separated,
     processes_of,
 )
@@ -62,38 +61,17 @@ def test_every_flag_of_a_shipped_topology_is_one_of_the_installed_engines(
     checking.check(plan(topology, tmp_path / "run"), gpus=False)
 
 
-def test_kill_9_of_the_supervisor_leaves_no_process_of_a_real_engine_and_no_port(
-    tmp_path: Path,
-) -> None:
-    run_dir = tmp_path / "run"
-    argv = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang"]
-    argv += ["--set", "workers.0.count=1", "--set", "base_port=0", "--run-dir", str(run_dir)]
-    done = subprocess.run([*argv, "--detach"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((run_dir / "fleet.json").read_text())
-    assert len(processes_of(record)) >= 6
-
-    os.kill(record["supervisor"]["pid"], signal.SIGKILL)
-    deadline_s = time.monotonic() + 30
-    while left := processes_of(record):
-        assert time.monotonic() < deadline_s, left
-        time.sleep(0.2)
-    control.down(run_dir)
-    check_ports_are_free(record)
-
-
 def decisions(run_dir: Path) -> list[dict[str, object]]:
     lines = (run_dir / "decisions.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["event"] == "decision"]
 
 
+# Colocated workers of both engines, with KV events: test_residency_live.py.
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("laptop-sglang", ["workers.0.count=1", "kv_events=true"]),
         ("laptop-sglang-pd", ["warm_up=true"]),
         ("laptop-sglang-elastic", ["kv_events=true", "warm_up=true"]),
-        ("laptop-vllm", ["workers.0.count=1", "kv_events=true"]),
     ],
 )
 def test_a_fleet_of_each_kind_answers_and_the_router_knows_what_it_holds(
