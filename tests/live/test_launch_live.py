@@ -66,44 +66,43 @@ def decisions(run_dir: Path) -> list[dict[str, object]]:
     return [line for line in map(json.loads, lines) if line["event"] == "decision"]
 
 
-# Colocated workers of both engines, with KV events: test_residency_live.py.
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("laptop-sglang-pd", ["warm_up=true"]),
-        ("laptop-sglang-elastic", ["kv_events=true", "warm_up=true"]),
-    ],
-)
-def test_a_fleet_of_each_kind_answers_and_the_router_knows_what_it_holds(
-    name: str, overrides: list[str], prompt: Callable[[int], list[int]], tmp_path: Path
+def check_the_router_knows_what_it_holds(running: Fleet, asked: list[int], source: str) -> None:
+    """Asks a cold fleet twice; the router must have believed what the engine then found."""
+    run_dir = running.plan.run_dir
+    assert cached_of(running, asked) == 0
+    for _ in range(20):  # events arrive a moment after the answer that made them
+        second = cached_of(running, asked)
+        last = decisions(run_dir)[-1]
+        if second and last["prefix_source"] == source and last["cached_tokens"]:
+            break
+        time.sleep(0.2)
+    assert second >= 500
+    assert last["prefix_source"] == source
+    held = last["cached_tokens"]
+    assert isinstance(held, dict)
+    assert max(held.values()) >= 500
+    running.check()
+
+
+# Colocated workers of both engines, with KV events: test_residency_live.py. Separated: below.
+def test_an_elastic_fleet_answers_and_the_router_knows_what_it_holds(
+    prompt: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
-    topology = load_topology(name, [*overrides, "base_port=0"])
-    asked = prompt(600)
-    with fleet(topology, tmp_path / "run") as running:
-        assert cached_of(running, asked) == 0
-        source = "events" if topology.kv_events else "estimate"
-        for _ in range(20):  # events arrive a moment after the answer that made them
-            second = cached_of(running, asked)
-            last = decisions(tmp_path / "run")[-1]
-            if second and last["prefix_source"] == source and last["cached_tokens"]:
-                break
-            time.sleep(0.2)
-        assert second >= 500
-        assert last["prefix_source"] == source
-        held = last["cached_tokens"]
-        assert isinstance(held, dict)
-        assert max(held.values()) >= 500
-        running.check()
+    overrides = ["kv_events=true", "warm_up=true", "base_port=0"]
+    with fleet(load_topology("laptop-sglang-elastic", overrides), tmp_path / "run") as running:
+        check_the_router_knows_what_it_holds(running, prompt(600), "events")
     record = json.loads((tmp_path / "run" / "fleet.json").read_text())
     assert processes_of(record) == []
 
 
-def test_attached_workers_serve_behind_a_router_that_another_fleet_started_and_outlive_it(
+def test_separated_workers_serve_their_router_and_one_that_another_fleet_started_and_outlive_it(
     prompt: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
-    alone = load_topology("laptop-sglang-pd", ["router.kind=none", "base_port=0"])
-    asked = prompt(300)
-    with fleet(alone, tmp_path / "workers") as workers:
+    separated = load_topology("laptop-sglang-pd", ["warm_up=true", "base_port=0"])
+    asked = prompt(900)
+    with fleet(separated, tmp_path / "workers") as workers:
+        check_the_router_knows_what_it_holds(workers, asked[:600], "estimate")
+        asked = asked[600:]
         overrides = ["base_port=0"]
         for number, worker in enumerate(workers.plan.workers):
             overrides.append(f'workers.{number}.urls=["{worker.url}"]')
@@ -116,6 +115,8 @@ def test_attached_workers_serve_behind_a_router_that_another_fleet_started_and_o
             assert decisions(tmp_path / "front")[-1]["kind"] == "prefill_decode"
         workers.check()
         assert generate_separated(workers, asked, 4)[0].cached_tokens >= 250
+    record = json.loads((tmp_path / "workers" / "fleet.json").read_text())
+    assert processes_of(record) == []
 
 
 def test_stock_routers_serve_in_front_of_the_same_workers(
