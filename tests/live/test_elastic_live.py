@@ -4,9 +4,9 @@ Random sessions of several turns go to an elastic worker, each turn either prefi
 prefill worker; clients give up in between, and the prefill worker dies and comes back. Whatever the
 path, the tokens are those of a colocated worker, and in the end all memory is accounted for.
 
-``DELTASERVE_LIVE_SESSIONS`` sets the number of sessions (default 200) and ``DELTASERVE_LIVE_SEED``
-their seed; ``DELTASERVE_LIVE_ENGINE`` names the Python of an environment with SGLang and NIXL
-(default: the one that `deltaserve launch install sglang` made).
+Each release that is pinned runs them where it is installed. ``DELTASERVE_LIVE_SESSIONS`` sets the
+number of sessions (default 200) and ``DELTASERVE_LIVE_SEED`` their seed; ``DELTASERVE_LIVE_ENGINE``
+names the Python of another environment with SGLang and NIXL, which then runs them alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import aiohttp
 import pytest
 
 import sglang_ext
-from launch.engines import ENVIRONMENTS
+from launch.engines import environment_for
 from tests.live.conftest import total_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
@@ -72,14 +72,23 @@ MODEL = {
 }
 
 
-def engine_python() -> str:
-    """The Python of an environment with SGLang, or a skip."""
+DEFAULT, NEWER = "0.5.17", "0.5.23"
+"""The pinned releases of SGLang."""
+
+ON_BOTH = pytest.mark.parametrize("workers", [DEFAULT, NEWER], indirect=True, scope="module")
+"""For a test of what differs between the releases; each costs engine starts on both."""
+
+
+def engine_python(version: str = DEFAULT) -> str:
+    """The Python of an environment with SGLang `version`, or a skip."""
     given = os.environ.get("DELTASERVE_LIVE_ENGINE")
-    if given:
+    if given and version == DEFAULT:
         return given
-    environment = ENVIRONMENTS["sglang"]
+    if given:
+        pytest.skip("DELTASERVE_LIVE_ENGINE names another environment")
+    environment = environment_for("sglang", "cpu", version)
     if not environment.installed:
-        pytest.skip("no SGLang environment: deltaserve launch install sglang")
+        pytest.skip(f"not installed: deltaserve launch install {environment.name}")
     return str(environment.python)
 
 
@@ -92,6 +101,7 @@ class Server:
     folder: Path
     flags: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
+    version: str = DEFAULT
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -132,7 +142,8 @@ class Server:
             **self.variables,
         }
         command = [
-            *(engine_python(), "-m", "sglang.launch_server", "--model-path", str(model)),
+            *(engine_python(self.version), "-m", "sglang.launch_server"),
+            *("--model-path", str(model)),
             *("--device", "cpu", "--dtype", "float32", "--load-format", "dummy"),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
             *("--grammar-backend", "none", "--skip-tokenizer-init", "--sleep-on-idle"),
@@ -321,6 +332,7 @@ class Workers:
 
     folder: Path
     base_port: int
+    version: str = DEFAULT
     running: dict[str, Server] = field(default_factory=dict)
 
     def bring_up(self, name: str, key: str, flags: tuple[str, ...], **variables: str) -> Server:
@@ -331,7 +343,14 @@ class Workers:
         if old is not None:
             old.kill()
         offset = {"colocated": 0, "prefill": 1, "elastic": 2}[name]
-        server = Server(name, self.base_port + offset, self.folder, flags, variables | {"KEY": key})
+        server = Server(
+            name,
+            self.base_port + offset,
+            self.folder,
+            flags,
+            variables | {"KEY": key},
+            self.version,
+        )
         server.log.unlink(missing_ok=True)
         server.start()
         self.running[name] = server
@@ -378,10 +397,13 @@ class Workers:
         )
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+@pytest.fixture(scope="module", params=[DEFAULT])
+def workers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Workers]:
+    engine_python(request.param)
     base_port = int(os.environ.get("DELTASERVE_LIVE_BASE_PORT", "32100"))
-    workers = Workers(tmp_path_factory.mktemp("elastic"), base_port)
+    workers = Workers(tmp_path_factory.mktemp("elastic"), base_port, request.param)
     try:
         yield workers
     finally:
@@ -468,6 +490,7 @@ class Sessions:
         assert (await self.fleet.state())["counts"]["fallback_refused_timeout"] == 1
 
 
+@ON_BOTH
 async def test_any_path_gives_the_tokens_of_a_colocated_worker(workers: Workers) -> None:
     async with workers.fleet(
         "page 1", (), ("--disable-overlap-schedule",), DELTASERVE_ELASTIC_TARGET_ITL_MS="40"
@@ -504,6 +527,7 @@ async def test_any_path_gives_the_tokens_of_a_colocated_worker(workers: Workers)
     assert state["counts"]["local"] > 0
 
 
+@ON_BOTH
 async def test_an_abort_at_any_stage_leaves_nothing_behind(workers: Workers) -> None:
     async with workers.fleet(
         "page 1", (), ("--disable-overlap-schedule",), DELTASERVE_ELASTIC_TARGET_ITL_MS="40"
@@ -554,6 +578,7 @@ async def test_an_abort_at_any_stage_leaves_nothing_behind(workers: Workers) -> 
         }
 
 
+@ON_BOTH
 async def test_a_pause_lets_the_cache_be_flushed_and_local_requests_go_on_after_it(
     workers: Workers,
 ) -> None:
@@ -585,6 +610,7 @@ async def test_a_pause_lets_the_cache_be_flushed_and_local_requests_go_on_after_
         await fleet.check_accounts()
 
 
+@ON_BOTH
 async def test_pages_of_64_overlap_retraction_and_a_pool_that_is_nearly_exhausted(
     workers: Workers,
 ) -> None:
