@@ -2,7 +2,8 @@
 
 use crate::ids::{IdMap, mix};
 use crate::requests::Requests;
-use router_policies::fleet::prefix::hash::{PromptHashes, TokenHasher};
+use router_policies::fleet::prefix::hash::{GROUP_TOKENS, PromptHashes, TokenHasher};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Ids of one request in one play.
@@ -98,11 +99,75 @@ pub fn block_tokens(blocks: &[u64], size: u64) -> Vec<u32> {
     each.collect()
 }
 
+/// The last prompt of a session and play: its blocks, and the states after them.
+type Last = (Arc<[u64]>, PromptHashes);
+
+/// Prompts as the router hashes them. A session's next prompt mostly begins with all of its last, so
+/// that only the rest is hashed.
+#[derive(Default)]
+pub struct Hashed {
+    last: HashMap<(usize, u32), Last>,
+}
+
+impl Hashed {
+    /// Hashes a prompt of the `of.1`-th play of session `of.0` in blocks of `block` tokens; a block of the
+    /// prompt has `size`. No other prompt of that session comes after the one that `is_last`.
+    pub fn make(
+        &mut self,
+        of: (usize, u32),
+        is_last: bool,
+        prompt: &Prompt,
+        block: usize,
+        size: u64,
+    ) -> PromptHashes {
+        let blocks = &prompt.stream[..prompt.full_blocks];
+        let can_go_on = block.is_multiple_of(GROUP_TOKENS) && (size as usize).is_multiple_of(block);
+        let known = self.last.remove(&of).filter(|_| can_go_on);
+        let known = known.filter(|(_, hashes)| hashes.block == block);
+        let hashes = match known {
+            Some((last, hashes)) => {
+                // Equal ids mean equal prefixes.
+                let most = (hashes.length as u64 / size) as usize;
+                let most = most.min(last.len()).min(blocks.len());
+                let shared = partition_point(most, |at| last[at] == blocks[at]);
+                let mut states = Vec::with_capacity(prompt.input_tokens as usize / block);
+                states.extend_from_slice(&hashes.states[..shared * (size as usize / block)]);
+                rest(TokenHasher::after(block, states), prompt, shared, size)
+            }
+            None => hashes(prompt, block, size),
+        };
+        if !is_last && can_go_on {
+            self.last
+                .insert(of, (Arc::clone(&prompt.stream), hashes.clone()));
+        }
+        hashes
+    }
+}
+
+/// The first of the numbers below `most` for which `holds` is false; it is true before and false after.
+fn partition_point(most: usize, holds: impl Fn(usize) -> bool) -> usize {
+    let (mut low, mut high) = (0, most);
+    while low < high {
+        let middle = low + (high - low) / 2;
+        if holds(middle) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    low
+}
+
 /// A prompt as the router hashes it.
-pub fn hashes(prompt: &Prompt, block: usize, size: u64) -> PromptHashes {
-    let mut hasher = TokenHasher::with_capacity(block, prompt.input_tokens as usize);
+fn hashes(prompt: &Prompt, block: usize, size: u64) -> PromptHashes {
+    let hasher = TokenHasher::with_capacity(block, prompt.input_tokens as usize);
+    rest(hasher, prompt, 0, size)
+}
+
+/// Hashes what comes after a prompt's first `known` blocks.
+fn rest(mut hasher: TokenHasher, prompt: &Prompt, known: usize, size: u64) -> PromptHashes {
     let mut tokens = Vec::with_capacity(size as usize);
-    let full = prompt.stream[..prompt.full_blocks]
+    let full = prompt.stream[known..prompt.full_blocks]
         .iter()
         .map(|&b| (b, size));
     let rest = prompt.input_tokens - prompt.full_blocks as u64 * size;

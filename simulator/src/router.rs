@@ -23,6 +23,7 @@ pub struct Router {
     ids: Vec<String>,
     slots: HashMap<String, usize>,
     block_tokens: u64,
+    hashed: prompts::Hashed,
 }
 
 impl Router {
@@ -67,6 +68,7 @@ impl Router {
             ids: workers.iter().map(|(id, _)| id.clone()).collect(),
             slots,
             block_tokens,
+            hashed: prompts::Hashed::default(),
         })
     }
 
@@ -76,9 +78,16 @@ impl Router {
         log::set_virtual_unix_s(Some(now_s));
     }
 
-    /// A prompt as the fleet hashes it now.
-    pub fn hashes(&self, prompt: &prompts::Prompt) -> PromptHashes {
-        prompts::hashes(prompt, self.fleet.token_block(), self.block_tokens)
+    /// A prompt of a session and play as the fleet hashes it now.
+    pub fn hashes(
+        &mut self,
+        of: (usize, u32),
+        is_last: bool,
+        prompt: &prompts::Prompt,
+    ) -> PromptHashes {
+        let block = self.fleet.token_block();
+        self.hashed
+            .make(of, is_last, prompt, block, self.block_tokens)
     }
 
     /// Asks for a place for the request that the simulation calls `number`.

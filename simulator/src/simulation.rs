@@ -12,7 +12,7 @@ use router_policies::config::Engine;
 use router_policies::fleet::{Admit, Hints, Outcome, Request, Reservation, Ticket, Usage};
 use serde::Serialize;
 use std::cmp::Ordering;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -34,7 +34,6 @@ enum What {
     Step(usize),
     Changes(usize, Vec<Change>),
     Loads,
-    Timeout(usize),
     Pump,
 }
 
@@ -64,6 +63,19 @@ impl Ord for Event {
         let later = other.at_s.total_cmp(&self.at_s);
         later.then(other.number.cmp(&self.number))
     }
+}
+
+/// When a client's patience ends.
+struct Timeout {
+    at_s: f64,
+    number: u64,
+    turn: usize,
+}
+
+/// What happens next.
+enum Next {
+    Event(Event),
+    Timeout(Timeout),
 }
 
 /// A request under way.
@@ -132,6 +144,9 @@ struct Simulation<'a> {
     /// When each worker has sent what it is to send to others.
     link_free_s: Vec<f64>,
     events: BinaryHeap<Event>,
+    /// Of requests and of primes, each in their order: nearly all are over long before, and would only
+    /// make the heap large.
+    timeouts: [VecDeque<Timeout>; 2],
     event_number: u64,
     now_s: f64,
     turns: Vec<Option<Turn>>,
@@ -190,6 +205,7 @@ pub fn run(plan: &Plan, folder: &Path) -> Result<Report, String> {
         workers,
         names,
         events: BinaryHeap::new(),
+        timeouts: Default::default(),
         event_number: 0,
         now_s: 0.0,
         turns: Vec::new(),
@@ -252,17 +268,63 @@ impl Simulation<'_> {
         }
         self.at(self.plan.router.load_interval_s, What::Loads);
         self.open_window();
-        while let Some(event) = self.events.pop() {
-            if self.is_over(event.at_s) {
+        while let Some(next) = self.next() {
+            let at_s = match &next {
+                Next::Event(event) => event.at_s,
+                Next::Timeout(timeout) => timeout.at_s,
+            };
+            if self.is_over(at_s) {
                 break;
             }
-            assert!(event.at_s >= self.now_s, "time never goes back");
-            self.now_s = event.at_s;
+            assert!(at_s >= self.now_s, "time never goes back");
+            self.now_s = at_s;
             self.router.set_time(self.now_s);
-            self.happen(event.what)?;
+            match next {
+                Next::Event(event) => self.happen(event.what)?,
+                Next::Timeout(timeout) => self.time_out(timeout.turn)?,
+            }
             self.wake()?;
         }
         self.cancel_rest()
+    }
+
+    /// Takes what happens next: the earliest, of equals what was planned first.
+    fn next(&mut self) -> Option<Next> {
+        for timeouts in &mut self.timeouts {
+            while timeouts
+                .front()
+                .is_some_and(|first| self.turns[first.turn].is_none())
+            {
+                timeouts.pop_front();
+            }
+        }
+        let fronts = self.timeouts.iter().enumerate();
+        let fronts = fronts.filter_map(|(at, of)| Some((at, of.front()?)));
+        let first = fronts.min_by(|(_, one), (_, other)| {
+            let earlier = one.at_s.total_cmp(&other.at_s);
+            earlier.then(one.number.cmp(&other.number))
+        });
+        let is_next = |timeout: &Timeout| {
+            self.events.peek().is_none_or(|event| {
+                let earlier = timeout.at_s.total_cmp(&event.at_s);
+                earlier.then(timeout.number.cmp(&event.number)) == Ordering::Less
+            })
+        };
+        match first {
+            Some((at, timeout)) if is_next(timeout) => {
+                self.timeouts[at].pop_front().map(Next::Timeout)
+            }
+            _ => self.events.pop().map(Next::Event),
+        }
+    }
+
+    fn time_out(&mut self, number: usize) -> Result<(), String> {
+        if let Some(late) = &self.turns[number] {
+            let timeout_s = self.timeout_s(late.due.is_prime);
+            let message = format!("no complete answer in {timeout_s} s");
+            self.fail(number, Outcome::Timeout, "timeout", message)?;
+        }
+        Ok(())
     }
 
     /// Once the primes have ended, the window is known.
@@ -319,13 +381,6 @@ impl Simulation<'_> {
                     self.router.pump();
                 }
             }
-            What::Timeout(turn) => {
-                if let Some(late) = &self.turns[turn] {
-                    let timeout_s = self.timeout_s(late.due.is_prime);
-                    let message = format!("no complete answer in {timeout_s} s");
-                    self.fail(turn, Outcome::Timeout, "timeout", message)?;
-                }
-            }
         }
         Ok(())
     }
@@ -348,10 +403,13 @@ impl Simulation<'_> {
         };
         let prompt = self.prompts.make(due.request, play, output_tokens);
         let best_cached_tokens = self.prompts.best_cached_tokens(&prompt);
+        let is_last = planned.next.is_none();
         let request = Request {
             request_id: request_name(&planned.request_id, play, due.is_prime),
             session_id: Some(session_name(&requests.sessions[planned.session], play)),
-            prompt: self.router.hashes(&prompt),
+            prompt: self
+                .router
+                .hashes((planned.session, play), is_last, &prompt),
             max_output_tokens: Some(output_tokens),
             stream: true,
             hints: self.hints(due, play),
@@ -380,10 +438,13 @@ impl Simulation<'_> {
         }));
         self.under_way += 1;
         self.measured_left += usize::from(phase == Phase::Measure);
-        self.at(
-            self.now_s + self.timeout_s(due.is_prime),
-            What::Timeout(number),
-        );
+        self.event_number += 1;
+        let timeout = Timeout {
+            at_s: self.now_s + self.timeout_s(due.is_prime),
+            number: self.event_number,
+            turn: number,
+        };
+        self.timeouts[usize::from(due.is_prime)].push_back(timeout);
         let answer = self.router.admit(number, &request);
         self.take(number, answer, request)
     }

@@ -1,88 +1,36 @@
 //! Whole runs: the same seed gives the same files, nothing is lost, and a worker alone does what its
 //! formula says.
 
+mod common;
+
+use common::{BLOCK, folder, lines, plan, sessions, simulate, sum};
 use serde_json::{Value, json};
 use simulator::calibration::{Calibration, attention_pairs};
+use simulator::engine::Counters;
 use simulator::plan::Plan;
-use simulator::{Report, run};
-use std::path::{Path, PathBuf};
+use simulator::{Report, WorkerReport};
 
-const BLOCK: u64 = 64;
-
-/// A folder of this test's own, emptied.
-fn folder(name: &str) -> PathBuf {
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let _ = std::fs::remove_dir_all(&path);
-    std::fs::create_dir_all(&path).expect("a folder");
-    path
-}
-
-/// Sessions whose prompts grow by the answer and some new tokens, turn by turn.
-fn sessions(path: &Path, count: u64, turns: u64, first_tokens: u64, think_s: f64) {
-    let mut random = fastrand::Rng::with_seed(7);
-    let mut lines: Vec<Value> = Vec::new();
-    let mut next_id = 1u64;
-    for session in 0..count {
-        let mut ids: Vec<u64> = Vec::new();
-        let mut input = first_tokens + random.u64(0..500);
-        let mut previous: Option<usize> = None;
-        for turn in 0..turns {
-            let output = random.u64(2..200);
-            let blocks = input.div_ceil(BLOCK) as usize;
-            // The started block of the prompt before is another now that it is full.
-            ids.truncate(ids.len().saturating_sub(1));
-            while ids.len() < blocks {
-                ids.push(next_id);
-                next_id += 1;
-            }
-            lines.push(json!({
-                "request_id": format!("s{session}:{turn}"), "session_id": format!("s{session}"),
-                "turn": turn, "trace_s": session as f64 * 3.0 + turn as f64,
-                "input_length": input, "output_length": output, "block_size": BLOCK,
-                "hash_ids": ids, "think_time_s": think_s * random.f64(),
-                "waits_for": previous.into_iter().collect::<Vec<_>>(), "tree": session,
-            }));
-            previous = Some(lines.len() - 1);
-            input += output + random.u64(10..1_000);
-        }
+/// What the workers counted is what the clients saw, where no request failed.
+fn assert_totals(report: &Report, lines: &[Value], what: &str) {
+    let of_workers = |count: fn(&Counters) -> u64| {
+        let counts = report.workers.iter().map(|worker| count(&worker.counters));
+        counts.sum::<u64>()
+    };
+    for (counted, key) in [
+        (of_workers(|c| c.prompt_tokens), "input_length"),
+        (of_workers(|c| c.cached_tokens), "cached_tokens"),
+        (of_workers(|c| c.generated_tokens), "output_tokens"),
+        (of_workers(|c| c.generated_tokens), "output_length"),
+    ] {
+        assert_eq!(counted, sum(lines, key), "{what}: {key}");
     }
-    let text: Vec<String> = lines.iter().map(Value::to_string).collect();
-    std::fs::write(path, text.join("\n") + "\n").expect("a file");
 }
 
-fn plan(folder: &Path, changes: &Value) -> Plan {
-    let mut plan = json!({
-        "requests": folder.join("planned.jsonl"), "seed": 3,
-        "load": {"max_inflight_sessions": 6, "max_think_s": 5.0},
-        "router": {"policy": "unified", "residency": {"rule": "off"}},
-        "workers": [{"id": "w", "count": 2, "kv_tokens": 30_000}],
-        "output": {"all_arrivals": true},
-    });
-    for (key, value) in changes.as_object().expect("an object") {
-        plan[key] = value.clone();
-    }
-    let plan: Plan = serde_json::from_value(plan).expect("a plan");
-    plan.check().expect("a plan");
-    plan
-}
-
-fn simulate(plan: &Plan, folder: &Path, name: &str) -> (Report, Vec<Value>) {
-    let out = folder.join(name);
-    let report = run(plan, &out).expect("a run");
-    (report, lines(&out.join("requests.jsonl")))
-}
-
-fn lines(path: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(path).expect("a file");
-    let lines = text.lines().map(serde_json::from_str);
-    lines.collect::<Result<_, _>>().expect("JSON lines")
-}
-
-fn sum(lines: &[Value], key: &str) -> u64 {
-    lines
-        .iter()
-        .map(|line| line[key].as_u64().expect(key))
-        .sum()
+/// What was stored less what was evicted is what is held, and that fits.
+fn assert_cache(worker: &WorkerReport, kv_tokens: u64, what: &str) {
+    let held = worker.cache_blocks.stored - worker.cache_blocks.evicted;
+    assert_eq!(held * BLOCK, worker.cached_tokens_now, "{what}");
+    assert!(worker.cached_tokens_now <= kv_tokens, "{what}");
 }
 
 const RULES: [&str; 6] = ["off", "cap", "aimd", "lease", "thunder", "priced"];
@@ -133,22 +81,7 @@ fn nothing_is_lost_whatever_the_engine_the_tier_and_the_rule() {
                 let what = format!("{engine} {host_kv_tokens} {rule}");
                 assert_eq!((report.requests, report.failed), (14 * 7, 0), "{what}");
                 assert!(report.router_is_idle, "{what}");
-                let of_workers = |count: fn(&simulator::WorkerReport) -> u64| {
-                    report.workers.iter().map(count).sum::<u64>()
-                };
-                assert_eq!(
-                    of_workers(|w| w.counters.prompt_tokens),
-                    sum(&lines, "input_length")
-                );
-                assert_eq!(
-                    of_workers(|w| w.counters.cached_tokens),
-                    sum(&lines, "cached_tokens")
-                );
-                assert_eq!(
-                    of_workers(|w| w.counters.generated_tokens),
-                    sum(&lines, "output_tokens")
-                );
-                assert_eq!(sum(&lines, "output_tokens"), sum(&lines, "output_length"));
+                assert_totals(&report, &lines, &what);
                 for line in &lines {
                     let cached = line["cached_tokens"].as_u64();
                     assert!(
@@ -162,13 +95,11 @@ fn nothing_is_lost_whatever_the_engine_the_tier_and_the_rule() {
                     assert!(times.len() == 4 && times.is_sorted(), "{what}: {line}");
                 }
                 for worker in &report.workers {
+                    assert_cache(worker, 30_000, &what);
                     let counters = &worker.counters;
                     let computed = counters.prompt_tokens - counters.cached_tokens;
                     assert!(counters.prefilled_tokens >= computed, "{what}");
                     assert!(counters.retractions > 0 || counters.prefilled_tokens == computed);
-                    let held = worker.cache_blocks.stored - worker.cache_blocks.evicted;
-                    assert_eq!(held * BLOCK, worker.cached_tokens_now, "{what}");
-                    assert!(worker.cached_tokens_now <= 30_000, "{what}");
                     assert!(worker.host_tokens_now <= host_kv_tokens, "{what}");
                 }
             }
@@ -307,9 +238,7 @@ fn nothing_is_lost_between_workers_that_prefill_and_workers_that_answer() {
                 assert_eq!(report.requests, 14 * 7, "{what}");
                 assert!(report.router_is_idle, "{what}");
                 for worker in &report.workers {
-                    let held = worker.cache_blocks.stored - worker.cache_blocks.evicted;
-                    assert_eq!(held * BLOCK, worker.cached_tokens_now, "{what}");
-                    assert!(worker.cached_tokens_now <= kv_tokens, "{what}");
+                    assert_cache(worker, kv_tokens, &what);
                     assert_eq!(worker.used_tokens_now, 0, "{what}");
                 }
                 if timeout_s < 1e6 {
@@ -318,21 +247,7 @@ fn nothing_is_lost_between_workers_that_prefill_and_workers_that_answer() {
                     continue;
                 }
                 assert_eq!(report.failed, 0, "{what}");
-                let of_workers = |count: fn(&simulator::WorkerReport) -> u64| {
-                    report.workers.iter().map(count).sum::<u64>()
-                };
-                assert_eq!(
-                    of_workers(|w| w.counters.prompt_tokens),
-                    sum(&lines, "input_length")
-                );
-                assert_eq!(
-                    of_workers(|w| w.counters.cached_tokens),
-                    sum(&lines, "cached_tokens")
-                );
-                assert_eq!(
-                    of_workers(|w| w.counters.generated_tokens),
-                    sum(&lines, "output_length")
-                );
+                assert_totals(&report, &lines, &what);
                 let received = report.workers[1].counters.received_tokens;
                 let separated = report.workers[0].counters.prompt_tokens;
                 assert!(received > 0 && received <= separated, "{what}");
@@ -444,4 +359,25 @@ fn a_wrong_plan_is_named() {
             "{error}"
         );
     }
+}
+
+#[test]
+fn a_host_tier_that_others_will_fill_is_not_counted_on() {
+    let folder = folder("host-tier");
+    sessions(&folder.join("planned.jsonl"), 10, 12, 12_000, 4.0);
+    let served = |host_kv_tokens: u64| {
+        let changes = json!({
+            "workers": [{"id": "w", "kv_tokens": 50_000, "host_kv_tokens": host_kv_tokens}],
+            "router": {"policy": "unified", "residency": {"rule": "priced"}, "kv_events": true},
+            "load": {"max_inflight_sessions": 10, "max_think_s": 5, "timeout_s": 1e6},
+        });
+        let (report, lines) = simulate(&plan(&folder, &changes), &folder, "run");
+        assert_eq!(report.failed, 0);
+        sum(&lines, "cached_tokens") as f64 / sum(&lines, "input_length") as f64
+    };
+    // Ten sessions of 12,000 tokens and more want twice what this tier holds: what leaves the GPU is
+    // gone when it comes back, and places are worth no less than without the tier.
+    let (without, with) = (served(0), served(60_000));
+    println!("simulated: {without:.3} from the cache without a tier, {with:.3} with one");
+    assert!(with >= without - 0.05, "{with} against {without}");
 }

@@ -37,7 +37,7 @@ use reservation::Share;
 use residency::settings::{self, Chosen};
 use residency::{Residency, Site};
 use smallvec::SmallVec;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -117,6 +117,10 @@ pub(crate) struct State {
     random: fastrand::Rng,
     facts: Vec<WorkerFacts>,
     held_blocks: Vec<u32>,
+    /// Those of [`State::sites`], kept so that a decision does not make them anew.
+    spare_sites: Vec<Site>,
+    /// Where the worker of an id is, of those that have not been removed.
+    slots: HashMap<String, usize>,
     residency: Residency,
 }
 
@@ -172,6 +176,8 @@ impl Fleet {
                 random: fastrand::Rng::with_seed(seed),
                 facts: Vec::new(),
                 held_blocks: Vec::new(),
+                spare_sites: Vec::new(),
+                slots: HashMap::new(),
                 residency: Residency::new(ungated()),
             }),
             policy,
@@ -211,8 +217,7 @@ impl Fleet {
     /// The id is taken.
     pub fn add_worker(&self, spec: WorkerSpec) -> Result<Arc<WorkerSpec>, String> {
         let mut state = self.state.lock();
-        let taken = |w: &Worker| !w.removed && w.spec.id == spec.id;
-        if state.workers.iter().flatten().any(taken) {
+        if state.slots.contains_key(&spec.id) {
             return Err(format!("worker {}: id is taken", spec.id));
         }
         let same = |w: &&Worker| !w.removed && place_of(&w.spec) == place_of(&spec);
@@ -234,6 +239,7 @@ impl Fleet {
         };
         let capacity = worker.estimate_capacity_tokens();
         state.workers[slot] = Some(worker);
+        state.slots.insert(spec.id.clone(), slot);
         state.residency.clear(slot);
         if !state.token_trees.iter().any(|(size, _)| *size == block) {
             state.token_trees.push((block, EstimateTree::default()));
@@ -356,6 +362,7 @@ impl Fleet {
         if let Some(worker) = &mut state.workers[slot] {
             worker.removed = true;
         }
+        state.slots.remove(id);
         state.forget_cache(slot);
         state.free_if_idle(slot);
         self.set_token_block(&state);
@@ -477,7 +484,7 @@ impl Fleet {
             .filter_map(|(slot, worker)| Some((slot, worker.as_ref()?)))
             .filter(|(_, worker)| !worker.removed)
             .map(|(slot, worker)| {
-                let site = worker.site(slot, now_s);
+                let site = worker.is_site().then(|| worker.site(slot, now_s));
                 worker.snapshot(state.residency.snapshot(site.as_ref(), slot))
             })
             .collect()
@@ -562,9 +569,9 @@ impl Fleet {
 impl State {
     fn slot_of<'a>(&self, which: impl Into<Which<'a>>) -> Option<usize> {
         let which = which.into();
-        self.workers.iter().position(
-            |worker| matches!(worker, Some(worker) if !worker.removed && which.is(&worker.spec)),
-        )
+        let slot = *self.slots.get(which.id())?;
+        let worker = self.workers[slot].as_ref()?;
+        which.is(&worker.spec).then_some(slot)
     }
 
     fn fill_facts(&mut self, exclude: &[String], now_s: f64) {
@@ -581,26 +588,38 @@ impl State {
 
     /// The workers that may answer requests, as residency sees them. Those that are suspected to hang
     /// get nothing, unless all are that are not in `exclude`: see [`State::pardon_suspects`].
-    fn sites(&self, exclude: &[String], now_s: f64) -> Vec<Site> {
-        let workers = self.workers.iter().enumerate();
-        let mut sites: Vec<Site> = workers
-            .filter_map(|(slot, worker)| worker.as_ref()?.site(slot, now_s))
-            .collect();
-        let is_suspect = |site: &Site| {
-            let worker = self.workers[site.slot].as_ref();
-            worker.is_some_and(|worker| worker.liveness.is_suspect())
-        };
-        let may_go = |site: &Site| site.routable && !exclude.contains(&site.spec.id);
-        if sites.iter().any(|site| may_go(site) && !is_suspect(site)) {
+    fn sites(&mut self, exclude: &[String], now_s: f64) -> Vec<Site> {
+        let mut sites = std::mem::take(&mut self.spare_sites);
+        let mut count = 0;
+        let (mut has_suspect, mut has_other) = (false, false);
+        for (slot, worker) in self.workers.iter().enumerate() {
+            let Some(worker) = worker.as_ref().filter(|worker| worker.is_site()) else {
+                continue;
+            };
+            match sites.get_mut(count) {
+                Some(site) => worker.renew_site(site, slot, now_s),
+                None => sites.push(worker.site(slot, now_s)),
+            }
+            let site = &sites[count];
+            let is_suspect = worker.liveness.is_suspect();
+            has_suspect |= is_suspect;
+            has_other |= !is_suspect && site.routable && !exclude.contains(&site.spec.id);
+            count += 1;
+        }
+        sites.truncate(count);
+        if has_suspect && has_other {
             for site in &mut sites {
-                site.routable &= !is_suspect(site);
+                let worker = self.workers[site.slot].as_ref();
+                site.routable &= worker.is_some_and(|worker| !worker.liveness.is_suspect());
             }
         }
         sites
     }
 
     fn site(&self, slot: usize, now_s: f64) -> Option<Site> {
-        self.workers.get(slot)?.as_ref()?.site(slot, now_s)
+        let worker = self.workers.get(slot)?.as_ref();
+        let worker = worker.filter(|worker| worker.is_site())?;
+        Some(worker.site(slot, now_s))
     }
 
     /// Tokens of the prompt cached on each worker, by slot. The facts must be filled in.
@@ -626,13 +645,18 @@ impl State {
         if !self.residency.needs_pump() {
             return;
         }
-        self.fill_facts(&[], now_s);
-        for (id, prompt) in self.residency.stale_waiters(now_s) {
+        self.end_untold(now_s);
+        let stale = self.residency.stale_waiters(now_s);
+        if !stale.is_empty() {
+            self.fill_facts(&[], now_s);
+        }
+        for (id, prompt) in stale {
             let cached = self.cached_by_slot(&prompt);
             self.residency.set_cached(id, cached, now_s);
         }
         let sites = self.sites(&[], now_s);
         self.residency.pump(&sites, now_s);
+        self.spare_sites = sites;
     }
 
     fn fill_cached(&mut self, prompt: &PromptHashes) {

@@ -7,7 +7,9 @@ use super::reservation::{Noted, Reservation, Share};
 use super::residency::footprint::Coarse;
 use super::residency::queue::{Admitted, Progress, WaitingTurn};
 use super::residency::sessions::Identity;
-use super::residency::{Asked, Go, Residence, ResidencyRecord, Seat, Site, WaitReason, Wake};
+use super::residency::{
+    Asked, Go, Residence, ResidencyRecord, Seat, Site, WaitReason, Wake, site_of,
+};
 use super::whole::{self, Separable};
 use super::{
     COMPLAINT_INTERVAL_S, ESTIMATE_BLOCK_TOKENS, Fleet, Request, State, can_serve_whole,
@@ -265,9 +267,8 @@ impl Fleet {
         state.fill_facts(exclude, now_s);
         state.fill_cached(&request.prompt);
         let sites = state.sites(exclude, now_s);
-        let site = sites.iter().find(|site| {
-            site.slot == admitted.slot && site.serial == admitted.serial && site.routable
-        });
+        let site = site_of(&sites, admitted.slot)
+            .filter(|site| site.serial == admitted.serial && site.routable);
         let Some(site) = site else {
             state.residency.requeue(id, now_s, None);
             self.settle(guard);
@@ -447,7 +448,10 @@ impl Fleet {
         choose: impl FnOnce(&dyn Policy, &View<'_>) -> Result<Decision, Refusal>,
     ) -> Result<Choice, Refusal> {
         for facts in &mut state.facts {
-            facts.admits = slots.is_none_or(|slots| slots.contains(&facts.slot));
+            facts.admits = slots.is_none();
+        }
+        for &slot in slots.unwrap_or_default() {
+            state.facts[slot].admits = true;
         }
         let session_key = request.session_id.as_deref().map(session_key);
         let facts = state.request_facts(request, session_key);
@@ -722,8 +726,7 @@ impl State {
                 false => self.site(slot, now_s).into_iter().collect(),
             };
         }
-        let site = sites.iter().find(|site| site.slot == slot);
-        let site = site.ok_or(Refusal::OutsideCandidates)?;
+        let site = site_of(&sites, slot).ok_or(Refusal::OutsideCandidates)?;
         let prompt = Coarse::of(&request.prompt, self.residency.text_scale());
         let asked = Asked {
             key: identity.key,
@@ -777,6 +780,7 @@ impl State {
             request.hints.clone(),
             text_tokens,
         );
+        self.spare_sites = sites;
         let state = if turn == 0 { Residence::Ungated } else { state };
         let record = ResidencyRecord {
             state,

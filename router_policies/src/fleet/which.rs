@@ -12,6 +12,13 @@ pub enum Which<'a> {
 }
 
 impl Which<'_> {
+    pub(super) fn id(&self) -> &str {
+        match self {
+            Self::Id(id) => id,
+            Self::Registration(registered) => &registered.id,
+        }
+    }
+
     pub(super) fn is(&self, spec: &Arc<WorkerSpec>) -> bool {
         match self {
             Self::Id(id) => spec.id == *id,

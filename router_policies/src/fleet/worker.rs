@@ -248,16 +248,19 @@ impl Worker {
         }
     }
 
-    /// The worker as residency sees it, suspected to hang or not; none where it only prefills for others.
-    pub fn site(&self, slot: usize, now_s: f64) -> Option<Site> {
+    /// Whether residency sees the worker: not where it only prefills for others.
+    pub fn is_site(&self) -> bool {
         let (serves_local, _, serves_decode) = abilities(&self.spec);
-        if self.removed || !(serves_local || serves_decode) {
-            return None;
-        }
+        !self.removed && (serves_local || serves_decode)
+    }
+
+    /// The worker as residency sees it, suspected to hang or not, where [`Worker::is_site`].
+    pub fn site(&self, slot: usize, now_s: f64) -> Site {
+        let (serves_local, ..) = abilities(&self.spec);
         let used = self.engine.and_then(|engine| engine.used_tokens);
         let external_tokens = self.external_tokens();
         let capacity = self.kv_capacity_tokens;
-        Some(Site {
+        Site {
             slot,
             serial: self.serial,
             spec: Arc::clone(&self.spec),
@@ -267,11 +270,27 @@ impl Worker {
             external_tokens,
             is_exact: !self.needs_estimate(),
             keeps_prefixes: self.keeps_prefixes,
-            used_share: used
-                .zip(capacity)
-                .map(|(used, capacity)| used as f64 / capacity.max(1) as f64),
+            used_share: used_share(used, capacity),
             rates: self.rates,
-        })
+        }
+    }
+
+    /// Makes of an older site what [`Worker::site`] is now. What never changes of a worker stays, so
+    /// that thousands of them cost no count of references.
+    pub fn renew_site(&self, site: &mut Site, slot: usize, now_s: f64) {
+        if site.serial != self.serial || site.slot != slot {
+            *site = self.site(slot, now_s);
+            return;
+        }
+        let used = self.engine.and_then(|engine| engine.used_tokens);
+        let capacity = self.kv_capacity_tokens;
+        site.routable = self.may_get_requests(&[], now_s);
+        site.kv_capacity_tokens = capacity;
+        site.external_tokens = self.external_tokens();
+        site.is_exact = !self.needs_estimate();
+        site.keeps_prefixes = self.keeps_prefixes;
+        site.used_share = used_share(used, capacity);
+        site.rates = self.rates;
     }
 
     pub fn facts(&self, slot: usize, exclude: &[String], now_s: f64) -> WorkerFacts {
@@ -353,6 +372,11 @@ impl Worker {
             residency,
         }
     }
+}
+
+fn used_share(used_tokens: Option<u64>, capacity_tokens: Option<u64>) -> Option<f64> {
+    let (used, capacity) = used_tokens.zip(capacity_tokens)?;
+    Some(used as f64 / capacity.max(1) as f64)
 }
 
 #[cfg(test)]

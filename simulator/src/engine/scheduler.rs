@@ -49,7 +49,7 @@ impl Core {
     }
 
     /// Whether the request at `at` of the queue had come when this step was composed.
-    pub fn is_seen(&self, at: usize) -> bool {
+    fn is_seen(&self, at: usize) -> bool {
         self.queues.waiting[at].arrived_s <= self.seen_until_s
     }
 
@@ -222,6 +222,27 @@ pub trait Scheduler {
     fn complete(&mut self, told: &mut Vec<Emission>);
     /// No step was to be composed.
     fn rest(&mut self) {}
+}
+
+/// Lets in waiting requests that had come when this step was composed, first the first, while the step
+/// that is put together in `batch` `has_room` and `begin` lets the one at that place of the queue in.
+pub fn let_all_in<S: Scheduler, B>(
+    scheduler: &mut S,
+    batch: &mut B,
+    has_room: impl Fn(&B) -> bool,
+    begin: impl Fn(&mut S, usize, &mut B) -> bool,
+) {
+    let mut at = 0;
+    while has_room(batch)
+        && scheduler.core().queues.running.len() < scheduler.core().limits.max_running
+        && at < scheduler.core().queues.waiting.len()
+    {
+        if !scheduler.core().is_seen(at) {
+            at += 1;
+        } else if !begin(scheduler, at, batch) {
+            break;
+        }
+    }
 }
 
 fn start_step(scheduler: &mut impl Scheduler) {

@@ -11,7 +11,7 @@
 //! does both beside prompts of its own.
 
 use super::batch::Sequence;
-use super::scheduler::{Core, Prefill, Scheduler};
+use super::scheduler::{Core, Prefill, Scheduler, let_all_in};
 use super::{Emission, JobId, Limits, Order, Part};
 use crate::calibration::{Calibration, attention_pairs};
 
@@ -127,18 +127,8 @@ impl Sglang {
         {
             self.sort_by_prefix();
         }
-        let mut at = 0;
-        while batch.chunk_left > 0
-            && batch.input_left > 0
-            && self.core.queues.running.len() < self.core.limits.max_running
-            && at < self.core.queues.waiting.len()
-        {
-            if !self.core.is_seen(at) {
-                at += 1;
-            } else if !self.begin(at, &mut batch) {
-                break;
-            }
-        }
+        let has_room = |batch: &Batch| batch.chunk_left > 0 && batch.input_left > 0;
+        let_all_in(self, &mut batch, has_room, Self::begin);
         if batch.jobs.is_empty() {
             return None;
         }

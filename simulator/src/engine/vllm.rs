@@ -2,7 +2,7 @@
 //! left goes to chunks of prefills. A request is let in when its whole prompt fits; nothing is kept for
 //! answers, and when blocks run out the request that came last is preempted and computed again.
 
-use super::scheduler::{Core, Prefill, Scheduler};
+use super::scheduler::{Core, Prefill, Scheduler, let_all_in};
 use super::{Emission, JobId, Limits};
 use crate::calibration::{Calibration, attention_pairs};
 
@@ -125,18 +125,8 @@ impl Scheduler for Vllm {
             preempted: false,
         };
         self.go_on(&mut batch);
-        let mut at = 0;
-        while batch.budget > 0
-            && !batch.preempted
-            && self.core.queues.running.len() < self.core.limits.max_running
-            && at < self.core.queues.waiting.len()
-        {
-            if !self.core.is_seen(at) {
-                at += 1;
-            } else if !self.begin(at, &mut batch) {
-                break;
-            }
-        }
+        let has_room = |batch: &Batch| batch.budget > 0 && !batch.preempted;
+        let_all_in(self, &mut batch, has_room, Self::begin);
         if batch.jobs.is_empty() {
             return None;
         }

@@ -287,6 +287,17 @@ impl TokenHasher {
         }
     }
 
+    /// Goes on behind a prompt of which these are the states after each block; a block must be of
+    /// whole groups ([`GROUP_TOKENS`]). What the largest id was is not known then.
+    pub fn after(block: usize, states: Vec<u64>) -> Self {
+        let mut hasher = Self::new(block);
+        debug_assert!(hasher.hashes.block.is_multiple_of(GROUP_TOKENS));
+        hasher.chain.groups = states.last().copied().unwrap_or(SEED_TOKENS);
+        hasher.hashes.length = states.len() * hasher.hashes.block;
+        hasher.hashes.states = states;
+        hasher
+    }
+
     pub fn push(&mut self, token: u32) {
         self.extend_digits(&[digits(token)]);
         if token >= LONG_TOKEN {
@@ -412,6 +423,20 @@ mod tests {
             let units: Vec<u64> = tokens.iter().map(|&token| digits(token)).collect();
             units.chunks(piece).for_each(|piece| hasher.extend_digits(piece));
             prop_assert_eq!(hasher.finish(), PromptHashes::of_tokens(&tokens, block));
+        }
+
+        #[test]
+        fn a_prompt_that_goes_on_behind_anothers_states_is_hashed_as_a_whole(
+            tokens in proptest::collection::vec(any::<u32>(), 0..120),
+            groups in 1usize..4,
+            share in 0.0f64..=1.0,
+        ) {
+            let block = groups * GROUP_TOKENS;
+            let whole = PromptHashes::of_tokens(&tokens, block);
+            let known = (whole.states.len() as f64 * share) as usize;
+            let mut hasher = TokenHasher::after(block, whole.states[..known].to_vec());
+            hasher.extend(&tokens[known * block..]);
+            prop_assert_eq!(hasher.finish(), whole);
         }
 
         #[test]

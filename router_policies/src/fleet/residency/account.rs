@@ -1,9 +1,9 @@
 //! A turn from its arrival to its end, as the book and the statistics see it, whatever the rule.
 
-use super::book::{Key, Served};
+use super::book::{Hold, Key, Occupant, Served};
 use super::footprint::Coarse;
 use super::sessions::{Identity, Name, ServedPrompt};
-use super::{Asked, GiveUp, Residence, Residency, Site};
+use super::{Asked, GiveUp, Residence, Residency, Site, site_of};
 use crate::fleet::{Hints, Usage};
 
 /// Share of the difference that one turn moves the fleet's means by.
@@ -87,7 +87,11 @@ impl Residency {
         let occupant = hold.begin(identity.key, turn, prompt, output_tokens, now_s);
         occupant.name.clone_from(&identity.name);
         hold.trim_growth(budget);
-        self.sessions.of(identity.key).home = Some((site.slot, site.serial));
+        let known = self.sessions.of(identity.key);
+        known.home = Some((site.slot, site.serial));
+        if let Err(at) = known.slots.binary_search(&site.slot) {
+            known.slots.insert(at, site.slot);
+        }
         let parted = &mut self.seen[site.slot].parted;
         parted.retain(|(then_s, key, _)| *key != identity.key && now_s - then_s < super::PARTED_S);
         turn
@@ -139,12 +143,20 @@ impl Residency {
     /// Where a session had a place before it got one at `site`: that one goes, unless a turn of it is
     /// still in flight there.
     fn leave_old_home(&mut self, key: Key, site: &Site, sites: &[Site], now_s: f64) {
-        for old in sites.iter().filter(|old| old.slot != site.slot) {
-            let occupant = self.holds.get(old.slot).and_then(|hold| hold.occupant(key));
-            if occupant.is_some_and(|occupant| occupant.is_idle()) {
-                self.give_up(old.slot, &old.spec, key, GiveUp::Moved, now_s);
+        let mut slots = std::mem::take(&mut self.sessions.of(key).slots);
+        let occupant = |holds: &[Hold], slot: usize| {
+            let occupant = holds.get(slot).and_then(|hold| hold.occupant(key));
+            occupant.map(Occupant::is_idle)
+        };
+        slots.retain(|slot| occupant(&self.holds, *slot).is_some());
+        for &slot in slots.iter().filter(|slot| **slot != site.slot) {
+            if let Some(old) = site_of(sites, slot)
+                && occupant(&self.holds, slot) == Some(true)
+            {
+                self.give_up(slot, &old.spec, key, GiveUp::Moved, now_s);
             }
         }
+        self.sessions.of(key).slots = slots;
     }
 
     /// The turn's prefill is over, or is done elsewhere. True if a slot for a cold one is free again.
@@ -288,7 +300,7 @@ impl Residency {
         };
         occupant.returns_s = seat.hints.idle_s.map(|idle_s| now_s + idle_s);
         occupant.ended |= seat.hints.ends;
-        if !occupant.turns.is_empty() || occupant.waits {
+        if !occupant.turns.is_empty() || occupant.waits() {
             return;
         }
         let reason = if occupant.ended {

@@ -37,8 +37,8 @@ pub struct Occupant {
     pub returns_s: Option<f64>,
     /// It said that no further turn comes.
     pub ended: bool,
-    /// Its next turn waits for room to grow.
-    pub waits: bool,
+    /// Its next turn waits for room to grow: [`Hold::set_waits`].
+    waits: bool,
     /// Gives up its place when its turn ends.
     pub marked: bool,
     /// Its worker went away while a turn was in flight.
@@ -48,6 +48,10 @@ pub struct Occupant {
 impl Occupant {
     pub fn is_idle(&self) -> bool {
         self.turns.is_empty() && !self.waits
+    }
+
+    pub fn waits(&self) -> bool {
+        self.waits
     }
 
     /// Tokens that it holds, those of others too included.
@@ -80,6 +84,8 @@ pub struct Hold {
     /// Tokens of tails and of answers in flight.
     loose_tokens: u64,
     growth_tokens: u64,
+    /// Occupants whose next turns wait for room to grow.
+    growing: usize,
     pub cold_in_flight: u32,
     pub given_up: u64,
 }
@@ -111,6 +117,26 @@ impl Hold {
 
     pub fn len(&self) -> usize {
         self.occupants.len()
+    }
+
+    /// Notes whether the next turn of `key`, if it has a place, waits for room to grow.
+    pub fn set_waits(&mut self, key: Key, waits: bool) {
+        if let Some(occupant) = self.occupants.get_mut(&key) {
+            self.growing -= usize::from(occupant.waits);
+            self.growing += usize::from(waits);
+            occupant.waits = waits;
+        }
+    }
+
+    /// Whether the next turn of anybody waits for room to grow.
+    pub fn has_growing(&self) -> bool {
+        self.growing > 0
+    }
+
+    /// Tokens that idle occupants hold, shared ones counted for each, and what is booked for their growth.
+    pub fn idle_tokens(&self) -> u64 {
+        let idle = self.occupants.values().filter(|o| o.is_idle());
+        idle.map(|o| o.tokens() + o.growth_tokens).sum()
     }
 
     /// Tokens booked for turns in flight, shared ones counted for each.
@@ -183,7 +209,7 @@ impl Hold {
         }
         self.loose_tokens += chain.tail_tokens + output_tokens;
         self.growth_tokens -= std::mem::take(&mut occupant.growth_tokens);
-        occupant.waits = false;
+        self.growing -= usize::from(std::mem::take(&mut occupant.waits));
         occupant.returns_s = None;
         occupant.ended = false;
         occupant.turns.push(Turn {
@@ -290,6 +316,7 @@ impl Hold {
     /// in tokens, or none where it had no place.
     pub fn remove(&mut self, key: Key) -> Option<u64> {
         let occupant = self.occupants.remove(&key)?;
+        self.growing -= usize::from(occupant.waits);
         let before = self.firm_tokens();
         self.growth_tokens -= occupant.growth_tokens;
         if let Some(chain) = &occupant.held {

@@ -150,9 +150,12 @@ impl Blocks {
     /// Blocks of the prompt's beginning that somebody holds, of which at least `known` are.
     pub fn held(&self, prompt: &Coarse<'_>, known: usize) -> usize {
         let known = known.min(prompt.blocks());
-        partition(known, prompt.blocks(), |at| {
-            self.counts.contains_key(&prompt.state(at))
-        })
+        let holds = |at: usize| self.counts.contains_key(&prompt.state(at));
+        // Most workers hold nothing of a prompt.
+        if known < prompt.blocks() && !holds(known) {
+            return known;
+        }
+        partition(known, prompt.blocks(), holds)
     }
 
     /// Blocks at the chain's beginning that another holds too.

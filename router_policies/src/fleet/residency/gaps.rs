@@ -2,6 +2,7 @@
 //! what all sessions do.
 
 use smallvec::SmallVec;
+use std::sync::LazyLock;
 
 /// Gaps of a session that are remembered.
 const OWN_GAPS: usize = 8;
@@ -53,10 +54,10 @@ fn bin(gap_s: f64) -> usize {
     ((octaves * BINS_AN_OCTAVE) as usize).min(BINS - 1)
 }
 
-/// The middle of a bin, by ratio.
-fn middle_s(bin: usize) -> f64 {
-    LEAST_S * ((bin as f64 + 0.5) / BINS_AN_OCTAVE).exp2()
-}
+/// The middles of the bins, by ratio.
+static MIDDLES_S: LazyLock<[f64; BINS]> = LazyLock::new(|| {
+    std::array::from_fn(|bin| LEAST_S * ((bin as f64 + 0.5) / BINS_AN_OCTAVE).exp2())
+});
 
 impl Gaps {
     pub fn note(&mut self, gap_s: f64) {
@@ -75,8 +76,7 @@ impl Gaps {
     fn longer(&self, own: &OwnGaps, idle_s: f64) -> (f64, f64) {
         let all: f64 = self.weights.iter().sum();
         let (mut weight, mut beyond) = (0.0, 0.0);
-        for (bin, &of_bin) in self.weights.iter().enumerate() {
-            let gap_s = middle_s(bin);
+        for (&gap_s, &of_bin) in MIDDLES_S.iter().zip(&self.weights) {
             if gap_s > idle_s {
                 let share = FLEET_WEIGHT * of_bin / all;
                 weight += share;

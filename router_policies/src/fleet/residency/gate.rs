@@ -3,10 +3,11 @@
 use super::book::{Hold, Key};
 use super::footprint::Coarse;
 use super::rules::{Demand, Placement};
-use super::{GiveUp, Residence, Residency, Site, WaitReason};
+use super::{GiveUp, Residence, Residency, Site, WaitReason, site_of};
 use crate::fleet::prefix::hash::PromptHashes;
 use crate::policy::attention_pairs;
 use smallvec::{SmallVec, smallvec};
+use std::collections::HashSet;
 use std::rc::Rc;
 
 /// A turn that asks for a place.
@@ -34,14 +35,24 @@ pub(in crate::fleet) struct Go {
     pub state: Residence,
 }
 
-/// What a round of decisions has in common.
+/// What a round of decisions has in common. What it has worked out holds until places change:
+/// [`Round::forget`].
 pub(super) struct Round {
     pub now_s: f64,
     pub oldest_wait_s: f64,
+    /// How many times what all workers may hold those want that wait.
+    pub queued_share: f64,
     /// A worker on which room gathers for another.
     pub closed: Option<usize>,
+    /// Somebody wants to know why a turn has to wait. Else workers that it may not go to, or that
+    /// have no turn for a cold prefill, need not be looked at.
+    pub says_why: bool,
     /// By slot: who may be given up for one that waits, and what that frees at most.
     eligible: Vec<Option<Rc<Eligible>>>,
+    /// Sessions that wait for their sub-agents.
+    busy: Option<Rc<HashSet<Key>>>,
+    /// The sites, by their place among all, that a cold turn may go to now.
+    open: Option<Rc<[usize]>>,
 }
 
 struct Eligible {
@@ -50,12 +61,29 @@ struct Eligible {
 }
 
 impl Round {
-    pub fn new(now_s: f64, oldest_wait_s: f64) -> Self {
+    pub fn new(now_s: f64, oldest_wait_s: f64, queued_share: f64) -> Self {
         Self {
             now_s,
             oldest_wait_s,
+            queued_share,
             closed: None,
+            says_why: false,
             eligible: Vec::new(),
+            busy: None,
+            open: None,
+        }
+    }
+
+    /// How many times longer than `wait_bound_s` waits may be: as many times what all workers may hold as
+    /// those want that wait.
+    pub fn bound_scale(&self) -> f64 {
+        self.queued_share.max(1.0)
+    }
+
+    fn demand(&self) -> Demand {
+        Demand::Waiting {
+            oldest_wait_s: self.oldest_wait_s,
+            bound_scale: self.bound_scale(),
         }
     }
 
@@ -64,6 +92,15 @@ impl Round {
         if let Some(eligible) = self.eligible.get_mut(slot) {
             *eligible = None;
         }
+        self.busy = None;
+        self.open = None;
+    }
+
+    /// Those of all workers have.
+    pub fn forget_all(&mut self) {
+        self.eligible.clear();
+        self.busy = None;
+        self.open = None;
     }
 }
 
@@ -93,7 +130,9 @@ impl Residency {
 
     /// As [`Residency::ask`], for one that comes now.
     pub fn ask_now(&self, asked: &Asked<'_>, sites: &[Site], now_s: f64) -> Result<Go, WaitReason> {
-        self.ask(asked, sites, &mut Round::new(now_s, 0.0))
+        let mut round = Round::new(now_s, 0.0, 0.0);
+        round.says_why = true;
+        self.ask(asked, sites, &mut round)
     }
 
     /// Idle sessions that no longer fit beside what is in flight.
@@ -105,7 +144,7 @@ impl Residency {
         if excess == 0 || !self.manner.by_tokens || self.manner.residents_always_go {
             return Vec::new();
         }
-        let places = self.places(site, now_s);
+        let places = self.places(site, now_s, &self.busy_parents(now_s));
         let idle = self
             .rule
             .may_give_up(&self.view(site, &places, now_s), Demand::Growth);
@@ -119,7 +158,7 @@ impl Residency {
     /// may be many clients' with one document, are not held together.
     pub fn residence_of<'a>(&self, asked: &Asked<'_>, sites: &'a [Site]) -> Option<&'a Site> {
         let (slot, serial) = self.sessions.get(asked.key)?.home?;
-        let site = sites.iter().find(|site| site.slot == slot)?;
+        let site = site_of(sites, slot)?;
         let occupant = self.holds.get(slot)?.occupant(asked.key)?;
         let is_bound = asked.has_session || occupant.turns.is_empty();
         let may_go = site.routable && !asked.exclude.contains(&site.spec.id);
@@ -167,7 +206,7 @@ impl Residency {
         if excess <= 0 || !self.manner.by_tokens || self.manner.residents_always_go {
             return Ok(go(Vec::new(), Residence::Resident));
         }
-        let places = self.places(site, now_s);
+        let places = self.places(site, now_s, &self.busy_parents(now_s));
         let mut others = self
             .rule
             .may_give_up(&self.view(site, &places, now_s), Demand::Growth);
@@ -193,48 +232,64 @@ impl Residency {
     }
 
     /// A turn without a place.
-    fn enter(
+    fn enter<'s>(
         &self,
         asked: &Asked<'_>,
-        sites: &[Site],
+        sites: &'s [Site],
         round: &mut Round,
     ) -> Result<Go, WaitReason> {
         let may_go = |site: &&Site| site.routable && !asked.exclude.contains(&site.spec.id);
-        let candidates: SmallVec<[&Site; 8]> = sites.iter().filter(may_go).collect();
-        if candidates.is_empty() {
+        let candidates = || sites.iter().filter(may_go);
+        if candidates().next().is_none() {
             return Err(WaitReason::NoWorker);
         }
-        let ungated = candidates
-            .iter()
-            .filter(|site| site.kv_capacity_tokens.is_none());
+        let ungated = candidates().filter(|site| site.kv_capacity_tokens.is_none());
         let ungated: SmallVec<[usize; 8]> = ungated.map(|site| site.slot).collect();
-        let gated = || {
-            let closed = round.closed;
-            let gated = candidates.iter().copied();
-            gated.filter(move |site| site.kv_capacity_tokens.is_some() && Some(site.slot) != closed)
-        };
-        let gated: SmallVec<[&Site; 8]> = gated().collect();
-        let home = self.home_of(asked, &candidates);
+        let closed = round.closed;
+        let is_gated =
+            |site: &&Site| site.kv_capacity_tokens.is_some() && Some(site.slot) != closed;
+        let gated = || candidates().filter(is_gated);
+        let most_cached = asked.cached.iter().copied().max().unwrap_or(0);
+        let home = self.home_of(asked, most_cached, candidates());
         let waited_s = round.now_s - asked.arrived_s;
+        let home_s = home.map(|home| compute_s(asked, home));
         // Elsewhere than at home only once waiting has cost as much as moving does.
-        let may_move = |site: &Site| match home {
-            None => true,
-            Some(home) if home.slot == site.slot => true,
-            Some(_) if self.manner.placement == Placement::HomeOnly => false,
-            Some(home) => waited_s >= self.moving_s(asked, home, site),
+        let may_move = |site: &Site| match (home, home_s) {
+            (Some(home), _) if home.slot == site.slot => true,
+            (Some(_), _) if self.manner.placement == Placement::HomeOnly => false,
+            (Some(_), Some(home_s)) => waited_s >= (compute_s(asked, site) - home_s).max(0.0),
+            _ => true,
         };
         let mut reason = WaitReason::NoRoom;
         let (mut fits, mut plans) = (SmallVec::<[&Site; 8]>::new(), Vec::new());
-        for &site in &gated {
-            match self.fit(asked, site, round) {
-                Fit::Yes if home.is_some_and(|home| home.slot == site.slot) => {
-                    fits = smallvec![site];
-                    plans.clear();
-                    break;
+        // At home it is looked first: where it fits there, the others do not matter.
+        let mut at_home = home
+            .filter(|home| is_gated(home))
+            .map(|home| self.fit(asked, home, round));
+        if let (Some(Fit::Yes), Some(home)) = (&at_home, home) {
+            fits.push(home);
+        } else {
+            let mut look_at = |site: &'s Site, round: &mut Round| {
+                let fit = match home {
+                    Some(home) if home.slot == site.slot => at_home.take(),
+                    _ if !round.says_why && !may_move(site) => return,
+                    _ => None,
+                };
+                match fit.unwrap_or_else(|| self.fit(asked, site, round)) {
+                    Fit::Yes => fits.push(site),
+                    Fit::AfterGivingUp(plan) => plans.push((site, plan)),
+                    Fit::No(why) => reason = why,
                 }
-                Fit::Yes => fits.push(site),
-                Fit::AfterGivingUp(plan) => plans.push((site, plan)),
-                Fit::No(why) => reason = why,
+            };
+            let least_new = asked.prompt.tokens.saturating_sub(most_cached);
+            if least_new >= self.settings.cold_tokens && !round.says_why {
+                let open = self.open_to_cold(sites, round);
+                let open = open.iter().map(|&at| &sites[at]);
+                for site in open.filter(may_go).filter(is_gated) {
+                    look_at(site, round);
+                }
+            } else {
+                gated().for_each(|site| look_at(site, round));
             }
         }
         let has_fitting = !fits.is_empty() || !plans.is_empty();
@@ -279,43 +334,52 @@ impl Residency {
                 state,
             });
         }
-        if let Some(go) = self.alone(asked, &gated) {
+        if let Some(go) = self.alone(asked, gated()) {
             return Ok(go);
         }
-        Err(match (has_fitting, round.closed, gated.is_empty()) {
-            (true, ..) => WaitReason::HomeFirst,
-            (false, Some(_), true) => WaitReason::BehindOthers,
-            _ if self.fits_nowhere(asked, &gated) => WaitReason::Alone,
+        Err(match (has_fitting, round.closed) {
+            (true, _) => WaitReason::HomeFirst,
+            (false, Some(_)) if gated().next().is_none() => WaitReason::BehindOthers,
+            _ if self.fits_nowhere(asked, gated()) => WaitReason::Alone,
             _ => reason,
         })
     }
 
     /// Where the turn's session is taken to be cached: by the rule where it was before, else where a
-    /// long part of it is.
-    fn home_of<'a>(&self, asked: &Asked<'_>, candidates: &[&'a Site]) -> Option<&'a Site> {
+    /// long part of it is; `most_cached` tokens are, at most.
+    fn home_of<'a>(
+        &self,
+        asked: &Asked<'_>,
+        most_cached: u64,
+        mut candidates: impl Iterator<Item = &'a Site>,
+    ) -> Option<&'a Site> {
         match self.manner.placement {
             Placement::MostRoom => None,
             Placement::HomeOnly => {
                 let (slot, serial) = self.sessions.get(asked.key)?.home?;
-                let is_home = |site: &&&Site| site.slot == slot && site.serial == serial;
-                candidates.iter().find(is_home).copied()
+                candidates.find(|site| site.slot == slot && site.serial == serial)
             }
+            Placement::WaitOrMove if most_cached < self.settings.cold_tokens => None,
             Placement::WaitOrMove => {
-                let cached = |site: &&&Site| asked.cached.get(site.slot).copied().unwrap_or(0);
-                let best = candidates.iter().max_by_key(cached)?;
-                (cached(&best) >= self.settings.cold_tokens).then_some(*best)
+                let cached = |site: &&Site| asked.cached.get(site.slot).copied().unwrap_or(0);
+                let best = candidates.max_by_key(cached)?;
+                (cached(&best) >= self.settings.cold_tokens).then_some(best)
             }
         }
     }
 
-    /// Seconds of computing that a turn costs more on `site` than at home.
-    pub(super) fn moving_s(&self, asked: &Asked<'_>, home: &Site, site: &Site) -> f64 {
-        let compute_s = |site: &Site| {
-            let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
-            let new = asked.prompt.tokens.saturating_sub(cached);
-            site.rates.compute_s(new, attention_pairs(cached, new))
+    /// The sites, by their place in `sites`, on which another cold prefill may run.
+    fn open_to_cold(&self, sites: &[Site], round: &mut Round) -> Rc<[usize]> {
+        let is_open = |site: &Site| {
+            let hold = self.holds.get(site.slot);
+            let running = hold.map_or(0, |hold| hold.cold_in_flight);
+            !site.prefills || running < self.settings.cold_slots
         };
-        (compute_s(site) - compute_s(home)).max(0.0)
+        let open = round.open.get_or_insert_with(|| {
+            let open = sites.iter().enumerate().filter(|(_, site)| is_open(site));
+            open.map(|(at, _)| at).collect()
+        });
+        Rc::clone(open)
     }
 
     /// Free for others than those with a place.
@@ -360,16 +424,20 @@ impl Residency {
         } else {
             WaitReason::NoRoom
         };
-        let eligible = self.eligible(site, round);
         let own_parent = asked.parent.filter(|&parent| {
             hold.occupant(parent)
                 .is_some_and(|occupant| occupant.is_idle())
         });
-        let most = eligible.most_tokens
-            + own_parent
-                .and_then(|parent| hold.occupant(parent))
-                .map_or(0, |o| o.tokens() + o.growth_tokens);
-        if excess > 0 && most < excess as u64 {
+        let of_parent = own_parent
+            .and_then(|parent| hold.occupant(parent))
+            .map_or(0, |o| o.tokens() + o.growth_tokens);
+        // Only idle ones are ever eligible. Which of them are takes longer to find out.
+        let is_too_little = |most: u64| excess > 0 && most + of_parent < excess as u64;
+        if is_too_little(hold.idle_tokens()) {
+            return Fit::No(no);
+        }
+        let eligible = self.eligible(site, round);
+        if is_too_little(eligible.most_tokens) {
             return Fit::No(no);
         }
         let mut others: Vec<_> = own_parent
@@ -402,7 +470,7 @@ impl Residency {
         }
         let places;
         let occupied = if self.rule.counts_itself() {
-            places = self.places(site, now_s);
+            places = self.places(site, now_s, &self.busy_parents(now_s));
             self.rule.occupied_tokens(&self.view(site, &places, now_s))
         } else {
             None
@@ -422,14 +490,16 @@ impl Residency {
         if round.eligible.len() <= site.slot {
             round.eligible.resize(site.slot + 1, None);
         }
-        let cached = &mut round.eligible[site.slot];
-        if let Some(eligible) = cached {
+        if let Some(eligible) = &round.eligible[site.slot] {
             return Rc::clone(eligible);
         }
-        let places = self.places(site, round.now_s);
-        let demand = Demand::Waiting {
-            oldest_wait_s: round.oldest_wait_s,
-        };
+        let busy = Rc::clone(
+            round
+                .busy
+                .get_or_insert_with(|| Rc::new(self.busy_parents(round.now_s))),
+        );
+        let places = self.places(site, round.now_s, &busy);
+        let demand = round.demand();
         let keys = self
             .rule
             .may_give_up(&self.view(site, &places, round.now_s), demand);
@@ -440,7 +510,7 @@ impl Residency {
         });
         let most_tokens = tokens.sum();
         let eligible = Rc::new(Eligible { keys, most_tokens });
-        *cached = Some(Rc::clone(&eligible));
+        round.eligible[site.slot] = Some(Rc::clone(&eligible));
         eligible
     }
 
@@ -450,23 +520,30 @@ impl Residency {
     }
 
     /// Whether the turn fits on none of these workers, not even beside nobody.
-    pub(super) fn fits_nowhere(&self, asked: &Asked<'_>, sites: &[&Site]) -> bool {
+    pub(super) fn fits_nowhere<'a>(
+        &self,
+        asked: &Asked<'_>,
+        mut sites: impl Iterator<Item = &'a Site>,
+    ) -> bool {
         let whole = asked.prompt.tokens + asked.output_tokens;
         self.manner.by_tokens
-            && sites.iter().all(|site| {
+            && sites.all(|site| {
                 self.budget_tokens(site)
                     .is_some_and(|budget| whole > budget)
             })
     }
 
     /// One that fits nowhere goes where nothing is in flight, for which all there give up their places.
-    fn alone(&self, asked: &Asked<'_>, sites: &[&Site]) -> Option<Go> {
-        if !self.fits_nowhere(asked, sites) {
+    fn alone<'a>(
+        &self,
+        asked: &Asked<'_>,
+        sites: impl Iterator<Item = &'a Site> + Clone,
+    ) -> Option<Go> {
+        if !self.fits_nowhere(asked, sites.clone()) {
             return None;
         }
-        let is_quiet = |site: &&&Site| self.holds.get(site.slot).is_none_or(Hold::is_quiet);
+        let is_quiet = |site: &&Site| self.holds.get(site.slot).is_none_or(Hold::is_quiet);
         let site = sites
-            .iter()
             .filter(is_quiet)
             .max_by_key(|site| self.budget_tokens(site))?;
         let others = self
@@ -481,6 +558,13 @@ impl Residency {
             state: Residence::Alone,
         })
     }
+}
+
+/// Seconds of computing what of a turn is not cached on `site`.
+fn compute_s(asked: &Asked<'_>, site: &Site) -> f64 {
+    let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
+    let new = asked.prompt.tokens.saturating_sub(cached);
+    site.rates.compute_s(new, attention_pairs(cached, new))
 }
 
 /// Tokens booked for the growth of `keys`.

@@ -113,6 +113,12 @@ pub(super) struct Site {
     pub rates: Rates,
 }
 
+/// The site of a slot; `sites` are in the order of their slots.
+pub(super) fn site_of(sites: &[Site], slot: usize) -> Option<&Site> {
+    let at = sites.binary_search_by_key(&slot, |site| site.slot).ok()?;
+    Some(&sites[at])
+}
+
 pub(super) struct Residency {
     settings: Settings,
     rule: Box<dyn Rule>,
@@ -280,21 +286,23 @@ impl Residency {
             .collect()
     }
 
-    /// The places on a worker, as rules see them.
-    fn places(&self, site: &Site, now_s: f64) -> Vec<Place> {
+    /// The places on a worker, as rules see them; `busy` are those of [`Residency::busy_parents`].
+    fn places(&self, site: &Site, now_s: f64, busy: &HashSet<Key>) -> Vec<Place> {
         let Some(hold) = self.holds.get(site.slot) else {
             return Vec::new();
         };
-        let busy = self.busy_parents(now_s);
-        let in_host = self.host_shares(site, now_s);
+        let in_host = self.host_shares_at_return(site, now_s);
         let place = |(key, occupant): (Key, &book::Occupant)| {
             let tokens = occupant.tokens();
-            let pairs = crate::policy::attention_pairs(0, tokens);
+            let unshared_tokens = hold.unshared_tokens(occupant);
+            // What others hold too stays when this one goes.
+            let shared_tokens = tokens.saturating_sub(unshared_tokens);
+            let pairs = crate::policy::attention_pairs(shared_tokens, unshared_tokens);
             let own = self.sessions.get(key).map(|known| known.gaps.clone());
             Place {
                 key,
                 tokens,
-                unshared_tokens: hold.unshared_tokens(occupant),
+                unshared_tokens,
                 is_idle: occupant.is_idle(),
                 tenure_s: now_s - occupant.admitted_s,
                 idle_s: if occupant.is_idle() {
@@ -306,7 +314,7 @@ impl Residency {
                 ended: occupant.ended,
                 waits_for_children: busy.contains(&key),
                 gaps: own.unwrap_or_default(),
-                recompute_s: site.rates.compute_s(tokens, pairs),
+                recompute_s: site.rates.compute_s(unshared_tokens, pairs),
                 host_share: in_host.get(&key).copied().unwrap_or(0.0),
             }
         };
@@ -343,6 +351,31 @@ impl Residency {
                 .or_insert(kept as f64 / tokens.max(1) as f64);
         }
         shares
+    }
+
+    /// Which share of each session's prefix the host tier would hold when that session comes back. Till then
+    /// all others have their turns, and the tier drops what was used longest ago: it then holds only what
+    /// it has room for beside all of theirs.
+    fn host_shares_at_return(&self, site: &Site, now_s: f64) -> HashMap<Key, f64> {
+        let (Some(host_tokens), Some(hold)) = (site.spec.host_kv_tokens, self.holds.get(site.slot))
+        else {
+            return HashMap::new();
+        };
+        let parted = self.seen[site.slot].parted.iter();
+        let parted = parted.filter(|(then_s, ..)| now_s - then_s < PARTED_S);
+        let mut tokens_of: HashMap<Key, u64> =
+            parted.map(|&(_, key, tokens)| (key, tokens)).collect();
+        let held = hold.occupants();
+        tokens_of.extend(held.map(|(key, occupant)| (key, occupant.tokens())));
+        let all: u64 = tokens_of.values().sum();
+        let share = |tokens: u64| {
+            let room = host_tokens.saturating_sub(all - tokens);
+            room.min(tokens) as f64 / tokens.max(1) as f64
+        };
+        tokens_of
+            .into_iter()
+            .map(|(key, tokens)| (key, share(tokens)))
+            .collect()
     }
 
     fn view<'a>(&'a self, site: &Site, places: &'a [Place], now_s: f64) -> WorkerView<'a> {

@@ -1,11 +1,12 @@
 //! The queue's side of the gate: turns that wait, are let in when there is room, or leave.
 
+use super::book::Occupant;
 use super::footprint::Coarse;
 use super::gate::{Asked, Go, Round};
 use super::queue::{Admitted, Progress, Ranking, Waiter, WaitingTurn};
 use super::rules::{Observed, Placement};
 use super::sessions::Identity;
-use super::{GiveUp, Key, Residence, Residency, Site, WaitReason};
+use super::{GiveUp, Key, Residence, Residency, Site, WaitReason, site_of};
 use crate::fleet::log::{Event, WaitRecord, unix_now_s};
 use crate::fleet::prefix::hash::PromptHashes;
 use std::sync::Arc;
@@ -64,9 +65,7 @@ impl Residency {
         }
         if let Some(slot) = new.grows_at {
             let key = new.identity.key;
-            if let Some(occupant) = self.hold(slot).occupant_mut(key) {
-                occupant.waits = true;
-            }
+            self.hold(slot).set_waits(key, true);
         }
         self.outbox.events.push(Event::Wait(WaitRecord {
             ts_unix_s: unix_now_s(),
@@ -108,11 +107,10 @@ impl Residency {
             return;
         };
         let key = waiter.turn.identity.key;
-        if let Some(occupant) = hold.occupant_mut(key) {
-            occupant.waits = false;
-            if occupant.held.is_none() && occupant.turns.is_empty() {
-                hold.remove(key);
-            }
+        hold.set_waits(key, false);
+        let is_empty = |o: &Occupant| o.held.is_none() && o.turns.is_empty();
+        if hold.occupant(key).is_some_and(is_empty) {
+            hold.remove(key);
         }
     }
 
@@ -180,7 +178,7 @@ impl Residency {
             self.gathers = None;
             return;
         };
-        let mut round = Round::new(now_s, now_s - since_s);
+        let mut round = Round::new(now_s, now_s - since_s, self.queued_share(sites));
         let is_round = self
             .manner
             .admit_every_s
@@ -194,8 +192,15 @@ impl Residency {
             if !self.break_deadlock(sites, now_s) {
                 return;
             }
-            round = Round::new(now_s, round.oldest_wait_s);
+            round = Round::new(now_s, round.oldest_wait_s, self.queued_share(sites));
         }
+    }
+
+    /// How many times what all workers may hold those want that wait.
+    fn queued_share(&self, sites: &[Site]) -> f64 {
+        let may_go = sites.iter().filter(|site| site.routable);
+        let budgets = may_go.filter_map(|site| self.budget_tokens(site));
+        self.queue.tokens() as f64 / budgets.sum::<u64>().max(1) as f64
     }
 
     fn let_in(&mut self, sites: &[Site], round: &mut Round, is_round: bool) {
@@ -257,7 +262,9 @@ impl Residency {
         round: &mut Round,
     ) {
         let now_s = round.now_s;
-        let chosen = sites.iter().filter(|site| go.slots.contains(&site.slot));
+        let mut slots = go.slots.clone();
+        slots.sort_unstable();
+        let chosen = slots.iter().filter_map(|&slot| site_of(sites, slot));
         let cached = |site: &Site| {
             let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
             if cached >= self.settings.cold_tokens {
@@ -271,7 +278,7 @@ impl Residency {
         };
         let (turn, gave_up) =
             self.take_place(asked, identity, site, sites, go.state, &go.give_up, now_s);
-        sites.iter().for_each(|site| round.forget(site.slot));
+        round.forget_all();
         let admitted = Admitted {
             slot: site.slot,
             serial: site.serial,
@@ -328,7 +335,7 @@ impl Residency {
         };
         if let Some((head, slot)) = self.gathers
             && head == id
-            && sites.iter().filter(may_go).any(|site| site.slot == slot)
+            && site_of(sites, slot).is_some_and(|site| may_go(&site))
         {
             return;
         }
@@ -358,12 +365,13 @@ impl Residency {
     /// anybody should: who may be given up goes though that is not enough yet.
     fn make_room(&mut self, asked: &Asked<'_>, sites: &[Site], round: &mut Round) -> Option<Go> {
         let (_, slot) = self.gathers?;
-        if round.now_s - asked.arrived_s < self.settings.wait_bound_s {
+        let site = site_of(sites, slot)?;
+        let waited_s = round.now_s - asked.arrived_s;
+        if waited_s < self.settings.wait_bound_s * round.bound_scale() {
             return None;
         }
-        let site = sites.iter().find(|site| site.slot == slot)?;
         let mut others = self.eligible_keys(site, round);
-        if self.fits_nowhere(asked, &[site]) {
+        if self.fits_nowhere(asked, std::iter::once(site)) {
             let idle = self
                 .holds
                 .get(slot)?
@@ -390,10 +398,13 @@ impl Residency {
             let Some(hold) = self.holds.get(site.slot) else {
                 continue;
             };
+            if !hold.has_growing() {
+                continue;
+            }
             let runs = hold.occupants().any(|(_, o)| !o.turns.is_empty());
             let waiting = hold
                 .occupants()
-                .filter(|(_, o)| o.waits && o.turns.is_empty());
+                .filter(|(_, o)| o.waits() && o.turns.is_empty());
             let last = waiting.max_by(|(a, one), (b, other)| {
                 one.admitted_s.total_cmp(&other.admitted_s).then(a.cmp(b))
             });
@@ -446,7 +457,7 @@ impl Residency {
                 cached_tokens: std::mem::take(&mut seen.cached_tokens),
             };
             self.rule.observe(site.slot, observed);
-            let places = self.places(site, now_s);
+            let places = self.places(site, now_s, &self.busy_parents(now_s));
             for key in self.rule.over_limit(&self.view(site, &places, now_s)) {
                 let occupant = self.holds[site.slot].occupant_mut(key);
                 match occupant {

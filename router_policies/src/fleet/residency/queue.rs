@@ -80,6 +80,8 @@ pub struct Waiter {
     pub turn: WaitingTurn,
     pub progress: Progress,
     rank: Rank,
+    /// That it adds to those of the queue.
+    listed_tokens: u64,
 }
 
 /// Who goes first: class, then what orders the class, then who came first.
@@ -91,6 +93,8 @@ pub struct Queue {
     waiters: StateMap<Waiter>,
     order: BTreeMap<Rank, u64>,
     by_arrival: BTreeSet<(u64, u64)>,
+    /// Of all that wait without a place, shared ones counted for each.
+    tokens: u64,
     next: u64,
     /// When the last turns were let in.
     let_in_s: VecDeque<f64>,
@@ -135,6 +139,7 @@ impl Queue {
             turn,
             progress: Progress::Waiting,
             rank: (0, 0, 0),
+            listed_tokens: 0,
         };
         self.waiters.insert(id, waiter);
         self.enlist(id, ranking);
@@ -147,13 +152,19 @@ impl Queue {
         if let Some(waiter) = self.waiters.get_mut(&id) {
             waiter.progress = Progress::Waiting;
             waiter.rank = ranking.rank(&waiter.turn, id);
+            waiter.listed_tokens = match waiter.turn.grows_at {
+                Some(_) => 0,
+                None => waiter.turn.prompt.tokens() + waiter.turn.output_tokens,
+            };
+            self.tokens += waiter.listed_tokens;
             self.order.insert(waiter.rank, id);
             self.by_arrival.insert((micros(waiter.turn.arrived_s), id));
         }
     }
 
     fn delist(&mut self, id: u64) {
-        if let Some(waiter) = self.waiters.get(&id) {
+        if let Some(waiter) = self.waiters.get_mut(&id) {
+            self.tokens -= std::mem::take(&mut waiter.listed_tokens);
             self.order.remove(&waiter.rank);
             self.by_arrival.remove(&(micros(waiter.turn.arrived_s), id));
         }
@@ -191,6 +202,11 @@ impl Queue {
         self.order
             .values()
             .filter_map(|&id| Some((id, self.waiters.get(&id)?)))
+    }
+
+    /// Tokens that those want that wait without a place.
+    pub fn tokens(&self) -> u64 {
+        self.tokens
     }
 
     /// How many wait.
@@ -267,6 +283,7 @@ mod tests {
             queue.remove(id);
         }
         assert!(queue.is_quiet() && queue.is_empty() && queue.by_arrival.is_empty());
+        assert_eq!(queue.tokens(), 0);
     }
 
     #[test]

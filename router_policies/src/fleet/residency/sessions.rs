@@ -74,6 +74,8 @@ pub struct Known {
     pub served: Option<ServedPrompt>,
     /// Where it had a place last, by the worker's serial number.
     pub home: Option<(usize, u64)>,
+    /// The slots where it may have a place, in their order: every one where it has is among them.
+    pub slots: SmallVec<[usize; 2]>,
     pub parent: Option<Key>,
     pub recomputed_tokens: u64,
     /// Of a family: the state that its newest prompt ends with.

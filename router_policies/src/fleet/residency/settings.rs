@@ -32,7 +32,7 @@ impl Default for Settings {
             new_session_penalty_s: 5.0,
             max_waiting: 10_000,
             max_wait_s: 600.0,
-            wait_bound_s: 120.0,
+            wait_bound_s: 90.0,
             output_safety: 2.0,
             growth_turns: 1.0,
         }
@@ -78,8 +78,8 @@ pub const PARAMS: &[ParamInfo] = &[
     },
     ParamInfo {
         name: "wait_bound_s",
-        default: "120",
-        meaning: "once the first of the queue has waited so long, room is made for it piece by piece",
+        default: "90",
+        meaning: "once the first of the queue has waited so long (as many times longer as those that wait want what fits on all workers), room is made for it piece by piece",
     },
     ParamInfo {
         name: "output_safety",

@@ -37,9 +37,9 @@ pub struct Place {
     /// Sub-agents of it are running or waiting, and it waits for them.
     pub waits_for_children: bool,
     pub gaps: OwnGaps,
-    /// Seconds of the worker's time that computing what it holds takes.
+    /// Seconds of the worker's time that computing what it alone holds takes, behind what others hold too.
     pub recompute_s: f64,
-    /// The share of it that the worker's host tier would still hold.
+    /// The share of it that the worker's host tier would still hold when the session comes back.
     pub host_share: f64,
 }
 
@@ -71,8 +71,14 @@ impl WorkerView<'_> {
 /// Who needs the room.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Demand {
-    /// A turn without a place; the one that has waited longest has waited so long.
-    Waiting { oldest_wait_s: f64 },
+    /// A turn without a place.
+    Waiting {
+        /// So long the one has waited that has waited longest.
+        oldest_wait_s: f64,
+        /// How many times longer than `wait_bound_s` waits may be: as many times what all workers may
+        /// hold as those want that wait, at least once.
+        bound_scale: f64,
+    },
     /// A turn of a session that has a place here, which has grown.
     Growth,
 }
@@ -305,7 +311,10 @@ pub(super) mod testing {
         }
     }
 
-    pub const WAITING: Demand = Demand::Waiting { oldest_wait_s: 1.0 };
+    pub const WAITING: Demand = Demand::Waiting {
+        oldest_wait_s: 1.0,
+        bound_scale: 1.0,
+    };
 
     pub fn keys(chosen: Vec<(Key, GiveUp)>) -> Vec<Key> {
         chosen.into_iter().map(|(key, _)| key).collect()

@@ -9,11 +9,12 @@ pub const INFO: Info = Info {
     name: "priced",
     summary: "a place is kept while that costs less than computing what it holds again (default)",
     rule: "With capacity C, the n tokens that an idle session alone holds keep n/C of the worker from others, and \
-           computing them again (or reloading them from the host tier) takes R seconds of it: the place pays for \
+           computing them again behind what others hold too (or reloading them from the host tier) takes R seconds of it: the place pays for \
            g* = R·C/n seconds of idleness. While nobody waits nothing is given up. For a turn that waits, an idle \
            session may be given up where (a) its expected time to return is longer than late_factor·g*, or (b) it \
            has had its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), or, while \
-           the oldest wait goes from half of wait_bound_s to all of it, for a time that shrinks to \
+           the oldest wait goes from half of wait_bound_s to all of it (both as many times longer as those that wait \
+           want what fits on all workers), for a time that shrinks to \
            g*/pressed_overhead and never below, or (c) it said that it ended. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
            equals the longest idle",
     params: &[
@@ -24,7 +25,7 @@ pub const INFO: Info = Info {
         },
         ParamInfo {
             name: "pressed_overhead",
-            default: "0.2",
+            default: "0.6",
             meaning: "the same once somebody has waited for wait_bound_s; without a bound everything is recomputed again",
         },
         ParamInfo {
@@ -44,8 +45,8 @@ pub const INFO: Info = Info {
         },
         ParamInfo {
             name: "wait_bound_s",
-            default: "120",
-            meaning: "the wait at which shares are as short as pressed_overhead allows; they shrink from half of it on",
+            default: "90",
+            meaning: "the wait at which shares are as short as pressed_overhead allows; they shrink from half of it on. Where more waits than fits on all workers, as many times longer",
         },
         ParamInfo {
             name: "reload_tokens_per_s",
@@ -107,11 +108,11 @@ impl Default for Priced {
     fn default() -> Self {
         Self {
             overhead: 0.1,
-            pressed_overhead: 0.2,
+            pressed_overhead: 0.6,
             late_factor: 2.0,
             least_share_s: 5.0,
             most_share_s: 400.0,
-            wait_bound_s: 120.0,
+            wait_bound_s: 90.0,
             reload_tokens_per_s: 250_000.0,
         }
     }
@@ -120,7 +121,7 @@ impl Default for Priced {
 impl Priced {
     /// R: what bringing it back costs, in seconds of the worker's time.
     fn return_s(&self, place: &Place) -> f64 {
-        let reload_s = place.tokens as f64 / self.reload_tokens_per_s;
+        let reload_s = place.unshared_tokens as f64 / self.reload_tokens_per_s;
         let held_s = reload_s.min(place.recompute_s) * place.host_share;
         held_s + place.recompute_s * (1.0 - place.host_share)
     }
@@ -134,10 +135,10 @@ impl Priced {
     /// Q: how long it may keep the place from one that waits. Never so short that taking turns costs
     /// more than `pressed_overhead`: where more wait than any bound on waits allows, shares that
     /// shrink to nothing make every turn a swap, and everything is recomputed again.
-    fn share_s(&self, worth_s: f64, oldest_wait_s: f64) -> f64 {
+    fn share_s(&self, worth_s: f64, oldest_wait_s: f64, bound_scale: f64) -> f64 {
         let at = |overhead: f64| (worth_s / overhead).clamp(self.least_share_s, self.most_share_s);
         let (share_s, pressed_s) = (at(self.overhead), at(self.pressed_overhead));
-        let half_s = self.wait_bound_s / 2.0;
+        let half_s = self.wait_bound_s * bound_scale / 2.0;
         let pressure = ((oldest_wait_s - half_s) / half_s).clamp(0.0, 1.0);
         share_s + (pressed_s - share_s) * pressure
     }
@@ -150,11 +151,15 @@ impl Rule for Priced {
 
     fn may_give_up(&self, view: &WorkerView<'_>, demand: Demand) -> Vec<(Key, GiveUp)> {
         let eligible = |place: &Place| {
-            let Demand::Waiting { oldest_wait_s } = demand else {
+            let Demand::Waiting {
+                oldest_wait_s,
+                bound_scale,
+            } = demand
+            else {
                 return None;
             };
             let worth_s = self.worth_s(view, place);
-            if place.tenure_s >= self.share_s(worth_s, oldest_wait_s) {
+            if place.tenure_s >= self.share_s(worth_s, oldest_wait_s, bound_scale) {
                 Some(GiveUp::HadItsShare)
             } else if view.remaining_s(place) > self.late_factor * worth_s {
                 Some(GiveUp::ReturnsLate)
@@ -200,12 +205,13 @@ mod tests {
         place.recompute_s = 4.5;
         let view = view(std::slice::from_ref(&place), &gaps);
         assert!((rule.worth_s(&view, &place) - 18.0).abs() < 1e-9);
-        // Half of it is shared: as expensive to bring back, and half as much to keep.
+        // Three quarters of it are shared: they are neither kept by this place nor computed again for it.
         let shared = Place {
-            unshared_tokens: 12_500,
+            unshared_tokens: 6_250,
+            recompute_s: 1.5,
             ..place.clone()
         };
-        assert!((rule.worth_s(&view, &shared) - 36.0).abs() < 1e-9);
+        assert!((rule.worth_s(&view, &shared) - 24.0).abs() < 1e-9);
         // A host tier makes the return cheap: 0.1 s.
         let held = |host_share| Place {
             host_share,
@@ -219,15 +225,20 @@ mod tests {
     #[test]
     fn shares_shrink_as_others_wait() {
         let rule = Priced::default();
-        let shares = [0.0, 60.0, 90.0, 120.0, 500.0].map(|wait_s| rule.share_s(9.0, wait_s));
+        let shares = [0.0, 45.0, 67.5, 90.0, 500.0].map(|wait_s| rule.share_s(9.0, wait_s, 1.0));
         assert_eq!(
             shares,
-            [90.0, 90.0, 67.5, 45.0, 45.0],
+            [90.0, 90.0, 52.5, 15.0, 15.0],
             "never to nothing: that is the collapse that residency is to prevent"
         );
         assert_eq!(
-            (rule.share_s(0.1, 0.0), rule.share_s(1e3, 0.0)),
+            (rule.share_s(0.1, 0.0, 1.0), rule.share_s(1e3, 0.0, 1.0)),
             (5.0, 400.0)
+        );
+        assert_eq!(
+            [67.5, 135.0, 180.0].map(|wait_s| rule.share_s(9.0, wait_s, 2.0)),
+            [90.0, 52.5, 15.0],
+            "waits may be twice as long where twice as much waits as fits"
         );
     }
 
@@ -252,6 +263,7 @@ mod tests {
         assert_eq!(keys(rule.may_give_up(&view, WAITING)), [4, 2, 3]);
         let long = Demand::Waiting {
             oldest_wait_s: 120.0,
+            bound_scale: 1.0,
         };
         let all = rule.may_give_up(&view, long);
         assert_eq!(all.len(), 4, "at the bound it has had its share");
