@@ -48,15 +48,16 @@ def messages(client: anthropic.Anthropic, model: str) -> dict[str, Any]:
     forced: Any = asked | {"max_tokens": 60, "tool_choice": {"type": "tool", "name": "get_weather"}}
     with client.messages.stream(messages=history, **forced) as stream:
         called = stream.get_final_message()
-    (call,) = [block for block in called.content if block.type == "tool_use"]
-    assert call.name == "get_weather", call
-    assert call.input["city"] in CITIES, call
-
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain, 7 degrees."}
-    history += [
-        {"role": "assistant", "content": [block.model_dump() for block in called.content]},
-        {"role": "user", "content": [result]},
-    ]
+    calls = [block for block in called.content if block.type == "tool_use"]
+    said: Any = [block.model_dump() for block in called.content]
+    if not calls:  # an engine that does not force it: the conversation goes on as if it had
+        said = [{"type": "tool_use", "id": "c1", "name": "get_weather", "input": {"city": "Bonn"}}]
+    result = {
+        "type": "tool_result",
+        "tool_use_id": calls[0].id if calls else "c1",
+        "content": "Rain, 7 degrees.",
+    }
+    history += [{"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
     answer = client.messages.create(messages=history, **asked)
     assert answer.usage.input_tokens > 0, answer
 
@@ -66,7 +67,7 @@ def messages(client: anthropic.Anthropic, model: str) -> dict[str, Any]:
         "counted": counted,
         "input_tokens": plain.usage.input_tokens + (plain.usage.cache_read_input_tokens or 0),
         "events": sorted(set(events)),
-        "tool_input": call.input,
+        "calls": [[call.name, call.input] for call in calls],
         "cached_tokens": answer.usage.cache_read_input_tokens or 0,
     }
 
@@ -99,11 +100,10 @@ def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
                 assert part.function is not None, chunk
                 name = part.function.name or name
                 arguments += part.function.arguments or ""
-    assert name == "get_weather", (name, arguments)
-    assert json.loads(arguments)["city"] in CITIES, arguments
     assert usage is not None, "a stream's usage"
 
-    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    made = {"name": "get_weather", "arguments": arguments if name else '{"city": "Bonn"}'}
+    call = {"id": "c1", "type": "function", "function": made}
     history += [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "Rain, 7 degrees."},
@@ -115,7 +115,10 @@ def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
     left = client.chat.completions.create(messages=history, max_tokens=2000, stream=True, **asked)
     next(iter(left))
     left.close()
-    return {"prompt_tokens": plain.usage.prompt_tokens, "arguments": arguments}
+    return {
+        "prompt_tokens": plain.usage.prompt_tokens,
+        "calls": [[name, json.loads(arguments)]] if name else [],
+    }
 
 
 def responses(client: openai.OpenAI, model: str) -> dict[str, Any]:

@@ -56,6 +56,11 @@ def test_agents_own_clients_are_answered(name: str, separates: bool, tmp_path: P
     assert error["type"] == "error"
     # What the engine counts is what its answer says that it read.
     assert seen["messages"]["counted"] == seen["messages"]["input_tokens"]
+    # SGLang on a CPU has no grammar backend that forces a call in the form of the model's template.
+    for calls in (seen["messages"]["calls"], seen["chat"]["calls"]):
+        assert calls in ([["get_weather", {"city": city}]] for city in ("Aachen", "Bonn")) or (
+            name != "laptop-vllm"
+        )
     outcomes = [line["outcome"] for line in finished]
     assert outcomes.count("ok") >= 8
     assert set(outcomes) <= {"ok", "client_disconnect", "rejected"}
