@@ -411,6 +411,13 @@ async fn questions_go_to_a_worker_that_is_up() {
         "they are no decisions"
     );
     assert_eq!(router.get("/v1/models/mock").await.0, StatusCode::OK);
+    let (status, body) = router.get("/v1/models/listed/only").await;
+    assert_eq!(
+        (status, &*body),
+        (StatusCode::OK, r#"{"id":"listed/only"}"#)
+    );
+    let (status, _) = router.get("/v1/models/of-nobody").await;
+    assert_eq!(status, StatusCode::NOT_FOUND);
     assert_eq!(
         router.get("/tokenize").await.0,
         StatusCode::METHOD_NOT_ALLOWED

@@ -40,13 +40,16 @@ def logged(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "separates"),
-    [("laptop-sglang-elastic", True), ("laptop-vllm", False)],
+    ("name", "overrides"),
+    [
+        # One prefill worker and one that does both: what PD cannot carry is served there alone.
+        ("laptop-sglang-elastic", ["kv_events=true"]),
+        ("laptop-vllm", ["workers.0.count=1"]),
+    ],
 )
-def test_agents_own_clients_are_answered(name: str, separates: bool, tmp_path: Path) -> None:
-    overrides = ["base_port=0"] if separates else ["base_port=0", "workers.0.count=1"]
+def test_agents_own_clients_are_answered(name: str, overrides: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with fleet(load_topology(name, overrides), run_dir) as running:
+    with fleet(load_topology(name, ["base_port=0", *overrides]), run_dir) as running:
         seen = asked_by_agents(running)
         running.check()
     decisions, finished = logged(run_dir)
@@ -64,5 +67,15 @@ def test_agents_own_clients_are_answered(name: str, separates: bool, tmp_path: P
     outcomes = [line["outcome"] for line in finished]
     assert outcomes.count("ok") >= 8
     assert set(outcomes) <= {"ok", "client_disconnect", "rejected"}
-    sessions = {line["session_id"] for line in decisions}
-    assert {"chat-1", "responses-1"} <= sessions
+    assert {"chat-1", "responses-1"} <= {line["session_id"] for line in decisions}
+
+    # The router's tokens of a conversation are the engine's, and so is what it believes is cached.
+    told = {line["decision_id"]: line for line in finished if line["prompt_tokens"]}
+    pairs = [
+        (line["input_tokens"], told[line["decision_id"]]["prompt_tokens"])
+        for line in decisions
+        if line["decision_id"] in told
+    ]
+    print(name, pairs)
+    assert len(pairs) >= 4
+    assert all(counted == reported for counted, reported in pairs), pairs

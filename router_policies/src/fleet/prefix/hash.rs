@@ -407,7 +407,7 @@ mod tests {
     /// One word would take the whole state with it, if it were known.
     #[test]
     fn no_word_that_is_known_makes_different_texts_the_same() {
-        let text = |begin: &[u8; 8]| [begin, &MIX_UNIT.to_le_bytes(), b"and more"].concat();
+        let text = |begin: &[u8; 8]| [*begin, MIX_UNIT.to_le_bytes(), *b"and more"].concat();
         let (a, b) = (text(b"a prefix"), text(b"and text"));
         let (a, b) = (PromptHashes::of_text(&a, 2), PromptHashes::of_text(&b, 2));
         assert_eq!(a.states.len(), 3);
