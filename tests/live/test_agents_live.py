@@ -56,7 +56,7 @@ def test_agents_own_clients_are_answered(name: str, overrides: list[str], tmp_pa
     assert seen["models"] == ["tiny-qwen3-moe"]
     status, error = seen["error"]
     assert status == 400
-    assert error["type"] == "error"
+    assert error["error"]["message"]
     # What the engine counts is what its answer says that it read.
     assert seen["messages"]["counted"] == seen["messages"]["input_tokens"]
     # SGLang on a CPU has no grammar backend that forces a call in the form of the model's template.
@@ -69,13 +69,15 @@ def test_agents_own_clients_are_answered(name: str, overrides: list[str], tmp_pa
     assert set(outcomes) <= {"ok", "client_disconnect", "rejected"}
     assert {"chat-1", "responses-1"} <= {line["session_id"] for line in decisions}
 
-    # The router's tokens of a conversation are the engine's, and so is what it believes is cached.
-    told = {line["decision_id"]: line for line in finished if line["prompt_tokens"]}
-    pairs = [
-        (line["input_tokens"], told[line["decision_id"]]["prompt_tokens"])
-        for line in decisions
-        if line["decision_id"] in told
-    ]
-    print(name, pairs)
-    assert len(pairs) >= 4
-    assert all(counted == reported for counted, reported in pairs), pairs
+    # The router's tokens of a conversation are those that the engine's answers count.
+    def counted(session: str) -> list[int]:
+        return [line["input_tokens"] for line in decisions if line["session_id"] == session]
+
+    assert counted("3")[0] == seen["messages"]["input_tokens"]
+    assert counted("chat-1")[0] == seen["chat"]["prompt_tokens"]
+    assert counted("responses-1")[-1] == seen["responses"]["input_tokens"]
+    reported = {line["decision_id"]: line["prompt_tokens"] for line in finished}
+    for line in decisions:
+        if tokens := reported.get(line["decision_id"]):
+            assert line["input_tokens"] == tokens, line
+    assert any(reported.values())

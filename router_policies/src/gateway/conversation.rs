@@ -106,11 +106,13 @@ impl Reader {
             Engine::Vllm => None,
         };
         let mut tools = Vec::new();
-        for tool in body.tools.try_iter().ok()? {
+        for given in body.tools.try_iter().ok()? {
             let function = match api {
-                Api::Chat => get(&tool, "function")?,
-                Api::Responses if text_of(&tool, "type").as_deref() != Some("function") => continue,
-                _ => tool,
+                Api::Chat => get(&given, "function")?,
+                Api::Responses if text_of(&given, "type").as_deref() != Some("function") => {
+                    continue;
+                }
+                _ => given.clone(),
             };
             let name = text_of(&function, "name");
             if only.is_some() && name != only {
@@ -140,8 +142,13 @@ impl Reader {
                     .chain(strict.map(|strict| ("strict", strict)))
                     .collect(),
             };
+            let deferred = match self.engine {
+                Engine::Sglang => Some(get(&given, "defer_loading").unwrap_or_else(none)),
+                Engine::Vllm => None,
+            };
             let tool = [("type", Value::from("function")), ("function", function)];
-            tools.push(tool.into_iter().collect::<Value>());
+            let deferred = deferred.map(|deferred| ("defer_loading", deferred));
+            tools.push(tool.into_iter().chain(deferred).collect::<Value>());
         }
         Some((!tools.is_empty()).then(|| Value::from(tools)))
     }

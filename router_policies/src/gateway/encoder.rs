@@ -360,7 +360,7 @@ pub(super) mod tests {
     #[tokio::test]
     async fn tools_stand_in_front_as_sglang_shows_them() {
         let encoder = load_with(&tokenizer_json().to_string(), Some(TEMPLATE)).expect("valid");
-        let shown = r#"<s>[{"type": "function", "function": {"description": null, "name": "look", "parameters": {"b": 1, "a": 2}, "strict": false}}]<s>user the<s>assistant"#;
+        let shown = r#"<s>[{"type": "function", "function": {"description": null, "name": "look", "parameters": {"b": 1, "a": 2}, "strict": false}, "defer_loading": null}]<s>user the<s>assistant"#;
         let expected = encoder.tokenizer.encode_fast(shown, false).expect("text");
         let expected = PromptHashes::of_tokens(expected.get_ids(), 2);
         for (api, tools) in [
