@@ -31,6 +31,7 @@ def build_app(called: str | None) -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
         help="Coding-agent traffic on SGLang: selective PD, one trace, real engines, one report.",
     )
 

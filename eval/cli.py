@@ -5,7 +5,6 @@ Owns options, messages and exit statuses; the work is elsewhere in this room.
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ import orjson
 import typer
 
 from deltaserve.errors import InputError
+from eval.cli_options import AsJson, Given, Only, Overrides, bounds, interruptible
 from eval.experiment import load_experiment, packaged_experiments
 from eval.micro.cli import app as micro_app
 
@@ -31,23 +31,17 @@ def run_command(
     output: Annotated[
         Path | None, typer.Option(help="Folder for the runs. Default: out/<experiment's name>.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file; repeatable."),
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="ARM", help="Only this arm; repeatable.")
-    ] = None,
+    overrides: Overrides = None,
+    only: Only = None,
     plan: Annotated[
         bool,
         typer.Option(
             "--plan",
-            help="Print commands and runs in their order with expected times; start nothing.",
+            help="Print commands and runs in their order with expected times; start nothing. "
+            "Exits with 1 where the trace that the file names is missing.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print what became of the runs as one JSON object.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run every arm of an experiment, each repeat on a fresh fleet.
 
@@ -55,7 +49,6 @@ def run_command(
     Exits with 1 if a run failed, with 130 if interrupted.
     """
     from eval import runner
-    from eval.progress import Progress
     from eval.site import launch_site
 
     parsed, path = load_experiment(experiment, overrides)
@@ -63,39 +56,23 @@ def run_command(
     if plan:
         from eval.preview import preview
 
-        for line in preview(parsed, folder, site=launch_site(), only=only):
-            typer.echo(line)
-        return
-    # As given, for whoever repeats it; what is recorded of it leaves values of secret keys out.
-    command = ["deltaserve", "eval", "run", experiment, "--output", str(folder)]
-    for override in overrides or []:
-        command += ["--set", override]
-    for arm in only or []:
-        command += ["--only", arm]
-    source = {
-        "file": str(path),
-        "text": path.read_text(encoding="utf-8"),
-        "overrides": overrides or [],
-        "command": shlex.join(command),
-    }
-    try:
-        with runner.sigterm_as_interrupt(), Progress() as progress:
-            summary = runner.run_experiment(
-                parsed,
-                folder,
-                site=launch_site(),
-                source=source,
-                progress=progress,
-                only=only,
-            )
-            progress.say(
-                f"{folder}: {summary.complete + summary.kept} runs complete, "
-                f"{len(summary.invalid)} of them invalid, {len(summary.failed)} failed, "
-                f"{len(summary.skipped)} skipped"
-            )
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted; go on with: {shlex.join(command)}", err=True)
-        raise typer.Exit(130) from None
+        previewed = preview(parsed, folder, site=launch_site(), only=only)
+        if as_json:
+            typer.echo(orjson.dumps(previewed.as_dict()).decode())
+        else:
+            for line in previewed.lines():
+                typer.echo(line)
+        raise typer.Exit(0 if previewed.missing_trace is None else 1)
+    given = Given("run", experiment, path, folder, overrides or [], only or [])
+    with interruptible(given) as progress:
+        summary = runner.run_experiment(
+            parsed, folder, site=launch_site(), source=given.source, progress=progress, only=only
+        )
+        progress.say(
+            f"{folder}: {summary.complete + summary.kept} runs complete, "
+            f"{len(summary.invalid)} of them invalid, {len(summary.failed)} failed, "
+            f"{len(summary.skipped)} skipped"
+        )
     if as_json:
         typer.echo(orjson.dumps({"output": str(folder), **vars(summary)}).decode())
     raise typer.Exit(1 if summary.failed else 0)
@@ -138,7 +115,7 @@ def report_command(
 
     evidence = report.gather(
         report.find_runs(folders),
-        slo=_bounds(slo or []),
+        slo=bounds(slo or []),
         searches=report.find_searches(folders),
     )
     written = report.write_report(evidence, output or folders[0] / "report")
@@ -182,6 +159,7 @@ def import_command(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="How many GPUs the servers had, for figures a GPU.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Turn another load generator's results into runs that eval report reads.
 
@@ -192,22 +170,12 @@ def import_command(
 
     if file_format not in (*FORMATS, REPLAY):
         raise InputError(f"format {file_format}: expected one of {', '.join((*FORMATS, REPLAY))}")
-    for folder in import_file(source, file_format, arm, output, gpus):
-        typer.echo(str(folder))
-
-
-def _bounds(words: list[str]) -> dict[str, float]:
-    """`["ttft_s=5,tpot_s=0.05"]` → `{"ttft_s": 5.0, "tpot_s": 0.05}`."""
-    found = {}
-    for pair in ",".join(words).split(",") if words else []:
-        key, sign, value = pair.partition("=")
-        try:
-            found[key.strip()] = float(value)
-        except ValueError:
-            sign = ""
-        if not sign:
-            raise InputError(f"--slo {pair}: expected key=number, as in ttft_s=5,tpot_s=0.05")
-    return found
+    folders = [str(folder) for folder in import_file(source, file_format, arm, output, gpus)]
+    if as_json:
+        typer.echo(orjson.dumps({"runs": folders}).decode())
+        return
+    for folder in folders:
+        typer.echo(folder)
 
 
 @app.command(
@@ -224,13 +192,8 @@ def simulate_command(
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the runs, or for the one run's files.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Of an experiment: replace a key."),
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="ARM", help="Of an experiment.")
-    ] = None,
+    overrides: Overrides = None,
+    only: Only = None,
     trace: Annotated[
         Path | None, typer.Option(help="Of a plan that names no requests: the trace.")
     ] = None,
@@ -273,30 +236,14 @@ def simulate_command(
 def _simulate_experiment(
     name: str, output: Path, overrides: list[str], only: list[str] | None
 ) -> None:
-    from eval import runner
-    from eval.progress import Progress
     from eval.simulated_runs import simulate_experiment
 
     parsed, path = load_experiment(name, overrides)
-    command = ["deltaserve", "eval", "simulate", name, "--output", str(output)]
-    for override in overrides:
-        command += ["--set", override]
-    for arm in only or []:
-        command += ["--only", arm]
-    source = {
-        "file": str(path),
-        "text": path.read_text(encoding="utf-8"),
-        "overrides": overrides,
-        "command": shlex.join(command),
-    }
-    try:
-        with runner.sigterm_as_interrupt(), Progress() as progress:
-            summary = simulate_experiment(
-                parsed, output, source=source, progress=progress, only=only
-            )
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted; go on with: {shlex.join(command)}", err=True)
-        raise typer.Exit(130) from None
+    given = Given("simulate", name, path, output, overrides, only or [])
+    with interruptible(given) as progress:
+        summary = simulate_experiment(
+            parsed, output, source=given.source, progress=progress, only=only
+        )
     typer.echo(
         f"simulated, not measured: {summary.complete + summary.kept} runs complete, "
         f"{len(summary.invalid)} of them invalid, {len(summary.failed)} failed; {output}"
@@ -345,7 +292,7 @@ def plan_command(
         max_think_s=max_think_s,
         seeds=seeds,
         measure_s=measure_s,
-        slo=_bounds(slo or []),
+        slo=bounds(slo or []),
     )
     hardware = Hardware(gpus, kv_tokens, host_kv_tokens, calibration)
     with sigterm_as_interrupt(), Progress() as progress:
@@ -380,8 +327,15 @@ def calibrate_command(
 
 
 @app.command("list", epilog="Example: deltaserve eval list")
-def list_command() -> None:
+def list_command(as_json: AsJson = False) -> None:
     """List the packaged experiments."""
-    for name in packaged_experiments():
-        experiment, path = load_experiment(name)
+    found = {name: load_experiment(name) for name in packaged_experiments()}
+    if as_json:
+        told = [
+            {"name": name, "description": experiment.description, "file": str(path)}
+            for name, (experiment, path) in found.items()
+        ]
+        typer.echo(orjson.dumps({"experiments": told}).decode())
+        return
+    for name, (experiment, path) in found.items():
         typer.echo(f"{name:<20} {experiment.description} ({path})")

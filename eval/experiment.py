@@ -38,6 +38,8 @@ MEASURE_NAMES = (
     "apc",
     "recomputed_share",
 )
+WHOLE_LOADS = ("replay.max_inflight_sessions",)
+"""What a search may go over that comes in whole numbers."""
 TRACE_SOURCES = ("path", "synth", "convert", "prefixes")
 
 
@@ -289,7 +291,7 @@ class SearchBounds(_Table):
     @property
     def whole(self) -> bool:
         """Whether the load is a whole number."""
-        return self.over == "replay.max_inflight_sessions"
+        return self.over in WHOLE_LOADS
 
 
 class ValidityRules(_Table):

@@ -183,11 +183,11 @@ def answer(found: Sequence[Search], calibration: str, path: Path) -> str:
     lines = [
         f"Simulated, not measured; calibration: {calibration}.",
         "",
-        f"{'arm':<20}{'agents a GPU':>13}  {'interval':<12}{'levels':>7}",
+        f"{'arm':<20}{'agents a GPU':>13}  {'interval':<18}{'levels':>7}",
     ]
     for search in found:
         lines.append(
-            f"{search.arm:<20}{search.per_unit:>13.3g}  {search.interval or '?':<12}"
+            f"{search.arm:<20}{search.per_unit:>13.3g}  {search.interval or '?':<18}"
             f"{len(search.levels):>7}"
         )
     if not found:

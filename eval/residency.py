@@ -30,8 +30,9 @@ class Account:
     `cached_tokens` came from a cache; a cache without end would have served `best_tokens`. The
     difference, never negative for a request, was computed again (`recomputed_tokens`). Of it
     `evicted_tokens` had been on the worker that was asked, which gave them up;
-    the rest (`elsewhere_tokens`) had been on others only. `recomputed_gpu_s` is what that took, at
-    the seconds a prompt token that this worker's prefill steps took; NaN without telemetry.
+    the rest (`elsewhere_tokens`) had been on others only, or was still being computed there.
+    `recomputed_gpu_s` is what that took, at the seconds a prompt token that this worker's prefill
+    steps took; NaN without telemetry.
     """
 
     requests: int
@@ -131,16 +132,21 @@ def _had_been_here(
     requests: pd.DataFrame, places: pd.Series[str], again: pd.Series[float]
 ) -> list[float]:
     """Of the tokens computed again those that an earlier request had brought to the same worker: up
-    to the longest prompt of the same session there, or, where the session is new to the worker, up
-    to what sessions have in common (what the session's first request could have had)."""
+    to the longest prompt of the same session there, with its answer where that worker made it, or,
+    where the session is new to the worker, up to what sessions have in common (what the session's
+    first request could have had)."""
+    made_here = requests["decode_worker"].fillna("fleet").astype(str).eq(places)
+    # Of an answer the engine never reads the last token, so no cache holds it.
+    answers = (requests["output_tokens"].fillna(1) - 1).clip(lower=0).where(made_here, 0)
     longest: dict[tuple[str, str], float] = {}
     shared: dict[str, float] = {}
     used: set[str] = set()
     found = []
-    for place, session, prompt, cached, best, tokens in zip(
+    for place, session, prompt, answer, cached, best, tokens in zip(
         places,
         requests["session_id"],
         requests["prompt_tokens"],
+        answers,
         requests["cached_tokens"],
         requests["best_cached_tokens"],
         again,
@@ -151,7 +157,8 @@ def _had_been_here(
         if place in used:
             here = max(here, common)
         found.append(float(min(tokens, max(0.0, min(here, best) - cached))))
-        longest[place, session] = max(longest.get((place, session), 0.0), float(prompt))
+        held = float(prompt + answer)
+        longest[place, session] = max(longest.get((place, session), 0.0), held)
         used.add(place)
     return found
 

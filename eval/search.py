@@ -25,7 +25,7 @@ from eval.capacity import (
     capacity,
     next_load,
 )
-from eval.experiment import Arm, Experiment, PlannedRun, Slo, level_run
+from eval.experiment import WHOLE_LOADS, Arm, Experiment, PlannedRun, Slo, level_run
 from eval.outcomes import MEASURES, by_session, estimates, sample
 from eval.records import Run, read_run
 from eval.stats import SessionBootstrap
@@ -55,20 +55,20 @@ def search_arm(experiment: Experiment, arm: Arm, output: Path, execute: Execute)
     """Runs levels until the search is over, and returns the arm's capacity; None where a level
     failed, or time ran out, before any was measured."""
     assert experiment.search is not None
-    search = bounds(experiment)
+    search, over = bounds(experiment), experiment.search.over
     done: dict[float, list[PlannedRun]] = {}
     found: Capacity | None = None
     while True:
         runs = {load: [read_run(output / run.folder) for run in done[load]] for load in done}
-        alone = alone_from([run for level in runs.values() for run in level])
         slo = experiment.slo
-        levels = [level_of(level, load, slo, alone) for load, level in sorted(runs.items())]
-        if levels:
-            found = capacity(levels, search, objective(slo))
-            _write(output, experiment, arm, found, runs, alone)
+        levels, alone = levels_of(runs, slo)
         load = next_load(levels, search, objective(slo))
         if load is None and experiment.search.alone and 1.0 not in done:
             load = 1.0  # what every session's stretch is held against
+        if levels:
+            found = capacity(levels, search, objective(slo))
+            head = {"arm": arm.name, "over": over, "finished": load is None}
+            _write(output / arm.name, head | _record(found, runs, slo, alone))
         if load is None:
             return found
         run = level_run(experiment, arm, load, repeat=len(done.get(load, [])) + 1)
@@ -96,6 +96,12 @@ def objective(slo: Slo) -> Objective:
     return Objective(slo.attainment, slo.stretch_p90)
 
 
+def levels_of(runs: Mapping[float, Sequence[Run]], slo: Slo) -> tuple[list[Level], Alone | None]:
+    """The runs of each load as levels, and what their sessions' stretch is held against."""
+    alone = alone_from([run for level in runs.values() for run in level])
+    return [level_of(level, load, slo, alone) for load, level in sorted(runs.items())], alone
+
+
 def level_of(runs: Sequence[Run], load: float, slo: Slo, alone: Alone | None) -> Level:
     """The outcomes of all repeats of one load, session by session."""
     tables = [by_session(run, alone, slo) for run in runs]
@@ -107,26 +113,31 @@ def level_of(runs: Sequence[Run], load: float, slo: Slo, alone: Alone | None) ->
     return Level(load, sessions, sustained=not_sustained(runs) is None, repeats=len(runs))
 
 
-def _write(
-    output: Path,
-    experiment: Experiment,
-    arm: Arm,
-    found: Capacity,
-    runs: Mapping[float, Sequence[Run]],
-    alone: Alone | None,
-) -> None:
-    assert experiment.search is not None
+def judged_again(
+    arm: str, over: str, runs: Mapping[float, Sequence[Run]], slo: Slo
+) -> dict[str, Any]:
+    """What ``capacity.json`` would hold of these runs, by load, under another objective. Not
+    `finished`: by that objective the search might have tried other levels."""
+    levels, alone = levels_of(runs, slo)
+    # Of a search's bounds the answer rests on the grid of loads alone.
+    found = capacity(levels, Search(start=1.0, whole=over in WHOLE_LOADS), objective(slo))
+    return {"arm": arm, "over": over, "finished": False} | _record(found, runs, slo, alone)
+
+
+def _record(
+    found: Capacity, runs: Mapping[float, Sequence[Run]], slo: Slo, alone: Alone | None
+) -> dict[str, Any]:
     first = next(iter(runs.values()))[0]
-    record = {
-        "arm": arm.name,
-        "over": experiment.search.over,
+    workers = len(first.manifest.get("workers") or [])
+    return {
         "agents": found.value,
         "low": found.low,
         "high": _finite(found.high),
         "gpus": first.gpus,
-        "workers": len(first.manifest.get("workers") or []),
+        "workers": workers,
         "per_gpu": found.value / first.gpus if first.gpus else None,
-        "slo": experiment.slo.model_dump(),
+        "per_worker": found.value / workers if workers else None,
+        "slo": slo.model_dump(),
         "alone": alone.source if alone else None,
         "levels": [
             {
@@ -135,12 +146,20 @@ def _write(
                 "meets": verdict.meets,
                 "sure": verdict.sure,
                 "sustained": not_sustained(runs[verdict.load]) is None,
-                **_figures(verdict, runs[verdict.load], experiment.slo),
+                "violations": _violations(runs[verdict.load]),
+                **_figures(verdict, runs[verdict.load], slo),
             }
             for verdict in found.judgements
         ],
     }
-    folder = output / arm.name
+
+
+def _violations(runs: Sequence[Run]) -> list[str]:
+    """The rules of validity that runs of one level broke, by name."""
+    return sorted({v["rule"] for run in runs for v in run.manifest.get("violations") or []})
+
+
+def _write(folder: Path, record: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(
         folder / CAPACITY_FILE,

@@ -75,6 +75,9 @@ def launch_site() -> Site:
         topology = launch.load_topology(name, overrides)
         if topology.router.kind == "none":
             raise InputError(f"{name}: router.kind is none; an experiment goes through a router")
+        if topology.text is None and is_shape(topology.model):
+            # Requests carry token ids and random text says nothing: making it would only cost time.
+            topology = topology.model_copy(update={"text": False})
         return with_policy(topology)
 
     def vocab_size(topology: launch.Topology) -> int | None:

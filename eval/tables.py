@@ -71,6 +71,10 @@ RATIO = Format(
     lambda e: f"{e.low:.2f}–{e.high:.2f}" if math.isfinite(e.low) else "",
 )
 SIZE = Format(size, _number_interval)
+TOKENS = Format(
+    lambda value: f"{value:.0f}" if abs(value) < 1000 else number(value), _number_interval
+)
+LEVEL = Format(lambda value: f"{value:.3g}" if math.isfinite(value) else DASH, lambda _: "")
 COUNT = Format(lambda value: f"{value:.0f}" if math.isfinite(value) else DASH, lambda _: "")
 
 

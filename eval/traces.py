@@ -49,6 +49,12 @@ def planned_trace(experiment: Experiment, output: Path) -> Path:
     return _steps(experiment, output)[-1][0]
 
 
+def missing_source(experiment: Experiment) -> str | None:
+    """The experiment's own trace file, where it names one that is not there."""
+    path = experiment.trace.path
+    return path if path is not None and not Path(path).is_file() else None
+
+
 def _steps(
     experiment: Experiment, output: Path
 ) -> list[tuple[Path, Callable[[Path], object] | None]]:

@@ -87,7 +87,9 @@ def violations(run: Run, rules: ValidityRules) -> list[Violation]:
     """
     state = run.manifest.get("state")
     if state != "complete":
-        reason = run.manifest.get("reason") or f"state is {state!r}"
+        # Its runner would have said how it ended; it was killed, or is still at it.
+        unfinished = "it was interrupted" if state == "running" else f"state is {state!r}"
+        reason = run.manifest.get("reason") or unfinished
         return [Violation("failed", str(reason))]
     table = run.requests
     if table.empty:

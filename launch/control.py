@@ -132,7 +132,7 @@ def status(run_dir: Path) -> FleetStatus:
     state, reason = record["state"], record.get("reason")
     unended = state in ("planned", "starting", "ready")
     supervised = unended and (
-        not here or is_running(supervisor["pid"], supervisor["started_unix_s"])
+        not here or is_running(supervisor["pid"], supervisor.get("started", ""))
     )
     alive = supervised or any(alive_before.values())
     if unended and not supervised:
@@ -169,11 +169,11 @@ def down(run_dir: Path) -> int:
     running = sum(bool(_kin(p)) for p in started)
     supervisor = record["supervisor"]
     if record["state"] in ("planned", "starting", "ready"):
-        terminate(supervisor["pid"], supervisor["started_unix_s"], GRACE_S + 10)
+        terminate(supervisor["pid"], supervisor.get("started", ""), GRACE_S + 10)
     left: list[int] = []
     for process in started:
-        terminate(process["pid"], process["started_unix_s"], GRACE_S + 5)
-        left += sweep(process["pid"], process["started_unix_s"], process["mark"])
+        terminate(process["pid"], process.get("started", ""), GRACE_S + 5)
+        left += sweep(process["pid"], process.get("started", ""), process["mark"])
     if left:
         raise FleetError(
             f"{run_dir}: could not be killed: pid {', '.join(map(str, left))}; they wait in the "
@@ -193,8 +193,8 @@ def _read(run_dir: Path) -> dict[str, Any]:
 
 def _kin(process: dict[str, Any]) -> list[psutil.Process]:
     """The live processes of one entry of fleet.json: below its guardian, or left by it."""
-    pid, started_unix_s = process["pid"], process["started_unix_s"]
-    return [] if pid is None else members(pid, started_unix_s)
+    pid, started = process["pid"], process.get("started", "")
+    return [] if pid is None else members(pid, started)
 
 
 def _cpu_s(kin: list[psutil.Process]) -> float:

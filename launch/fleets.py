@@ -91,7 +91,7 @@ class Fleet:
         self._ended_unix_s: float | None = None
         self._reason: str | None = None
         self._sampler: Sampler | None = None
-        self._guardians: dict[str, tuple[int, float]] = {}
+        self._guardians: dict[str, tuple[int, str]] = {}
         self._transcript = Transcript(
             self.plan.run_dir / "transcript.txt", self.plan.topology.name, self.plan.engine
         )
@@ -181,7 +181,7 @@ class Fleet:
             member.running.stop()
         self._start(member)
         if member.running and member.plan.id in self._guardians:
-            self._guardians[process_id] = (member.running.pid, member.running.started_unix_s)
+            self._guardians[process_id] = (member.running.pid, member.running.started)
 
     def is_ready_again(self, process_id: str) -> bool:
         """Whether a process that was started again is ready; ends it where that takes longer than
@@ -280,7 +280,7 @@ class Fleet:
 
     def _sample_every(self, interval_s: float) -> Sampler:
         self._guardians |= {
-            m.plan.id: (m.running.pid, m.running.started_unix_s)
+            m.plan.id: (m.running.pid, m.running.started)
             for m in self._members
             if m.running and m.plan.node is None
         }
@@ -458,6 +458,7 @@ def _state_of(member: _Member) -> dict[str, Any]:
         "state": member.state,
         "pid": running.pid if running else None,
         "started_unix_s": running.started_unix_s if running else None,
+        "started": running.started if running else None,
         "mark": running.mark if running else None,
         "ready_after_s": member.ready_after_s,
         "ended_unix_s": member.ended_unix_s,

@@ -26,7 +26,7 @@ from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, require
 from launch.gpus import on_gpus
 from launch.kv import vocab_size, worker_kv
-from launch.models import is_shape, shape_folder, write_shape
+from launch.models import has_tokenizer, is_shape, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import free_base, worker_ports
 from launch.toml_text import line as _line
@@ -343,8 +343,11 @@ def _found(topology: Topology) -> Topology:
             raise InputError(f"{where}: model: no such folder: {model}")
         model = str(folder)
     if tokenizer == "auto":
-        file = folder / "tokenizer.json"
-        tokenizer = str(file) if model == str(folder) and file.is_file() else "none"
+        shape = is_shape(model)
+        file = (shape_folder(model) if shape else folder) / "tokenizer.json"
+        # A shape's folder is written when its fleet starts.
+        is_there = has_tokenizer(model) if shape else model == str(folder) and file.is_file()
+        tokenizer = str(file) if topology.serves_text and is_there else "none"
     elif tokenizer != "none":
         file = Path(tokenizer).expanduser().absolute()
         file = file / "tokenizer.json" if file.is_dir() else file

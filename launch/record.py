@@ -19,6 +19,7 @@ from launch.cache import write_atomically
 from launch.kv import worker_kv
 from launch.planning import Plan, Process
 from launch.redaction import redacted
+from launch.supervised import started_at
 from launch.topology import WorkerGroup
 
 # Set by the user's shell rather than the topology, and changing what an engine does.
@@ -38,6 +39,7 @@ def write_record(
         "supervisor": {
             "pid": os.getpid(),
             "started_unix_s": psutil.Process().create_time(),
+            "started": started_at(os.getpid()),
             "argv": sys.argv,
         },
         "engine": {

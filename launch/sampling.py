@@ -51,12 +51,12 @@ class Sampler:
     def __init__(
         self,
         run_dir: Path,
-        guardians: dict[str, tuple[int, float]],
+        guardians: dict[str, tuple[int, str]],
         engines: Engines,
         gpus: Collection[int],
         interval_s: float,
     ) -> None:
-        """`guardians`: process id → pid and start time of its guardian."""
+        """`guardians`: process id → pid and start of its guardian (`started_at`)."""
         self._run_dir = run_dir
         self._guardians = guardians
         self._engines = engines
@@ -89,8 +89,8 @@ class Sampler:
 
     def _processes(self, table: Writer) -> None:
         unix_s = round(time.time(), 3)
-        for id_, (pid, started_unix_s) in self._guardians.items():
-            table.writerow((unix_s, id_, *_usage(members(pid, started_unix_s))))
+        for id_, (pid, started) in self._guardians.items():
+            table.writerow((unix_s, id_, *_usage(members(pid, started))))
 
     def _loads(self, table: Writer) -> None:
         for id_, url in self._engines.urls.items():

@@ -65,6 +65,7 @@ class Supervised:
             os.close(read_end)
         self.pid = self._guardian.pid
         self.started_unix_s = psutil.Process(self.pid).create_time()
+        self.started = started_at(self.pid) or ""
 
     def exit_status(self) -> int | None:
         """None while it runs; 128 + signal where a signal ended it."""
@@ -73,7 +74,7 @@ class Supervised:
 
     def listens_on(self, port: int) -> bool:
         """Whether one of its processes listens on the TCP port."""
-        for process in members(self.pid, self.started_unix_s):
+        for process in members(self.pid, self.started):
             try:
                 connections = process.net_connections("tcp")
             except psutil.Error:
@@ -86,7 +87,7 @@ class Supervised:
     def unbind(self) -> None:
         """Lets every thread of its processes run wherever this process may."""
         cores = os.sched_getaffinity(0)
-        for process in members(self.pid, self.started_unix_s):
+        for process in members(self.pid, self.started):
             with contextlib.suppress(psutil.NoSuchProcess):
                 for thread in process.threads():
                     with contextlib.suppress(ProcessLookupError):
@@ -105,7 +106,7 @@ class Supervised:
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait()
-        left = sweep(self.pid, self.started_unix_s, self.mark)
+        left = sweep(self.pid, self.started, self.mark)
         if self._alive_while_open >= 0:
             os.close(self._alive_while_open)
             self._alive_while_open = -1
@@ -119,28 +120,44 @@ def keep_previous(log: Path) -> None:
         log.replace(log.with_name(f"{log.name}.1"))
 
 
-def is_running(pid: int, started_unix_s: float) -> bool:
-    """Whether the process that is `pid` since `started_unix_s` runs; a later one does not count."""
+def started_at(pid: int) -> str | None:
+    """When the process that is `pid` started, as ``BOOT-TICKS``: the machine's boot and the clock
+    ticks since; None where no process has that pid. With its pid it is that process and no other.
+
+    Not the time of day: that is reckoned from a clock which is set while processes run, and a
+    process that ran before would then be taken for another.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name before may hold spaces and parentheses; of what follows the 20th is the start.
+    return f"{boot}-{stat.rpartition(b')')[2].split()[19].decode()}"
+
+
+def is_running(pid: int, started: str) -> bool:
+    """Whether the process that is `pid` since `started` runs; a later one does not count."""
     try:
         zombie = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-    return not zombie and _is_same(pid, started_unix_s) is True
+    return not zombie and _is_same(pid, started) is True
 
 
-def terminate(pid: int, started_unix_s: float, timeout_s: float) -> bool:
+def terminate(pid: int, started: str, timeout_s: float) -> bool:
     """SIGTERM to that very process; True when it has gone within `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
-    if is_running(pid, started_unix_s):
+    if is_running(pid, started):
         os.kill(pid, signal.SIGTERM)
-    while is_running(pid, started_unix_s):
+    while is_running(pid, started):
         if time.monotonic() >= deadline_s:
             return False
         time.sleep(0.1)
     return True
 
 
-def sweep(guardian: int, started_unix_s: float, mark: str) -> list[int]:
+def sweep(guardian: int, started: str, mark: str) -> list[int]:
     """Kills what a guardian that died before its time left behind; returns the pids that could not
     be killed in time (`guard.GIVE_UP_S`).
 
@@ -149,7 +166,7 @@ def sweep(guardian: int, started_unix_s: float, mark: str) -> list[int]:
     guardian's pid since.
     """
     left: list[int] = []
-    if _is_same(guardian, started_unix_s) is not False:
+    if _is_same(guardian, started) is not False:
         left = guard.kill_offspring(guardian, 0.0)
     killed = []
     for process in psutil.process_iter():
@@ -163,9 +180,9 @@ def sweep(guardian: int, started_unix_s: float, mark: str) -> list[int]:
     return sorted({*left, *(process.pid for process in alive)})
 
 
-def members(guardian: int, started_unix_s: float) -> list[psutil.Process]:
+def members(guardian: int, started: str) -> list[psutil.Process]:
     """The live processes under a guardian, or left by it; the guardian left out."""
-    if _is_same(guardian, started_unix_s) is False:
+    if _is_same(guardian, started) is False:
         return []
     found = []
     for pid in guard.offspring(guardian):
@@ -176,9 +193,7 @@ def members(guardian: int, started_unix_s: float) -> list[psutil.Process]:
     return found
 
 
-def _is_same(pid: int, started_unix_s: float) -> bool | None:
+def _is_same(pid: int, started: str) -> bool | None:
     """Whether `pid` is still the process that started then; None where no process has that pid."""
-    try:
-        return abs(psutil.Process(pid).create_time() - started_unix_s) < 0.05
-    except psutil.NoSuchProcess:
-        return None
+    now = started_at(pid)
+    return None if now is None else now == started

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from launch.models import has_tokenizer
 from launch.pacing_keys import PacingKeys
 from launch.profiles import ANY_GPU, AUTO, PROFILES, Profile
 
@@ -157,6 +158,7 @@ class Topology(KvKeys, PacingKeys):
     """A whole topology. Keys that are None leave the engine its own default.
 
     `gpus` are those that its workers take, in order: how several topologies share one machine.
+    `text` says whether engines load the model's tokenizer (None: where it has one).
     """
 
     name: _Text
@@ -168,6 +170,7 @@ class Topology(KvKeys, PacingKeys):
     load_format: _Text | None = None
     dtype: _Text = "bfloat16"
     served_model_name: _Text | None = None
+    text: bool | None = None
     context_tokens: _Positive | None = None
     chunk_tokens: _Positive | None = None
     mixed_chunk: bool = False
@@ -209,6 +212,8 @@ class Topology(KvKeys, PacingKeys):
             raise ValueError("mixed_chunk: vllm always mixes; it is a key of SGLang's only")
         if self.kv_connector and (sglang or roles != {"colocated"}):
             raise ValueError("kv_connector: only for vllm workers that are colocated")
+        if self.text and not has_tokenizer(self.model):
+            raise ValueError(f"text: {self.model} has no tokenizer; requests carry token ids")
         if self.hardware != AUTO and PROFILES[self.hardware].device != self.device:
             raise ValueError(f"hardware: {self.hardware} does not have device {self.device!r}")
         if self.router.params and self.router.kind != "deltaserve":
@@ -317,6 +322,11 @@ class Topology(KvKeys, PacingKeys):
         """The model's name in every engine's answers and requests, whatever folder it lies in."""
         is_folder = self.model.startswith(("/", ".", "~"))
         return self.served_model_name or (Path(self.model).name if is_folder else self.model)
+
+    @property
+    def serves_text(self) -> bool:
+        """Whether engines load the model's tokenizer, so that they take and give text."""
+        return has_tokenizer(self.model) if self.text is None else self.text
 
     @property
     def worker_count(self) -> int:

@@ -23,24 +23,27 @@ from replay.plays import Order, Plays, Tickets
 class Start:
     """Where sessions begin. `first_mid` is for those in flight at the start of the run, `later_mid`
     for those that follow; a session that begins in the middle does so after `share` (lowest,
-    highest) of its requests. At most `parallel` sessions are primed at a time."""
+    highest) of its requests. At most `parallel` sessions are primed at a time, and none sends
+    another priming request once it has spent `prime_timeout_s` on priming."""
 
     first_mid: bool = False
     later_mid: bool = False
     share: tuple[float, float] = (0.25, 0.75)
     parallel: int = 1
+    prime_timeout_s: float = math.inf
 
 
 @dataclass(slots=True)
 class _Session:
     """A conversation in flight: how many awaited answers each request that is left misses, and
-    what has to be primed before the first of them. `linger` is the share of the first think times
-    that is still to pass."""
+    what has to be primed before the first of them, and when that began. `linger` is the share of
+    the first think times that is still to pass."""
 
     missing: dict[int, int]
     left: int
     play: int
     to_prime: deque[int] = field(default_factory=deque)
+    priming_from_s: float = 0.0
     linger: float = 1.0
     first: bool = False
 
@@ -177,17 +180,21 @@ class Lanes(Dispatch):
     def _prime_more(self) -> None:
         while self._waits_for_priming and self._priming < self._from.parallel:
             self._priming += 1
-            self._prime(self._waits_for_priming.popleft())
+            key = self._waits_for_priming.popleft()
+            self._live[key].priming_from_s = self._clock()
+            self._prime(key)
 
     def _prime(self, key: tuple[int, int]) -> None:
-        """Sends a conversation's next priming request, or lets it begin after the last."""
+        """Sends a conversation's next priming request, or lets it begin after the last, or when its
+        time for priming is over: a server that let one wait so long lets the next wait as well."""
         session = self._live[key]
-        if session.to_prime:
+        now_s = self._clock()
+        if session.to_prime and now_s - session.priming_from_s < self._from.prime_timeout_s:
             index = session.to_prime.popleft()
-            self._push(self._plays.number(session.play, index, primes=True), self._clock())
+            self._push(self._plays.number(session.play, index, primes=True), now_s)
             return
         self._priming -= 1
-        self._activate(session, self._clock(), thinks=True)
+        self._activate(session, now_s, thinks=True)
         if session.first:
             self._first_done()
         self._prime_more()

@@ -198,6 +198,7 @@ class _Share:
                 later_mid=options.recycle_start == "mid",
                 share=options.start_share,
                 parallel=self._prime_parallel(slots),
+                prime_timeout_s=options.prime_timeout_s,
             ),
             on_primed=self._primed,
         )

@@ -260,7 +260,8 @@ def route(
             _core.check(json.dumps(settings), decide)
             return
         _raise_open_files()
-        _core.serve(json.dumps(settings), _announce, decide)
+        scheme = "https" if settings.get("tls_cert_file") else "http"
+        _core.serve(json.dumps(settings), lambda address: _announce(scheme, address), decide)
     except ValueError as error:
         raise InputError(str(error)) from None
     except KeyboardInterrupt:
@@ -306,9 +307,9 @@ def _parse_param(flag: str, text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _announce(address: str) -> None:
+def _announce(scheme: str, address: str) -> None:
     # One write: the router's threads log to the same stream, also where it is unbuffered.
-    sys.stderr.write(f"deltaserve route: listening on http://{address}\n")
+    sys.stderr.write(f"deltaserve route: listening on {scheme}://{address}\n")
     sys.stderr.flush()
 
 

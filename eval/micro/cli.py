@@ -15,6 +15,7 @@ import typer
 
 import launch
 from deltaserve.errors import InputError
+from eval.cli_options import AsJson
 from eval.experiment import parse_value
 from eval.progress import Progress
 
@@ -49,9 +50,7 @@ def _benchmark(
                     "--set", metavar="KEY=VALUE", help="Replace a key of the topology; repeatable."
                 ),
             ] = None,
-            as_json: Annotated[
-                bool, typer.Option("--json", help="Print the figures as one JSON object.")
-            ] = False,
+            as_json: AsJson = False,
             **own: Any,
         ) -> None:
             measure = function(**own)
@@ -176,6 +175,7 @@ def connector_tax_command(
         int | None, typer.Option(help="Shrink prompts to at most this.", min=1)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the trace and of the order of runs.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """What the transfer machinery costs where it is on but unused, at three loads."""
     from eval import report, runner
@@ -217,8 +217,10 @@ def connector_tax_command(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     evidence = report.gather(report.find_runs([folder]))
+    if as_json:
+        typer.echo(orjson.dumps(report.summary_json(evidence)).decode())
     for path in report.write_report(evidence, folder / "report", notes=[connector_tax.SEEN_BEFORE]):
-        typer.echo(str(path))
+        typer.echo(str(path), err=as_json)
     raise typer.Exit(1 if summary.failed else 0)
 
 

@@ -15,6 +15,7 @@ from eval.metrics import Cell
 from eval.outcomes import MEASURES
 from eval.report.evidence import Evidence
 from eval.report.facts import simulated
+from eval.report.searches import Search
 from eval.tables import enough
 
 _MOST_ARMS = 4
@@ -51,17 +52,26 @@ def _answer(evidence: Evidence) -> str:
 
 
 def _capacities(evidence: Evidence) -> str:
-    parts = []
-    for search in evidence.searches:
-        unit = search.unit or "GPU"
-        if math.isfinite(search.per_unit):
-            parts.append(
-                f"{search.arm} carries {number(search.per_unit)} {search.what} a {unit}"
-                + (f" ({search.interval})" if search.interval else "")
-            )
-        else:
-            parts.append(f"{search.arm}: no level met the objective")
-    return "; ".join(parts) + "."
+    return "; ".join(_capacity(search) for search in evidence.searches) + "."
+
+
+def _capacity(search: Search) -> str:
+    """What one arm carries, and what that does not rest on: levels not tried, or not valid."""
+    invalid = ", ".join(f"{level['load']:g}" for level in search.invalid)
+    doubts = [
+        *([] if search.finished else ["so far: the search has levels to try"]),
+        *([f"a rule of validity was broken at {invalid}"] if invalid else []),
+    ]
+    after = f", {'; '.join(doubts)}" if doubts else ""
+    if math.isfinite(search.per_unit):
+        value, interval = f"{search.per_unit:.3g}", search.interval
+    else:
+        value, interval = f"{search.agents:.3g}", ""
+    where = f" a {search.unit}" if math.isfinite(search.per_unit) else " in all"
+    if not search.agents > 0:
+        return f"{search.arm}: no level met the objective{after}"
+    within = f" ({interval})" if interval else ""
+    return f"{search.arm} carries {value} {search.what}{where}{within}{after}"
 
 
 def _figures(cell: Cell, primary: Sequence[str]) -> str:

@@ -70,16 +70,16 @@ def claims(evidence: Evidence) -> list[tuple[str, str]]:
 
 
 def _late_clients(evidence: Evidence) -> list[str]:
-    """Cells of which the client itself was late by much of what it measured."""
+    """Cells of which the client itself was late by much of what it measured, in one sentence."""
     found = []
     for cell in evidence.cells:
         p50 = cell.latency["ttft"][0].value
         if math.isfinite(p50) and cell.lag_p99_s > _LATE_SHARE * p50:
-            found.append(
-                f"{cell.name}: the client itself sent up to {seconds(cell.lag_p99_s)} late (p99), "
-                f"which is inside every TTFT (p50 {seconds(p50)}): its tail is partly the client's."
-            )
-    return found
+            found.append(f"{cell.name} {seconds(cell.lag_p99_s)} of {seconds(p50)}")
+    if not found:
+        return []
+    words = "The client itself sent late, so that the tail of TTFT is partly the client's"
+    return [f"{words}: {', '.join(found)} (lateness p99 of TTFT p50)."]
 
 
 def _unjudged(evidence: Evidence) -> list[str]:

@@ -20,7 +20,7 @@ from eval.experiment import Analysis, Slo, ValidityRules, one_line
 from eval.identity import check_repeats
 from eval.metrics import Cell, alone_by_arm, measure, session_bootstrap
 from eval.records import Run, read_run
-from eval.report.searches import Search
+from eval.report.searches import Search, judged_again
 from eval.secrets import without_secrets
 from eval.tables import enough
 from eval.validity import Violation, violations
@@ -137,7 +137,17 @@ def gather(
         baseline=baseline,
         slo=chosen,
         primary=tuple(analysis.primary),
-        searches=list(searches),
+        searches=_by_arm(
+            [judged_again(each, runs, chosen) for each in searches] if slo else searches, cells
+        ),
+    )
+
+
+def _by_arm(searches: Sequence[Search], cells: Sequence[Cell]) -> list[Search]:
+    """In the order of the arms, which is that of colours."""
+    arms = list(dict.fromkeys(cell.arm for cell in cells))
+    return sorted(
+        searches, key=lambda each: arms.index(each.arm) if each.arm in arms else len(arms)
     )
 
 

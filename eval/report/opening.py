@@ -14,6 +14,7 @@ from eval.report.arms import arms_table
 from eval.report.evidence import Evidence
 from eval.report.figures import latency
 from eval.report.figures.curves import capacity_curves, curve
+from eval.report.searches import Search
 
 
 def opening(evidence: Evidence) -> Opening:
@@ -27,18 +28,30 @@ def opening(evidence: Evidence) -> Opening:
 
 
 def _picture(evidence: Evidence) -> Figure | None:
-    """Attainment over load of a search, else TTFT over load, else TTFT by arm."""
+    """Of a search what decided it over load, else TTFT over load, else TTFT by arm."""
     if not evidence.cells:
         return None
-    searched = capacity_curves(evidence.searches, "attainment") if evidence.searches else None
+    searched = capacity_curves(evidence.searches, _decided_by(evidence.searches))
     if searched is not None:
-        return Figure("opening", "Turns that met the objective, over load, by arm", searched)
+        return Figure("opening", f"{searched.title} over load, by arm", searched)
     if len(evidence.by_load) > 1:
         over_load = curve(evidence.cells, "ttft_p90")
         if over_load is not None:
             return Figure("opening", "TTFT p90 over load, by arm", over_load)
     bars = latency.latency_bars(evidence.cells, "ttft", "Time to first token")
     return Figure("opening", "Time to first token by arm", bars)
+
+
+def _decided_by(searches: Sequence[Search]) -> str:
+    """The measure for which levels missed the objective: stretch where all of them had enough good
+    turns, else those."""
+    short = [
+        level["attainment"] < search.slo.get("attainment", 1.0)
+        for search in searches
+        for level in search.levels
+        if level.get("meets") is False and isinstance(level.get("attainment"), int | float)
+    ]
+    return "stretch_p90" if short and not any(short) else "attainment"
 
 
 def _facts(evidence: Evidence) -> list[tuple[str, str]]:
@@ -49,7 +62,7 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
         ("Lengths", _lengths(first)),
         ("Load", _load(evidence, first)),
         ("Measured", loads.window_words(first)),
-        ("Objective", facts.slo_words(evidence.slo)),
+        ("Objective", _objective(evidence)),
         ("Model", ", ".join(sorted(facts.models(evidence.runs)))),
         ("Machine", "; ".join(sorted(facts.machines(evidence.runs)))),
         ("Runs", _runs(evidence)),
@@ -69,12 +82,37 @@ def _trace(runs: Sequence[Run]) -> str:
     return "; ".join(found.values())
 
 
+def _objective(evidence: Evidence) -> str:
+    """What makes a turn good and, where capacity was searched for, what makes a load carried."""
+    words = facts.slo_words(evidence.slo)
+    if not evidence.searches:
+        return words
+    slo = evidence.slo
+    return (
+        f"{words}; a load is carried where {slo.attainment * 100:g} % of turns keep that and the "
+        f"p90 of session stretch is at most {slo.stretch_p90:g}"
+    )
+
+
 def _requests(evidence: Evidence, run: Run) -> str:
-    table = run.requests
-    sessions = table["session_id"].nunique()
-    turns = len(table) / sessions if sessions else 0.0
-    words = f"{len(table)} in {sessions} sessions, {turns:.1f} turns a session"
+    """Of one run, or from the least to the most where loads differ in what they let through."""
+    tables = [run.requests]
+    if len(evidence.by_load) > 1:
+        tables = [each.requests for cell in evidence.cells for each in cell.runs]
+    requests = [len(table) for table in tables]
+    sessions = [table["session_id"].nunique() for table in tables]
+    turns = [len(table) / n for table, n in zip(tables, sessions, strict=True) if n]
+    words = (
+        f"{_span(requests, 'd')} in {_span(sessions, 'd')} sessions, "
+        f"{_span(turns or [0.0], '.1f')} turns a session"
+    )
     return words + (", in each run" if len(evidence.runs) > 1 else "")
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """`204`, or `204 to 310` where they differ."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
 
 
 def _lengths(run: Run) -> str:

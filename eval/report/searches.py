@@ -1,12 +1,13 @@
 """Searches for capacity, as `capacity.json` files say them: what an arm carries, and every level.
 
-Owns reading those files. Unknown keys are kept out, missing ones are unknown.
+Owns reading those files, and judging their levels again by another objective. Unknown keys are
+left out, missing ones are unknown.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,18 @@ from typing import Any
 import orjson
 
 from deltaserve.errors import InputError
-
-CAPACITY_FILE = "capacity.json"
+from eval import search as searching
+from eval.experiment import Slo
+from eval.records import Run
+from eval.search import CAPACITY_FILE
 
 
 @dataclass(frozen=True)
 class Search:
     """What one arm carries: `agents` in all with its interval, and what is counted (`what`) for
-    each GPU or worker (`unit`). `levels` are the levels tried, by load."""
+    each GPU or worker (`unit`). `levels` are the levels tried, by load, `slo` the objective that
+    they were judged by. A search that is not `finished` has levels to try: it was interrupted, or
+    still runs."""
 
     arm: str
     agents: float
@@ -30,15 +35,28 @@ class Search:
     per_unit: float
     unit: str = "GPU"
     what: str = "agents"
+    over: str = ""
+    slo: dict[str, Any] = field(default_factory=dict)
+    finished: bool = True
     levels: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def interval(self) -> str:
-        """The interval of `per_unit`, as words."""
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.agents):
+        """The interval of `per_unit`, as words: `3–4`, `at least 3` where no level surely missed
+        the objective, `at most 4` where none surely met it."""
+        if not (math.isfinite(self.low) and self.agents):
             return ""
         factor = self.per_unit / self.agents
+        if not math.isfinite(self.high):
+            return f"at least {self.low * factor:.3g}" if self.low else "no level is sure"
+        if not self.low:
+            return f"at most {self.high * factor:.3g}"
         return f"{self.low * factor:.3g}–{self.high * factor:.3g}"
+
+    @property
+    def invalid(self) -> list[dict[str, Any]]:
+        """The levels with a run that broke a rule of validity: the capacity rests on them too."""
+        return [level for level in self.levels if level.get("violations")]
 
 
 def find_searches(folders: Sequence[Path]) -> list[Search]:
@@ -60,20 +78,51 @@ def _read(path: Path) -> list[Search]:
     for item in items:
         if not isinstance(item, dict) or "arm" not in item:
             raise InputError(f"{path}: expected objects with arm, agents, low, high and levels")
-        levels = [level for level in item.get("levels") or [] if isinstance(level, dict)]
-        found.append(
-            Search(
-                arm=str(item["arm"]),
-                agents=_number(item.get("agents")),
-                low=_number(item.get("low")),
-                high=_number(item.get("high")),
-                per_unit=_number(item.get("per_gpu", item.get("per_worker"))),
-                unit="GPU" if item.get("per_gpu") is not None else "worker",
-                what="sessions an hour" if "per_hour" in str(item.get("over")) else "agents",
-                levels=sorted(levels, key=lambda level: _number(level.get("load"))),
-            )
-        )
+        found.append(_search(item))
     return found
+
+
+def _search(record: Mapping[str, Any]) -> Search:
+    levels = [level for level in record.get("levels") or [] if isinstance(level, dict)]
+    unit = "worker" if record.get("per_gpu") is None else "GPU"
+    slo = record.get("slo")
+    agents = _number(record.get("agents"))
+    workers = _number(record.get("workers")) or math.nan
+    per_worker = _number(record.get("per_worker", agents / workers))
+    return Search(
+        arm=str(record["arm"]),
+        agents=agents,
+        low=_number(record.get("low")),
+        high=_number(record.get("high")),
+        per_unit=per_worker if unit == "worker" else _number(record.get("per_gpu")),
+        unit=unit,
+        what="sessions an hour" if "per_hour" in str(record.get("over")) else "agents",
+        over=str(record.get("over") or ""),
+        slo=slo if isinstance(slo, dict) else {},
+        finished=bool(record.get("finished", True)),
+        levels=sorted(levels, key=lambda level: _number(level.get("load"))),
+    )
+
+
+def judged_again(search: Search, runs: Sequence[Run], slo: Slo) -> Search:
+    """What the same levels say under another objective, from the runs that are still there. It is
+    not `finished`: under that objective other levels might have been tried."""
+    levels: dict[float, list[Run]] = {}
+    for run in runs:
+        load = _load(run)
+        if run.arm == search.arm and load is not None and run.manifest.get("state") == "complete":
+            levels.setdefault(load, []).append(run)
+    if not levels:
+        raise InputError(f"--slo: the runs of {search.arm}'s search are not among those given")
+    return _search(searching.judged_again(search.arm, search.over, levels, slo))
+
+
+def _load(run: Run) -> float | None:
+    """A search names its levels by their load."""
+    try:
+        return None if run.load is None else float(run.load)
+    except ValueError:
+        return None
 
 
 def _number(value: Any) -> float:

@@ -18,7 +18,7 @@ from launch.commands import (
     visible_gpus,
 )
 from launch.kv import hicache_size, worker_kv
-from launch.models import is_shape
+from launch.models import TOOL_CALL_PARSERS, is_shape
 from launch.topology import Role, Topology, WorkerGroup
 
 HEALTH_PATH = "/health"
@@ -70,8 +70,13 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         argv += ["--incremental-streaming-output"]
     if load_format := topology.load_format or ("dummy" if shape else None):
         argv += ["--load-format", load_format]
-    if shape:
+    if not topology.serves_text:
         argv += ["--skip-tokenizer-init"]
+    elif shape:
+        argv += ["--tool-call-parser", TOOL_CALL_PARSERS["sglang"]]
+    if topology.device == "cpu":
+        # xgrammar, SGLang's default, has no kernel for a CPU's logits in SGLang 0.5.17.
+        argv += ["--grammar-backend", "llguidance" if topology.serves_text else "none"]
     if topology.context_tokens:
         argv += ["--context-length", str(topology.context_tokens)]
     argv += _kv_cache(topology, group)
@@ -104,6 +109,8 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         # A stand-in for the kernels' package, whose own import needs a CUDA driver.
         python_path.insert(0, str(paths.plugin_dir / "sglang_ext" / "cpu" / "stubs"))
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        # llguidance would have a C++ compiler make a kernel at the first answer with a grammar.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
     else:
         environment |= visible_gpus(place.gpus)
         if place.role != "colocated" and _moves_over_nvlink(topology):

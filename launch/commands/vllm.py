@@ -18,7 +18,7 @@ from launch.commands import (
     visible_gpus,
 )
 from launch.kv import WorkerKv, offloading_gib, worker_kv
-from launch.models import is_shape
+from launch.models import TOOL_CALL_PARSERS, is_shape
 from launch.topology import Role, Topology
 
 HEALTH_PATH = "/health"
@@ -43,8 +43,10 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
     argv += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     if load_format := topology.load_format or ("dummy" if shape else None):
         argv += ["--load-format", load_format]
-    if shape:
+    if not topology.serves_text:
         argv += ["--skip-tokenizer-init"]
+    elif shape:
+        argv += ["--enable-auto-tool-choice", "--tool-call-parser", TOOL_CALL_PARSERS["vllm"]]
     if topology.context_tokens:
         argv += ["--max-model-len", str(topology.context_tokens)]
     if kv.capacity_tokens:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from launch.cache import cache_dir, write_atomically
+from launch.models.tokenizer import tokenizer_files
+
+TOOL_CALL_PARSERS = {"sglang": "qwen25", "vllm": "hermes"}
+"""What each engine calls the form in which shapes' chat templates have tool calls."""
 
 
 def shapes() -> list[str]:
@@ -24,29 +29,44 @@ def shapes() -> list[str]:
 
 
 def is_shape(model: str) -> bool:
-    """Whether `model` names a shipped shape: random weights and no tokenizer go with it."""
+    """Whether `model` names a shipped shape: random weights go with it."""
     return model in shapes()
+
+
+def has_tokenizer(model: str) -> bool:
+    """Whether `model` comes with a tokenizer; what is no shape is taken to."""
+    return not is_shape(model) or _resource(f"{model}.merges").is_file()
 
 
 def shape_config(name: str) -> dict[str, Any]:
     """The Hugging Face configuration of a shipped shape."""
-    return tomllib.loads((resources.files(__name__) / f"{name}.toml").read_text())
+    return tomllib.loads(_resource(f"{name}.toml").read_text())
 
 
 def shape_folder(name: str) -> Path:
     """Where the model folder of a shipped shape belongs; its name changes with its content."""
-    digest = hashlib.sha256(_config_bytes(name)).hexdigest()[:12]
+    digest = hashlib.sha256(b"\0".join(_files(name).values())).hexdigest()[:12]
     return cache_dir() / "models" / f"{name}-{digest}"
 
 
 def write_shape(name: str) -> Path:
-    """Writes the model folder of a shipped shape (only a ``config.json``) and returns it."""
+    """Writes the model folder of a shipped shape and returns it: a ``config.json`` and, where the
+    shape has a tokenizer, that and its chat template."""
     folder = shape_folder(name)
-    config = folder / "config.json"
-    if not config.exists():
-        write_atomically(config, _config_bytes(name))
+    for file, content in _files(name).items():
+        if not (folder / file).exists():
+            write_atomically(folder / file, content)
     return folder
 
 
-def _config_bytes(name: str) -> bytes:
-    return orjson.dumps(shape_config(name), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
+def _files(name: str) -> dict[str, bytes]:
+    options = orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS
+    files = {"config.json": orjson.dumps(shape_config(name), option=options)}
+    if has_tokenizer(name):
+        merges, template = (_resource(f"{name}.{end}").read_text() for end in ("merges", "jinja"))
+        files |= tokenizer_files(merges, template)
+    return files
+
+
+def _resource(file: str) -> Traversable:
+    return resources.files(__name__) / file

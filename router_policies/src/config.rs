@@ -129,7 +129,7 @@ pub struct WorkerSpec {
     /// Defaults to the URL's host and port.
     #[serde(default)]
     pub id: String,
-    /// `http://host:port`.
+    /// `http://host:port`, or `https`.
     pub url: String,
     #[serde(default = "default_role")]
     pub role: Role,
@@ -193,7 +193,11 @@ fn default_true() -> bool {
 impl WorkerSpec {
     /// `host:port` of the URL.
     pub fn authority(&self) -> &str {
-        self.url.trim_start_matches("http://").trim_end_matches('/')
+        let rest = self
+            .url
+            .split_once("://")
+            .map_or(&*self.url, |(_, rest)| rest);
+        rest.trim_end_matches('/')
     }
 
     /// Fills in what follows from other fields, and checks the rest.
@@ -207,12 +211,13 @@ impl WorkerSpec {
             &self.id
         };
         let fail = |field: &str, expected: &str| Err(format!("worker {name}: {field}: {expected}"));
-        let Some(rest) = self.url.strip_prefix("http://") else {
-            return fail("url", "expected http://HOST:PORT");
+        const URL: &str = "expected http://HOST:PORT or https://HOST:PORT";
+        let Some((scheme @ ("http" | "https"), rest)) = self.url.split_once("://") else {
+            return fail("url", URL);
         };
         let authority = rest.trim_end_matches('/');
         let Some(host) = host_of(authority) else {
-            return fail("url", "expected http://HOST:PORT");
+            return fail("url", URL);
         };
         let prefixed = |error: String| format!("worker {name}: {error}");
         within("page_size", self.page_size, 1..=1 << 20).map_err(prefixed)?;
@@ -308,7 +313,7 @@ impl WorkerSpec {
                  spaces and / ? # %"
             ));
         }
-        self.url = format!("http://{authority}");
+        self.url = format!("{scheme}://{authority}");
         Ok(self)
     }
 }
@@ -410,6 +415,16 @@ pub struct Config {
     /// any, requests need one.
     #[serde(default)]
     pub api_keys_file: Option<PathBuf>,
+    /// The router's certificate and those up to an authority that clients know (PEM), and its private
+    /// key: clients then speak TLS. One needs the other.
+    #[serde(default)]
+    pub tls_cert_file: Option<PathBuf>,
+    #[serde(default)]
+    pub tls_key_file: Option<PathBuf>,
+    /// The authorities (PEM) of the certificates of workers whose URL is `https`; without it those that
+    /// this machine trusts.
+    #[serde(default)]
+    pub worker_ca_file: Option<PathBuf>,
     /// On shutdown, running requests have this long to end.
     #[serde(default = "default_drain_timeout_s")]
     pub drain_timeout_s: f64,
@@ -511,6 +526,9 @@ impl Default for Config {
             queue_timeout_s: default_queue_timeout_s(),
             admin_token: None,
             api_keys_file: None,
+            tls_cert_file: None,
+            tls_key_file: None,
+            worker_ca_file: None,
             drain_timeout_s: default_drain_timeout_s(),
         }
     }
@@ -535,6 +553,9 @@ impl Config {
                 &mut config.decision_log,
                 &mut config.tokenizer,
                 &mut config.api_keys_file,
+                &mut config.tls_cert_file,
+                &mut config.tls_key_file,
+                &mut config.worker_ca_file,
             ] {
                 *named = named.take().map(|path| folder.join(path));
             }
@@ -593,6 +614,9 @@ impl Config {
         let mut ids = HashSet::new();
         if let Some(worker) = self.workers.iter().find(|w| !ids.insert(&w.id)) {
             return Err(format!("worker {}: id: given twice", worker.id));
+        }
+        if self.tls_cert_file.is_some() != self.tls_key_file.is_some() {
+            return Err("tls_cert_file, tls_key_file: one needs the other".to_owned());
         }
         within("vocab_size", self.vocab_size.unwrap_or(1), 1..=1 << 32)?;
         for (field, value, least_s) in [
@@ -686,7 +710,7 @@ mod tests {
         for (text, expected) in [
             (
                 "[[workers]]\nurl = \"ftp://a:1\"",
-                "expected http://HOST:PORT",
+                "expected http://HOST:PORT or https://HOST:PORT",
             ),
             (
                 "[[workers]]\nurl = \"http://a:1\"\nrole = \"prefill\"",
@@ -698,7 +722,7 @@ mod tests {
             ),
             (
                 "[[workers]]\nurl = \"http://a:99999\"",
-                "url: expected http://HOST:PORT",
+                "url: expected http://HOST:PORT or https://HOST:PORT",
             ),
             ("[[workers]]\nurl = 7", "router.toml:2: workers[0].url: "),
             (

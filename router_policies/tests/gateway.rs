@@ -703,6 +703,15 @@ async fn text_then_ids(
     text: &str,
     ids: &[u32],
 ) -> [Value; 2] {
+    let requests = [json!({"text": text}), json!({"input_ids": ids})];
+    decisions_of(tokenizer, requests.map(|body| ("/generate", body))).await
+}
+
+/// Sends two requests, one after the other, to a router of two workers; returns both decisions.
+async fn decisions_of(
+    tokenizer: Option<std::path::PathBuf>,
+    requests: [(&str, Value); 2],
+) -> [Value; 2] {
     let (a, b) = (MockWorker::start().await, MockWorker::start().await);
     let router = Router::with(Config {
         tokenizer,
@@ -710,8 +719,8 @@ async fn text_then_ids(
         ..Config::default()
     })
     .await;
-    for body in [json!({"text": text}), json!({"input_ids": ids})] {
-        let (status, _) = router.post("/generate", body).await;
+    for (path, body) in requests {
+        let (status, _) = router.post(path, body).await;
         assert_eq!(status, StatusCode::OK);
         router.idle().await;
     }
@@ -745,6 +754,31 @@ async fn with_a_tokenizer_text_and_its_token_ids_are_one_prompt() {
     let bytes = json!(text).to_string().len() - 2;
     assert_eq!(first["input_tokens"], bytes.div_ceil(4));
     assert_eq!(second["cached_tokens"], json!({}));
+    std::fs::remove_dir_all(&folder).expect("removed");
+}
+
+#[tokio::test]
+async fn with_a_chat_template_a_conversation_and_its_token_ids_are_one_prompt() {
+    let (tokenizer, folder) = tokenizer();
+    let template =
+        "{% for message in messages %}<s> {{ message.role }} {{ message.content }}\n{% endfor %}";
+    std::fs::write(folder.join("chat_template.jinja"), template).expect("written");
+    let said = "tell me ".repeat(40);
+    let shown = format!("<s> user {said} <s> assistant me");
+    let ids = tokenizer.encode(shown, false).expect("encoded");
+    assert_eq!(ids.len(), 2 + 80 + 3);
+    let messages =
+        json!([{"role": "user", "content": said}, {"role": "assistant", "content": "me"}]);
+    for path in ["/v1/chat/completions", "/v1/messages"] {
+        let chat = (path, json!({"messages": messages, "max_tokens": 4}));
+        let same = ("/generate", json!({"input_ids": ids.get_ids()}));
+        let [first, second] = decisions_of(Some(folder.clone()), [chat, same]).await;
+        assert_eq!(first["input_tokens"], 85, "{path}");
+        assert_eq!(second["worker"], first["worker"]);
+        let worker = first["worker"].as_str().expect("a worker");
+        // Five whole blocks of 16.
+        assert_eq!(second["cached_tokens"], json!({worker: 80}));
+    }
     std::fs::remove_dir_all(&folder).expect("removed");
 }
 

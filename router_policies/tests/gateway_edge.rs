@@ -88,6 +88,8 @@ async fn headers_of_the_clients_connection_stay_with_it() {
         ("connection", "x-mine, keep-alive"),
         ("x-mine", "1"),
         ("proxy-authorization", "secret"),
+        // The router reads answers, and ends streams with events of its own.
+        ("accept-encoding", "gzip, br"),
     ];
     router
         .send(
@@ -97,7 +99,9 @@ async fn headers_of_the_clients_connection_stay_with_it() {
         )
         .await;
     let seen = mock.behaviour.headers.lock();
-    assert!(!seen[0].contains_key("x-mine") && !seen[0].contains_key("proxy-authorization"));
+    for name in ["x-mine", "proxy-authorization", "accept-encoding"] {
+        assert!(!seen[0].contains_key(name), "{name}");
+    }
 }
 
 async fn connect(router: &Router) -> tokio::net::TcpStream {
@@ -407,6 +411,13 @@ async fn questions_go_to_a_worker_that_is_up() {
         "they are no decisions"
     );
     assert_eq!(router.get("/v1/models/mock").await.0, StatusCode::OK);
+    let (status, body) = router.get("/v1/models/listed/only").await;
+    assert_eq!(
+        (status, &*body),
+        (StatusCode::OK, r#"{"id":"listed/only"}"#)
+    );
+    let (status, _) = router.get("/v1/models/of-nobody").await;
+    assert_eq!(status, StatusCode::NOT_FOUND);
     assert_eq!(
         router.get("/tokenize").await.0,
         StatusCode::METHOD_NOT_ALLOWED

@@ -55,15 +55,17 @@ def _use_host_memory(
 
 
 def _poll_nixl(queue: Any, *_: Any, **__: Any) -> None:
-    """Lets the receiving side's NIXL make progress while transfers come in.
+    """Lets the receiving side's NIXL make progress while transfers come in, or are given up.
 
     The sender's writes wait for it on a CPU, and without a progress thread it works only when
     called. Nothing is sent by its notifications in the releases where this hook is needed.
     """
-    for entry in queue.queue[:1]:
-        agent = getattr(getattr(entry.kv_receiver, "kv_mgr", None), "agent", None)
-        if agent is not None:
-            agent.get_new_notifs()
+    if not queue.queue and not queue.has_pending_deferred_releases():
+        return
+    manager = getattr(queue.scheduler.disagg_decode_prealloc_queue, "kv_manager", None)
+    agent = getattr(manager, "agent", None)
+    if agent is not None:
+        agent.get_new_notifs()
 
 
 def _give_up_the_core(_result: None, scheduler: Any) -> None:
@@ -76,6 +78,7 @@ HOOKS = (
     Hook("scheduler.ready", "after", _refuse_other_devices),
     Hook("nixl.manager", "around", _use_host_memory),
     Hook("nixl.receiving", "before", _poll_nixl),
+    Hook("nixl.draining", "before", _poll_nixl),
     Hook("scheduler.idle", "after", _give_up_the_core),
     *host_tier.HOOKS,
 )

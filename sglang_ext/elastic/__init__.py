@@ -37,7 +37,7 @@ def _attach(_result: None, scheduler: Any) -> None:
     worker.exporter = exporter_of(worker)
 
 
-def _let_pass_without_room(scheduler: Any, request: Any) -> None:
+def _let_pass_without_room(scheduler: Any, request: Any, **_: Any) -> None:
     if (
         _worker(scheduler) is not None
         and request.bootstrap_room is None
@@ -66,6 +66,8 @@ def _queue(
     elif scheduler._set_or_validate_priority(req) and not worker.queues.is_refused(req):
         worker.counts["local"] += 1
         worker.queues.add_local(req)
+    else:
+        sglang.elastic().turn_away(scheduler, req)
 
 
 def _next_batch(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
@@ -122,25 +124,30 @@ def _abort(original: Callable[..., None], scheduler: Any, request: Any) -> None:
 
 
 def _is_fully_idle(
-    original: Callable[..., bool], scheduler: Any, for_health_check: bool = False
+    original: Callable[..., bool], scheduler: Any, for_health_check: bool = False, **more: Any
 ) -> bool:
     worker = _worker(scheduler)
     if worker is None:
-        return original(scheduler, for_health_check)
+        return original(scheduler, for_health_check, **more)
     if not scheduler._engine_paused or for_health_check:
-        return original(scheduler, for_health_check) and worker.is_idle()
+        return original(scheduler, for_health_check, **more) and worker.is_idle()
     # Nobody is served while a worker is paused. Local prompts in line own no memory: they are no
     # reason to refuse the flush of the cache that a weight update does, and insists on.
     with worker.queues.hiding_local():
-        return original(scheduler, for_health_check) and worker.is_idle()
+        return original(scheduler, for_health_check, **more) and worker.is_idle()
 
 
-def _paused(_result: None, scheduler: Any, _request: Any) -> None:
+def _pause(original: Callable[..., None], scheduler: Any, request: Any) -> None:
     worker = _worker(scheduler)
-    if worker is not None:
-        worker.paced.nothing_runs()
-        worker.quarantine.sit_out()
-        worker.export()
+    if worker is None:
+        original(scheduler, request)
+        return
+    # Where SGLang also throws out requests whose KV has arrived, it looks for them in its queue.
+    with worker.queues.showing_transferred():
+        original(scheduler, request)
+    worker.paced.nothing_runs()
+    worker.quarantine.sit_out()
+    worker.export()
 
 
 def _internal_state(answer: Any, scheduler: Any, *_: Any) -> Any:
@@ -251,7 +258,7 @@ HOOKS = (
     Hook("scheduler.process_result", "after", _learn),
     Hook("scheduler.abort", "around", _abort),
     Hook("scheduler.is_idle", "around", _is_fully_idle),
-    Hook("scheduler.pause", "after", _paused),
+    Hook("scheduler.pause", "around", _pause),
     Hook("scheduler.internal_state", "after", _internal_state),
     Hook("scheduler.loads", "after", _loads),
     Hook("adder.made", "after", _adder_init),

@@ -2,9 +2,8 @@
 
 Owns what happens when a handshake or a transfer fails or is aborted by its client: who falls back
 and who ends, and that pages and slots are released exactly once. A failed transfer's
-pages are not free at once: the prefill worker may be writing to them, and SGLang knows no
-acknowledgement of an abort. They go to the worker's quarantine while the request starts over with
-new ones.
+pages are not free at once: the prefill worker may be writing to them. They go to the worker's
+quarantine while the request starts over with new ones.
 
 How SGLang's transfer queue is led there: it frees the metadata buffer of an entry that succeeded
 and hands the request on; of one that failed it releases the pages as well. So a failed entry is
@@ -31,7 +30,7 @@ REASONS = ("prefill_lost", "prefill_unreachable", "timeout", "handshake", "trans
 
 _GIVEN_UP = "deltaserve_given_up"
 _ABORTED = "deltaserve_aborted"
-_METADATA_INDEX = "deltaserve_metadata_index"
+_ENTRY = "deltaserve_entry"
 
 
 def reason_of(message: str, stage: str) -> str:
@@ -217,7 +216,7 @@ def _room(entry: Any) -> int:
 
 
 def commit(worker: ElasticWorker, original: Callable[..., None], queue: Any, entry: Any) -> None:
-    """Commits a transfer that succeeded; drops the receiver of one that was given up."""
+    """Commits a transfer that succeeded; remembers the queue's entry of one that was given up."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     req = entry.req
@@ -225,7 +224,7 @@ def commit(worker: ElasticWorker, original: Callable[..., None], queue: Any, ent
         original(queue, entry)
         if isinstance(req.finished_reason, FINISH_ABORT):
             # A late write has changed the metadata since `give_up_failed` looked at it.
-            if worker.scheduler.ps.attn_tp_size > 1:
+            if sglang.current().parallel(worker.scheduler).attention_tensor > 1:
                 raise RuntimeError(
                     f"{req.rid}: {req.finished_reason.message}, on this rank and after the ranks "
                     "agreed that it was good: they no longer hold the same requests"
@@ -233,10 +232,7 @@ def commit(worker: ElasticWorker, original: Callable[..., None], queue: Any, ent
             setattr(req, _GIVEN_UP, ("metadata", str(req.finished_reason.message)))
             req.finished_reason = None
     if getattr(req, _GIVEN_UP, None) is not None:
-        setattr(req, _METADATA_INDEX, entry.metadata_buffer_index)
-        if entry.kv_receiver is not None:
-            entry.kv_receiver.clear()
-            entry.kv_receiver = None
+        setattr(req, _ENTRY, entry)
 
 
 def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[Any]:
@@ -256,12 +252,15 @@ def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[An
     for req, verdict in zip(given_up, verdicts, strict=True):
         stage, message = getattr(req, _GIVEN_UP)
         setattr(req, _GIVEN_UP, None)
-        verbs, metadata_index = sglang.elastic(), vars(req).pop(_METADATA_INDEX)
+        entry = vars(req).pop(_ENTRY)
+        worker.quarantine.hold(
+            entry,
+            sglang.elastic().take_kv(req),
+            writer_is_gone=reason_of(message, stage) == "prefill_lost",
+        )
         if verdict:
-            worker.quarantine.hold(verbs.take_kv(req), metadata_index)
             _fall_back(worker, req, message, stage)
             continue
-        worker.quarantine.hold(verbs.stand_in_with_kv(req), metadata_index)
         s = worker.scheduler
         if getattr(req, _ABORTED, False):
             worker.counts["aborted_transfer"] += 1

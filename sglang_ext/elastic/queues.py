@@ -87,6 +87,7 @@ class Queues:
             while at and self._arrival(queue[at - 1]) > self._arrival(req):
                 at -= 1
         queue.insert(at, req)
+        sglang.elastic().enter_line(self._scheduler, req)
         stats = req.time_stats
         waiting_since_s = stats.wait_queue_entry_time or stats.decode_prealloc_queue_entry_time
         stats.set_wait_queue_entry_time()
@@ -109,13 +110,11 @@ class Queues:
 
     def abort_waiting(self, request: Any) -> None:
         """Ends the local requests in line that `request` names; they own no memory."""
-        from sglang.srt.managers.io_struct import AbortReq
-
         s = self._scheduler
         keep = []
         for req in s.waiting_queue:
             if request.abort_all or req.rid.startswith(request.rid):
-                s.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
+                sglang.elastic().end_in_line(s, req, request)
             else:
                 keep.append(req)
         s.waiting_queue = keep

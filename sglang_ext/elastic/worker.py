@@ -23,6 +23,7 @@ from sglang_ext.pacing.prefill import PacedPrefill, check_chunking
 from sglang_ext.pacing.sharing import Sharing
 from sglang_ext.settings import ELASTIC_PREFIX, ElasticSettings
 from sglang_ext.sglang import current as current_release
+from sglang_ext.sglang import elastic as elastic_verbs
 
 
 class ElasticWorker:
@@ -75,13 +76,13 @@ def attach(scheduler: Any, settings: ElasticSettings) -> ElasticWorker:
     from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.environ import envs
 
-    args = scheduler.server_args
     if scheduler.disaggregation_mode is not DisaggregationMode.DECODE:
         raise PluginMismatch(
             "the elastic feature makes a decode worker prefill as well: start it with "
             "--disaggregation-mode decode, or take elastic out of DELTASERVE_SGLANG"
         )
-    if not args.disaggregation_decode_enable_radix_cache:
+    verbs = elastic_verbs()
+    if not verbs.has_radix_cache(scheduler):
         raise PluginMismatch(
             "an elastic worker prefills from its radix cache: "
             "add --disaggregation-decode-enable-radix-cache"
@@ -93,10 +94,8 @@ def attach(scheduler: Any, settings: ElasticSettings) -> ElasticWorker:
         "hierarchical cache": scheduler.enable_decode_hicache
         or scheduler.enable_hierarchical_cache,
         "the staging buffer": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
-        "the offloading of decode KV": args.disaggregation_decode_enable_offload_kvcache,
         "diffusion language models": scheduler.dllm_config is not None,
-        # Their requests own KV while they wait in line, where local prompts must own none.
-        "streaming sessions": args.enable_streaming_session,
+        **verbs.unsupported(scheduler),
     }
     for what, asked in unsupported.items():
         if asked:

@@ -44,6 +44,29 @@ class Parallel:
 class ElasticVerbs(Protocol):
     """The verbs of the elastic worker: how a decode worker keeps and gives back KV."""
 
+    def has_radix_cache(self, scheduler: Any) -> bool:
+        """Whether the decode worker of `scheduler` keeps a radix cache."""
+        ...
+
+    def unsupported(self, scheduler: Any) -> Mapping[str, bool]:
+        """What an elastic worker cannot do in this release → whether `scheduler` was asked to.
+
+        Beside what it can do in none, which `elastic.worker` has.
+        """
+        ...
+
+    def enter_line(self, scheduler: Any, req: Any) -> None:
+        """Notes what SGLang notes of a request that begins to wait for its prefill."""
+        ...
+
+    def turn_away(self, scheduler: Any, req: Any) -> None:
+        """Drops what SGLang holds for `req`, which was refused and has been answered."""
+        ...
+
+    def end_in_line(self, scheduler: Any, req: Any, abort: Any) -> None:
+        """Answers `req`, which waited and owns no KV, as `abort` (an ``AbortReq``) says."""
+        ...
+
     def release_kv(self, tree_cache: Any, req: Any) -> None:
         """Frees the pages, the slot and the lock of `req`; nothing of it goes into the cache."""
         ...
@@ -55,8 +78,24 @@ class ElasticVerbs(Protocol):
         """
         ...
 
-    def stand_in_with_kv(self, req: Any) -> Any:
-        """A stand-in that owns the KV of `req`, which itself only gets to end."""
+    def keep_until_acknowledged(
+        self, queue: Any, entry: Any, stand_in: Any, *, longest_s: float | None
+    ) -> bool:
+        """Has SGLang keep the KV of `stand_in` until the prefill worker writes to it no more.
+
+        `entry` is what failed in the transfer `queue`, with its receiver; its metadata buffer is
+        kept too. Without the prefill worker's word SGLang waits for `longest_s` seconds, None for
+        as long as it would by itself. False where SGLang does not ask the prefill worker: nothing
+        is kept then.
+        """
+        ...
+
+    def awaiting_acknowledgement(self, queue: Any) -> int:
+        """How many failed transfers are kept so."""
+        ...
+
+    def release_acknowledged(self, queue: Any) -> None:
+        """Releases those that the prefill worker has acknowledged, or that took too long."""
         ...
 
     def start_over(self, req: Any) -> None:

@@ -101,6 +101,7 @@ TARGETS: Mapping[str, Target | NotNeeded] = {
         "(self, args, disaggregation_mode, server_args, is_mla_backend=False)",
     ),
     "nixl.receiving": NotNeeded("receivers ask NIXL for notifications, which lets it progress"),
+    "nixl.draining": NotNeeded("nobody waits for writes of aborted transfers to end"),
     "nixl.send_kvcache": Target(
         f"{_NIXL}.send_kvcache",
         "(self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, "

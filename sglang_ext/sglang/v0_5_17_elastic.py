@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import copy
 from array import array
+from collections.abc import Mapping
 from typing import Any
 
 
 class Elastic0517:
     """A request's KV is `req.kv` and `req.req_pool_idx` there, its lock is on `req.last_node`."""
+
+    def has_radix_cache(self, scheduler: Any) -> bool:
+        return bool(scheduler.server_args.disaggregation_decode_enable_radix_cache)
+
+    def unsupported(self, scheduler: Any) -> Mapping[str, bool]:
+        # Together with the decode radix cache SGLang refuses speculative decoding, sliding windows
+        # and state-space models itself.
+        args = scheduler.server_args
+        return {
+            "the offloading of decode KV": args.disaggregation_decode_enable_offload_kvcache,
+            # Their requests own KV while they wait in line, where local prompts must own none.
+            "streaming sessions": args.enable_streaming_session,
+        }
+
+    def enter_line(self, scheduler: Any, req: Any) -> None:
+        pass
+
+    def turn_away(self, scheduler: Any, req: Any) -> None:
+        pass
+
+    def end_in_line(self, scheduler: Any, req: Any, abort: Any) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
 
     def release_kv(self, tree_cache: Any, req: Any) -> None:
         from sglang.srt.mem_cache.common import release_kv_cache
@@ -16,13 +41,21 @@ class Elastic0517:
         release_kv_cache(req, tree_cache, is_insert=False)
 
     def take_kv(self, req: Any) -> Any:
-        stand_in = self.stand_in_with_kv(req)
+        stand_in = copy.copy(req)
         req.req_pool_idx = None
         req.kv = None
         return stand_in
 
-    def stand_in_with_kv(self, req: Any) -> Any:
-        return copy.copy(req)
+    def keep_until_acknowledged(
+        self, queue: Any, entry: Any, stand_in: Any, *, longest_s: float | None
+    ) -> bool:
+        return False
+
+    def awaiting_acknowledgement(self, queue: Any) -> int:
+        return 0
+
+    def release_acknowledged(self, queue: Any) -> None:
+        pass
 
     def start_over(self, req: Any) -> None:
         retractions, stained = req.retraction_count, req.retracted_stain

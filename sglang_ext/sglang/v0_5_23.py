@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_ext.sglang import v0_5_17
 from sglang_ext.sglang.base import ElasticVerbs, NotNeeded, Parallel, Target
+from sglang_ext.sglang.v0_5_23_elastic import Elastic0523
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
@@ -28,6 +29,9 @@ TARGETS: Mapping[str, Target | NotNeeded] = {
     ),
     "batch.mixed": NotNeeded("lengths of mixed decodes come from the batch since 0.5.19"),
     "nixl.receiving": v0_5_17.TARGETS["decode.transferred"],
+    "nixl.draining": Target(
+        "sglang.srt.disaggregation.decode.DecodeTransferQueue.resolve_deferred_releases", "(self)"
+    ),
     "nixl.send_kvcache": NotNeeded("it no longer says for which room; send_request does"),
     "nixl.send_request": Target(f"{_NIXL}.add_transfer_request", _SEND_PARAMETERS),
     "mooncake.send_request": Target(f"{_MOONCAKE}.add_transfer_request", _SEND_PARAMETERS),
@@ -48,12 +52,8 @@ class Sglang0523:
 
     versions: tuple[str, ...] = ("0.5.23",)
     targets = TARGETS
-    lacking: Mapping[str, str] = {
-        "elastic": "transfers release and retract KV in other places there, and the elastic "
-        "worker's part of the adapter is not written; use SGLang 0.5.17 for it"
-    }
-
-    elastic: ElasticVerbs | None = None
+    lacking: Mapping[str, str] = {}
+    elastic: ElasticVerbs | None = Elastic0523()
 
     def parallel(self, scheduler: Any) -> Parallel:
         from sglang.srt.runtime_context import get_parallel

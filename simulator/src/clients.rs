@@ -30,6 +30,7 @@ pub struct Conversation {
     missing: HashMap<usize, usize>,
     /// Prompts that are to be in the cache before the first of the requests is sent.
     to_prime: VecDeque<usize>,
+    priming_from_s: f64,
     /// The share of the first think times that is still to pass.
     linger: f64,
     /// In flight from the run's start on.
@@ -156,6 +157,7 @@ impl Clients {
             left: left.len(),
             missing,
             to_prime,
+            priming_from_s: now_s,
             linger,
             is_first: is_first && skipped > 0,
         });
@@ -201,13 +203,18 @@ impl Clients {
             && let Some(number) = self.waiting_for_priming.pop_front()
         {
             self.priming += 1;
+            self.conversations[number].priming_from_s = now_s;
             self.prime(number, now_s, due);
         }
     }
 
-    /// Primes what a session still needs, or lets it begin.
+    /// Primes what a session still needs, or lets it begin; also when its time for priming is over, for
+    /// a server that let one request wait so long lets the next wait as well.
     fn prime(&mut self, number: usize, now_s: f64, due: &mut Vec<Due>) {
-        if let Some(request) = self.conversations[number].to_prime.pop_front() {
+        let timeout_s = self.phases.as_ref().and_then(|p| p.prime_timeout_s);
+        let conversation = &mut self.conversations[number];
+        let in_time = now_s - conversation.priming_from_s < timeout_s.unwrap_or(f64::INFINITY);
+        if in_time && let Some(request) = conversation.to_prime.pop_front() {
             due.push(Due {
                 at_s: now_s,
                 conversation: number,

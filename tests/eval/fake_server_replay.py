@@ -1,5 +1,6 @@
 """Stands in for `deltaserve replay run` against a server that carries `KNEE` sessions in flight:
-beyond that first tokens take as long as the sessions that are too many make them."""
+beyond that first tokens take as long as the sessions that are too many make them. With `WARM` its
+cache holds prompts before anybody sent them."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ parser.add_argument("--max-inflight-sessions", type=int, required=True)
 arguments, rest = parser.parse_known_args()
 load = arguments.max_inflight_sessions
 knee = float(os.environ["KNEE"])
+warm = "WARM" in os.environ
 rng = np.random.default_rng(load)
 (arguments.output / "replay.json").write_text(
     json.dumps(
@@ -56,8 +58,8 @@ for session in range(load * 4):
                 arrivals=[(at_s + ttft_s, 1), (at_s + ttft_s + 0.1, 11)],
                 output_tokens=11,
                 prompt_tokens=1000,
-                cached_tokens=900,
-                best_cached_tokens=900,
+                cached_tokens=900 if turn or warm else 0,
+                best_cached_tokens=900 if turn else 0,
                 status=200,
                 phase="measure",
             )

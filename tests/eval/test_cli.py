@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.experiment import load_experiment, packaged_experiments
+from eval import provenance
+from eval.experiment import level_run, load_experiment, packaged_experiments
 from eval.preview import preview
 from eval.records import Run
 from eval.site import launch_site
@@ -62,6 +63,7 @@ def test_a_mistake_is_answered_in_one_line_and_exit_status_2(
     assert done.stdout == ""
 
 
+ARMS = ["vllm", "sglang"]
 EXPERIMENT = """
 name = "e"
 trace.path = "{trace}"
@@ -144,17 +146,68 @@ def test_a_plan_lists_the_runs_in_order_and_starts_nothing(tmp_path: Path) -> No
     assert not output.exists()
 
 
+def test_a_plan_of_a_search_names_first_levels_and_what_is_complete(tmp_path: Path) -> None:
+    output = tmp_path / "x"
+    done = deltaserve("run", "agents", "--plan", "--json", "--output", output)
+    assert done.returncode == 0
+    plan = json.loads(done.stdout)
+    assert [run["folder"] for run in plan["runs"]] == [f"{output}/{arm}@4/r1" for arm in ARMS]
+    assert "from 4, doubled or halved" in plan["search"]
+    for cell in plan["cells"]:
+        assert any("--max-inflight-sessions 4 " in line for line in cell["commands"])
+    experiment, _ = load_experiment("agents")
+    level = level_run(experiment, experiment.arms[0], 8.0, 2)
+    (output / level.folder).mkdir(parents=True)
+    provenance.write_manifest(
+        output / level.folder,
+        {"state": "complete", "digest": level.digest, "timings": {"total_s": 60.0}},
+    )
+    again = preview(experiment, output, site=launch_site())
+    states = {Path(run.folder).parent.name: run.state for run in again.runs}
+    assert states == {"vllm@8": "complete", "vllm@4": "to do", "sglang@4": "to do"}
+    assert again.length_source == "measured"
+
+
+def test_a_plan_whose_trace_is_missing_says_so_and_exits_with_1(tmp_path: Path) -> None:
+    gone = tmp_path / "gone.jsonl"
+    done = deltaserve("run", "policy", "--plan", "--set", f"trace.path={gone}")
+    assert done.returncode == 1
+    assert f"# not on this machine: trace.path: {gone}: no such file" in done.stdout
+
+
+def test_options_of_both_commands_that_execute_are_the_same() -> None:
+    run, simulate = (deltaserve(verb, "-h").stdout for verb in ("run", "simulate"))
+    for option in ("--set KEY=VALUE", "--only ARM"):
+        words = [
+            " ".join(text.partition(option)[2].split("\n  --")[0].split())
+            for text in (run, simulate)
+        ]
+        assert words[0] == words[1] != ""
+
+
+def test_lists_are_json_where_asked_for() -> None:
+    done = deltaserve("list", "--json")
+    assert done.returncode == 0
+    names = [entry["name"] for entry in json.loads(done.stdout)["experiments"]]
+    assert names == list(packaged_experiments())
+
+
 @pytest.mark.parametrize("name", packaged_experiments())
 def test_every_packaged_experiments_topologies_and_policies_are_known(
     name: str, tmp_path: Path
 ) -> None:
     experiment, _ = load_experiment(name)
-    lines = list(preview(experiment, tmp_path / "x", site=launch_site()))
-    assert re.fullmatch(r"# \d+ runs: \d+ to do; \d+:\d\d h:min left", lines[-1])
+    lines = list(preview(experiment, tmp_path / "x", site=launch_site()).lines())
+    assert re.fullmatch(
+        r"# \d+ runs: \d+ to do; \d+:\d\d h:min left"
+        if experiment.search is None
+        else r"# \d+ levels: \d+ to do; what they show decides about more",
+        lines[-1],
+    )
     assert all(
         re.search(r"not installed; run: deltaserve launch install|in use|no free", line)
         for line in lines
-        if line.startswith("# not on this machine")
+        if line.startswith("# not on this machine") and "trace.path" not in line
     )
 
 

@@ -146,7 +146,7 @@ def test_a_preview_of_a_server_elsewhere_starts_nothing(
 ) -> None:
     monkeypatch.setenv("THEIR_KEY", "s3cret")
     experiment = _experiment(tmp_path, server.url)
-    lines = "\n".join(preview(experiment, tmp_path / "out", site=_site()))
+    lines = "\n".join(preview(experiment, tmp_path / "out", site=_site()).lines())
     assert f"--url {server.url}" in lines
     assert "--header 'Authorization=Bearer @THEIR_KEY'" in lines
     assert "launch up" not in lines

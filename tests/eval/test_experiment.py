@@ -101,6 +101,27 @@ def test_every_packaged_experiment_is_valid() -> None:
         assert experiment.name == name
 
 
+@pytest.mark.parametrize("name", packaged_experiments())
+def test_packaged_experiments_on_gpus_measure_a_steady_state(name: str) -> None:
+    experiment, _ = load_experiment(name)
+    topologies = [arm.topology or "" for arm in experiment.arms]
+    if all(topology.startswith("laptop") for topology in topologies):
+        return
+    if experiment.trace.prefixes is not None:
+        return  # prompts of one turn have no middle to begin in
+    phases = experiment.phases
+    assert phases is not None
+    assert phases.start == "mid"
+    assert phases.recycle
+    assert (phases.warm_up_s or 0) >= 60
+    assert (phases.measure_s or 0) >= 300
+    assert (experiment.replay.max_think_s or 0) >= 10
+    assert experiment.replay.splice_outputs
+    for load in experiment.loads:
+        assert "max_think_s" not in load.replay
+        assert load.replay.get("mode", "closed") in ("closed", "sessions")
+
+
 def test_overrides_reach_tables_arms_and_typed_values(tmp_path: Path) -> None:
     experiment = load(
         tmp_path,

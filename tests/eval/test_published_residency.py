@@ -13,14 +13,19 @@ import pytest
 import zstandard
 
 DOCS = Path(__file__).parents[2] / "docs" / "results"
-ARMS = (
-    "sglang",
-    "sglang-residency",
-    "sglang-cap",
-    "sglang-host-residency",
-    "sglang-residency-mended",
-    "sglang-lease",
+# By table of the page, the arms of its columns.
+TABLES = (
+    (
+        "sglang",
+        "sglang-residency",
+        "sglang-cap",
+        "sglang-host-residency",
+        "sglang-residency-mended",
+        "sglang-lease",
+    ),
+    ("engines-sglang-1", "engines-sglang-2", "engines-vllm-residency"),
 )
+COLUMNS = [(table, at) for table, arms in enumerate(TABLES) for at in range(len(arms))]
 
 
 def lines(arm: str) -> list[dict[str, Any]]:
@@ -29,20 +34,19 @@ def lines(arm: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in text]
 
 
-def row(label: str) -> list[str]:
+def row(table: int, label: str) -> list[str]:
     text = (DOCS / "residency.md").read_text()
-    found = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", text, re.M)
-    assert found, label
-    return [cell.strip() for cell in found[1].split("|")]
+    found = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", text, re.M)
+    return [cell.strip() for cell in found[table].split("|")]
 
 
 def number(cell: str) -> float:
     return float(cell.split()[0].rstrip("%"))
 
 
-@pytest.mark.parametrize("at", range(len(ARMS)), ids=ARMS)
-def test_every_figure_of_an_arm_comes_from_its_lines(at: int) -> None:
-    arm = ARMS[at]
+@pytest.mark.parametrize(("table", "at"), COLUMNS, ids=[arm for arms in TABLES for arm in arms])
+def test_every_figure_of_an_arm_comes_from_its_lines(table: int, at: int) -> None:
+    arm = TABLES[table][at]
     requests = lines(arm)
     window = json.loads((DOCS / "residency" / f"{arm}.phases.json").read_text())
     start_s, end_s = window["window_start_s"], window["window_end_s"]
@@ -63,14 +67,39 @@ def test_every_figure_of_an_arm_comes_from_its_lines(at: int) -> None:
         for r in answered
     )
     rates = len(ended) / (end_s - start_s)
-    assert number(row("requests/s")[at]) == pytest.approx(rates, abs=5e-4)
-    assert number(row("prompt tokens from cache")[at]) == pytest.approx(cached / prompt, abs=5e-4)
+    assert number(row(table, "requests/s")[at]) == pytest.approx(rates, abs=5e-4)
+    assert number(row(table, "prompt tokens from cache")[at]) == pytest.approx(
+        cached / prompt, abs=5e-4
+    )
     recomputed = 100 * evicted / prompt
-    assert number(row("recomputed, of prompt tokens")[at]) == pytest.approx(recomputed, abs=0.06)
+    assert number(row(table, "recomputed, of prompt tokens")[at]) == pytest.approx(
+        recomputed, abs=0.06
+    )
     median_s = float(np.median(ttft_s))
-    assert number(row("TTFT p50 of turns")[at]) == pytest.approx(median_s, rel=0.005)
+    assert number(row(table, "TTFT p50 of turns")[at]) == pytest.approx(median_s, rel=0.005)
     within = sum(t <= 10 for t in ttft_s)
-    assert row("turns with a first token within 10 s")[at] == f"{within} of {len(measured)}"
-    assert int(row("turns that failed")[at]) == sum(1 for r in measured if r["error"])
+    assert row(table, "turns with a first token within 10 s")[at] == f"{within} of {len(measured)}"
+    assert int(row(table, "turns that failed")[at]) == sum(1 for r in measured if r["error"])
     sessions = {r["session_id"] for r in ended}
-    assert int(row("sessions that got an answer in the window")[at]) == len(sessions)
+    assert int(row(table, "sessions that got an answer in the window")[at]) == len(sessions)
+
+
+def test_what_is_said_of_the_run_that_was_cut_off() -> None:
+    """In the seconds of the window that it has lines for, beside the same seconds of others."""
+    arms = ("engines-vllm-cut-off", "engines-sglang-1", "engines-sglang-2")
+    start_s = json.loads((DOCS / "residency" / f"{arms[0]}.phases.json").read_text())[
+        "window_start_s"
+    ]
+    end_s = start_s + 169
+    answered, waited_s = [], []
+    for arm in arms:
+        requests = [r for r in lines(arm) if r["phase"] != "prime"]
+        answers = [r for r in requests if not r["error"] and start_s <= r["finished_s"] < end_s]
+        firsts = [r for r in requests if start_s <= (r["first_token_s"] or 0.0) < end_s]
+        waits_s = [r["first_token_s"] - r["scheduled_s"] for r in firsts]
+        answered.append(len(answers))
+        waited_s.append((round(float(np.median(waits_s))), min(waits_s) > 59))
+        cached = sum(r["cached_tokens"] for r in answers) / sum(r["prompt_tokens"] for r in answers)
+        assert cached == pytest.approx(0.015, abs=0.001)
+    assert answered == [23, 22, 22]
+    assert waited_s == [(74, True), (75, True), (75, True)]

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,6 +16,7 @@ import pytest
 
 from deltaserve.errors import InputError
 from eval.formatting import change, number, seconds, size
+from eval.plot import Rule
 from eval.records import Run
 from eval.report import (
     caption,
@@ -24,6 +28,10 @@ from eval.report import (
     write_parquet,
     write_report,
 )
+from eval.report.answer import answer
+from eval.report.evidence import Evidence
+from eval.report.figures.curves import capacity_curves
+from eval.report.opening import opening
 
 MakeRun = Callable[..., Run]
 RunWriter = Callable[..., Path]
@@ -75,6 +83,11 @@ def three_arms(tmp_path_factory: pytest.TempPathFactory, run_writer: RunWriter) 
     run_writer(folder, arm="z", repeat=4, lag_s=2.0, manifest=last)
     write_report(gather(find_runs([folder]), draws=200), folder / "report")
     return folder
+
+
+@pytest.fixture(scope="module")
+def evidence_of_three(three_arms: Path) -> Evidence:
+    return gather(find_runs([three_arms]), draws=20)
 
 
 def written(folder: Path) -> tuple[Page, str]:
@@ -273,12 +286,54 @@ def test_every_table_is_written_as_csv_and_in_the_json(three_arms: Path, tmp_pat
     assert all(len(told["tables"][name]) == len(frame) for name, frame in frames.items())
 
 
+def test_every_column_of_a_table_has_one_type_which_parquet_needs(
+    evidence_of_three: Evidence, tmp_path: Path
+) -> None:
+    evidence = evidence_of_three
+    kinds = {bool: "truth value", int: "number", float: "number", str: "text"}
+    for name, rows in summary_json(evidence)["tables"].items():
+        for column in rows[0] if rows else []:
+            found = {kinds[type(row[column])] for row in rows if row[column] is not None}
+            assert len(found) <= 1, f"{name}.{column}: {found}"
+    pytest.importorskip("pyarrow")
+    for path in write_parquet(evidence, tmp_path / "parquet"):
+        rows = summary_json(evidence)["tables"][path.stem]
+        assert len(pd.read_parquet(path)) == len(rows)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_page_is_wider_than_its_window(three_arms: Path, tmp_path: Path, width: int) -> None:
+    written(three_arms)
+    assert CHROMIUM is not None
+    # A frame has the width that is asked for; a window of that browser is never under 500.
+    (tmp_path / "page.html").write_text((three_arms / "report.html").read_text())
+    (tmp_path / "frame.html").write_text(
+        f"""<iframe id=page src=page.html style="width:{width}px;height:900px;border:0"></iframe>
+        <script>page.onload = () => {{
+          for (const fold of page.contentDocument.querySelectorAll("details")) fold.open = true;
+          document.title = page.contentDocument.documentElement.scrollWidth;
+        }}</script>"""
+    )
+    browser = [CHROMIUM, "--headless", "--no-sandbox", "--allow-file-access-from-files"]
+    browser += [f"--user-data-dir={tmp_path}/browser", "--virtual-time-budget=10000", "--dump-dom"]
+    done = subprocess.run(
+        [*browser, f"file://{tmp_path}/frame.html"], capture_output=True, text=True, timeout=120
+    )
+    title = re.search(r"<title>(\d+)</title>", done.stdout)
+    assert title is not None, done.stderr[-2000:]
+    assert int(title[1]) <= width
+
+
 def test_parquet_without_pyarrow_names_the_package(
-    three_arms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    evidence_of_three: Evidence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match="--parquet needs pyarrow"):
-        write_parquet(gather(find_runs([three_arms]), draws=20), tmp_path / "x")
+        write_parquet(evidence_of_three, tmp_path / "x")
 
 
 def test_the_objective_can_be_changed_after_the_fact(make_run: MakeRun, tmp_path: Path) -> None:
@@ -319,12 +374,76 @@ def test_a_search_for_capacity_is_the_answer(three_arms: Path, tmp_path: Path) -
     searches = find_searches([tmp_path])
     evidence = gather(find_runs([three_arms]), draws=20, searches=searches)
     html, markdown = write_report(evidence, tmp_path / "report")
-    assert "**x carries 6.00 agents a GPU (4–8).**" in markdown.read_text()
-    assert "| x | 16.0 | 84.0 % |" in markdown.read_text()
+    assert "**x carries 6 agents a GPU (4–8).**" in markdown.read_text()
+    assert "| x | 16 | 84.0 % |" in markdown.read_text()
     assert 'id="plot-capacity-attainment"' in html.read_text()
     (tmp_path / "capacity.json").write_text("[1]")
     with pytest.raises(InputError, match=r"capacity\.json: expected objects"):
         find_searches([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"workers": 2}, "x carries 6 agents a worker (4–8)."),
+        ({"per_worker": 3.0}, "x carries 3 agents a worker (2–4)."),
+        ({"high": None, "workers": 1}, "x carries 12 agents a worker (at least 8)."),
+        ({"low": 0, "workers": 1}, "x carries 12 agents a worker (at most 16)."),
+        (
+            {"low": 0, "high": None, "workers": 1},
+            "x carries 12 agents a worker (no level is sure).",
+        ),
+        ({}, "x carries 12 agents in all."),
+        (
+            {"agents": 0, "low": 0, "workers": 1, "finished": False},
+            "x: no level met the objective, so far: the search has levels to try.",
+        ),
+    ],
+)
+def test_a_search_says_of_what_it_is_and_whether_it_has_ended(
+    evidence_of_three: Evidence, tmp_path: Path, changed: dict[str, object], said: str
+) -> None:
+    found = {"arm": "x", "agents": 12, "low": 8, "high": 16, "per_gpu": None} | changed
+    (tmp_path / "capacity.json").write_text(json.dumps(found))
+    assert answer(replace(evidence_of_three, searches=find_searches([tmp_path]))) == said
+
+
+def test_the_first_picture_of_a_search_is_of_what_decided_it(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run(arm="b")
+    make_run(arm="a")
+    slo = {"attainment": 0.9, "stretch_p90": 2.0}
+    for attainment, title in ((1.0, "Stretch of sessions p90"), (0.5, "Turns that met the")):
+        levels = [
+            {"load": 1, "meets": True, "attainment": 1.0, "stretch_p90": 1.0},
+            {"load": 2, "meets": False, "attainment": attainment, "stretch_p90": 3.0},
+        ]
+        found = [{"arm": arm, "agents": 1, "slo": slo, "levels": levels} for arm in ("a", "b")]
+        (tmp_path / "capacity.json").write_text(json.dumps(found))
+        runs, searches = find_runs([tmp_path / "runs"]), find_searches([tmp_path])
+        evidence = gather(runs, draws=20, searches=searches)
+        picture = opening(evidence).picture
+        assert picture is not None
+        assert picture.title.startswith(title)
+        # In the order of the arms, as all other figures are, so that colours are the same.
+        arms = [cell.arm for cell in evidence.cells]
+        assert [search.arm for search in evidence.searches] == arms
+
+
+def test_the_line_of_the_objective_is_the_searchs_own(tmp_path: Path) -> None:
+    levels = [{"load": n, "attainment": 1.0, "stretch_p90": 1.0 + n} for n in (1, 2)]
+    found = {"arm": "x", "agents": 2, "slo": {"attainment": 0.8, "stretch_p90": 4.0}}
+    (tmp_path / "capacity.json").write_text(json.dumps({**found, "levels": levels}))
+    searches = find_searches([tmp_path])
+    for key, at in (("attainment", 80.0), ("stretch_p90", 4.0)):
+        chart = capacity_curves(searches, key)
+        assert chart is not None
+        assert [mark.y for mark in chart.marks if isinstance(mark, Rule)] == [at]
+    without = [replace(search, slo={}) for search in searches]
+    chart = capacity_curves(without, "attainment")
+    assert chart is not None
+    assert not any(isinstance(mark, Rule) for mark in chart.marks)
 
 
 def test_over_several_loads_every_measure_is_a_curve(make_run: MakeRun, tmp_path: Path) -> None:
@@ -427,5 +546,6 @@ def test_a_client_that_is_late_by_much_of_what_it_measured_is_named(
     make_run(arm="late", lag_s=0.2)
     make_run(arm="prompt", lag_s=0.001)
     _, markdown = written(tmp_path / "runs")
-    assert "- late: the client itself sent up to 200 ms late (p99)" in markdown
-    assert "- prompt: the client itself" not in markdown
+    [said] = [line for line in markdown.splitlines() if "The client itself sent late" in line]
+    assert "late 200 ms of " in said
+    assert "prompt" not in said

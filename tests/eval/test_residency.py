@@ -21,8 +21,11 @@ from replay.results import Result, ResultWriter
 MakeRun = Callable[..., Run]
 
 
-def run_of(folder: Path, turns: list[tuple[str, int, int, int, str]]) -> Run:
-    """Turns of (session, prompt, best possible, cached, worker), a second apart."""
+def run_of(
+    folder: Path, turns: list[tuple[str, int, int, int, str]], decode: str | None = None
+) -> Run:
+    """Turns of (session, prompt, best possible, cached, worker), a second apart; with `decode`
+    answers are made there."""
     folder.mkdir()
     writer = ResultWriter(folder / "requests.jsonl")
     with (folder / "decisions.jsonl").open("w") as log:
@@ -48,7 +51,10 @@ def run_of(folder: Path, turns: list[tuple[str, int, int, int, str]]) -> Run:
                 )
             )
             event = {"event": "decision", "decision_id": f"d{number}", "kind": "local"}
-            log.write(json.dumps(event | {"worker": worker}) + "\n")
+            chosen: dict[str, str] = {"worker": worker}
+            if decode is not None:
+                chosen = {"kind": "prefill_decode", "prefill": worker, "decode": decode}
+            log.write(json.dumps(event | chosen) + "\n")
     writer.close()
     provenance.write_manifest(folder, {"state": "complete", "arm": {"name": "a"}})
     return read_run(folder)
@@ -70,7 +76,7 @@ def test_tokens_are_accounted_for_by_what_became_of_them(tmp_path: Path) -> None
     assert found is not None
     assert found.whole.requests == 6
     assert found.whole.recomputed_tokens == 1010 + 810 + 5
-    assert found.by_worker["w0"].evicted_tokens == 1000 - 0 + 0
+    assert found.by_worker["w0"].evicted_tokens == 1009 + 4, "prompt, and answer but its last"
     assert found.by_worker["w0"].recomputed_tokens == 1015
     assert found.by_worker["w1"].evicted_tokens == 0
     assert found.by_worker["w1"].elsewhere_tokens == 810
@@ -78,6 +84,18 @@ def test_tokens_are_accounted_for_by_what_became_of_them(tmp_path: Path) -> None
     assert found.whole.best_share == pytest.approx(6240 / 12000)
     assert math.isnan(found.whole.recomputed_gpu_s)
     assert found.belady is None
+
+
+def test_an_answer_that_was_evicted_had_been_on_the_worker_that_made_it(tmp_path: Path) -> None:
+    # Spliced: the second prompt holds the first's 9 cached answer tokens, all given up since.
+    turns = [("a", 1000, 0, 0, "w0"), ("a", 2000, 1009, 0, "w0")]
+    found = residency(run_of(tmp_path / "local", turns))
+    assert found is not None
+    assert (found.whole.evicted_tokens, found.whole.elsewhere_tokens) == (1009, 0)
+    # Made by a decode worker, the answer was never where the next prompt is prefilled.
+    found = residency(run_of(tmp_path / "separated", turns, decode="d0"))
+    assert found is not None
+    assert (found.whole.evicted_tokens, found.whole.elsewhere_tokens) == (1000, 9)
 
 
 def test_bins_of_time_add_up_to_the_whole(make_run: MakeRun) -> None:

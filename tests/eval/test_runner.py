@@ -490,7 +490,7 @@ def test_a_plan_counts_what_is_complete_measured_and_beyond_the_budget(
         found["timings"]["total_s"] = 120.0
         (output / "one" / run / "manifest.json").write_text(json.dumps(found))
     short = experiment.model_copy(update={"budget_minutes": 3.0, "run_minutes": 50.0})
-    lines = list(preview(short, output, site=FakeSite().site()))
+    lines = list(preview(short, output, site=FakeSite().site()).lines())
     assert "# runs in their order; their length is measured" in lines
     states = [line.split("  ")[-1] for line in lines if re.match(r" +\d+  ", line)]
     assert sorted(states) == [

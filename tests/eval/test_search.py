@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
+from deltaserve.errors import InputError
 from eval.experiment import Experiment, load_experiment
+from eval.report import find_runs, find_searches, gather
+from eval.report.answer import answer
 from eval.runner import Summary, run_experiment
 from eval.site import Site
 from tests.eval.test_runner import FakeSite
 
+LAX = {"cold_slack_tokens": 1_000_000}
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_server_replay.py")))
 TEXT = """
 name = "how-many"
@@ -80,6 +84,37 @@ def test_the_known_capacity_is_found_with_its_curve(
     assert 1.0 in loads, "one session alone, which stretch is held against"
     assert found["alone"].startswith("measured at one session in flight")
     assert fakes.kept == ["up workers", "down"]
+    assert found["finished"]
+    assert found["per_gpu"] is None
+    assert found["per_worker"] == 11 / found["workers"]
+    assert all(level["violations"] == [] for level in found["levels"])
+
+
+def test_a_report_names_invalid_levels_and_judges_all_again_by_another_objective(
+    experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KNEE", "3")
+    monkeypatch.setenv("WARM", "1")
+    output = tmp_path / "out"
+    run(experiment, output, FakeSite())
+    levels = capacity(output)["levels"]
+    assert all(level["violations"] == ["not_cold"] for level in levels)
+    runs = [replace(r, manifest={**r.manifest, "validity": LAX}) for r in find_runs([output])]
+    searches = find_searches([output])
+    as_made = gather(runs, draws=20, searches=searches)
+    loads = ", ".join(f"{level['load']:g}" for level in levels)
+    assert "one carries 3 agents a worker" in answer(as_made)
+    assert f"a rule of validity was broken at {loads}" in answer(as_made)
+    assert "so far" not in answer(as_made)
+    [strict] = gather(runs, draws=20, searches=searches, slo={"ttft_s": 0.05}).searches
+    assert strict.agents == 0
+    assert strict.slo["ttft_s"] == 0.05
+    for again, before in zip(strict.levels, levels, strict=True):
+        assert (again["ttft_p90"], again["attainment"]) == (before["ttft_p90"], 0.0)
+    assert not strict.finished, "by that objective other levels might have been tried"
+    (output / "one" / "capacity.json").write_text('{"arm": "another", "levels": []}')
+    with pytest.raises(InputError, match="--slo: the runs of another's search"):
+        gather(runs, draws=20, searches=find_searches([output]), slo={"ttft_s": 1.0})
 
 
 def test_a_search_that_was_interrupted_goes_on_and_runs_no_level_twice(
@@ -109,4 +144,6 @@ def test_where_time_runs_out_the_answer_so_far_stays(
     limited = experiment.model_copy(update={"budget_minutes": 2.0, "run_minutes": 0.5})
     summary = run(limited, tmp_path / "out", FakeSite(run_s=50.0))
     assert summary.skipped
-    assert 4 <= capacity(tmp_path / "out")["agents"] <= 8
+    found = capacity(tmp_path / "out")
+    assert 4 <= found["agents"] <= 8
+    assert not found["finished"]

@@ -31,6 +31,7 @@ _FLAGS = (
     "--attention-backend",
     "--sampling-backend",
     "--grammar-backend",
+    "--tool-call-parser",
     "--mem-fraction-static",
     "--cuda-graph-backend-prefill",
     "--cuda-graph-max-bs-prefill",
@@ -76,12 +77,14 @@ _VLLM_FLAGS = (
     "--num-gpu-blocks-override",
     "--max-num-batched-tokens",
     "--kv-transfer-config",
+    "--tool-call-parser",
 )
 _VLLM_SWITCHES = (
     "--enable-prefix-caching",
     "--enable-prompt-tokens-details",
     "--skip-tokenizer-init",
     "--enforce-eager",
+    "--enable-auto-tool-choice",
 )
 
 

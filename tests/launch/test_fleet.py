@@ -62,6 +62,31 @@ time.sleep(600)
 """
 
 
+def test_a_process_is_known_by_its_start_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    running = supervised.Supervised(command, dict(os.environ), tmp_path / "log", tmp_path)
+    try:
+        wait_until(lambda: bool(supervised.members(running.pid, running.started)))
+        # The clock is set forward by an hour: times of day reckoned from it move with it.
+        moved_s = psutil.Process(running.pid).create_time() + 3600
+        monkeypatch.setattr(psutil.Process, "create_time", lambda _: moved_s)
+        assert supervised.is_running(running.pid, running.started)
+        assert supervised.members(running.pid, running.started)
+        boot, _, ticks = running.started.rpartition("-")
+        # Another process that came by the pid, after this one or after the machine's next start.
+        for other in (f"{boot}-{int(ticks) + 1}", f"another-{ticks}", ""):
+            assert not supervised.is_running(running.pid, other)
+            assert supervised.terminate(running.pid, other, 0.0)
+            assert supervised.sweep(running.pid, other, "another's mark") == []
+        assert supervised.members(running.pid, running.started)
+    finally:
+        running.stop()
+    assert not supervised.is_running(running.pid, running.started)
+    assert supervised.started_at(2**22 + 1) is None
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_threads_that_bound_themselves_to_a_core_are_freed(tmp_path: Path) -> None:
     log = tmp_path / "log"
@@ -69,7 +94,7 @@ def test_threads_that_bound_themselves_to_a_core_are_freed(tmp_path: Path) -> No
     running = supervised.Supervised(command, dict(os.environ), log, tmp_path)
 
     def cores() -> list[int]:
-        kin = supervised.members(running.pid, running.started_unix_s)
+        kin = supervised.members(running.pid, running.started)
         threads = [thread.id for process in kin for thread in process.threads()]
         return [len(os.sched_getaffinity(thread)) for thread in threads]
 

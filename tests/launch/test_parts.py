@@ -18,6 +18,7 @@ import pytest
 from deltaserve.errors import InputError
 from launch import FleetError, control, fleet
 from launch.engines import Engine
+from launch.models import shape_folder
 from launch.planning import Plan, layout, plan, router_config
 from launch.topology import Topology
 from launch.topology_files import load_topology
@@ -156,7 +157,10 @@ def test_the_tokenizer_is_found_given_left_out_or_missed(
         return found
 
     file = str(model / "tokenizer.json")
-    assert told() is None
+    shape = Path(told() or "")
+    assert shape.parent == shape_folder("tiny-qwen3-moe")
+    assert told("text=false") is None
+    assert told("model=qwen3-coder-30b-a3b") is None
     assert told(f"model={model}") == told(f"router.tokenizer={model}") == file
     assert told(f"model={model}", "router.tokenizer=none") is None
     with pytest.raises(InputError, match=r"\.toml: router\.tokenizer: no such file: /nowhere"):

@@ -304,15 +304,18 @@ def test_an_elastic_workers_settings_are_held_against_the_plugin(
             checked(override)
 
 
-def test_a_feature_that_a_release_cannot_have_is_found_by_check(
+def test_a_release_that_the_plugin_was_not_run_with_is_found_by_check(
     fake_python: Path, tmp_path: Path
 ) -> None:
     fake = [f"engine.python={fake_python}", "base_port=0", "router.kind=none"]
     made = plan(load_topology("laptop-sglang-elastic", fake), tmp_path / "run")
-    versions = made.engine.versions | {"sglang": "0.5.23"}
-    newer = replace(made, engine=replace(made.engine, versions=versions))
-    with pytest.raises(InputError, match=r"elastic-0: environment: .* SGLang 0\.5\.23 cannot have"):
-        check(newer)
+
+    def of_release(version: str) -> Plan:
+        return replace(made, engine=replace(made.engine, versions={"sglang": version}))
+
+    check(of_release("0.5.23"))
+    with pytest.raises(InputError, match=r"prefill-0: environment: .* found SGLang 0\.5\.21: "):
+        check(of_release("0.5.21"))
 
 
 def test_a_missing_engine_is_answered_with_the_command_that_installs_it() -> None:

@@ -85,6 +85,8 @@ SMALL = " ".join(
     f"--set {setting}"
     for setting in (
         "repeats=1",
+        # As written each run has workers of its own, which takes two more starts.
+        "keep_workers=true",
         "trace.excerpt.requests=8",
         "arms.mine.set.base_port=0",
         "arms.unified.set.base_port=0",

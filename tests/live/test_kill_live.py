@@ -4,6 +4,7 @@ is left running, and the campaign goes on where it stopped."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -83,6 +84,15 @@ def check_nothing_is_left(run_dir: Path) -> None:
     check_ports_are_free(record)
 
 
+def check_is_gone(record: dict[str, Any]) -> None:
+    """Waits for the fleet to end by itself, and looks at its ports."""
+    deadline_s = time.monotonic() + 30
+    while left := processes_of(record):
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.2)
+    check_ports_are_free(record)
+
+
 def check_readable(run_dir: Path, output: Path) -> None:
     results = list(read_results(output))
     assert any(result.error is None for result in results)
@@ -92,7 +102,7 @@ def check_readable(run_dir: Path, output: Path) -> None:
         json.loads(line)
 
 
-def test_a_killed_replayer_leaves_readable_results_and_the_fleet_serves_on(
+def test_after_a_killed_replayer_the_fleet_serves_on_and_with_its_supervisor_it_is_gone(
     run_dir: Path, trace: Path, tmp_path: Path
 ) -> None:
     first = start_replay(run_dir, trace, tmp_path / "first")
@@ -103,6 +113,10 @@ def test_a_killed_replayer_leaves_readable_results_and_the_fleet_serves_on(
     second.send_signal(signal.SIGKILL)
     second.wait()
     check_readable(run_dir, tmp_path / "second")
+    record = fleet(run_dir)
+    assert len(processes_of(record)) >= 6
+    os.kill(record["supervisor"]["pid"], signal.SIGKILL)
+    check_is_gone(record)
     check_nothing_is_left(run_dir)
 
 
@@ -118,23 +132,42 @@ def test_a_killed_router_or_worker_leaves_readable_results_and_nothing_after_dow
     check_nothing_is_left(run_dir)
 
 
+# Whether two sessions are carried is this machine's affair; one alone is measured either way.
 EXPERIMENT = """
 name = "killed"
-repeats = 2
 
 [trace.synth]
-profile = "glm-agentic"
-requests = 40
-options = { rate = 0.05 }
+profile = "coding-sessions"
+requests = 400
+seed = 3
 
 [replay]
 mode = "closed"
-max_inflight_sessions = 2
+length_scale = 0.03
+max_input_tokens = 3000
 max_think_s = 0.1
-fit_input_tokens = 2000
+
+[phases]
+start = "mid"
+warm_up_s = 2
+measure_s = 12
+drain_s = 5
+recycle = true
+
+[slo]
+ttft_s = 60.0
+tpot_s = 60.0
+worst_gap_s = 60.0
+stretch_p90 = 1000.0
 
 [validity]
 max_client_lag_p99_s = 30.0
+
+[search]
+over = "replay.max_inflight_sessions"
+start = 2
+high = 2
+repeats = 1
 
 [[arms]]
 name = "one"
@@ -152,11 +185,11 @@ def wait_for(what: Path, runner: subprocess.Popen[str], text: str = "") -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_runner_leaves_no_engine_and_goes_on_without_repeating_finished_runs(
+def test_a_killed_search_leaves_no_engine_and_goes_on_without_repeating_finished_levels(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "killed.toml").write_text(EXPERIMENT)
-    first, second = (tmp_path / "out" / "one" / name for name in ("r1", "r2"))
+    first, second = (tmp_path / "out" / f"one@{load}" / "r1" for load in (2, 1))
     command = [*DELTASERVE, "eval", "run", "killed.toml", "--output", "out"]
     runner = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -164,20 +197,25 @@ def test_a_killed_runner_leaves_no_engine_and_goes_on_without_repeating_finished
     wait_for(second / "requests.jsonl", runner)
     finished = (first / "manifest.json").read_bytes()
     assert json.loads(finished)["state"] == "complete"
+    records = [fleet(second), fleet(tmp_path / "out" / "workers" / "w1")]
     runner.send_signal(signal.SIGKILL)
     runner.communicate()
-    record = fleet(second)
-    deadline_s = time.monotonic() + 30
-    while left := processes_of(record):
-        assert time.monotonic() < deadline_s, left
-        time.sleep(0.2)
-    check_ports_are_free(record)
+    for record in records:
+        check_is_gone(record)
     assert json.loads((second / "manifest.json").read_text())["state"] == "running"
+    report = ["eval", "report", str(tmp_path / "out"), "--output"]
+    deltaserve(*report, tmp_path / "between")
+    assert "so far: the search has levels to try" in (tmp_path / "between.md").read_text()
 
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    assert "1 of 2 runs are complete already" in again.stderr
     assert (first / "manifest.json").read_bytes() == finished
     assert json.loads((second / "manifest.json").read_text())["state"] == "complete"
-    deltaserve("eval", "report", tmp_path / "out", "--output", tmp_path / "report")
-    assert "| Valid runs | 2 |" in (tmp_path / "report.md").read_text()
+    found = json.loads((tmp_path / "out" / "one" / "capacity.json").read_text())
+    assert found["finished"]
+    assert [level["load"] for level in found["levels"]] == [1, 2]
+    assert found["per_worker"] == found["agents"]
+    deltaserve(*report, tmp_path / "report")
+    markdown = (tmp_path / "report.md").read_text()
+    assert f"**one carries {found['agents']:g} agents a worker" in markdown
+    assert "so far" not in markdown

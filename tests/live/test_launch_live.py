@@ -19,12 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import Fleet, FleetError, catalog, checking, control, fleet, load_topology, plan
+from launch import Fleet, FleetError, catalog, checking, fleet, load_topology, plan
 from launch.engines import ENVIRONMENTS, environment_for, install
 from launch.http_calls import call
 from tests.live.conftest import (
     cached_of,
-    check_ports_are_free,
     generate_separated,
     processes_of,
 )
@@ -62,70 +61,48 @@ def test_every_flag_of_a_shipped_topology_is_one_of_the_installed_engines(
     checking.check(plan(topology, tmp_path / "run"), gpus=False)
 
 
-def test_kill_9_of_the_supervisor_leaves_no_process_of_a_real_engine_and_no_port(
-    tmp_path: Path,
-) -> None:
-    run_dir = tmp_path / "run"
-    argv = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang"]
-    argv += ["--set", "workers.0.count=1", "--set", "base_port=0", "--run-dir", str(run_dir)]
-    done = subprocess.run([*argv, "--detach"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((run_dir / "fleet.json").read_text())
-    assert len(processes_of(record)) >= 6
-
-    os.kill(record["supervisor"]["pid"], signal.SIGKILL)
-    deadline_s = time.monotonic() + 30
-    while left := processes_of(record):
-        assert time.monotonic() < deadline_s, left
-        time.sleep(0.2)
-    control.down(run_dir)
-    check_ports_are_free(record)
-
-
 def decisions(run_dir: Path) -> list[dict[str, object]]:
     lines = (run_dir / "decisions.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["event"] == "decision"]
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("laptop-sglang", ["workers.0.count=1", "kv_events=true"]),
-        ("laptop-sglang-pd", ["warm_up=true"]),
-        ("laptop-sglang-elastic", ["kv_events=true", "warm_up=true"]),
-        ("laptop-vllm", ["workers.0.count=1", "kv_events=true"]),
-    ],
-)
-def test_a_fleet_of_each_kind_answers_and_the_router_knows_what_it_holds(
-    name: str, overrides: list[str], prompt: Callable[[int], list[int]], tmp_path: Path
+def check_the_router_knows_what_it_holds(running: Fleet, asked: list[int], source: str) -> None:
+    """Asks a cold fleet twice; the router must have believed what the engine then found."""
+    run_dir = running.plan.run_dir
+    assert cached_of(running, asked) == 0
+    for _ in range(20):  # events arrive a moment after the answer that made them
+        second = cached_of(running, asked)
+        last = decisions(run_dir)[-1]
+        if second and last["prefix_source"] == source and last["cached_tokens"]:
+            break
+        time.sleep(0.2)
+    assert second >= 500
+    assert last["prefix_source"] == source
+    held = last["cached_tokens"]
+    assert isinstance(held, dict)
+    assert max(held.values()) >= 500
+    running.check()
+
+
+# Colocated workers of both engines, with KV events: test_residency_live.py. Separated: below.
+def test_an_elastic_fleet_answers_and_the_router_knows_what_it_holds(
+    prompt: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
-    topology = load_topology(name, [*overrides, "base_port=0"])
-    asked = prompt(600)
-    with fleet(topology, tmp_path / "run") as running:
-        assert cached_of(running, asked) == 0
-        source = "events" if topology.kv_events else "estimate"
-        for _ in range(20):  # events arrive a moment after the answer that made them
-            second = cached_of(running, asked)
-            last = decisions(tmp_path / "run")[-1]
-            if second and last["prefix_source"] == source and last["cached_tokens"]:
-                break
-            time.sleep(0.2)
-        assert second >= 500
-        assert last["prefix_source"] == source
-        held = last["cached_tokens"]
-        assert isinstance(held, dict)
-        assert max(held.values()) >= 500
-        running.check()
+    overrides = ["kv_events=true", "warm_up=true", "base_port=0"]
+    with fleet(load_topology("laptop-sglang-elastic", overrides), tmp_path / "run") as running:
+        check_the_router_knows_what_it_holds(running, prompt(600), "events")
     record = json.loads((tmp_path / "run" / "fleet.json").read_text())
     assert processes_of(record) == []
 
 
-def test_attached_workers_serve_behind_a_router_that_another_fleet_started_and_outlive_it(
+def test_separated_workers_serve_their_router_and_one_that_another_fleet_started_and_outlive_it(
     prompt: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
-    alone = load_topology("laptop-sglang-pd", ["router.kind=none", "base_port=0"])
-    asked = prompt(300)
-    with fleet(alone, tmp_path / "workers") as workers:
+    separated = load_topology("laptop-sglang-pd", ["warm_up=true", "base_port=0"])
+    asked = prompt(900)
+    with fleet(separated, tmp_path / "workers") as workers:
+        check_the_router_knows_what_it_holds(workers, asked[:600], "estimate")
+        asked = asked[600:]
         overrides = ["base_port=0"]
         for number, worker in enumerate(workers.plan.workers):
             overrides.append(f'workers.{number}.urls=["{worker.url}"]')
@@ -138,6 +115,8 @@ def test_attached_workers_serve_behind_a_router_that_another_fleet_started_and_o
             assert decisions(tmp_path / "front")[-1]["kind"] == "prefill_decode"
         workers.check()
         assert generate_separated(workers, asked, 4)[0].cached_tokens >= 250
+    record = json.loads((tmp_path / "workers" / "fleet.json").read_text())
+    assert processes_of(record) == []
 
 
 def test_stock_routers_serve_in_front_of_the_same_workers(

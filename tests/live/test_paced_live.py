@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.live.test_elastic_live import ANSWER_S, VOCABULARY, Server, request
+from tests.live.elastic_fleet import ANSWER_S, VOCABULARY, Server, request
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

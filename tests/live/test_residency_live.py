@@ -91,3 +91,8 @@ def test_sessions_that_want_three_caches_are_served_from_one(tmp_path: Path, top
     assert priced["apc"]["value"] > 0.5
     # One worker served both: what differed was the router alone.
     assert len(list((output / "workers").iterdir())) == 1
+    # What the router believed to be there came from the engine's own events.
+    log = (output / "priced" / "r1" / "decisions.jsonl").read_text().splitlines()
+    made = [line for line in map(json.loads, log) if line["event"] == "decision"]
+    assert made[-1]["prefix_source"] == "events"
+    assert max(max(line["cached_tokens"].values(), default=0) for line in made) > 1000

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from launch import Fleet, fleet, load_topology
-from launch.supervised import members
+from launch.supervised import members, started_at
 from tests.live.conftest import check_ports_are_free, processes_of, scraped, worker_of
 
 
@@ -67,7 +66,7 @@ def test_a_separated_request_is_decoded_from_the_kv_that_the_prefill_worker_sent
 def check_no_process_is_bound(running: Fleet) -> None:
     for worker in running.workers:
         assert worker.pid is not None
-        processes = members(worker.pid, psutil.Process(worker.pid).create_time())
+        processes = members(worker.pid, started_at(worker.pid) or "")
         assert len(processes) >= 3
         for process in processes:
             assert os.sched_getaffinity(process.pid) == os.sched_getaffinity(0), process

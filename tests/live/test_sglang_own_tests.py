@@ -21,7 +21,7 @@ import orjson
 import pytest
 
 import sglang_ext
-from tests.live.test_elastic_live import engine_python
+from tests.live.elastic_fleet import engine_python
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 

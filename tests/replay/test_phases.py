@@ -51,6 +51,15 @@ def _trace(sessions: int = 6, turns: int = 8, shared: int = 0, output: int = 3) 
     return trace
 
 
+def _one_family(trace: list[Request]) -> list[Request]:
+    """The first session as the parent of all others, their turns by turns."""
+    trace = sorted(trace, key=lambda request: (request.turn, request.request_id))
+    for request in trace:
+        if request.turn == 0 and request is not trace[0]:
+            request.parent_request_id = trace[0].request_id
+    return trace
+
+
 def _options(tmp_path: Path, url: str, trace: list[Request], **values: Any) -> RunOptions:
     write_trace(tmp_path / "t.jsonl", trace)
     return RunOptions(
@@ -236,6 +245,28 @@ def test_a_session_whose_priming_is_not_answered_goes_on_without_it(
     assert unprimed
     assert {r.error.kind for r in results if r.phase == "prime" and r.error} == {"timeout"}
     assert unprimed <= {r.session_id for r in results if r.phase == "measure"}
+    assert _phases(options.output)["window_start_s"] == pytest.approx(0.3, abs=0.2)
+
+
+def test_priming_a_session_with_subagents_ends_with_its_time(
+    tmp_path: Path, engine: StartEngine
+) -> None:
+    """However many prefixes a conversation has, they share one timeout."""
+    fake = engine("sglang")
+    fake.faults = {f"{number}.{turn}~prime": "hang" for number in range(12) for turn in range(8)}
+    options = _options(
+        tmp_path,
+        fake.url,
+        _one_family(_trace(sessions=4)),
+        max_inflight_sessions=1,
+        start="mid",
+        start_share=(0.5, 0.5),
+        prime_timeout_s=0.3,
+        measure_s=0.3,
+        timeout_s=20.0,
+    )
+    run(options, quiet=True)
+    assert len([r for r in read_results(options.output) if r.phase == "prime"]) == 1
     assert _phases(options.output)["window_start_s"] == pytest.approx(0.3, abs=0.2)
 
 

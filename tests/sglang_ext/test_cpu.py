@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,13 +38,24 @@ def test_a_cpu_worker_is_not(started: Started) -> None:
     started("cpu")
 
 
-def test_nixl_is_polled_while_a_transfer_comes_in_and_not_otherwise() -> None:
+def test_nixl_is_polled_while_a_transfer_comes_in_or_is_given_up_and_not_otherwise() -> None:
     polled: list[str] = []
     agent = SimpleNamespace(get_new_notifs=lambda: polled.append("nixl"))
-    coming = SimpleNamespace(kv_receiver=SimpleNamespace(kv_mgr=SimpleNamespace(agent=agent)))
-    of_another_backend = SimpleNamespace(kv_receiver=SimpleNamespace(kv_mgr=SimpleNamespace()))
-    for queue in ([], [of_another_backend], [SimpleNamespace(kv_receiver=None)]):
-        cpu._poll_nixl(SimpleNamespace(queue=queue))
+
+    def queue(coming: int, given_up: bool, manager: Any) -> Any:
+        return SimpleNamespace(
+            queue=[SimpleNamespace()] * coming,
+            has_pending_deferred_releases=lambda: given_up,
+            scheduler=SimpleNamespace(
+                disagg_decode_prealloc_queue=SimpleNamespace(kv_manager=manager)
+            ),
+        )
+
+    nixl, of_another_backend = SimpleNamespace(agent=agent), SimpleNamespace()
+    cpu._poll_nixl(queue(0, False, nixl))
+    cpu._poll_nixl(queue(1, True, of_another_backend))
     assert not polled
-    cpu._poll_nixl(SimpleNamespace(queue=[coming, coming]))
+    cpu._poll_nixl(queue(2, False, nixl))
     assert polled == ["nixl"], "there is one agent a worker"
+    cpu._poll_nixl(queue(0, True, nixl))
+    assert polled == ["nixl"] * 2, "the prefill worker's last write would not end"

@@ -190,6 +190,25 @@ def test_a_pause_ends_quarantines_which_would_hold_up_a_flush_until_it_is_over(
     assert scheduler.flush_cache()
 
 
+def test_a_pause_sees_the_requests_whose_kv_has_arrived_and_no_local_prompt(
+    make_scheduler: MakeScheduler,
+) -> None:
+    """Newer SGLang throws out those that it finds in its queue with KV, for a weight update."""
+    scheduler = make_scheduler()
+    arrived = Req("arrived", prompt(40), room=3)
+    scheduler.deltaserve_elastic.queues.transferred.append(arrived)
+    waiting = Req("waiting", prompt(60, start=1000))
+    scheduler._add_request_to_queue(waiting)
+    scheduler.running_batch = Batch([Req("running", prompt(50))])
+    seen: list[list[Req]] = []
+    scheduler.disagg_decode_prealloc_queue.hold_rebootstrap = lambda _req: seen.append(
+        list(scheduler.waiting_queue)
+    )
+    scheduler.pause_generation(SimpleNamespace(mode="retract"))
+    assert seen == [[arrived]]
+    assert scheduler.waiting_queue == [waiting]
+
+
 def test_without_a_pause_who_waits_keeps_the_worker_busy(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     scheduler._add_request_to_queue(Req("A", prompt(50)))

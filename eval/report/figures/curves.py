@@ -151,7 +151,8 @@ _LEVEL_MEASURES = {
     "worst_gap_p90": ("Worst gap p90", "s", 1.0),
     "throughput_output_tps": ("Output tokens/s", "", 1.0),
 }
-_OBJECTIVES = {"attainment": 90.0, "stretch_p90": 2.0}
+# Of these the objective says where the line is.
+JUDGED = ("attainment", "stretch_p90")
 
 
 def capacity_curves(searches: Sequence[Search], key: str) -> Chart | None:
@@ -170,8 +171,9 @@ def capacity_curves(searches: Sequence[Search], key: str) -> Chart | None:
             marks.append(Line(search.arm, x, y, PALETTE[i % len(PALETTE)], dots=True))
     if not marks:
         return None
-    if key in _OBJECTIVES:
-        marks.append(Rule("objective", y=_OBJECTIVES[key]))
+    bounds = {search.slo[key] for search in searches if search.slo.get(key) is not None}
+    if key in JUDGED and len(bounds) == 1:
+        marks.append(Rule("objective", y=float(bounds.pop()) * factor))
     what = "sessions an hour" if searches[0].what != "agents" else "agents"
     return Chart(title, Axis(what), Axis(unit=unit, zero=True), marks)
 

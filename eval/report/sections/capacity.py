@@ -6,25 +6,26 @@ from typing import Any
 
 from eval.document import Figure, Section
 from eval.report.evidence import Evidence
-from eval.report.figures.curves import capacity_curves, capacity_keys
+from eval.report.figures.curves import JUDGED, capacity_curves, capacity_keys
 from eval.report.searches import Search
-from eval.tables import NUMBER, PERCENT, RATIO, SECONDS, Column, tabulate
+from eval.tables import LEVEL, NUMBER, PERCENT, RATIO, SECONDS, Column, tabulate
 
 _Level = tuple[Search, dict[str, Any]]
 
 _FOUND: tuple[Column[Search], ...] = (
     Column("arm", "Arm", lambda search: search.arm),
-    Column("agents", "Carries", lambda search: search.agents, NUMBER),
-    Column("low", "At least", lambda search: search.low, NUMBER),
-    Column("high", "At most", lambda search: search.high, NUMBER),
+    Column("agents", "Carries", lambda search: search.agents, LEVEL),
+    Column("low", "At least", lambda search: search.low, LEVEL),
+    Column("high", "At most", lambda search: search.high, LEVEL),
     Column(
         "per_unit",
         "A GPU or worker",
         lambda search: search.per_unit,
-        NUMBER,
+        LEVEL,
         lambda search: search.interval,
     ),
     Column("levels", "Levels tried", lambda search: str(len(search.levels))),
+    Column("finished", "Search", lambda search: "done" if search.finished else "levels to try"),
 )
 
 
@@ -32,16 +33,25 @@ def _value(key: str) -> Any:
     return lambda row: row[1].get(key)
 
 
+def _carried(level: dict[str, Any]) -> str:
+    """Whether the level was carried, and whether its intervals leave no doubt of that."""
+    if level.get("meets") is None:
+        return ""
+    return ("yes" if level["meets"] else "no") + (", surely" if level.get("sure") else "")
+
+
 _LEVELS: tuple[Column[_Level], ...] = (
     Column("arm", "Arm", lambda row: row[0].arm),
-    Column("load", "Load", _value("load"), NUMBER),
-    Column("attainment", "Objective met", _value("attainment"), PERCENT),
+    Column("load", "Load", _value("load"), LEVEL),
+    Column("meets", "Carried", lambda row: _carried(row[1])),
+    Column("attainment", "Good turns", _value("attainment"), PERCENT),
     Column("stretch_p90", "Stretch p90", _value("stretch_p90"), RATIO),
     Column("ttft_p90", "TTFT p90", _value("ttft_p90"), SECONDS),
     Column("tpot_p90", "TPOT p90", _value("tpot_p90"), SECONDS),
     Column("worst_gap_p90", "Worst gap p90", _value("worst_gap_p90"), SECONDS),
     Column("throughput_output_tps", "Output tokens/s", _value("throughput_output_tps"), NUMBER),
     Column("sustained", "Sustained", _value("sustained")),
+    Column("violations", "Not valid", lambda row: ", ".join(row[1].get("violations") or [])),
 )
 
 
@@ -52,14 +62,16 @@ def section(evidence: Evidence) -> Section | None:
     levels = [(search, level) for search in evidence.searches for level in search.levels]
     found = Section("capacity", "What each arm carries")
     found.text.append(
-        "The most load at which enough turns meet the objective and sessions are not stretched; "
-        "the bounds are tested levels: the highest that surely meets it, and the last below the "
-        "lowest that surely misses it."
+        "The most load at which enough turns are good (within the objective) and sessions are not "
+        "stretched; the bounds are tested levels: the highest that surely meets it, and the last "
+        "below the lowest that surely misses it."
     )
     found.tables.append(("", tabulate("capacity", evidence.searches, _FOUND)))
     if levels:
         found.tables.append(("Levels", tabulate("capacity_levels", levels, _LEVELS)))
-    for key in capacity_keys():
+    # The rest is drawn over load below, with intervals.
+    keys = JUDGED if len(evidence.by_load) > 1 else capacity_keys()
+    for key in keys:
         chart = capacity_curves(evidence.searches, key)
         if chart is not None:
             figure = Figure(f"capacity-{key}", f"{chart.title} over load, by arm", chart)

@@ -6,6 +6,7 @@ from eval.document import Section
 from eval.formatting import percent
 from eval.metrics import ClassRow
 from eval.report.evidence import Evidence
+from eval.report.sections.timelines import MOST_CELLS
 from eval.tables import COUNT, SECONDS, Column, known_quantile, tabulate
 
 _Row = tuple[str, ClassRow]
@@ -43,4 +44,5 @@ def section(evidence: Evidence) -> Section | None:
         "By class of new tokens",
         [words],
         [("", tabulate("classes", rows, _COLUMNS))],
+        folded=len(evidence.cells) > MOST_CELLS,
     )

@@ -7,6 +7,7 @@ from eval.formatting import percent
 from eval.metrics import DecisionRow
 from eval.report.evidence import Evidence
 from eval.report.figures import latency
+from eval.report.sections.timelines import MOST_CELLS
 from eval.tables import COUNT, RATIO, SECONDS, Column, enough, tabulate
 
 _WORDS = (
@@ -62,6 +63,7 @@ def section(evidence: Evidence) -> Section | None:
         "The router's decisions",
         [_WORDS],
         [("", tabulate("decisions", rows, _COLUMNS))],
+        folded=len(evidence.cells) > MOST_CELLS,
     )
     scatter = latency.prediction_scatter(evidence.cells)
     if scatter is not None:

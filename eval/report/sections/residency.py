@@ -12,7 +12,7 @@ from eval.report import loads
 from eval.report.evidence import Evidence
 from eval.report.sections.timelines import shown_cells
 from eval.residency import Account, Belady, Residency, residency
-from eval.tables import COUNT, NUMBER, PERCENT, SECONDS, Column, tabulate
+from eval.tables import COUNT, PERCENT, SECONDS, TOKENS, Column, tabulate
 
 _WORDS = (
     "Best possible: what a cache without end would have served. Recomputed: the difference, what "
@@ -39,13 +39,13 @@ _COLUMNS: tuple[Column[_Row], ...] = (
     Column("run", "Run", lambda row: None if row.run is None else f"r{row.run}"),
     Column("worker", "Worker", lambda row: row.worker),
     Column("requests", "Requests", lambda row: row.account.requests, COUNT),
-    Column("prompt_tokens", "Prompt tokens", lambda row: row.account.prompt_tokens, NUMBER),
+    Column("prompt_tokens", "Prompt tokens", lambda row: row.account.prompt_tokens, TOKENS),
     Column("cached_share", _TITLES[0], lambda row: row.account.cached_share, PERCENT),
     Column("best_share", _TITLES[1], lambda row: row.account.best_share, PERCENT),
     Column("recomputed_share", _TITLES[2], lambda row: row.account.recomputed_share, PERCENT),
     Column("recomputed_tokens", "", lambda row: row.account.recomputed_tokens),
-    Column("evicted_tokens", "Evicted tokens", lambda row: row.account.evicted_tokens, NUMBER),
-    Column("elsewhere_tokens", "Held elsewhere", lambda row: row.account.elsewhere_tokens, NUMBER),
+    Column("evicted_tokens", "Evicted tokens", lambda row: row.account.evicted_tokens, TOKENS),
+    Column("elsewhere_tokens", "Held elsewhere", lambda row: row.account.elsewhere_tokens, TOKENS),
     Column("recomputed_gpu_s", "Time on it", lambda row: row.account.recomputed_gpu_s, SECONDS),
     Column(
         "best_replacement_share",

@@ -76,7 +76,11 @@ def section(evidence: Evidence) -> Section | None:
             lambda run: f"up in {seconds(_timing(run, 'fleet_up_s'))}",
         ),
     )
-    in_order = sorted(evidence.runs, key=lambda run: run.manifest.get("order", 0))
+    # Each arm of a search counts its own runs: when they began comes first.
+    in_order = sorted(
+        evidence.runs,
+        key=lambda run: (str(run.manifest.get("started_at", "")), run.manifest.get("order", 0)),
+    )
     return Section(
         "runs",
         "Runs, engines and coldness",

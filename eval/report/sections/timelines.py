@@ -13,8 +13,8 @@ from eval.report.evidence import Evidence
 from eval.report.figures import timelines as figures
 
 # A page with every cell of a large matrix would be neither read nor small.
-_MOST_CELLS = 8
-_CHOICE = "the highest load of each arm"
+MOST_CELLS = 8
+CHOICE = "the highest load of each arm"
 
 
 def section(evidence: Evidence) -> Section | None:
@@ -27,7 +27,7 @@ def section(evidence: Evidence) -> Section | None:
     )
     shown = shown_cells(evidence.cells)
     if len(shown) < len(evidence.cells):
-        found.text.append(f"Of {len(evidence.cells)} cells {len(shown)} are drawn: {_CHOICE}.")
+        found.text.append(f"Of {len(evidence.cells)} cells {len(shown)} are drawn: {CHOICE}.")
     for i, cell in shown:
         if cell.runs[0].manifest.get("imported", {}).get("timed", True):
             found.figures += _figures(i, cell)
@@ -37,7 +37,7 @@ def section(evidence: Evidence) -> Section | None:
 def shown_cells(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
     """All cells where they are few; else the highest load of each arm, the first arms."""
     numbered = list(enumerate(cells))
-    if len(numbered) <= _MOST_CELLS:
+    if len(numbered) <= MOST_CELLS:
         return numbered
     levels = loads.levels(cells).of
     highest: dict[str, tuple[int, Cell]] = {}
@@ -45,7 +45,7 @@ def shown_cells(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
         best = highest.get(cell.arm)
         if best is None or levels[cell.name] > levels[best[1].name]:
             highest[cell.arm] = (i, cell)
-    return list(highest.values())[:_MOST_CELLS]
+    return list(highest.values())[:MOST_CELLS]
 
 
 def _figures(i: int, cell: Cell) -> list[Figure]:

@@ -71,7 +71,7 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
             let recent: Vec<_> = recent.iter().map(|record| record.as_ref()).collect();
             json(StatusCode::OK, &value!({"decisions": recent}))
         }
-        (&Method::GET, path) if is_model(path) => ask_one(gateway, path).await,
+        (&Method::GET, path) if is_model(path) => ask_for_model(gateway, path).await,
         (_, path) if is_model(path) => not_allowed("GET"),
         (
             &Method::GET,
@@ -280,6 +280,26 @@ async fn one_worker(
         (&Method::DELETE, None) | (&Method::POST, Some(_)) => missing(),
         (_, None) => not_allowed("GET, DELETE"),
         (_, Some(_)) => not_allowed("POST"),
+    }
+}
+
+/// Answers a GET of one model: as a worker does or, where its engine has no such path (vLLM 0.26.0),
+/// from the worker's list of models.
+async fn ask_for_model(gateway: &Gateway, path: &str) -> Response<Reply> {
+    let response = ask_one(gateway, path).await;
+    if response.status() != StatusCode::NOT_FOUND {
+        return response;
+    }
+    let name = unescaped(path.trim_start_matches("/v1/models/"));
+    let listed = ask_one(gateway, "/v1/models").await;
+    let Ok(listed) = listed.into_body().collect().await else {
+        return response;
+    };
+    let listed: Value = serde_json::from_slice(&listed.to_bytes()).unwrap_or_default();
+    let models = listed["data"].as_array();
+    match models.and_then(|models| models.iter().find(|model| model["id"] == *name)) {
+        Some(model) => json(StatusCode::OK, model),
+        None => response,
     }
 }
 

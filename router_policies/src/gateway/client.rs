@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
-use tokio::net::TcpStream;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::Instant;
 
 /// How long a client has to take the end of an answer whose time is over.
@@ -87,13 +87,13 @@ impl Client {
 }
 
 /// The client's socket, which notes when it is full.
-pub(super) struct Socket {
-    io: TokioIo<TcpStream>,
+pub(super) struct Socket<S> {
+    io: TokioIo<S>,
     client: Arc<Client>,
 }
 
-impl Socket {
-    pub fn new(socket: TcpStream, client: Arc<Client>) -> Self {
+impl<S> Socket<S> {
+    pub fn new(socket: S, client: Arc<Client>) -> Self {
         Self {
             io: TokioIo::new(socket),
             client,
@@ -107,7 +107,7 @@ impl Socket {
     }
 }
 
-impl Read for Socket {
+impl<S: AsyncRead + Unpin> Read for Socket<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -117,7 +117,7 @@ impl Read for Socket {
     }
 }
 
-impl Write for Socket {
+impl<S: AsyncWrite + Unpin> Write for Socket<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

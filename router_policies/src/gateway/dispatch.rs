@@ -21,7 +21,7 @@ use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::header::{
-    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue,
+    ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue,
     PROXY_AUTHORIZATION, TRANSFER_ENCODING,
 };
 use hyper::{Request, Response, StatusCode};
@@ -115,7 +115,7 @@ pub(super) async fn handle(
         }
     };
     if let Some(encoder) = &gateway.encoder {
-        let encoding = encoder.encode(&bytes, &scanned, gateway.fleet.token_block());
+        let encoding = encoder.encode(api, &bytes, &scanned, gateway.fleet.token_block());
         // Past the deadline the first attempt ends the request.
         if let Ok(Some(prompt)) = tokio::time::timeout_at(deadline, encoding).await {
             placement.prompt = prompt;
@@ -181,6 +181,8 @@ pub(super) fn forwarded_headers(
         CONNECTION,
         EXPECT,
         PROXY_AUTHORIZATION,
+        // Errors, ends of streams and token counts are read in answers, and written into them.
+        ACCEPT_ENCODING,
     ] {
         headers.remove(name);
     }

@@ -1,8 +1,14 @@
-//! Text prompts as token ids, where the user gave the tokenizer of the model that is served.
+//! Text prompts and conversations as token ids, where the user gave the tokenizer of the model that is
+//! served.
 //!
-//! Owns the tokenizer, what of a text prompt it is asked for, and how many encodings run at once.
+//! Owns the tokenizer, what of a request it is asked for, and how many encodings run at once.
 
+use super::apis::{Api, PromptKeys};
 use super::body::Scanned;
+use super::chat_template::ChatTemplate;
+use super::conversation::Reader;
+use super::pieces::Pieces;
+use crate::config::Engine;
 use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use bytes::Bytes;
 use std::ops::Range;
@@ -15,20 +21,32 @@ use tokio::sync::Semaphore;
 /// about a quarter of a million tokens, and encoding it takes a sizeable part of a second.
 const MAX_TEXT_BYTES: usize = 1 << 20;
 
+/// The same of a conversation's whole body, of which most was encoded with the turn before.
+const MAX_CONVERSATION_BYTES: usize = 4 << 20;
+
 /// The tokenizer that the workers' engines use too.
 pub(crate) struct PromptEncoder {
     tokenizer: Tokenizer,
+    chats: Option<Chats>,
     /// Encoding keeps a core busy: without a bound, a burst of long prompts would take them all from
     /// the threads that serve.
     turns: Arc<Semaphore>,
 }
 
+/// What conversations need besides.
+struct Chats {
+    template: ChatTemplate,
+    reader: Reader,
+    pieces: Pieces,
+}
+
 impl PromptEncoder {
-    /// Reads a `tokenizer.json`, or the one in a folder, for `at_once` encodings at a time.
+    /// Reads a `tokenizer.json`, or the one in a folder, and the chat template beside it, for `at_once`
+    /// encodings at a time. Conversations are read as `engine` reads them.
     ///
     /// # Errors
     /// One line that names the file.
-    pub fn load(path: &Path, at_once: usize) -> Result<Arc<Self>, String> {
+    pub fn load(path: &Path, at_once: usize, engine: Engine) -> Result<Arc<Self>, String> {
         let file = if path.is_dir() {
             path.join("tokenizer.json")
         } else {
@@ -46,8 +64,22 @@ impl PromptEncoder {
             .with_truncation(None)
             .map_err(|error| failed(&error))?;
         tokenizer.with_padding(None);
+        let folder = file.parent().unwrap_or(Path::new(""));
+        let template = ChatTemplate::load(folder).unwrap_or_else(|message| {
+            log::warn!("tokenizer: {message}; conversations are compared by their bytes");
+            None
+        });
+        let chats = template.map(|template| Chats {
+            reader: Reader {
+                engine,
+                takes_parts: template.takes_parts,
+            },
+            template,
+            pieces: Pieces::new(&tokenizer),
+        });
         Ok(Arc::new(Self {
             tokenizer,
+            chats,
             turns: Arc::new(Semaphore::new(at_once)),
         }))
     }
@@ -56,15 +88,23 @@ impl PromptEncoder {
     /// too long, or not what the tokenizer takes, so that the scan's own hashes remain.
     pub async fn encode(
         self: &Arc<Self>,
+        api: Api,
         body: &Bytes,
         scanned: &Scanned,
         block: usize,
     ) -> Option<PromptHashes> {
         let texts = scanned.texts.clone();
-        let bytes: usize = texts.iter().map(Range::len).sum();
-        // A list that mixes text and token ids is for the engine to refuse.
-        if texts.is_empty() || texts.len() != scanned.prompts || bytes > MAX_TEXT_BYTES {
-            return None;
+        let is_conversation = matches!(api.shape().prompt, PromptKeys::Conversation { .. });
+        if is_conversation {
+            if self.chats.is_none() || body.len() > MAX_CONVERSATION_BYTES {
+                return None;
+            }
+        } else {
+            let bytes: usize = texts.iter().map(Range::len).sum();
+            // A list that mixes text and token ids is for the engine to refuse.
+            if texts.is_empty() || texts.len() != scanned.prompts || bytes > MAX_TEXT_BYTES {
+                return None;
+            }
         }
         let add_special_tokens = scanned.add_special_tokens;
         let turn = Arc::clone(&self.turns).acquire_owned().await.ok()?;
@@ -72,7 +112,11 @@ impl PromptEncoder {
         let encoding = tokio::task::spawn_blocking(move || {
             // Held to the end of the work, which goes on where the client leaves.
             let _turn = turn;
-            encoder.hashes(&body, &texts, block, add_special_tokens)
+            if is_conversation {
+                encoder.conversation(api, &body, block)
+            } else {
+                encoder.hashes(&body, &texts, block, add_special_tokens)
+            }
         });
         match encoding.await {
             Ok(Ok(prompt)) => Some(prompt),
@@ -85,6 +129,21 @@ impl PromptEncoder {
                 None
             }
         }
+    }
+
+    /// A conversation's hashes, as the chat template has it.
+    fn conversation(&self, api: Api, body: &[u8], block: usize) -> Result<PromptHashes, String> {
+        let no_text = || "not a conversation of texts".to_owned();
+        let chats = self.chats.as_ref().ok_or_else(no_text)?;
+        let said = chats.reader.read(api, body).ok_or_else(no_text)?;
+        let text = chats.template.render(said.messages, said.tools, said.more);
+        let text = text.map_err(|error| format!("chat template: {error}"))?;
+        // Of code and prose a token is three to four bytes.
+        let mut hasher = TokenHasher::with_capacity(block, text.len() / 3);
+        chats
+            .pieces
+            .encode(&self.tokenizer, &text, |ids| hasher.extend(ids))?;
+        Ok(hasher.finish())
     }
 
     /// The first text's hashes, with the length of all.
@@ -118,14 +177,14 @@ impl PromptEncoder {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::body::{Api, scan};
+pub(super) mod tests {
+    use super::super::body::scan;
     use super::*;
     use serde_json::{Value, json};
     use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
     /// Bytes, two merges, a first special token, and truncation that must not count.
-    fn tokenizer_json() -> Value {
+    pub fn tokenizer_json() -> Value {
         let mut letters: Vec<_> = ByteLevel::alphabet().into_iter().collect();
         letters.sort_unstable();
         let mut tokens: Vec<String> = letters.iter().map(ToString::to_string).collect();
@@ -154,10 +213,18 @@ mod tests {
     }
 
     fn load(json: &str) -> Result<Arc<PromptEncoder>, String> {
+        load_with(json, None)
+    }
+
+    fn load_with(json: &str, template: Option<&str>) -> Result<Arc<PromptEncoder>, String> {
         let folder = std::env::temp_dir().join(format!("router-encoder-{:x}", fastrand::u64(..)));
         std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;
         std::fs::write(folder.join("tokenizer.json"), json).map_err(|e| e.to_string())?;
-        let loaded = PromptEncoder::load(&folder, 1);
+        if let Some(template) = template {
+            let file = folder.join("chat_template.jinja");
+            std::fs::write(file, template).map_err(|e| e.to_string())?;
+        }
+        let loaded = PromptEncoder::load(&folder, 1, Engine::Sglang);
         std::fs::remove_dir_all(&folder).map_err(|e| e.to_string())?;
         loaded
     }
@@ -165,7 +232,7 @@ mod tests {
     async fn encode(encoder: &Arc<PromptEncoder>, api: Api, body: &str) -> Option<PromptHashes> {
         let body = Bytes::from(body.to_owned());
         let scanned = scan(api, &body, 2, 16).expect("valid");
-        encoder.encode(&body, &scanned, 2).await
+        encoder.encode(api, &body, &scanned, 2).await
     }
 
     #[tokio::test]
@@ -231,10 +298,120 @@ mod tests {
         }
     }
 
+    const TEMPLATE: &str = "{% if tools %}<s>{{ tools | tojson }}{% endif %}\
+        {% for message in messages %}<s>{{ message.role }} {{ message.content }}\
+        {% for call in message.tool_calls or [] %}{{ call.function.arguments.at }}{% endfor %}\
+        {% endfor %}{% if add_generation_prompt %}<s>assistant{% endif %}";
+
+    #[tokio::test]
+    async fn conversations_of_all_apis_are_the_tokens_that_the_template_makes_of_them() {
+        let encoder = load_with(&tokenizer_json().to_string(), Some(TEMPLATE)).expect("valid");
+        let tokens = |text: &str| {
+            let encoding = encoder.tokenizer.encode_fast(text, false).expect("text");
+            PromptHashes::of_tokens(encoding.get_ids(), 2)
+        };
+        let called =
+            tokens("<s>system the\nlaw<s>user the<s>assistant 7<s>tool the end<s>assistant");
+        let anthropic = json!({
+            "system": [{"type": "text", "text": "the"}, {"type": "text", "text": "law"}],
+            "messages": [
+                {"role": "user", "content": "the"},
+                {"role": "assistant", "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "tool_use", "id": "1", "name": "look", "input": {"at": 7}},
+                ]},
+                {"role": "user", "content": [
+                    {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "the end"}]},
+                ]},
+            ],
+        });
+        let chat = json!({
+            "messages": [
+                {"role": "system", "content": "the\nlaw"},
+                {"role": "user", "content": [{"type": "text", "text": "the"}]},
+                {"role": "assistant", "content": null, "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{\"at\": 7}"}},
+                ]},
+                {"role": "tool", "tool_call_id": "1", "content": "the end"},
+            ],
+        });
+        let responses = json!({
+            "instructions": "the\nlaw",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "the"}]},
+                {"type": "reasoning", "summary": []},
+                {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{\"at\": 7}"},
+                {"type": "function_call_output", "call_id": "1", "output": "the end"},
+            ],
+        });
+        for (api, body) in [
+            (Api::Messages, anthropic),
+            (Api::Chat, chat),
+            (Api::Responses, responses),
+        ] {
+            let found = encode(&encoder, api, &body.to_string()).await;
+            assert_eq!(found.as_ref(), Some(&called), "{api:?}");
+        }
+        let asked = r#"{"input": "the", "model": "m"}"#;
+        let found = encode(&encoder, Api::Responses, asked).await;
+        assert_eq!(found, Some(tokens("<s>user the<s>assistant")));
+    }
+
+    #[tokio::test]
+    async fn tools_stand_in_front_as_sglang_shows_them() {
+        let encoder = load_with(&tokenizer_json().to_string(), Some(TEMPLATE)).expect("valid");
+        let shown = r#"<s>[{"type": "function", "function": {"description": null, "name": "look", "parameters": {"b": 1, "a": 2}, "strict": false}, "defer_loading": null}]<s>user the<s>assistant"#;
+        let expected = encoder.tokenizer.encode_fast(shown, false).expect("text");
+        let expected = PromptHashes::of_tokens(expected.get_ids(), 2);
+        for (api, tools) in [
+            (
+                Api::Chat,
+                r#"{"type": "function", "function": {"name": "look", "parameters": {"b":1,"a":2}}}"#,
+            ),
+            (
+                Api::Messages,
+                r#"{"name": "look", "input_schema": {"b":1,"a":2}}"#,
+            ),
+            (
+                Api::Responses,
+                r#"{"type": "web_search"}, {"type": "function", "name": "look", "parameters": {"b":1,"a":2}}"#,
+            ),
+        ] {
+            let turns = if api == Api::Responses {
+                "input"
+            } else {
+                "messages"
+            };
+            let body = format!(
+                r#"{{"{turns}": [{{"role": "user", "content": "the"}}], "tools": [{tools}]}}"#
+            );
+            assert_eq!(
+                encode(&encoder, api, &body).await.as_ref(),
+                Some(&expected),
+                "{api:?}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn a_conversation_that_is_not_all_text_stays_as_the_scan_has_it() {
+        let encoder = load_with(&tokenizer_json().to_string(), Some(TEMPLATE)).expect("valid");
+        let picture = r#"{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]}"#;
+        let goes_on = r#"{"input": "the", "previous_response_id": "r"}"#;
+        for (api, body) in [(Api::Chat, picture), (Api::Responses, goes_on)] {
+            assert_eq!(encode(&encoder, api, body).await, None, "{api:?}");
+        }
+        let without = load(&tokenizer_json().to_string()).expect("valid");
+        let body = r#"{"messages": [{"role": "user", "content": "the"}]}"#;
+        assert_eq!(encode(&without, Api::Chat, body).await, None);
+    }
+
     #[test]
     fn a_file_that_is_none_is_named() {
         let missing = Path::new("/nowhere/tokenizer.json");
-        let missing = PromptEncoder::load(missing, 1).err().expect("missing");
+        let missing = PromptEncoder::load(missing, 1, Engine::Vllm)
+            .err()
+            .expect("missing");
         let broken = load("{\"model\":\n7}").err().expect("broken");
         for (error, expected) in [
             (missing, "tokenizer: /nowhere/tokenizer.json: No such file"),

@@ -8,7 +8,9 @@ pub mod apis;
 mod attempt;
 pub mod body;
 mod buffers;
+mod chat_template;
 mod client;
+mod conversation;
 mod dispatch;
 mod encoder;
 mod engine_info;
@@ -20,14 +22,16 @@ mod kv_events;
 mod load;
 mod metrics;
 mod passthrough;
+mod pieces;
 mod session;
 mod short_ids;
 mod silence;
 mod sse;
 mod stream;
+mod tls;
 mod waiting;
 
-use crate::config::{Config, WorkerSpec};
+use crate::config::{Config, Engine, WorkerSpec};
 use crate::fleet::Fleet;
 use crate::fleet::log::EventSink;
 use crate::fleet::residency::settings;
@@ -47,10 +51,11 @@ use hyper::header::{
 };
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
+use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use keys::{Keys, Wants};
 use metrics::Metrics;
 pub use sse::SseProgress;
@@ -59,8 +64,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::time::Instant;
+use tokio_rustls::TlsAcceptor;
 
 /// Idle connections to workers are closed before uvicorn's keep-alive of 5 s closes them, so that
 /// no request is sent on a connection that the worker is closing.
@@ -79,7 +86,7 @@ const MAX_REPORT_BYTES: usize = 16 << 20;
 pub(crate) struct Gateway {
     pub fleet: Arc<Fleet>,
     pub config: Config,
-    pub client: Client<HttpConnector, Pieces>,
+    pub client: Client<HttpsConnector<HttpConnector>, Pieces>,
     pub metrics: Arc<Metrics>,
     pub admission: Admission,
     pub buffers: Buffers,
@@ -206,7 +213,7 @@ impl Gateway {
         let client = Client::builder(TokioExecutor::new())
             .pool_idle_timeout(IDLE_CONNECTION)
             .pool_timer(TokioTimer::new())
-            .build(connector);
+            .build(tls::connector(connector, config.worker_ca_file.as_deref())?);
         Ok(Arc::new(Self {
             fleet: Arc::new(fleet),
             admission: Admission::new(config.max_inflight, config.max_queued),
@@ -388,6 +395,12 @@ pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<(), Stri
         None => crate::policy::build(&config.policy, config.policy_params.clone())?,
     };
     let config = config.normalise()?;
+    if let (Some(certificates), Some(key)) = (&config.tls_cert_file, &config.tls_key_file) {
+        tls::acceptor(certificates, key)?;
+    }
+    if let Some(file) = &config.worker_ca_file {
+        tls::connector(HttpConnector::new(), Some(file))?;
+    }
     let fleet = Fleet::new(policy, config.policy.clone(), EventSink::in_memory(), 0);
     let fleet = Arc::new(fleet);
     for spec in &config.workers {
@@ -400,6 +413,8 @@ pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<(), Stri
 pub struct Server {
     gateway: Arc<Gateway>,
     listener: TcpListener,
+    /// Where clients speak TLS.
+    tls: Option<TlsAcceptor>,
 }
 
 impl Server {
@@ -419,8 +434,22 @@ impl Server {
     pub async fn bind_with(config: Config, policy: Box<dyn Policy>) -> Result<Self, String> {
         let config = config.normalise()?;
         let encoder = match &config.tokenizer {
-            Some(path) => Some(PromptEncoder::load(path, config.threads.div_ceil(2))?),
+            Some(path) => {
+                let engine = config
+                    .workers
+                    .first()
+                    .map_or(Engine::Sglang, |first| first.engine);
+                Some(PromptEncoder::load(
+                    path,
+                    config.threads.div_ceil(2),
+                    engine,
+                )?)
+            }
             None => None,
+        };
+        let tls = match (&config.tls_cert_file, &config.tls_key_file) {
+            (Some(certificates), Some(key)) => Some(tls::acceptor(certificates, key)?),
+            _ => None,
         };
         let address = format!("{}:{}", config.host, config.port);
         let listener = TcpListener::bind(&address)
@@ -437,7 +466,11 @@ impl Server {
         if let Some(missing) = missing(&gateway.config, &gateway.fleet) {
             log::warn!("{missing}; POST /workers adds one");
         }
-        Ok(Self { gateway, listener })
+        Ok(Self {
+            gateway,
+            listener,
+            tls,
+        })
     }
 
     /// Where it listens.
@@ -461,7 +494,11 @@ impl Server {
 
     /// Serves until `stop` resolves, then lets running requests end, at most `drain_timeout_s`.
     pub async fn serve(self, stop: impl Future<Output = ()>) {
-        let Self { gateway, listener } = self;
+        let Self {
+            gateway,
+            listener,
+            tls,
+        } = self;
         let connections = GracefulShutdown::new();
         let mut stop = std::pin::pin!(stop);
         loop {
@@ -479,26 +516,17 @@ impl Server {
                 }
             };
             let _ = socket.set_nodelay(true);
-            let shared = Arc::clone(&gateway);
-            let client = Arc::new(client::Client::default());
-            let of_requests = Arc::clone(&client);
-            let service = service_fn(move |request| {
-                let handled = Arc::clone(&shared).handle(Arc::clone(&of_requests), request);
-                async move { Ok::<_, Infallible>(handled.await) }
-            });
-            let connection = hyper::server::conn::http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEADER_TIMEOUT)
-                .max_buf_size(READ_BYTES)
-                .serve_connection(Socket::new(socket, Arc::clone(&client)), service);
-            let connection = connections.watch(connection);
+            let gateway = Arc::clone(&gateway);
+            let (tls, watcher) = (tls.clone(), connections.watcher());
             tokio::spawn(async move {
-                let connection = async {
-                    if let Err(error) = connection.await {
-                        log::debug!("client connection: {error}");
-                    }
+                let Some(tls) = tls else {
+                    return serve_connection(gateway, socket, watcher).await;
                 };
-                client.drive(connection).await;
+                match tokio::time::timeout(HEADER_TIMEOUT, tls.accept(socket)).await {
+                    Ok(Ok(socket)) => serve_connection(gateway, socket, watcher).await,
+                    Ok(Err(error)) => log::debug!("client connection: {error}"),
+                    Err(_) => log::debug!("client connection: no TLS handshake"),
+                }
             });
         }
         drop(listener);
@@ -513,4 +541,29 @@ impl Server {
             );
         }
     }
+}
+
+/// Serves the requests of one connection.
+async fn serve_connection<S>(gateway: Arc<Gateway>, socket: S, watcher: Watcher)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let client = Arc::new(client::Client::default());
+    let of_requests = Arc::clone(&client);
+    let service = service_fn(move |request| {
+        let handled = Arc::clone(&gateway).handle(Arc::clone(&of_requests), request);
+        async move { Ok::<_, Infallible>(handled.await) }
+    });
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIMEOUT)
+        .max_buf_size(READ_BYTES)
+        .serve_connection(Socket::new(socket, Arc::clone(&client)), service);
+    let connection = watcher.watch(connection);
+    let connection = async {
+        if let Err(error) = connection.await {
+            log::debug!("client connection: {error}");
+        }
+    };
+    client.drive(connection).await;
 }

@@ -313,7 +313,7 @@ async fn answer(
             return Ok(whole(
                 200,
                 "application/json",
-                r#"{"object":"list","data":[{"id":"mock"}]}"#,
+                r#"{"object":"list","data":[{"id":"mock"},{"id":"listed/only"}]}"#,
             ));
         }
         "/query" => {

@@ -8,6 +8,12 @@
 //! multiplication, and only the fold depends on the group before. They are taken as the decimal
 //! digits that stand in a request's body, so that no number has to be made of them. A prompt of
 //! 100,000 tokens is scanned in half the time that way.
+//!
+//! Chains begin with keys that each process draws: states mean nothing outside it, and nobody can make
+//! up prompts that are taken for each other, or that crowd one bucket of a table.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::LazyLock;
 
 /// What a prompt is counted in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -24,9 +30,25 @@ pub const BYTES_PER_TOKEN: u64 = 4;
 /// Bytes hashed at once; a text block is a multiple of it.
 const WORD_BYTES: usize = 8;
 
-const SEED_TOKENS: u64 = 0x9e37_79b9_7f4a_7c15;
-const SEED_GROUP: u64 = 0x8ebc_6af0_9c88_c6e3;
-const SEED_BYTES: u64 = 0xd1b5_4a32_d192_ed03;
+/// What chains of token ids, their groups, and chains of text begin with; and what is mixed into the
+/// words of text, so that none of them is one that a step would swallow the state with.
+struct Keys {
+    tokens: u64,
+    group: u64,
+    text: u64,
+    word: u64,
+}
+
+static KEYS: LazyLock<Keys> = LazyLock::new(|| {
+    let random = RandomState::new();
+    Keys {
+        tokens: random.hash_one(1),
+        group: random.hash_one(2),
+        text: random.hash_one(3),
+        word: random.hash_one(4),
+    }
+});
+
 const MIX_STATE: u64 = 0xa076_1d64_78bd_642f;
 const MIX_UNIT: u64 = 0xe703_7ed1_a0b4_28db;
 
@@ -78,15 +100,18 @@ pub struct TokenChain {
     fold: u64,
     /// The token since the last pair.
     odd: u64,
+    /// What folds begin with; here because it is needed for every group.
+    group_key: u64,
     folded: u8,
 }
 
 impl Default for TokenChain {
     fn default() -> Self {
         Self {
-            groups: SEED_TOKENS,
-            fold: SEED_GROUP,
+            groups: KEYS.tokens,
+            fold: KEYS.group,
             odd: NO_TOKEN,
+            group_key: KEYS.group,
             folded: 0,
         }
     }
@@ -105,7 +130,10 @@ impl TokenChain {
         if usize::from(self.folded) == GROUP_TOKENS {
             *self = Self {
                 groups: step(self.groups, self.fold),
-                ..Self::default()
+                fold: self.group_key,
+                odd: NO_TOKEN,
+                folded: 0,
+                ..*self
             };
         }
     }
@@ -131,7 +159,7 @@ impl TokenChain {
         head.iter().for_each(|&token| self.push(token));
         for group in groups {
             let (pairs, _) = group.as_chunks();
-            let fold = pairs.iter().fold(SEED_GROUP, |fold, &[first, second]| {
+            let fold = pairs.iter().fold(self.group_key, |fold, &[first, second]| {
                 step_two(fold, first, second)
             });
             self.groups = step(self.groups, fold);
@@ -145,7 +173,7 @@ impl TokenChain {
         let (head, groups, tail) = self.by_groups(tokens);
         states.extend(head.iter().map(|&token| self.pushed(token)));
         for group in groups {
-            let mut fold = SEED_GROUP;
+            let mut fold = self.group_key;
             let mut of_group = Group::default();
             let (pairs, _) = group.as_chunks();
             for (states, &[first, second]) in of_group.as_chunks_mut().0.iter_mut().zip(pairs) {
@@ -225,14 +253,14 @@ impl PromptHashes {
     /// Hashes text, by blocks of `block_tokens` tokens' worth of bytes.
     pub fn of_text(text: &[u8], block_tokens: usize) -> Self {
         let block = (block_tokens.max(1) * BYTES_PER_TOKEN as usize).next_multiple_of(WORD_BYTES);
-        let mut state = SEED_BYTES;
+        let (mut state, word_key) = (KEYS.text, KEYS.word);
         let states = text
             .chunks_exact(block)
             .map(|chunk| {
                 for word in chunk.chunks_exact(WORD_BYTES) {
                     let mut bytes = [0; WORD_BYTES];
                     bytes.copy_from_slice(word);
-                    state = step(state, u64::from_le_bytes(bytes));
+                    state = step(state, u64::from_le_bytes(bytes) ^ word_key);
                 }
                 state
             })
@@ -385,6 +413,16 @@ mod tests {
                 assert!(!states.contains(state), "token {at}, state {i}");
             }
         }
+    }
+
+    /// One word would take the whole state with it, if it were known.
+    #[test]
+    fn no_word_that_is_known_makes_different_texts_the_same() {
+        let text = |begin: &[u8; 8]| [*begin, MIX_UNIT.to_le_bytes(), *b"and more"].concat();
+        let (a, b) = (text(b"a prefix"), text(b"and text"));
+        let (a, b) = (PromptHashes::of_text(&a, 2), PromptHashes::of_text(&b, 2));
+        assert_eq!(a.states.len(), 3);
+        assert!(a.states.iter().all(|state| !b.states.contains(state)));
     }
 
     proptest! {

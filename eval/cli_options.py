@@ -1,0 +1,91 @@
+"""What several commands of `deltaserve eval` have in common: options, and how an experiment is run.
+
+Owns the options' words, the command that repeats a run, and what an interruption prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltaserve.errors import InputError
+
+if TYPE_CHECKING:
+    from eval.progress import Progress
+
+# Of every command that executes an experiment.
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Replace a key of the experiment's file; repeatable."
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="ARM", help="Only this arm of the experiment; repeatable."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
+
+
+@dataclass(frozen=True)
+class Given:
+    """How an experiment was given to a command that executes it."""
+
+    verb: str
+    experiment: str
+    file: Path
+    output: Path
+    overrides: Sequence[str]
+    only: Sequence[str]
+
+    @property
+    def command(self) -> str:
+        """The command, for whoever repeats it; what is recorded of it leaves values of secret keys
+        out."""
+        words = ["deltaserve", "eval", self.verb, self.experiment, "--output", str(self.output)]
+        words += [word for override in self.overrides for word in ("--set", override)]
+        return shlex.join(words + [word for arm in self.only for word in ("--only", arm)])
+
+    @property
+    def source(self) -> dict[str, object]:
+        """What a run's manifest says of where its settings are from."""
+        return {
+            "file": str(self.file),
+            "text": self.file.read_text(encoding="utf-8"),
+            "overrides": list(self.overrides),
+            "command": self.command,
+        }
+
+
+@contextlib.contextmanager
+def interruptible(given: Given) -> Iterator[Progress]:
+    """Progress on the terminal; an interruption prints how to go on and exits with 130."""
+    from eval import runner
+    from eval.progress import Progress
+
+    try:
+        with runner.sigterm_as_interrupt(), Progress() as progress:
+            yield progress
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; go on with: {given.command}", err=True)
+        raise typer.Exit(130) from None
+
+
+def bounds(words: list[str]) -> dict[str, float]:
+    """`["ttft_s=5,tpot_s=0.05"]` → `{"ttft_s": 5.0, "tpot_s": 0.05}`."""
+    found = {}
+    for pair in ",".join(words).split(",") if words else []:
+        key, sign, value = pair.partition("=")
+        try:
+            found[key.strip()] = float(value)
+        except ValueError:
+            sign = ""
+        if not sign:
+            raise InputError(f"--slo {pair}: expected key=number, as in ttft_s=5,tpot_s=0.05")
+    return found

@@ -1,0 +1,434 @@
+//! What a chat template is given for a request: the messages and tools of three APIs in the form of
+//! OpenAI's chat, as the engines turn them into it.
+//!
+//! Engines differ in small things (how parts of text are joined, which keys a tool has): read off
+//! SGLang 0.5.17 and vLLM 0.26.0. A difference that is missed here costs no more than a few cached
+//! tokens that are believed elsewhere than they are.
+
+use super::apis::Api;
+use crate::config::Engine;
+use minijinja::Value;
+use serde::Deserialize;
+
+/// What a template is rendered with.
+#[derive(Debug)]
+pub(super) struct Conversation {
+    pub messages: Vec<Value>,
+    pub tools: Option<Value>,
+    /// The request's own variables (`chat_template_kwargs`).
+    pub more: Vec<(String, Value)>,
+}
+
+/// The keys of a body that matter here.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Body {
+    messages: Value,
+    tools: Value,
+    tool_choice: Value,
+    chat_template_kwargs: Value,
+    reasoning_effort: Value,
+    continue_final_message: Value,
+    add_generation_prompt: Value,
+    system: Value,
+    input: Value,
+    instructions: Value,
+    previous_response_id: Value,
+}
+
+/// Turns bodies into conversations for one kind of engine and one template.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reader {
+    pub engine: Engine,
+    /// The template gets content in parts, not as one text.
+    pub takes_parts: bool,
+}
+
+impl Reader {
+    /// The conversation of a body; `None` where it is none, or holds what is no text (pictures), or
+    /// goes on from what the client did not send.
+    pub fn read(self, api: Api, body: &[u8]) -> Option<Conversation> {
+        let mut body: Body = serde_json::from_slice(body).ok()?;
+        let mut said = Said::default();
+        match api {
+            Api::Chat => {
+                if body.continue_final_message.is_true() {
+                    return None;
+                }
+                for message in body.messages.try_iter().ok()? {
+                    said.0.push(Message::of_chat(&message)?);
+                }
+            }
+            Api::Messages => said.read_messages(self.engine, &body)?,
+            Api::Responses => said.read_responses(self.engine, &body)?,
+            Api::Generate | Api::Completions => return None,
+        }
+        let tools = self.tools(api, &mut body)?;
+        let mut more: Vec<(String, Value)> = Vec::new();
+        if let Some(effort) = some(std::mem::take(&mut body.reasoning_effort)) {
+            more.push(("reasoning_effort".to_owned(), effort));
+        }
+        if let Some(given) = some(body.add_generation_prompt) {
+            more.push(("add_generation_prompt".to_owned(), given));
+        }
+        if let Ok(keys) = body.chat_template_kwargs.try_iter() {
+            for key in keys {
+                let value = body.chat_template_kwargs.get_item(&key).ok()?;
+                more.push((key.as_str()?.to_owned(), value));
+            }
+        }
+        let messages = said.0.into_iter().map(|one| one.finish(self)).collect();
+        Some(Conversation {
+            messages,
+            tools,
+            more,
+        })
+    }
+
+    /// The tools as the template gets them; the outer `None` where they cannot be read.
+    #[allow(clippy::option_option)]
+    fn tools(self, api: Api, body: &mut Body) -> Option<Option<Value>> {
+        let choice = &body.tool_choice;
+        let is_none =
+            choice.as_str() == Some("none") || text_of(choice, "type").as_deref() == Some("none");
+        if body.tools.is_none()
+            || body.tools.is_undefined()
+            || (is_none && self.engine == Engine::Sglang)
+        {
+            return Some(None);
+        }
+        // SGLang shows the model the one that it has to call, and no other.
+        let only = match self.engine {
+            Engine::Sglang => match api {
+                Api::Messages => text_of(choice, "name"),
+                _ => get(choice, "function").and_then(|chosen| text_of(&chosen, "name")),
+            },
+            Engine::Vllm => None,
+        };
+        let mut tools = Vec::new();
+        for given in body.tools.try_iter().ok()? {
+            let function = match api {
+                Api::Chat => get(&given, "function")?,
+                Api::Responses if text_of(&given, "type").as_deref() != Some("function") => {
+                    continue;
+                }
+                _ => given.clone(),
+            };
+            let name = text_of(&function, "name");
+            if only.is_some() && name != only {
+                continue;
+            }
+            let name = ("name", Value::from(name?));
+            let description = (
+                "description",
+                get(&function, "description").unwrap_or_else(none),
+            );
+            let schema = if api == Api::Messages {
+                "input_schema"
+            } else {
+                "parameters"
+            };
+            let parameters = ("parameters", get(&function, schema).unwrap_or_else(none));
+            let strict = get(&function, "strict");
+            let function: Value = match self.engine {
+                Engine::Sglang => {
+                    let strict = strict.unwrap_or_else(|| Value::from(false));
+                    [description, name, parameters, ("strict", strict)]
+                        .into_iter()
+                        .collect()
+                }
+                Engine::Vllm => [name, description, parameters]
+                    .into_iter()
+                    .chain(strict.map(|strict| ("strict", strict)))
+                    .collect(),
+            };
+            let deferred = match self.engine {
+                Engine::Sglang => Some(get(&given, "defer_loading").unwrap_or_else(none)),
+                Engine::Vllm => None,
+            };
+            let tool = [("type", Value::from("function")), ("function", function)];
+            let deferred = deferred.map(|deferred| ("defer_loading", deferred));
+            tools.push(tool.into_iter().chain(deferred).collect::<Value>());
+        }
+        Some((!tools.is_empty()).then(|| Value::from(tools)))
+    }
+}
+
+/// One message, its content still in parts.
+#[derive(Debug, Default)]
+struct Message {
+    role: String,
+    /// `None` where there is no content at all.
+    texts: Option<Vec<String>>,
+    is_list: bool,
+    tool_calls: Vec<Value>,
+    /// Other keys that the client sent, as they are.
+    others: Vec<(String, Value)>,
+}
+
+impl Message {
+    fn new(role: &str, text: String) -> Self {
+        Self {
+            role: role.to_owned(),
+            texts: Some(vec![text]),
+            ..Self::default()
+        }
+    }
+
+    fn of_chat(message: &Value) -> Option<Self> {
+        let mut found = Self::default();
+        for key in message.try_iter().ok()? {
+            let value = message.get_item(&key).ok()?;
+            match key.as_str()? {
+                "role" => found.role = value.as_str()?.to_owned(),
+                "content" => {
+                    found.is_list = value.as_str().is_none() && !value.is_none();
+                    if let Some(content) = some(value) {
+                        found.texts = Some(texts_of(&content)?);
+                    }
+                }
+                "tool_calls" => {
+                    if let Some(calls) = some(value) {
+                        for call in calls.try_iter().ok()? {
+                            let function = get(&call, "function")?;
+                            let arguments = get(&function, "arguments").unwrap_or_else(none);
+                            let id = text_of(&call, "id").unwrap_or_default();
+                            found.tool_calls.push(tool_call(
+                                id,
+                                text_of(&function, "name")?,
+                                &arguments,
+                            ));
+                        }
+                    }
+                }
+                other => found
+                    .others
+                    .extend(some(value).map(|value| (other.to_owned(), value))),
+            }
+        }
+        Some(found)
+    }
+
+    fn finish(self, reader: Reader) -> Value {
+        let content = match self.texts {
+            None => Value::from(""),
+            Some(texts)
+                if reader.takes_parts && (self.is_list || reader.engine == Engine::Vllm) =>
+            {
+                texts
+                    .into_iter()
+                    .map(|text| {
+                        let part = [("type", Value::from("text")), ("text", Value::from(text))];
+                        part.into_iter().collect::<Value>()
+                    })
+                    .collect::<Vec<_>>()
+                    .into()
+            }
+            Some(texts) => Value::from(texts.join(match reader.engine {
+                Engine::Sglang => " ",
+                Engine::Vllm => "\n",
+            })),
+        };
+        let calls = (!self.tool_calls.is_empty())
+            .then(|| ("tool_calls".to_owned(), Value::from(self.tool_calls)));
+        [
+            ("role".to_owned(), Value::from(self.role)),
+            ("content".to_owned(), content),
+        ]
+        .into_iter()
+        .chain(calls)
+        .chain(self.others)
+        .collect()
+    }
+}
+
+/// The messages so far.
+#[derive(Default)]
+struct Said(Vec<Message>);
+
+impl Said {
+    /// Anthropic's: content in blocks, the system prompt and tools' results beside the turns.
+    fn read_messages(&mut self, engine: Engine, body: &Body) -> Option<()> {
+        if let Some(system) = some(body.system.clone()) {
+            let mut texts = texts_of(&system)?;
+            if engine == Engine::Vllm {
+                // Claude Code's line differs with every request.
+                texts.retain(|text| !text.starts_with("x-anthropic-billing-header"));
+            }
+            texts.retain(|text| !text.is_empty());
+            if !texts.is_empty() {
+                let between = if engine == Engine::Sglang { "\n" } else { "" };
+                self.0.push(Message::new("system", texts.join(between)));
+            }
+        }
+        for message in body.messages.try_iter().ok()? {
+            let role = text_of(&message, "role")?;
+            let content = get(&message, "content")?;
+            if let Some(text) = content.as_str() {
+                self.0.push(Message::new(&role, text.to_owned()));
+                continue;
+            }
+            let mut turn = Message {
+                role,
+                ..Message::default()
+            };
+            for block in content.try_iter().ok()? {
+                match text_of(&block, "type")?.as_str() {
+                    "text" => turn
+                        .texts
+                        .get_or_insert_default()
+                        .push(text_of(&block, "text")?),
+                    "tool_use" => {
+                        let input = get(&block, "input").unwrap_or_else(none);
+                        let id = text_of(&block, "id").unwrap_or_default();
+                        turn.tool_calls
+                            .push(tool_call(id, text_of(&block, "name")?, &input));
+                    }
+                    "tool_result" => {
+                        // Whatever the client said before it comes before it.
+                        if engine == Engine::Sglang && turn.texts.is_some() {
+                            let before = Message {
+                                role: turn.role.clone(),
+                                ..Message::default()
+                            };
+                            let before = std::mem::replace(&mut turn, before);
+                            self.0.push(before.in_blocks());
+                        }
+                        let result = match get(&block, "content") {
+                            Some(content) => texts_of(&content)?,
+                            None => Vec::new(),
+                        };
+                        let mut answer = Message::new("tool", result.join("\n"));
+                        let id = text_of(&block, "tool_use_id").unwrap_or_default();
+                        answer
+                            .others
+                            .push(("tool_call_id".to_owned(), Value::from(id)));
+                        self.0.push(answer);
+                    }
+                    "thinking" | "redacted_thinking" => {}
+                    _ => return None,
+                }
+            }
+            if turn.texts.is_some() || !turn.tool_calls.is_empty() || turn.role != "user" {
+                self.0.push(turn.in_blocks());
+            }
+        }
+        Some(())
+    }
+
+    /// OpenAI's newer API: one list of messages, calls and their outputs.
+    fn read_responses(&mut self, engine: Engine, body: &Body) -> Option<()> {
+        if !body.previous_response_id.is_undefined() && !body.previous_response_id.is_none() {
+            return None;
+        }
+        if let Some(instructions) = some(body.instructions.clone()) {
+            self.0
+                .push(Message::new("system", instructions.as_str()?.to_owned()));
+        }
+        if let Some(text) = body.input.as_str() {
+            self.0.push(Message::new("user", text.to_owned()));
+            return Some(());
+        }
+        for item in body.input.try_iter().ok()? {
+            match text_of(&item, "type").as_deref() {
+                None | Some("message") => {
+                    let mut message = Message::new(&text_of(&item, "role")?, String::new());
+                    let content = get(&item, "content")?;
+                    message.is_list = content.as_str().is_none();
+                    message.texts = Some(texts_of(&content)?);
+                    if message.role == "developer" && engine == Engine::Sglang {
+                        message.role = "system".to_owned();
+                    }
+                    self.0.push(message);
+                }
+                Some("function_call") => {
+                    let arguments = get(&item, "arguments").unwrap_or_else(none);
+                    let id = text_of(&item, "call_id").unwrap_or_default();
+                    let call = tool_call(id, text_of(&item, "name")?, &arguments);
+                    match self.0.last_mut() {
+                        Some(last) if last.role == "assistant" => last.tool_calls.push(call),
+                        _ => self.0.push(Message {
+                            role: "assistant".to_owned(),
+                            tool_calls: vec![call],
+                            ..Message::default()
+                        }),
+                    }
+                }
+                Some("function_call_output") => {
+                    let mut answer =
+                        Message::new("tool", texts_of(&get(&item, "output")?)?.join("\n"));
+                    let id = text_of(&item, "call_id").unwrap_or_default();
+                    answer
+                        .others
+                        .push(("tool_call_id".to_owned(), Value::from(id)));
+                    self.0.push(answer);
+                }
+                Some("reasoning") => {}
+                Some(_) => return None,
+            }
+        }
+        Some(())
+    }
+}
+
+impl Message {
+    /// Of a message that came in blocks: one block is a text, several are parts.
+    fn in_blocks(mut self) -> Self {
+        self.is_list = self.texts.as_ref().is_some_and(|texts| texts.len() != 1);
+        self
+    }
+}
+
+/// A call as templates get it: its arguments are an object, whatever the client sent.
+fn tool_call(id: String, name: String, arguments: &Value) -> Value {
+    let arguments = match arguments.as_str() {
+        Some(text) => serde_json::from_str(text).unwrap_or_else(|_| Value::from(text)),
+        None => arguments.clone(),
+    };
+    let arguments =
+        some(arguments).unwrap_or_else(|| std::iter::empty::<(String, Value)>().collect());
+    let function: Value = [("name", Value::from(name)), ("arguments", arguments)]
+        .into_iter()
+        .collect();
+    [
+        ("id", Value::from(id)),
+        ("type", Value::from("function")),
+        ("function", function),
+    ]
+    .into_iter()
+    .collect()
+}
+
+/// The texts of a content: itself, or its parts; `None` where a part is no text.
+fn texts_of(content: &Value) -> Option<Vec<String>> {
+    if let Some(text) = content.as_str() {
+        return Some(vec![text.to_owned()]);
+    }
+    content
+        .try_iter()
+        .ok()?
+        .map(|part| match part.as_str() {
+            Some(text) => Some(text.to_owned()),
+            None => match text_of(&part, "type").as_deref() {
+                Some("text" | "input_text" | "output_text") => text_of(&part, "text"),
+                _ => None,
+            },
+        })
+        .collect()
+}
+
+fn some(value: Value) -> Option<Value> {
+    (!value.is_none() && !value.is_undefined()).then_some(value)
+}
+
+fn none() -> Value {
+    Value::from(())
+}
+
+fn get(value: &Value, key: &str) -> Option<Value> {
+    value.get_attr(key).ok().and_then(some)
+}
+
+fn text_of(value: &Value, key: &str) -> Option<String> {
+    get(value, key)?.as_str().map(str::to_owned)
+}

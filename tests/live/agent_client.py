@@ -1,0 +1,169 @@
+"""What coding agents ask, with the clients that they use: Anthropic's and OpenAI's own packages.
+
+Runs in an engine's environment, which has both: ``python agent_client.py URL MODEL``. Prints a JSON
+object with what was seen; fails with a traceback where an answer is not what the client expects.
+The model is random, so that only a grammar makes it call a tool.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import anthropic
+import openai
+
+CITIES = ["Aachen", "Bonn"]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": CITIES}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "get_weather", "description": "The weather of a city."}
+SYSTEM = "You are a coding agent. " * 40
+QUESTION = "Which weather is it in Bonn?"
+
+
+def messages(client: anthropic.Anthropic, model: str) -> dict[str, Any]:
+    """A turn, the same streamed, one that calls a tool, one with the tool's result; an abort."""
+    tool: Any = WEATHER | {"input_schema": PARAMETERS}
+    asked: Any = {"model": model, "system": SYSTEM, "tools": [tool]}
+    history: list[Any] = [{"role": "user", "content": QUESTION}]
+    counted = client.messages.count_tokens(messages=history, **asked).input_tokens
+    asked |= {"max_tokens": 24, "metadata": {"user_id": "user_1_account_2_session_3"}}
+
+    plain = client.messages.create(messages=history, **asked)
+    assert plain.role == "assistant", plain
+    assert plain.usage.output_tokens > 0, plain
+
+    with client.messages.stream(messages=history, **asked) as stream:
+        events = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert events[0] == "message_start", events
+    assert events[-1] == "message_stop", events
+    assert streamed.stop_reason, streamed
+
+    forced: Any = asked | {"max_tokens": 60, "tool_choice": {"type": "tool", "name": "get_weather"}}
+    with client.messages.stream(messages=history, **forced) as stream:
+        called = stream.get_final_message()
+    calls = [block for block in called.content if block.type == "tool_use"]
+    said: Any = [block.model_dump() for block in called.content]
+    if not calls:  # an engine that does not force it: the conversation goes on as if it had
+        said = [{"type": "tool_use", "id": "c1", "name": "get_weather", "input": {"city": "Bonn"}}]
+    result = {
+        "type": "tool_result",
+        "tool_use_id": calls[0].id if calls else "c1",
+        "content": "Rain, 7 degrees.",
+    }
+    history += [{"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+    answer = client.messages.create(messages=history, **asked)
+    assert answer.usage.input_tokens > 0, answer
+
+    with client.messages.stream(messages=history, **(asked | {"max_tokens": 2000})) as stream:
+        next(iter(stream))
+    return {
+        "counted": counted,
+        "input_tokens": plain.usage.input_tokens + (plain.usage.cache_read_input_tokens or 0),
+        "events": sorted(set(events)),
+        "calls": [[call.name, call.input] for call in calls],
+        "cached_tokens": answer.usage.cache_read_input_tokens or 0,
+    }
+
+
+def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    """The same by OpenAI's chat, streamed; an answer in one piece; an abort."""
+    tool: Any = {"type": "function", "function": WEATHER | {"parameters": PARAMETERS}}
+    history: list[Any] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": QUESTION},
+    ]
+    asked: Any = {"model": model, "tools": [tool], "user": "chat-1"}
+    plain = client.chat.completions.create(messages=history, max_tokens=16, **asked)
+    assert plain.usage is not None, plain
+    assert plain.choices[0].finish_reason, plain
+
+    forced: Any = {"type": "function", "function": {"name": "get_weather"}}
+    name, arguments, usage = None, "", None
+    for chunk in client.chat.completions.create(
+        messages=history,
+        max_tokens=60,
+        tool_choice=forced,
+        stream=True,
+        stream_options={"include_usage": True},
+        **asked,
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            for part in choice.delta.tool_calls or []:
+                assert part.function is not None, chunk
+                name = part.function.name or name
+                arguments += part.function.arguments or ""
+    assert usage is not None, "a stream's usage"
+
+    made = {"name": "get_weather", "arguments": arguments if name else '{"city": "Bonn"}'}
+    call = {"id": "c1", "type": "function", "function": made}
+    history += [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Rain, 7 degrees."},
+    ]
+    chunks = list(
+        client.chat.completions.create(messages=history, max_tokens=16, stream=True, **asked)
+    )
+    assert chunks[-1].choices[0].finish_reason, chunks[-1]
+    left = client.chat.completions.create(messages=history, max_tokens=2000, stream=True, **asked)
+    next(iter(left))
+    left.close()
+    return {
+        "prompt_tokens": plain.usage.prompt_tokens,
+        "calls": [[name, json.loads(arguments)]] if name else [],
+    }
+
+
+def responses(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    """OpenAI's newer API: the whole conversation in each request, as Codex sends it."""
+    asked: Any = {
+        "model": model,
+        "instructions": SYSTEM,
+        "max_output_tokens": 16,
+        "store": False,
+        "prompt_cache_key": "responses-1",
+    }
+    history: list[Any] = [{"role": "user", "content": QUESTION}]
+    events = [event.type for event in client.responses.create(input=history, stream=True, **asked)]
+    assert events[0] == "response.created", events
+    assert events[-1] in ("response.completed", "response.incomplete"), events
+    history += [
+        {"role": "assistant", "content": "Rain."},
+        {"role": "user", "content": "And in Aachen?"},
+    ]
+    second = client.responses.create(input=history, **asked)
+    assert second.usage is not None, second
+    return {"events": sorted(set(events)), "input_tokens": second.usage.input_tokens}
+
+
+def main(url: str, model: str) -> None:
+    """Asks everything of the server at `url`."""
+    with (
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=30) as claude,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as gpt,
+    ):
+        names = [model.id for model in gpt.models.list()]
+        assert gpt.models.retrieve(model).id == model
+        seen = {
+            "models": names,
+            "messages": messages(claude, model),
+            "chat": chat(gpt, model),
+            "responses": responses(gpt, model),
+        }
+        try:
+            claude.messages.create(model=model, max_tokens=4, messages="none")  # type: ignore[arg-type]
+            seen["error"] = None
+        except anthropic.APIStatusError as error:
+            seen["error"] = [error.status_code, error.body]
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
