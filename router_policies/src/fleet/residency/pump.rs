@@ -374,8 +374,8 @@ impl Residency {
         self.gathers = best.map(|site| (id, site.slot));
     }
 
-    /// Takes back the room that was lent where the first of the queue can go with it: from who is idle
-    /// at once, from the others when their turns end. Else it may be lent on.
+    /// Takes back the room that was lent where the first of the queue can go with it: from who runs
+    /// nothing at once, from the others when their turns end. Else it may be lent on.
     fn end_backfill(
         &mut self,
         asked: &Asked<'_>,
@@ -390,16 +390,16 @@ impl Residency {
         }
         let backfilled = |hold: &Hold| -> Vec<(Key, bool)> {
             let lent = hold.occupants().filter(|(_, o)| o.backfilled);
-            lent.map(|(key, o)| (key, o.is_idle())).collect()
+            lent.map(|(key, o)| (key, o.turns.is_empty())).collect()
         };
         let lent = self.holds.get(slot).map(backfilled).unwrap_or_default();
         if lent.is_empty() || !self.fits_without_backfill(asked, site, round) {
             *lends = true;
             return None;
         }
-        for (key, is_idle) in lent {
-            if is_idle {
-                self.give_up(slot, &site.spec, key, GiveUp::Backfilled, round.now_s);
+        for (key, runs_nothing) in lent {
+            if runs_nothing {
+                self.lose_place(site, key, GiveUp::Backfilled, round.now_s);
             } else if let Some(occupant) = self.holds[slot].occupant_mut(key) {
                 occupant.marked = Some(GiveUp::Backfilled);
             }
