@@ -320,7 +320,7 @@ impl TokenHasher {
     pub fn after(block: usize, states: Vec<u64>) -> Self {
         let mut hasher = Self::new(block);
         debug_assert!(hasher.hashes.block.is_multiple_of(GROUP_TOKENS));
-        hasher.chain.groups = states.last().copied().unwrap_or(SEED_TOKENS);
+        hasher.chain.groups = states.last().copied().unwrap_or(hasher.chain.groups);
         hasher.hashes.length = states.len() * hasher.hashes.block;
         hasher.hashes.states = states;
         hasher
