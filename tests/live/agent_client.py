@@ -49,12 +49,13 @@ def messages(client: anthropic.Anthropic, model: str) -> dict[str, Any]:
     with client.messages.stream(messages=history, **forced) as stream:
         called = stream.get_final_message()
     calls = [block for block in called.content if block.type == "tool_use"]
-    said: Any = [block.model_dump() for block in called.content]
-    if not calls:  # an engine that does not force it: the conversation goes on as if it had
-        said = [{"type": "tool_use", "id": "c1", "name": "get_weather", "input": {"city": "Bonn"}}]
+    # A random model may use up its tokens in white space between the call's brackets, and not every
+    # engine forces a call: the conversation goes on as if there had been a whole one.
+    used = {"name": "get_weather", "input": {"city": "Bonn"}}
+    said: Any = [{"type": "tool_use", "id": calls[0].id if calls else "c1"} | used]
     result = {
         "type": "tool_result",
-        "tool_use_id": calls[0].id if calls else "c1",
+        "tool_use_id": said[0]["id"],
         "content": "Rain, 7 degrees.",
     }
     history += [{"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
@@ -65,9 +66,12 @@ def messages(client: anthropic.Anthropic, model: str) -> dict[str, Any]:
         next(iter(stream))
     return {
         "counted": counted,
-        "input_tokens": plain.usage.input_tokens + (plain.usage.cache_read_input_tokens or 0),
+        # Together the prompt, whatever of it was in the engine's cache, or is now.
+        "input_tokens": plain.usage.input_tokens
+        + (plain.usage.cache_read_input_tokens or 0)
+        + (plain.usage.cache_creation_input_tokens or 0),
         "events": sorted(set(events)),
-        "calls": [[call.name, call.input] for call in calls],
+        "calls": [call.name for call in calls],
         "cached_tokens": answer.usage.cache_read_input_tokens or 0,
     }
 
@@ -101,8 +105,9 @@ def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
                 name = part.function.name or name
                 arguments += part.function.arguments or ""
     assert usage is not None, "a stream's usage"
+    assert name is None or (name == "get_weather" and arguments.startswith("{")), (name, arguments)
 
-    made = {"name": "get_weather", "arguments": arguments if name else '{"city": "Bonn"}'}
+    made = {"name": "get_weather", "arguments": '{"city": "Bonn"}'}
     call = {"id": "c1", "type": "function", "function": made}
     history += [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -117,7 +122,7 @@ def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
     left.close()
     return {
         "prompt_tokens": plain.usage.prompt_tokens,
-        "calls": [[name, json.loads(arguments)]] if name else [],
+        "calls": [name] if name else [],
     }
 
 

@@ -61,9 +61,7 @@ def test_agents_own_clients_are_answered(name: str, overrides: list[str], tmp_pa
     assert seen["messages"]["counted"] == seen["messages"]["input_tokens"]
     # SGLang on a CPU has no grammar backend that forces a call in the form of the model's template.
     for calls in (seen["messages"]["calls"], seen["chat"]["calls"]):
-        assert calls in ([["get_weather", {"city": city}]] for city in ("Aachen", "Bonn")) or (
-            name != "laptop-vllm"
-        )
+        assert calls == ["get_weather"] or (name != "laptop-vllm" and not calls)
     outcomes = [line["outcome"] for line in finished]
     assert outcomes.count("ok") >= 8
     assert set(outcomes) <= {"ok", "client_disconnect", "rejected"}
