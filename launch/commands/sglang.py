@@ -109,8 +109,9 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         # A stand-in for the kernels' package, whose own import needs a CUDA driver.
         python_path.insert(0, str(paths.plugin_dir / "sglang_ext" / "cpu" / "stubs"))
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        # llguidance would have a C++ compiler make a kernel at the first answer with a grammar.
-        environment["TORCHDYNAMO_DISABLE"] = "1"
+        if topology.serves_text:
+            # llguidance would have a C++ compiler make a kernel at the first answer with a grammar.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
     else:
         environment |= visible_gpus(place.gpus)
         if place.role != "colocated" and _moves_over_nvlink(topology):
