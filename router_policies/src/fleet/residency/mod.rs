@@ -315,7 +315,7 @@ impl Residency {
                 },
                 returns_in_s: occupant.returns_s.map(|then_s| then_s - now_s),
                 ended: occupant.ended,
-                backfilled: occupant.backfilled,
+                backfilled: occupant.backfilled && !self.queue.is_empty(),
                 waits_for_children: busy.contains(&key),
                 gaps: own.unwrap_or_default(),
                 recompute_s: site.rates.compute_s(unshared_tokens, pairs),

@@ -63,6 +63,9 @@ impl Residency {
             let retry_after_s = self.retry_after_s(now_s);
             return Err(QueueFull { retry_after_s });
         }
+        if self.queue.is_empty() {
+            self.keep_backfilled();
+        }
         if let Some(slot) = new.grows_at {
             let key = new.identity.key;
             self.hold(slot).set_waits(key, true);
@@ -176,7 +179,6 @@ impl Residency {
         self.expire(now_s);
         let Some((_, since_s)) = self.queue.oldest() else {
             self.gathers = None;
-            self.keep_backfilled();
             return;
         };
         let mut round = Round::new(now_s, now_s - since_s, self.queued_share(sites));
@@ -408,7 +410,7 @@ impl Residency {
         self.ask(asked, sites, round).ok()
     }
 
-    /// Nobody waits: who passed others keeps its place as if it had not.
+    /// Nobody waited any more: who had passed others keeps its place as if it had not.
     fn keep_backfilled(&mut self) {
         if std::mem::take(&mut self.has_backfilled) {
             for hold in &mut self.holds {
