@@ -145,7 +145,10 @@ def responses(client: openai.OpenAI, model: str) -> dict[str, Any]:
     ]
     second = client.responses.create(input=history, **asked)
     assert second.usage is not None, second
-    return {"events": sorted(set(events)), "input_tokens": second.usage.input_tokens}
+    usage = second.usage.model_dump()
+    # SGLang 0.5.17 names them as in chats.
+    read = usage.get("input_tokens") or usage.get("prompt_tokens")
+    return {"events": sorted(set(events)), "input_tokens": read}
 
 
 def main(url: str, model: str) -> None:
