@@ -192,6 +192,8 @@ def test_lists_are_json_where_asked_for() -> None:
     assert names == list(packaged_experiments())
 
 
+# Starts the router's check once an arm, of which an experiment may have dozens.
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", packaged_experiments())
 def test_every_packaged_experiments_topologies_and_policies_are_known(
     name: str, tmp_path: Path
