@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_ext.sglang.elastic_common import ElasticCommon
 
-class Elastic0517:
+
+class Elastic0517(ElasticCommon):
     """A request's KV is `req.kv` and `req.req_pool_idx` there, its lock is on `req.last_node`."""
 
     def has_radix_cache(self, scheduler: Any) -> bool:
@@ -57,31 +58,11 @@ class Elastic0517:
     def release_acknowledged(self, queue: Any) -> None:
         pass
 
-    def start_over(self, req: Any) -> None:
-        retractions, stained = req.retraction_count, req.retracted_stain
-        req.reset_for_retract()
-        req.retraction_count, req.retracted_stain = retractions, stained
-        req.full_untruncated_fill_ids = array("q")
-
-    def put_back(self, scheduler: Any, req: Any) -> None:
-        from sglang.srt.managers.schedule_batch import release_req
-
-        release_req(
-            req=req,
-            remaing_req_count=0,
-            server_args=scheduler.server_args,
-            req_to_token_pool=scheduler.req_to_token_pool,
-            token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
-            tree_cache=scheduler.tree_cache,
-            hisparse_coordinator=None,
-            offload_kv=False,
-        )
+    def _more_for_release(self, scheduler: Any) -> dict[str, Any]:
+        return {"server_args": scheduler.server_args}
 
     def allocated_tokens(self, req: Any) -> int | None:
         return None if req.kv is None else int(req.kv.kv_allocated_len)
-
-    def tokens_to_come_back(self, preallocation: Any, req: Any) -> int:
-        return int(preallocation._prealloc_required_tokens(req)[0])
 
     def is_in_host_memory(self, req: Any) -> bool:
         return hasattr(req, "kv_cache_cpu")

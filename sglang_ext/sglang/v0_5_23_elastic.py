@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_ext.sglang.elastic_common import ElasticCommon
 
-class Elastic0523:
+
+class Elastic0523(ElasticCommon):
     """A request's KV is in its record ``req.kv`` there, which is never None, its lock ``req.lock``.
 
     SGLang itself keeps the KV of a failed transfer until the prefill worker acknowledges the abort,
@@ -100,30 +101,11 @@ class Elastic0523:
         queue.resolve_deferred_releases()
 
     def start_over(self, req: Any) -> None:
-        retractions, stained = req.retraction_count, req.retracted_stain
-        req.reset_for_retract()
-        req.retraction_count, req.retracted_stain = retractions, stained
-        req.full_untruncated_fill_ids = array("q")
+        super().start_over(req)
         req.expected_kv_checksum = 0
-
-    def put_back(self, scheduler: Any, req: Any) -> None:
-        from sglang.srt.managers.schedule_batch import release_req
-
-        release_req(
-            req=req,
-            remaing_req_count=0,
-            req_to_token_pool=scheduler.req_to_token_pool,
-            token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
-            tree_cache=scheduler.tree_cache,
-            hisparse_coordinator=None,
-            offload_kv=False,
-        )
 
     def allocated_tokens(self, req: Any) -> int | None:
         return int(req.kv.kv_allocated_len) if req.kv.holds_kv else None
-
-    def tokens_to_come_back(self, preallocation: Any, req: Any) -> int:
-        return int(preallocation._prealloc_required_tokens(req)[0])
 
     def is_in_host_memory(self, req: Any) -> bool:
         return req.kv.retraction_backup is not None
