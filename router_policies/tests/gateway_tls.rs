@@ -37,6 +37,16 @@ impl Drop for Certificate {
     }
 }
 
+async fn speaking_tls(certificate: &Certificate, mock: &MockWorker) -> Router {
+    Router::with(Config {
+        workers: vec![worker(mock, "w", "colocated")],
+        tls_cert_file: certificate.file("cert.pem"),
+        tls_key_file: certificate.file("key.pem"),
+        ..Config::default()
+    })
+    .await
+}
+
 fn over_tls(router: &Router) -> WorkerSpec {
     let url = router.url.replace("http://", "https://");
     serde_json::from_value(json!({"url": url, "id": "secure"})).expect("a worker")
@@ -47,13 +57,7 @@ fn over_tls(router: &Router) -> WorkerSpec {
 async fn a_request_goes_over_tls_on_both_sides() {
     let certificate = Certificate::new();
     let mock = MockWorker::start().await;
-    let inner = Router::with(Config {
-        workers: vec![worker(&mock, "w", "colocated")],
-        tls_cert_file: certificate.file("cert.pem"),
-        tls_key_file: certificate.file("key.pem"),
-        ..Config::default()
-    })
-    .await;
+    let inner = speaking_tls(&certificate, &mock).await;
     let outer = Router::with(Config {
         workers: vec![over_tls(&inner)],
         worker_ca_file: certificate.file("cert.pem"),
@@ -84,13 +88,7 @@ async fn a_worker_whose_certificate_nobody_vouches_for_is_not_used() {
     let certificate = Certificate::new();
     let other = Certificate::new();
     let mock = MockWorker::start().await;
-    let inner = Router::with(Config {
-        workers: vec![worker(&mock, "w", "colocated")],
-        tls_cert_file: certificate.file("cert.pem"),
-        tls_key_file: certificate.file("key.pem"),
-        ..Config::default()
-    })
-    .await;
+    let inner = speaking_tls(&certificate, &mock).await;
     for (authority, is_used) in [
         (None, false),
         (other.file("cert.pem"), false),

@@ -3,6 +3,7 @@
 use crate::ids::{IdMap, mix};
 use crate::requests::Requests;
 use router_policies::fleet::prefix::hash::{GROUP_TOKENS, PromptHashes, TokenHasher};
+use router_policies::fleet::residency::footprint::partition;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -129,7 +130,7 @@ impl Hashed {
                 // Equal ids mean equal prefixes.
                 let most = (hashes.length as u64 / size) as usize;
                 let most = most.min(last.len()).min(blocks.len());
-                let shared = partition_point(most, |at| last[at] == blocks[at]);
+                let shared = partition(0, most, |at| last[at] == blocks[at]);
                 let mut states = Vec::with_capacity(prompt.input_tokens as usize / block);
                 states.extend_from_slice(&hashes.states[..shared * (size as usize / block)]);
                 rest(TokenHasher::after(block, states), prompt, shared, size)
@@ -142,20 +143,6 @@ impl Hashed {
         }
         hashes
     }
-}
-
-/// The first of the numbers below `most` for which `holds` is false; it is true before and false after.
-fn partition_point(most: usize, holds: impl Fn(usize) -> bool) -> usize {
-    let (mut low, mut high) = (0, most);
-    while low < high {
-        let middle = low + (high - low) / 2;
-        if holds(middle) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    low
 }
 
 /// A prompt as the router hashes it.

@@ -94,7 +94,7 @@ impl Chain {
 }
 
 /// The first index from `low` to `high` for which `holds` is false; it must be true before and false after.
-fn partition(mut low: usize, mut high: usize, holds: impl Fn(usize) -> bool) -> usize {
+pub fn partition(mut low: usize, mut high: usize, holds: impl Fn(usize) -> bool) -> usize {
     while low < high {
         let middle = low + (high - low) / 2;
         if holds(middle) {

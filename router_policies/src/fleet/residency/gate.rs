@@ -478,8 +478,9 @@ impl Residency {
         let running = hold
             .occupants()
             .filter(|(_, o)| o.backfilled && !o.is_idle());
-        let idle = self.eligible_keys(site, round);
-        let idle = idle
+        let eligible = self.eligible(site, round);
+        let idle = eligible
+            .keys
             .iter()
             .filter_map(|(key, _)| Some((*key, hold.occupant(*key)?)));
         let going = running.chain(idle).filter(|(key, _)| *key != asked.key);
