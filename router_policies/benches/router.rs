@@ -12,7 +12,7 @@
 //! pinned to one core where `taskset` exists; load and mock workers run on the others. CPU time a
 //! request is the router process's own, from /proc, and is what to compare on a busy machine.
 
-#[path = "../tests/mock/mod.rs"]
+#[path = "../tests/router/mock/mod.rs"]
 mod mock;
 
 use cpu_time::ThreadTime;

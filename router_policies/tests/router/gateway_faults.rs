@@ -1,11 +1,9 @@
 //! Faults that were found from outside: events cut anywhere, errors inside streams, workers that hang,
 //! bodies that break them, what PD cannot carry. Each test failed before its fault was mended.
 
-mod mock;
-
+use crate::mock::router::{Router, generate, text, until, worker};
+use crate::mock::{End, Fault, MockWorker};
 use hyper::StatusCode;
-use mock::router::{Router, generate, text, until, worker};
-use mock::{End, Fault, MockWorker};
 use router_policies::config::Config;
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;

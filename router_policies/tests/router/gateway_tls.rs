@@ -1,10 +1,8 @@
 //! TLS between clients and the router, and between the router and its workers.
 
-mod mock;
-
+use crate::mock::MockWorker;
+use crate::mock::router::{Router, generate, text, until, worker};
 use hyper::StatusCode;
-use mock::MockWorker;
-use mock::router::{Router, generate, text, until, worker};
 use router_policies::config::{Config, WorkerSpec};
 use router_policies::gateway::Server;
 use serde_json::json;

@@ -1,9 +1,7 @@
 //! KV events as they come over ZMQ: gaps, counts that begin anew, pages that nobody configured.
 
-mod mock;
-
-use mock::MockWorker;
-use mock::router::{Router, worker};
+use crate::mock::MockWorker;
+use crate::mock::router::{Router, worker};
 use rmpv::Value;
 use router_policies::config::Config;
 use serde_json::json;

@@ -1,10 +1,8 @@
 //! API keys of clients, and the keys that workers ask for.
 
-mod mock;
-
+use crate::mock::MockWorker;
+use crate::mock::router::{Router, generate, text, worker};
 use hyper::StatusCode;
-use mock::MockWorker;
-use mock::router::{Router, generate, text, worker};
 use router_policies::config::Config;
 use serde_json::{Value, json};
 

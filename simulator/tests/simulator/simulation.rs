@@ -1,9 +1,7 @@
 //! Whole runs: the same seed gives the same files, nothing is lost, and a worker alone does what its
 //! formula says.
 
-mod common;
-
-use common::{BLOCK, folder, lines, plan, sessions, simulate, sum};
+use crate::common::{BLOCK, folder, lines, plan, sessions, simulate, sum};
 use serde_json::{Value, json};
 use simulator::calibration::{Calibration, attention_pairs};
 use simulator::engine::Counters;

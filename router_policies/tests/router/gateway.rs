@@ -1,12 +1,10 @@
 //! The gateway against mock workers: what a client sees, what workers get, and that nothing stays
 //! reserved.
 
-mod mock;
-
+use crate::mock::router::{Router, generate, text, until, worker};
+use crate::mock::{self, Fault, MockWorker};
 use http_body_util::{BodyExt, Full};
 use hyper::{Request, StatusCode};
-use mock::router::{Router, generate, text, until, worker};
-use mock::{Fault, MockWorker};
 use router_policies::config::{Config, WorkerSpec};
 use router_policies::gateway::Server;
 use serde_json::{Value, json};

@@ -3,14 +3,12 @@
 //!
 //! `ROUTER_FAULT_SECONDS` sets how long it runs (default 5), `ROUTER_FAULT_SEED` the seed.
 
-mod mock;
-
+use crate::mock::{Fault, MockWorker};
 use http_body_util::{BodyExt, Full};
 use hyper::Request;
 use hyper::body::Bytes;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use mock::{Fault, MockWorker};
 use router_policies::config::{Config, WorkerSpec};
 use router_policies::gateway::Server;
 use serde_json::{Value, json};

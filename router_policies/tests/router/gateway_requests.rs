@@ -1,10 +1,8 @@
 //! Small print of requests and answers: trickling uploads, queries, ids of failures, what metrics count.
 
-mod mock;
-
+use crate::mock::router::{Router, generate, text, worker};
+use crate::mock::{Fault, MockWorker};
 use hyper::StatusCode;
-use mock::router::{Router, generate, text, worker};
-use mock::{Fault, MockWorker};
 use router_policies::config::Config;
 use serde_json::json;
 use std::time::{Duration, Instant};

@@ -1,11 +1,9 @@
 //! Requests whose KV does not arrive: vLLM's decode worker answers 500, as it does for bodies that are at
 //! fault, and the client is spared what can be spared.
 
-mod mock;
-
+use crate::mock::router::{Router, until, worker};
+use crate::mock::{Fault, MockWorker};
 use hyper::StatusCode;
-use mock::router::{Router, until, worker};
-use mock::{Fault, MockWorker};
 use router_policies::config::WorkerSpec;
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;

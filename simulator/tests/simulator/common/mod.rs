@@ -1,7 +1,5 @@
 //! What tests of whole runs share: made sessions, a plan of them, and the files of a run.
 
-#![allow(dead_code, reason = "each test file uses a part")]
-
 use serde_json::{Value, json};
 use simulator::plan::Plan;
 use simulator::{Report, run};

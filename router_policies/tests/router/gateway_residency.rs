@@ -1,14 +1,12 @@
 //! Requests that wait for room, as clients and workers see it.
 
-mod mock;
-
+use crate::mock::{Fault, MockWorker};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
-use mock::{Fault, MockWorker};
 use router_policies::config::Config;
 use router_policies::fleet::Fleet;
 use router_policies::gateway::Server;

@@ -1,10 +1,8 @@
 //! What clients may not do, and the APIs that agents speak.
 
-mod mock;
-
+use crate::mock::router::{Router, generate, text, until, worker};
+use crate::mock::{End, Fault, MockWorker};
 use hyper::StatusCode;
-use mock::router::{Router, generate, text, until, worker};
-use mock::{End, Fault, MockWorker};
 use router_policies::config::Config;
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;

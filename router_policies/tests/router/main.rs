@@ -1,0 +1,19 @@
+//! The router's tests, one module a subject. One test binary and not one a file: each would link the
+//! router and its dependencies anew, most of a minute of a core.
+
+mod faults;
+mod fleet;
+mod fuzz;
+mod gateway;
+mod gateway_edge;
+mod gateway_faults;
+mod gateway_keys;
+mod gateway_kv_events;
+mod gateway_requests;
+mod gateway_residency;
+mod gateway_tls;
+mod gateway_transfer;
+mod mock;
+mod policies;
+mod residency;
+mod simulation;

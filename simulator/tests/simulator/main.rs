@@ -1,0 +1,6 @@
+//! The simulator's tests, one module a subject, linked once.
+
+mod cache;
+mod common;
+mod engines;
+mod simulation;
