@@ -43,8 +43,8 @@ _HEADER = struct.Struct("<qBq")
 
 @dataclass(frozen=True, slots=True)
 class BodyOptions:
-    """What bodies look like. `vocab_size` bounds token ids; `as_text` sends words in place of
-    ids."""
+    """What bodies look like. `vocab_size` bounds token ids; `as_text` sends `words` in
+    place of ids."""
 
     api: Api
     model: str
@@ -53,6 +53,7 @@ class BodyOptions:
     record_output_ids: bool
     splice_outputs: bool
     as_text: bool
+    words: tuple[str, ...]
 
 
 class BodyFactory:
@@ -78,8 +79,9 @@ class BodyFactory:
         engine_id = f"{request.request_id}~{self._run_id}"
         head, tail = self._around.around(request.output_length, engine_id, text=self._as_text)
         if self._as_text:
-            words = prompts.text(ids, request.block_size, request.input_length)
-            return head + orjson.dumps(words) + tail
+            words = self._options.words
+            prompt = prompts.text(ids, request.block_size, request.input_length, words)
+            return head + orjson.dumps(prompt) + tail
         return prompts.json_tokens(ids, request.block_size, request.input_length, head, tail)
 
     def answered(self, request: Planned, output_ids: Sequence[int]) -> None:

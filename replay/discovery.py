@@ -1,13 +1,15 @@
-"""What a server is and serves, as it says itself: dialect, model, vocabulary.
+"""What a server is and serves, as it says itself: dialect, model, vocabulary, words.
 
 Must not know runs or requests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +32,45 @@ def find_engine(url: str, headers: Headers = (), timeout_s: float = 10.0) -> tup
 
 
 def find_vocab_size(url: str, headers: Headers = (), timeout_s: float = 10.0) -> int | None:
-    """The vocabulary of the model that a server serves, from the `config.json` of the folder that
-    SGLang's `/model_info` or the `root` in `/v1/models` (vLLM) names; None where no such file can
-    be read here."""
+    """The vocabulary of the model that a server serves, from the `config.json` of its folder; None
+    where no such file can be read here."""
+    for config in _of_model_folder("config.json", url, headers, timeout_s):
+        # A model of several kinds of input keeps its language model's facts apart.
+        with contextlib.suppress(AttributeError):
+            size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+            if isinstance(size, int) and size > 1:
+                return size
+    return None
+
+
+def find_words(
+    url: str, count: int, headers: Headers = (), timeout_s: float = 10.0
+) -> tuple[str, ...] | None:
+    """`count` words that are one token each to the model that a server serves, from the
+    `tokenizer.json` of its folder; None where no such file can be read here, or has too few."""
+    for tokenizer in _of_model_folder("tokenizer.json", url, headers, timeout_s):
+        with contextlib.suppress(AttributeError, KeyError, TypeError):
+            # Byte-pair vocabularies mark a token that begins a word by one of these.
+            begun = [piece[1:] for piece in tokenizer["model"]["vocab"] if piece[:1] in ("Ġ", "▁")]
+            words = [word for word in begun if word.isascii() and word.isalpha()]
+            words = sorted(words, key=len, reverse=True)[:count]
+            if len(words) == count:
+                return tuple(words)
+    return None
+
+
+def _of_model_folder(name: str, url: str, headers: Headers, timeout_s: float) -> Iterator[Any]:
+    """The JSON file `name` in each folder that the server says its model is in and that can be read
+    here: SGLang's `/model_info`, the `root` in `/v1/models` (vLLM)."""
     try:
         folders = [_get(f"{url}/model_info", headers, timeout_s).get("model_path")]
     except (OSError, http.client.HTTPException, ValueError, AttributeError):
         folders = []  # not SGLang
     folders += [model.get("root") for model in _models(url, headers, timeout_s)]
     for folder in folders:
-        if not isinstance(folder, str):
-            continue
-        try:
-            config = orjson.loads((Path(folder) / "config.json").read_bytes())
-            # A model of several kinds of input keeps its language model's facts apart.
-            size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-        except (OSError, ValueError, AttributeError):
-            continue
-        if isinstance(size, int) and size > 1:
-            return size
-    return None
+        if isinstance(folder, str):
+            with contextlib.suppress(OSError, ValueError):
+                yield orjson.loads((Path(folder) / name).read_bytes())
 
 
 def _models(url: str, headers: Headers, timeout_s: float) -> list[dict[str, Any]]:

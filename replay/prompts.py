@@ -17,9 +17,9 @@ _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
-# Frequent English words, each one token with its leading space in the usual byte-pair vocabularies;
-# a power of two of them, so that a token becomes a word by its low bits.
-_WORDS = """
+# Frequent English words, each one token with its leading space in the usual byte-pair vocabularies.
+WORDS = tuple(
+    """
     the of and to in is it you that he was for on are with as his they be at one have this
     from or had by hot but some what there we can out other were all your when up use word how
     said an each she which do their time if will way about many then them would write like so
@@ -28,7 +28,7 @@ _WORDS = """
     part take get place made live where after back little only round man year came show every
     good me give our under house world school plant food
 """.split()  # noqa: SIM905
-_WORD_COUNT = 128
+)
 # What a cached block takes besides its text: a bytes object, an int, an entry in a dict.
 _ENTRY_BYTES = 180
 
@@ -111,11 +111,12 @@ class PromptMaker:
         parts[-1] += tail
         return b",".join(parts)
 
-    def text(self, hash_ids: Sequence[int], block_size: int, input_length: int) -> str:
-        """The prompt as frequent English words, one a token; engines count some tokens more or
-        fewer."""
-        words = _WORDS
-        low = self.tokens(hash_ids, block_size, input_length) % _WORD_COUNT
+    def text(
+        self, hash_ids: Sequence[int], block_size: int, input_length: int, words: Sequence[str]
+    ) -> str:
+        """The prompt as `words`, one a token: as long as asked for where each is one token to the
+        model that reads it."""
+        low = self.tokens(hash_ids, block_size, input_length) % len(words)
         return " ".join([words[word] for word in low.tolist()])
 
     def forget(self) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 import deltaserve
 from deltaserve.errors import InputError
 from replay.client import ClientOptions
-from replay.discovery import GUESSED_VOCAB_SIZE, find_engine, find_vocab_size
+from replay.discovery import GUESSED_VOCAB_SIZE, find_engine, find_vocab_size, find_words
 from replay.engines import Api
 from replay.files import write_json
 from replay.options import SAME_ON_RESUME, RunOptions, check, resolve_headers
@@ -34,6 +34,7 @@ from replay.phases import OneProcess, PhaseRecord, SeveralProcesses, Window
 from replay.plan import Plan, PlannedRequests, make_plan
 from replay.plays import TicketCounter, Tickets
 from replay.progress import Counters, Display
+from replay.prompts import WORDS
 from replay.results import REPLAY_FILE, RESULTS_FILE, drop_torn_line, iter_results
 from replay.share import Job, run_share
 from replay.summary import summarise
@@ -93,6 +94,7 @@ def run(options: RunOptions, quiet: bool = False) -> dict[str, Any]:
                 record_output_ids=options.record_output_ids,
                 splice_outputs=options.splice_outputs,
                 as_text=options.as_text,
+                words=_words(options, api, headers),
                 headers=headers,
             ),
             processes,
@@ -144,6 +146,14 @@ def _served_vocab_size(options: RunOptions, api: Api, headers: tuple[tuple[str, 
             file=sys.stderr,
         )
     return found or GUESSED_VOCAB_SIZE
+
+
+def _words(options: RunOptions, api: Api, headers: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """What text prompts are made of: words that the served model reads as one token each, so that
+    prompts are as long as the trace says; frequent English ones where its tokenizer is not here."""
+    if not options.as_text and api != "chat":
+        return WORDS
+    return find_words(options.url, len(WORDS), headers) or WORDS
 
 
 def default_processes(requests: PlannedRequests, options: RunOptions, cores: int) -> int:

@@ -24,6 +24,7 @@ from launch.cache import make_folder
 from replay.client import Client, ClientOptions
 from replay.discovery import GUESSED_VOCAB_SIZE, find_engine, find_vocab_size
 from replay.plan import Planned
+from replay.prompts import WORDS
 from replay.results import Result
 
 BLOCK_TOKENS = 64
@@ -181,6 +182,7 @@ async def driver(target: Bench, timeout_s: float = 600.0) -> AsyncIterator[Drive
         record_output_ids=False,
         splice_outputs=False,
         as_text=False,
+        words=WORDS,
     )
     results: dict[str, Result] = {}
 

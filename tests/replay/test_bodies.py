@@ -15,6 +15,7 @@ import pytest
 from replay.bodies import BodiesAhead, BodiesOnDemand, BodyOptions
 from replay.plan import PlannedRequests, make_plan
 from replay.plays import Plays
+from replay.prompts import WORDS
 from replay.trace import Request
 
 # Of one to 40,000 tokens: small bodies and large ones come in different ways.
@@ -42,6 +43,7 @@ def _options(**values: Any) -> BodyOptions:
             "record_output_ids": False,
             "splice_outputs": False,
             "as_text": False,
+            "words": WORDS,
             **values,
         }
     )

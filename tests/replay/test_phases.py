@@ -19,7 +19,7 @@ from replay.endless import EndlessCache
 from replay.options import RunOptions, preset_values
 from replay.phases import OneProcess, PhaseOptions, PhaseRecord, Window
 from replay.plan import Planned, make_plan
-from replay.prompts import PromptMaker, play_seed
+from replay.prompts import WORDS, PromptMaker, play_seed
 from replay.results import Result, read_results
 from replay.runner import run
 from replay.trace import Request, write_trace
@@ -359,6 +359,7 @@ def test_a_prompt_is_in_the_endless_cache_from_when_it_was_sent(engine: StartEng
         record_output_ids=False,
         splice_outputs=False,
         as_text=False,
+        words=WORDS,
         url=fake.url,
         timeout_s=5.0,
         prime_timeout_s=5.0,

@@ -10,7 +10,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.prompts import PromptMaker
+from replay.prompts import WORDS, PromptMaker
 
 _ids = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=30)
 _seeds = st.integers(0, 2**63)
@@ -89,6 +89,6 @@ def test_an_override_changes_the_head_of_one_block_once() -> None:
 
 def test_text_has_a_word_a_token_and_tells_blocks_apart() -> None:
     maker = PromptMaker(1000, 0)
-    words = maker.text([1, 2], 64, 100).split(" ")
+    words = maker.text([1, 2], 64, 100, WORDS).split(" ")
     assert len(words) == 100
     assert words[:36] != words[64:]

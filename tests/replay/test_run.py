@@ -20,7 +20,7 @@ import pytest
 from deltaserve.errors import InputError
 from replay.options import RunOptions
 from replay.plan import make_plan
-from replay.prompts import PromptMaker
+from replay.prompts import WORDS, PromptMaker
 from replay.results import ErrorInfo, Result, read_results
 from replay.runner import default_processes, run
 from replay.summary import summarise
@@ -149,6 +149,23 @@ def test_token_ids_are_of_the_served_models_vocabulary(
     assert vocab_size * 0.5 < max(max(prompt) for prompt in prompts) < vocab_size
     warned = [line for line in capsys.readouterr().err.splitlines() if "vocabulary" in line]
     assert len(warned) == (config is None)
+
+
+@pytest.mark.parametrize("folder_is_here", [True, False])
+def test_text_is_of_words_that_the_served_model_reads_as_one_token(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine, folder_is_here: bool
+) -> None:
+    fake = engine("vllm")
+    own = [f"{a}{b}" for a in "abcdefghijklmnop" for b in "abcdefgh"]
+    vocab = {piece: at for at, piece in enumerate(["a", "Ġ7", *(f"Ġ{word}" for word in own)])}
+    (tmp_path / "tokenizer.json").write_bytes(orjson.dumps({"model": {"vocab": vocab}}))
+    if folder_is_here:
+        fake.model_path = str(tmp_path)
+    options = _options(tmp_path, trace_of(4, requests=10), fake.url, as_text=True)
+    run(options, quiet=True)
+    sent = {word for seen in fake.seen for word in seen["body"]["prompt"].split(" ")}
+    assert sent <= set(own if folder_is_here else WORDS)
+    assert len(sent) > 20
 
 
 def test_a_server_that_went_away_gives_connection_errors(
