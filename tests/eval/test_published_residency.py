@@ -24,6 +24,7 @@ TABLES = (
         "sglang-lease",
     ),
     ("engines-sglang-1", "engines-sglang-2", "engines-vllm-residency"),
+    ("backfill-off", "backfill-residency", "backfill-lease", "backfill-host-residency"),
 )
 COLUMNS = [(table, at) for table, arms in enumerate(TABLES) for at in range(len(arms))]
 
@@ -103,3 +104,36 @@ def test_what_is_said_of_the_run_that_was_cut_off() -> None:
         assert cached == pytest.approx(0.015, abs=0.001)
     assert answered == [23, 22, 22]
     assert waited_s == [(74, True), (75, True), (75, True)]
+
+
+def test_what_is_said_of_the_noise_and_of_waits() -> None:
+    rates, medians_s = [], []
+    for arm in ("engines-sglang-1", "engines-sglang-2", "backfill-off"):
+        window = json.loads((DOCS / "residency" / f"{arm}.phases.json").read_text())
+        start_s, end_s = window["window_start_s"], window["window_end_s"]
+        requests = lines(arm)
+        ended = [r for r in requests if r["phase"] != "prime" and not r["error"]]
+        ended = [r for r in ended if start_s <= r["finished_s"] < end_s]
+        measured = [r for r in requests if r["phase"] == "measure"]
+        waits_s = [
+            float("inf") if r["error"] else r["first_token_s"] - r["scheduled_s"] for r in measured
+        ]
+        rates.append(len(ended) / (end_s - start_s))
+        medians_s.append(float(np.median(waits_s)))
+    assert max(rates) / min(rates) == pytest.approx(1.03, abs=0.006)
+    assert max(medians_s) / min(medians_s) == pytest.approx(1.08, abs=0.006)
+    assert sorted(waits_s)[int(0.9 * len(waits_s))] == pytest.approx(95.1, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arm", "least_s", "most_s", "count"), [("residency", 95, 228, 9), ("lease", 235, 373, 3)]
+)
+def test_how_long_the_unanswered_had_waited(
+    arm: str, least_s: float, most_s: float, count: int
+) -> None:
+    """By the end of a drain of 80 s."""
+    window = json.loads((DOCS / "residency" / f"backfill-{arm}.phases.json").read_text())
+    over_s = window["window_end_s"] + window["drain_s"]
+    failed = [r for r in lines(f"backfill-{arm}") if r["phase"] == "measure" and r["error"]]
+    waited_s = sorted(round(over_s - r["scheduled_s"]) for r in failed)
+    assert (waited_s[0], waited_s[-1], len(waited_s)) == (least_s, most_s, count)
