@@ -9,6 +9,7 @@ sessions, short enough for hundreds of turns in the 15 minutes that the scenario
 
 from __future__ import annotations
 
+import os
 import random
 import shlex
 import subprocess
@@ -145,9 +146,17 @@ def main(
     aiperf: Annotated[str, typer.Option(help="AIPerf's command.")] = "aiperf",
     sessions: Annotated[int, typer.Option(help="Sessions in flight.")] = 4,
     seconds: Annotated[int, typer.Option(help="Length of each window.")] = 900,
+    cpus: Annotated[
+        str | None,
+        typer.Option(help="Cores for the clients, as 1 or 2,3: others than the server's."),
+    ] = None,
     seed: int = 0,
 ) -> None:
     """Run one load through AIPerf, then through this client, and compare."""
+    if cpus is not None:
+        os.sched_setaffinity(
+            0, {int(cpu) for cpu in cpus.split(",")}
+        )  # child processes have it too
     corpus = output / "corpus"
     write_corpus(corpus, seed)
     theirs_out, own_out, trace = output / "aiperf", output / "ours", output / "made.jsonl.zst"
