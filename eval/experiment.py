@@ -6,6 +6,7 @@ executed or measured; topologies, policies and traces are names here, checked by
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import random
 import re
@@ -13,12 +14,15 @@ import tomllib
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deltaserve.errors import InputError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 Name = Annotated[str, Field(pattern=_NAME, max_length=64)]
@@ -40,6 +44,8 @@ MEASURE_NAMES = (
 )
 WHOLE_LOADS = ("replay.max_inflight_sessions",)
 """What a search may go over that comes in whole numbers."""
+# What a message about a wrong file names at most: lists of numbers may hold thousands of mistakes.
+_MOST_PROBLEMS = 3
 TRACE_SOURCES = ("path", "synth", "convert", "prefixes")
 
 
@@ -544,28 +550,52 @@ def load_experiment(
     try:
         return Experiment.model_validate(document), path
     except ValidationError as error:
-        raise InputError(f"{path}: {one_line(error, document)}") from None
+        raise InputError(f"{path}: {one_line(error, document, Experiment)}") from None
 
 
-def one_line(error: ValidationError, document: dict[str, Any]) -> str:
-    """The first problem that pydantic found, as ``key.path: what was expected``."""
-    first = error.errors()[0]
+def one_line(
+    error: ValidationError, document: dict[str, Any], table: type[BaseModel] | None = None
+) -> str:
+    """The first problems that pydantic found, as ``key.path: what was expected``, with "; " between
+    them; where `table` says what was read, an unknown key is answered with the nearest known one.
+    """
+    told = [_problem(found, document, table) for found in error.errors()[:_MOST_PROBLEMS]]
+    more = error.error_count() - len(told)
+    return "; ".join(told) + (f" (and {more} more)" if more else "")
+
+
+def _problem(found: ErrorDetails, document: dict[str, Any], table: type[BaseModel] | None) -> str:
     where: list[str] = []
     value: Any = document
-    for part in first["loc"]:
+    for part in found["loc"]:
         value = value[part] if _holds(value, part) else None
         name = value.get("name") if isinstance(part, int) and isinstance(value, dict) else None
         where.append(str(name if name is not None else part))
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        message = "unknown key"
-    elif first["type"] == "missing":
+    message = found["msg"].removeprefix("Value error, ")
+    if found["type"] == "extra_forbidden":
+        message = f"unknown key{_nearest(found['loc'], table) if table is not None else ''}"
+    elif found["type"] == "missing":
         message = "is missing"
     elif isinstance(value, Scalar):
         message = f"{message} (found {value!r})"
     message = message[:1].lower() + message[1:]
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{'.'.join(where)}: {message}{more}" if where else f"{message}{more}"
+    return f"{'.'.join(where)}: {message}" if where else message
+
+
+def _nearest(location: tuple[int | str, ...], table: type[BaseModel]) -> str:
+    """The known key that is spelled most like an unknown one, as a question."""
+    for part in location[:-1]:
+        if isinstance(part, str):
+            table = _tables_of(table.model_fields[part].annotation)[0]
+    close = difflib.get_close_matches(str(location[-1]), table.model_fields, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _tables_of(annotation: Any) -> list[type[BaseModel]]:
+    """The tables that an annotation names: `Trace`, `Phases | None`, `list[Arm]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [table for inside in get_args(annotation) for table in _tables_of(inside)]
 
 
 def _holds(value: Any, part: str | int) -> bool:

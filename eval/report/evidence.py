@@ -178,7 +178,7 @@ def slo_of(run: Run, replaced: Mapping[str, float] | None = None) -> Slo:
     try:
         return Slo.model_validate(given)
     except ValidationError as error:
-        raise InputError(f"--slo: {one_line(error, given)}") from None
+        raise InputError(f"--slo: {one_line(error, given, Slo)}") from None
 
 
 def _in_order(runs: Sequence[Run]) -> list[str]:
