@@ -139,6 +139,8 @@ def load(name: str, params: dict[str, Any]) -> Callable[[str], str]:
         policy: Policy = policy_class(**params)
     except Exception as error:  # the user's own code may raise whatever it likes
         raise InputError(f"--policy {name}: {_in_one_line(error)}") from None
+    if not callable(getattr(policy, "decide", None)):
+        raise InputError(f"--policy {name}: expected a class with decide(view)")
 
     def decide(view: str) -> str:
         route = policy.decide(_view(view))
@@ -157,6 +159,8 @@ def describe(name: str) -> dict[str, Any]:
     """The policy ``package.module:Class`` in the form that the built-in ones are described in, from
     its docstring and its constructor; what was measured of it nobody knows. Raises InputError."""
     policy_class = _class(name, f"policy {name}")
+    if not callable(getattr(policy_class, "decide", None)):
+        raise InputError(f"policy {name}: expected a class with decide(view)")
     summary, _, rule = (inspect.getdoc(policy_class) or "").partition("\n\n")
     try:
         parameters = inspect.signature(policy_class).parameters.values()
@@ -174,6 +178,7 @@ def describe(name: str) -> dict[str, Any]:
                 "meaning": "" if parameter.default is not parameter.empty else "must be given",
             }
             for parameter in parameters
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         ],
         "source": source or "",
         "measured": "",
@@ -185,12 +190,9 @@ def _class(name: str, where: str) -> Any:
     if not (module_name and class_name):
         raise InputError(f"{where}: expected package.module:Class")
     try:
-        policy_class = getattr(importlib.import_module(module_name), class_name)
+        return getattr(importlib.import_module(module_name), class_name)
     except Exception as error:  # the user's own code may raise whatever it likes
         raise InputError(f"{where}: {_in_one_line(error)}") from None
-    if not callable(getattr(policy_class, "decide", None)):
-        raise InputError(f"{where}: expected a class with decide(view)")
-    return policy_class
 
 
 def _in_one_line(error: Exception) -> str:
