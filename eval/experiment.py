@@ -1,28 +1,16 @@
-"""The experiment file: what a person writes, checked, and the runs it asks for.
+"""An experiment: what a person writes, checked.
 
-Owns the TOML schema, ``--set`` overrides and the order of runs. Knows nothing of how a run is
-executed or measured; topologies, policies and traces are names here, checked by their own rooms.
+Owns the schema. Files and overrides are `eval.experiment_files`, the runs `eval.matrix`. Knows
+nothing of how a run is executed or measured; topologies, policies and traces are names here,
+checked by their own rooms.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import random
 import re
-import tomllib
-from dataclasses import dataclass, field
-from importlib import resources
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from deltaserve.errors import InputError
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 Name = Annotated[str, Field(pattern=_NAME, max_length=64)]
@@ -44,8 +32,6 @@ MEASURE_NAMES = (
 )
 WHOLE_LOADS = ("replay.max_inflight_sessions",)
 """What a search may go over that comes in whole numbers."""
-# What a message about a wrong file names at most: lists of numbers may hold thousands of mistakes.
-_MOST_PROBLEMS = 3
 TRACE_SOURCES = ("path", "synth", "convert", "prefixes")
 
 
@@ -414,225 +400,3 @@ class Experiment(_Table):
     def baseline_arm(self) -> str:
         """The arm that the others are compared with: the one named, else the first."""
         return self.baseline or self.arms[0].name
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """One run of the matrix; `cell` is its folder's name under the output folder."""
-
-    arm: Arm
-    load: str | None
-    repeat: int
-    replay: Replay
-    set: dict[str, Any] = field(default_factory=dict)
-    """Keys of the topology: the experiment's, then the arm's, then the load's."""
-    phases: Phases | None = None
-
-    @property
-    def cell(self) -> str:
-        """`<arm>`, or `<arm>@<load>` where the experiment has loads."""
-        return self.arm.name if self.load is None else f"{self.arm.name}@{self.load}"
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.cell) / f"r{self.repeat}"
-
-    @property
-    def digest(self) -> str:
-        """Changes when a setting of the run changes. What the settings led to (the trace's content,
-        the vocabulary, the engine's version) is checked beside it: `eval.runner.is_complete`."""
-        content = {
-            "arm": self.arm.model_dump(exclude={"loads", "priority", "set"}),
-            "load": self.load,
-            "replay": self.replay.model_dump(),
-            "set": self.set,
-            "phases": self.phases.model_dump() if self.phases is not None else None,
-        }
-        return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
-
-
-def level_run(experiment: Experiment, arm: Arm, load: float, repeat: int) -> PlannedRun:
-    """One level of a search."""
-    assert experiment.search is not None
-    key = experiment.search.over.removeprefix("replay.")
-    value = round(load) if experiment.search.whole else load
-    replay = _drawn(experiment, arm, None, repeat).model_copy(update={key: value})
-    keys = _merged(experiment.set, arm.set)
-    return PlannedRun(arm, f"{load:g}", repeat, replay, keys, experiment.phases)
-
-
-def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[PlannedRun]:
-    """Every run, interleaved: repeat 1 of all cells in a random order, then repeat 2 and so on;
-    cells of a lower `priority` (the higher of their arm's and load's) before all others.
-
-    Whole rounds come first, so that a run that is stopped early has compared every arm; the order
-    inside a round is drawn anew from the experiment's seed, so that slow drift of the machine
-    falls on all arms alike.
-    """
-    for name in only or []:
-        if name not in [arm.name for arm in experiment.arms]:
-            names = ", ".join(arm.name for arm in experiment.arms)
-            raise InputError(f"--only: no arm is named {name!r} (the file has {names})")
-    rng = random.Random(experiment.seed)
-    levels: dict[int, list[tuple[Arm, str | None, dict[str, Any]]]] = {}
-    for arm in experiment.arms:
-        for load_name in experiment.loads_of(arm):
-            load = experiment.load_named(load_name)
-            level = max(arm.priority, load.priority) if load is not None else arm.priority
-            keys = _merged(experiment.set, arm.set)
-            if load is not None:
-                keys = _merged(keys, load.set)
-            levels.setdefault(level, []).append((arm, load_name, keys))
-    runs: list[PlannedRun] = []
-    for _, cells in sorted(levels.items()):
-        for repeat in range(1, experiment.repeats + 1):
-            rng.shuffle(cells)
-            runs += [
-                PlannedRun(
-                    arm,
-                    name,
-                    repeat,
-                    _drawn(experiment, arm, name, repeat),
-                    keys,
-                    experiment.phases,
-                )
-                for arm, name, keys in cells
-                if not only or arm.name in only
-            ]
-    return runs
-
-
-def _drawn(experiment: Experiment, arm: Arm, load: str | None, repeat: int) -> Replay:
-    """The replay settings of a round: prompts of its own where `replay.seed` varies."""
-    replay = experiment.replay_of(arm, load)
-    if "replay.seed" not in experiment.analysis.vary:
-        return replay
-    first = experiment.seed if replay.seed is None else replay.seed
-    return replay.model_copy(update={"seed": first + repeat - 1})
-
-
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `over`, tables key by key."""
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged
-
-
-def packaged_experiments() -> dict[str, Path]:
-    """The experiments that come with the package, by name."""
-    folder = Path(str(resources.files("eval") / "experiments"))
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
-
-
-def load_experiment(
-    name_or_path: str, overrides: list[str] | None = None
-) -> tuple[Experiment, Path]:
-    """Reads an experiment file, or a packaged one by its name, with ``key=value`` overrides.
-
-    Raises `InputError`, in one line that names file and key.
-    """
-    path = Path(name_or_path)
-    packaged = packaged_experiments()
-    if not path.is_file():
-        if name_or_path not in packaged:
-            raise InputError(
-                f"{name_or_path}: no such experiment file; packaged ones: {', '.join(packaged)}"
-            )
-        path = packaged[name_or_path]
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not TOML: {error}") from None
-    for override in overrides or []:
-        _apply_override(document, override)
-    try:
-        return Experiment.model_validate(document), path
-    except ValidationError as error:
-        raise InputError(f"{path}: {one_line(error, document, Experiment)}") from None
-
-
-def one_line(
-    error: ValidationError, document: dict[str, Any], table: type[BaseModel] | None = None
-) -> str:
-    """The first problems that pydantic found, as ``key.path: what was expected``, with "; " between
-    them; where `table` says what was read, an unknown key is answered with the nearest known one.
-    """
-    told = [_problem(found, document, table) for found in error.errors()[:_MOST_PROBLEMS]]
-    more = error.error_count() - len(told)
-    return "; ".join(told) + (f" (and {more} more)" if more else "")
-
-
-def _problem(found: ErrorDetails, document: dict[str, Any], table: type[BaseModel] | None) -> str:
-    where: list[str] = []
-    value: Any = document
-    for part in found["loc"]:
-        value = value[part] if _holds(value, part) else None
-        name = value.get("name") if isinstance(part, int) and isinstance(value, dict) else None
-        where.append(str(name if name is not None else part))
-    message = found["msg"].removeprefix("Value error, ")
-    if found["type"] == "extra_forbidden":
-        message = f"unknown key{_nearest(found['loc'], table) if table is not None else ''}"
-    elif found["type"] == "missing":
-        message = "is missing"
-    elif isinstance(value, Scalar):
-        message = f"{message} (found {value!r})"
-    message = message[:1].lower() + message[1:]
-    return f"{'.'.join(where)}: {message}" if where else message
-
-
-def _nearest(location: tuple[int | str, ...], table: type[BaseModel]) -> str:
-    """The known key that is spelled most like an unknown one, as a question."""
-    for part in location[:-1]:
-        if isinstance(part, str):
-            table = _tables_of(table.model_fields[part].annotation)[0]
-    close = difflib.get_close_matches(str(location[-1]), table.model_fields, 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _tables_of(annotation: Any) -> list[type[BaseModel]]:
-    """The tables that an annotation names: `Trace`, `Phases | None`, `list[Arm]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [table for inside in get_args(annotation) for table in _tables_of(inside)]
-
-
-def _holds(value: Any, part: str | int) -> bool:
-    if isinstance(value, dict):
-        return part in value
-    return isinstance(value, list) and isinstance(part, int) and part < len(value)
-
-
-def _apply_override(document: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    key = key.strip()
-    if not separator or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key):
-        raise InputError(f"--set {override}: expected key=value, as in replay.length_scale=0.1")
-    parts = key.split(".")
-    if parts[0] == "trace" and len(parts) > 1 and parts[1] in TRACE_SOURCES:
-        table = document.setdefault("trace", {})
-        if isinstance(table, dict):
-            for other in set(TRACE_SOURCES) - {parts[1]}:
-                table.pop(other, None)
-    target: Any = document
-    for depth, part in enumerate(parts[:-1]):
-        if isinstance(target, list):
-            target = next(
-                (e for e in target if isinstance(e, dict) and e.get("name") == part), None
-            )
-        elif isinstance(target, dict):
-            target = target.setdefault(part, {})
-        if not isinstance(target, dict | list):
-            raise InputError(f"--set {override}: {'.'.join(parts[: depth + 1])} is not a table")
-    if not isinstance(target, dict):
-        raise InputError(f"--set {override}: name the entry, as in arms.NAME.policy=unified")
-    target[parts[-1]] = parse_value(text.strip())
-
-
-def parse_value(text: str) -> Any:
-    """`text` as a TOML value where it is one, else as a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from deltaserve.errors import InputError
-from eval.experiment import Experiment, load_experiment, packaged_experiments, plan_runs
+from eval.experiment import Experiment
+from eval.experiment_files import load_experiment, packaged_experiments
+from eval.matrix import plan_runs
 
 GOOD = """
 name = "x"
