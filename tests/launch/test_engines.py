@@ -105,13 +105,9 @@ def test_an_unknown_engine_is_answered_with_the_known_ones() -> None:
 
 def test_another_engine_version_than_asked_for_is_an_error(fake_python: Path) -> None:
     assert find("sglang", "cpu", fake_python, "0.5.17", "t.toml").version == "0.5.17"
-    with pytest.raises(
-        InputError, match=r"topology t: engine\.version: .* has sglang 0\.5\.17, not"
-    ):
+    with pytest.raises(InputError, match=r"t\.toml: engine\.version: .* has sglang 0\.5\.17, not"):
         find("sglang", "cpu", fake_python, "0.5.18", "t.toml")
-    pinned = (
-        r"topology t: engine\.version: sglang 0\.5\.18 is not pinned here \(0\.5\.17, 0\.5\.23\)"
-    )
+    pinned = r"t\.toml: engine\.version: sglang 0\.5\.18 is not pinned here \(0\.5\.17, 0\.5\.23\)"
     with pytest.raises(InputError, match=pinned):
         find("sglang", "cpu", None, "0.5.18", "t.toml")
 
