@@ -523,7 +523,7 @@ mod tests {
             counter.fetch_add(events, Ordering::Relaxed);
         };
         let mut log = LogFile::open(&path, Box::new(count)).expect("opened");
-        let write = |log: &mut LogFile, events: u64| {
+        let mut write = |log: &mut LogFile, events: u64| {
             for event in 0..events {
                 log.take(&event);
             }

@@ -66,7 +66,7 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
         (&Method::GET, "/workers") => list_workers(gateway),
         (&Method::POST, "/workers") => add_worker(gateway, request).await,
         (&Method::GET, "/decisions") => {
-            let limit = match query(&request, "limit").map(str::parse::<usize>) {
+            let limit = match query(&request, "limit").map(str::parse) {
                 None => 100,
                 Some(Ok(limit)) => limit,
                 Some(Err(_)) => {
