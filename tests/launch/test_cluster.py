@@ -78,7 +78,7 @@ def test_a_cluster_is_asked_by_its_own_python(tmp_path: Path) -> None:
         Node("a", "10.0.0.9", 8)
     ]
     python.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('ConnectionError: nobody')\n")
-    with pytest.raises(InputError, match=r"topology t: placement\.address: auto: ConnectionError"):
+    with pytest.raises(InputError, match=r"t\.toml: placement\.address: auto: ConnectionError"):
         cluster_nodes(Placement(kind="ray", python=python), "t.toml")
     with pytest.raises(InputError, match=r"run: deltaserve launch install ray$"):
         cluster_nodes(Placement(kind="ray"), "t.toml")
