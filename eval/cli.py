@@ -13,7 +13,7 @@ import typer
 
 from deltaserve.errors import InputError
 from eval.cli_options import AsJson, Given, Only, Overrides, bounds, interruptible
-from eval.experiment import load_experiment, packaged_experiments
+from eval.experiment_files import load_experiment, packaged_experiments
 from eval.micro.cli import app as micro_app
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)

@@ -22,8 +22,9 @@ import deltaserve
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.endpoint import AttachedFleet, Endpoint
-from eval.experiment import Experiment, Phases, PlannedRun, Replay
+from eval.experiment import Experiment, Phases, Replay
 from eval.identity import engine_words
+from eval.matrix import PlannedRun
 from eval.progress import Progress
 from eval.records import TraceFacts, read_run
 from eval.site import Site

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from deltaserve.errors import InputError
 from eval import provenance
-from eval.experiment import Name, one_line
+from eval.experiment import Name
+from eval.experiment_files import one_line
 from eval.import_replay import import_replay
 from launch.cache import make_folder
 from replay.readers.lines import objects

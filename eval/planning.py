@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from deltaserve.errors import InputError
-from eval.experiment import load_experiment
+from eval.experiment_files import load_experiment
 from eval.progress import Progress
 from eval.report import find_searches
 from eval.report.searches import Search

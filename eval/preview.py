@@ -15,7 +15,8 @@ from deltaserve.errors import InputError
 from eval import provenance
 from eval.endpoint import Endpoint
 from eval.execution import cell_order, replay_command
-from eval.experiment import Arm, Experiment, PlannedRun, level_run, plan_runs
+from eval.experiment import Arm, Experiment
+from eval.matrix import PlannedRun, level_run, plan_runs
 from eval.runner import expected_run_s, is_complete, load_topologies, measured_s, topology_overrides
 from eval.site import Site, shared_vocab, with_endpoints
 from eval.traces import missing_source, planned_trace, resolve_scale

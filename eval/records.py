@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deltaserve.errors import InputError
 from eval.decisions import decision_table, join_decisions
-from eval.experiment import Analysis, Slo, ValidityRules, one_line
+from eval.experiment import Analysis, Slo, ValidityRules
+from eval.experiment_files import one_line
 from eval.provenance import MANIFEST
 from eval.telemetry import events, read_json_lines, step_table, transfer_table
 from replay.results import RESULTS_FILE, Result, read_results

@@ -21,7 +21,8 @@ from deltaserve.errors import InputError
 from eval import provenance
 from eval.endpoint import Endpoint
 from eval.execution import Assignment, cell_order, execute, identity
-from eval.experiment import Experiment, PlannedRun, plan_runs
+from eval.experiment import Experiment
+from eval.matrix import PlannedRun, plan_runs
 from eval.progress import Progress
 from eval.secrets import without_secrets
 from eval.site import Site, shared_vocab, with_endpoints

@@ -25,7 +25,8 @@ from eval.capacity import (
     capacity,
     next_load,
 )
-from eval.experiment import WHOLE_LOADS, Arm, Experiment, PlannedRun, Slo, level_run
+from eval.experiment import WHOLE_LOADS, Arm, Experiment, Slo
+from eval.matrix import PlannedRun, level_run
 from eval.outcomes import MEASURES, by_session, estimates, sample
 from eval.records import Run, read_run
 from eval.stats import SessionBootstrap

@@ -20,7 +20,8 @@ import orjson
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.execution import Assignment, begin_manifest, conclude, identity
-from eval.experiment import Experiment, Simulate, plan_runs
+from eval.experiment import Experiment, Simulate
+from eval.matrix import plan_runs
 from eval.progress import Progress
 from eval.runner import Summary, load_topologies, run_experiment
 from eval.simulate import read_calibration, simulate, write_planned

@@ -38,11 +38,11 @@ def check(made: Plan, *, gpus: bool = True) -> None:
     _check_plugin(made)
     check_free(made.ports)
     if gpus and made.gpu_plan:
-        check_gpus(made.gpu_plan, made.topology.hardware, f"{made.topology.name}.toml")
+        check_gpus(made.gpu_plan, made.topology.hardware, made.topology.where)
 
 
 def _check_flags(made: Plan) -> None:
-    where = f"{made.topology.name}.toml"
+    where = made.topology.where
     about = f"{made.engine.name} {made.engine.version}"
     started = [worker for worker in made.workers if not worker.attached]
     if not started:
@@ -85,4 +85,4 @@ def _check_plugin(made: Plan) -> None:
         code = f"from sglang_ext.plugin import check; check({made.engine.version!r})"
         plugin = [*PYTHON, "-c", code]
         if reason := refusal(plugin, environment, silent="the plugin does not import"):
-            raise InputError(f"{made.topology.name}.toml: {worker.id}: environment: {reason}")
+            raise InputError(f"{made.topology.where}: {worker.id}: environment: {reason}")

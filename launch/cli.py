@@ -46,7 +46,6 @@ _Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key: workers.prefill.count=2."),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
-_ENGINES = f"Of: {', '.join(engines.ENVIRONMENTS)}."
 _RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Where the fleet's files go.")]
 
 
@@ -192,7 +191,7 @@ def status_command(
         if each.alive:
             _show(each, False)
     for each in found:
-        if not each.alive:  # they stay listed for their logs until their folder is removed
+        if not each.alive:  # listed for their logs, until `down --remove`
             print(f"{each.name}: {each.state} since {_at(each.since_unix_s)} ({each.run_dir})")
     if not found:
         _say("No fleet was brought up.")
@@ -201,15 +200,23 @@ def status_command(
 @app.command("down", epilog="Example: deltaserve launch down laptop-sglang-pd")
 def down_command(
     name: Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology or a run folder.")],
+    remove: Annotated[
+        bool,
+        typer.Option("--remove", help="Remove its folder and logs too: status forgets it."),
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """End a fleet; afterwards no process of it runs and no port is held."""
     run_dir = control.find_run_dir(name)
+    if remove and run_dir not in control.known_fleets():
+        raise InputError(f"--remove: {run_dir} is a folder of your own; remove it yourself")
     try:
         count = control.down(run_dir)
     except FleetError as error:
         _say(f"error: {error}")
         raise typer.Exit(1) from None
+    if remove:
+        shutil.rmtree(run_dir)
     if as_json:
         _print_json({"run_dir": str(run_dir), "processes_ended": count})
         return

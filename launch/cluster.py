@@ -73,7 +73,7 @@ def assign(topology: Topology, nodes: Sequence[Node]) -> list[Node]:
             if place is None:
                 told = ", ".join(f"{n.address} has {n.gpus}" for n in nodes)
                 raise InputError(
-                    f"{topology.name}.toml: placement: no node with {group.tensor_parallel} free "
+                    f"{topology.where}: placement: no node with {group.tensor_parallel} free "
                     f"GPUs is left for worker {len(found) + 1} ({told})"
                 )
             free[place.id] -= group.tensor_parallel

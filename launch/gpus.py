@@ -17,7 +17,7 @@ def on_gpus(topology: Topology) -> Topology:
     started = [group for group in topology.workers if not group.urls]
     if topology.device == "cpu" or topology.placement.kind == "ray" or not started:
         return topology
-    where = f"{topology.name}.toml"
+    where = topology.where
     allowed = allowed_gpus()
     wanted = topology.gpus or tuple(gpu for group in started for gpu in group.gpus)
     needed = sum(group.gpu_count for group in started)

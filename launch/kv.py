@@ -98,7 +98,7 @@ def hicache_size(topology: Topology, group: WorkerGroup, kv: WorkerKv) -> tuple[
         return "--hicache-size", str(math.ceil(kv.host_bytes / gpus / _GB))
     key = "host_kv_tokens" if kv.host_gb is None else "host_kv_gb"
     raise InputError(
-        f"{topology.name}.toml: {key}: SGLang takes whole GB a GPU, or max_total_tokens beside it"
+        f"{topology.where}: {key}: SGLang takes whole GB a GPU, or max_total_tokens beside it"
     )
 
 
@@ -107,7 +107,7 @@ def offloading_gib(topology: Topology, kv: WorkerKv) -> str:
     bytes a token are not known."""
     if kv.host_bytes is None:
         raise InputError(
-            f"{topology.name}.toml: host_kv_tokens: the bytes a token of {topology.model} are not "
+            f"{topology.where}: host_kv_tokens: the bytes a token of {topology.model} are not "
             "known here; give host_kv_gb"
         )
     return f"{kv.host_bytes / 2**30:.6g}"

@@ -131,17 +131,17 @@ def plan(topology: Topology, run_dir: Path) -> Plan:
     if all(group.urls for group in topology.workers):
         engine = Engine(choice.name, Path(), {choice.name: choice.version or "unknown"})
     else:
-        where = f"{topology.name}.toml"
+        where = topology.where
         engine = find(choice.name, topology.device, choice.python, choice.version, where)
     if topology.router.kind in ENVIRONMENTS:
-        require(ENVIRONMENTS[topology.router.kind], f"{topology.name}.toml: router.kind")
+        require(ENVIRONMENTS[topology.router.kind], f"{topology.where}: router.kind")
     if topology.base_port == 0:
         base = free_base(topology.worker_count)
         topology = topology.model_copy(update={"base_port": base})
     topology = on_gpus(topology)
     nodes: list[Node] = []
     if topology.placement.kind == "ray":
-        nodes = assign(topology, cluster_nodes(topology.placement, f"{topology.name}.toml"))
+        nodes = assign(topology, cluster_nodes(topology.placement, topology.where))
     made = layout(topology, run_dir.absolute(), engine, len(os.sched_getaffinity(0)), nodes)
     _check_router(made)
     return made
@@ -159,7 +159,7 @@ def layout(
         if refused and not group.urls:
             key, why = refused
             at = f"workers.{index}.{key}" if key in group.given else key
-            raise InputError(f"{topology.name}.toml: {at}: {why}")
+            raise InputError(f"{topology.where}: {at}: {why}")
     on_cpu = topology.device == "cpu"
     # One share is left to those who ask and to the engines' own HTTP processes: a pool of threads
     # whose every step waits for one that has no core is many times slower than a smaller one.
@@ -335,7 +335,7 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
 def _found(topology: Topology) -> Topology:
     """`topology` with its model's folder, where it is one, and its router's tokenizer by absolute
     path, since processes run in the run's folder. Raises `InputError` for one that is not there."""
-    where = f"{topology.name}.toml"
+    where = topology.where
     model, tokenizer = topology.model, topology.router.tokenizer
     folder = Path(model).expanduser().absolute()
     if model.startswith(("/", ".", "~")):
@@ -420,7 +420,7 @@ def _check_router(made: Plan) -> None:
     else:
         refused = routers.stock_refusal(choice, router.argv)
     if refused:
-        raise InputError(f"{made.topology.name}.toml: {refused}")
+        raise InputError(f"{made.topology.where}: {refused}")
 
 
 def _inherited() -> dict[str, str]:

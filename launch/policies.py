@@ -34,7 +34,7 @@ def with_policy(topology: Topology) -> Topology:
 
     Raises `InputError` for a policy, or parameters of it, that our router would refuse.
     """
-    router, where = topology.router, f"{topology.name}.toml"
+    router, where = topology.router, topology.where
     if router.kind != "deltaserve":
         return topology
     if ":" not in router.policy:

@@ -318,6 +318,12 @@ class Topology(KvKeys, PacingKeys):
             raise ValueError("workers: give gpus to every group or to none")
 
     @property
+    def where(self) -> str:
+        """What messages call the place of a wrong key: it may stand in the topology's file, in one
+        that this extends, or in an override."""
+        return f"topology {self.name}"
+
+    @property
     def model_name(self) -> str:
         """The model's name in every engine's answers and requests, whatever folder it lies in."""
         is_folder = self.model.startswith(("/", ".", "~"))

@@ -48,8 +48,9 @@ class Request:
 
 def read_trace(path: Path) -> Iterator[Request]:
     """Requests of a trace file in file order; a broken line raises an error naming file, line,
-    field."""
+    field, and so does a file without requests."""
     last_timestamp_s = 0.0
+    is_empty = True
     for number, line in numbered_lines(path):
         try:
             request = parse_line(line)
@@ -61,7 +62,10 @@ def read_trace(path: Path) -> Iterator[Request]:
         except FieldError as error:
             raise InputError(f"{path}:{number}: {error}") from None
         last_timestamp_s = request.timestamp_s
+        is_empty = False
         yield request
+    if is_empty:
+        raise InputError(f"{path}: the trace holds no request")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

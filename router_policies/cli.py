@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from deltaserve.errors import InputError
 from router_policies import _core
+from router_policies.policy import describe as describe_policy
 from router_policies.policy import load as load_policy
 
 
@@ -253,7 +254,7 @@ def route(
         settings["policy"] = "pd"
     decide = None
     if ":" in settings.get("policy", ""):
-        sys.path.insert(0, "")  # the user's own module, from where the router was started
+        _find_modules_here()
         decide = load_policy(settings["policy"], settings.pop("policy_params", None) or {})
     try:
         if check:
@@ -267,6 +268,11 @@ def route(
     except KeyboardInterrupt:
         # Python saw the Ctrl-C too; the router has ended in good order by now.
         return
+
+
+def _find_modules_here() -> None:
+    """Lets a user's own policy be imported from the working folder, which is else left out."""
+    sys.path.insert(0, "")
 
 
 def _raise_open_files() -> None:
@@ -332,7 +338,12 @@ def list_policies(
 
 @policy_app.command("explain")
 def explain(
-    name: Annotated[str, typer.Argument(help="A policy's name; or residency, or residency.RULE.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A policy's name, module:Class of one in Python, residency, or residency.RULE."
+        ),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object to stdout.")] = False,
 ) -> None:
     """Explain a policy: its rule, parameters, source and what was measured.
@@ -347,6 +358,9 @@ def explain(
         _explain_residency(rule, as_json)
         return
     policies = {policy["name"]: policy for policy in json.loads(_core.policies())}
+    if ":" in name:
+        _find_modules_here()
+        policies[name] = describe_policy(name)
     if name not in policies:
         raise InputError(f"policy {name}: unknown; known: {', '.join(policies)}")
     policy = policies[name]
@@ -354,15 +368,19 @@ def explain(
         print(json.dumps(policy))
         return
     print(f"{policy['name']}: {policy['summary']}\n")
-    print(f"rule      {policy['rule']}")
+    if policy["rule"]:
+        print(f"rule      {policy['rule']}")
     _print_params(policy["params"])
     print(f"source    {policy['source']}")
-    print(f"measured  {policy['measured']}")
+    if policy["measured"]:
+        print(f"measured  {policy['measured']}")
 
 
 def _print_params(parameters: list[dict[str, str]]) -> None:
     for parameter in parameters:
-        print(f"param     {parameter['name']} = {parameter['default']}: {parameter['meaning']}")
+        default = f" = {parameter['default']}" if parameter["default"] else ""
+        meaning = f": {parameter['meaning']}" if parameter["meaning"] else ""
+        print(f"param     {parameter['name']}{default}{meaning}")
 
 
 def _explain_residency(name: str, as_json: bool) -> None:

@@ -18,6 +18,7 @@ The Rust core checks that the answer is a candidate, reserves, and logs the reas
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,11 +134,8 @@ class Policy(Protocol):
 
 def load(name: str, params: dict[str, Any]) -> Callable[[str], str]:
     """The policy ``package.module:Class`` as the Rust core calls it; raises InputError."""
-    module_name, _, class_name = name.partition(":")
-    if not (module_name and class_name):
-        raise InputError(f"--policy {name}: expected package.module:Class")
+    policy_class = _class(name, f"--policy {name}")
     try:
-        policy_class = getattr(importlib.import_module(module_name), class_name)
         policy: Policy = policy_class(**params)
     except Exception as error:  # the user's own code may raise whatever it likes
         raise InputError(f"--policy {name}: {_in_one_line(error)}") from None
@@ -155,6 +153,46 @@ def load(name: str, params: dict[str, Any]) -> Callable[[str], str]:
         )
 
     return decide
+
+
+def describe(name: str) -> dict[str, Any]:
+    """The policy ``package.module:Class`` in the form that the built-in ones are described in, from
+    its docstring and its constructor; what was measured of it nobody knows. Raises InputError."""
+    policy_class = _class(name, f"policy {name}")
+    if not callable(getattr(policy_class, "decide", None)):
+        raise InputError(f"policy {name}: expected a class with decide(view)")
+    summary, _, rule = (inspect.getdoc(policy_class) or "").partition("\n\n")
+    try:
+        parameters = inspect.signature(policy_class).parameters.values()
+        source = inspect.getsourcefile(policy_class)
+    except (OSError, TypeError, ValueError) as error:
+        raise InputError(f"policy {name}: {_in_one_line(error)}") from None
+    return {
+        "name": name,
+        "summary": " ".join(summary.split()) or "a class without a docstring",
+        "rule": " ".join(rule.split()),
+        "params": [
+            {
+                "name": parameter.name,
+                "default": "" if parameter.default is parameter.empty else repr(parameter.default),
+                "meaning": "" if parameter.default is not parameter.empty else "must be given",
+            }
+            for parameter in parameters
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ],
+        "source": source or "",
+        "measured": "",
+    }
+
+
+def _class(name: str, where: str) -> Any:
+    module_name, _, class_name = name.partition(":")
+    if not (module_name and class_name):
+        raise InputError(f"{where}: expected package.module:Class")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:  # the user's own code may raise whatever it likes
+        raise InputError(f"{where}: {_in_one_line(error)}") from None
 
 
 def _in_one_line(error: Exception) -> str:

@@ -16,7 +16,7 @@ import typer
 import launch
 from deltaserve.errors import InputError
 from eval.cli_options import AsJson
-from eval.experiment import parse_value
+from eval.experiment_files import parse_value
 from eval.progress import Progress
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.compare import Comparison, compare_cells
-from eval.experiment import Analysis, Slo, ValidityRules, one_line
+from eval.experiment import Analysis, Slo, ValidityRules
+from eval.experiment_files import one_line
 from eval.identity import check_repeats
 from eval.metrics import Cell, alone_by_arm, measure, session_bootstrap
 from eval.records import Run, read_run
@@ -178,7 +179,7 @@ def slo_of(run: Run, replaced: Mapping[str, float] | None = None) -> Slo:
     try:
         return Slo.model_validate(given)
     except ValidationError as error:
-        raise InputError(f"--slo: {one_line(error, given)}") from None
+        raise InputError(f"--slo: {one_line(error, given, Slo)}") from None
 
 
 def _in_order(runs: Sequence[Run]) -> list[str]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from eval import provenance
-from eval.experiment import level_run, load_experiment, packaged_experiments
+from eval.experiment_files import load_experiment, packaged_experiments
+from eval.matrix import level_run
 from eval.preview import preview
 from eval.records import Run
 from eval.site import launch_site

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from deltaserve.errors import InputError
 from eval.endpoint import Endpoint
-from eval.experiment import load_experiment
+from eval.experiment_files import load_experiment
 from eval.preview import preview
 from eval.progress import Progress
 from eval.provenance import read_manifest

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from deltaserve.errors import InputError
-from eval.experiment import Experiment, load_experiment, packaged_experiments, plan_runs
+from eval.experiment import Experiment
+from eval.experiment_files import load_experiment, packaged_experiments
+from eval.matrix import plan_runs
 
 GOOD = """
 name = "x"
@@ -51,8 +53,14 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Experiment:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("seed = 3", "sead = 3", "sead: unknown key"),
-        ('policy = "unified"', 'polcy = "unified"', "arms.one.polcy: unknown key"),
+        ("seed = 3", "sead = 3", "sead: unknown key (did you mean 'seed'?)"),
+        (
+            'policy = "unified"',
+            'polcy = "unified"',
+            "arms.one.polcy: unknown key (did you mean 'policy'?)",
+        ),
+        ("seed = 3", "[phases]\nwarmup_s = 1", "phases.warmup_s: unknown key (did you mean 'warm"),
+        ('[trace]\npath = "trace.jsonl"', "zzz = 1", "trace: is missing; zzz: unknown key"),
         ("repeats = 4", "repeats = 0", "repeats: input should be greater than or equal to 1"),
         ("repeats = 4", 'repeats = "4"', "repeats: input should be a valid integer (found '4')"),
         ('name = "two"', 'name = "one"', "the name 'one' is used twice"),

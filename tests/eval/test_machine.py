@@ -108,6 +108,8 @@ def test_the_report_draws_and_sums_up_the_samples(make_run: MakeRun) -> None:
         "nvlink_received_bps",
     ):
         assert f'id="plot-{key}-0"' in text
+    # Between two samples nothing is known, which is not idleness.
+    assert "Requests in the engines, a, sampled</figcaption>" in text
     section = markdown.read_text().partition("## CPU and GPU")[2]
     assert (
         "| a | w1 | 1.50 | 7.00 B | 40.0 % | 1.00 GB | 102 W | 1502 | 0.0 % | 174 GB |" in section

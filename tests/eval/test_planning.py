@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from deltaserve.errors import InputError
 from eval.cli import app
-from eval.experiment import load_experiment
+from eval.experiment_files import load_experiment
 from eval.planning import Asked, Hardware, answer, arms, experiment_text
 from eval.report.searches import Search
 

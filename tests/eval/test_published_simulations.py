@@ -9,7 +9,7 @@ import statistics
 from itertools import pairwise
 from pathlib import Path
 
-from eval.experiment import packaged_experiments
+from eval.experiment_files import packaged_experiments
 from eval.simulate import packaged_calibrations
 
 PAGE = Path(__file__).parents[2] / "docs/results/simulated.md"

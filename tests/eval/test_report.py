@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from deltaserve.errors import InputError
 from eval.formatting import change, number, seconds, size
-from eval.plot import Rule
+from eval.plot import Rule, svg
 from eval.records import Run
 from eval.report import (
     caption,
@@ -31,6 +32,7 @@ from eval.report import (
 from eval.report.answer import answer
 from eval.report.evidence import Evidence
 from eval.report.figures.curves import capacity_curves
+from eval.report.figures.latency import latency_bars
 from eval.report.opening import opening
 
 MakeRun = Callable[..., Run]
@@ -304,28 +306,57 @@ def test_every_column_of_a_table_has_one_type_which_parquet_needs(
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", [1280, 390])
-def test_no_page_is_wider_than_its_window(three_arms: Path, tmp_path: Path, width: int) -> None:
-    written(three_arms)
-    assert CHROMIUM is not None
+def width_of(page: Path, window: int) -> int:
+    """How wide the page is in a window of that many pixels, with everything unfolded."""
+    assert CHROMIUM is not None, "needs Chromium"
     # A frame has the width that is asked for; a window of that browser is never under 500.
-    (tmp_path / "page.html").write_text((three_arms / "report.html").read_text())
-    (tmp_path / "frame.html").write_text(
-        f"""<iframe id=page src=page.html style="width:{width}px;height:900px;border:0"></iframe>
+    frame = page.with_name("frame.html")
+    frame.write_text(
+        f"""<iframe id=page src={page.name} style="width:{window}px;height:900px;border:0"></iframe>
         <script>page.onload = () => {{
           for (const fold of page.contentDocument.querySelectorAll("details")) fold.open = true;
           document.title = page.contentDocument.documentElement.scrollWidth;
         }}</script>"""
     )
     browser = [CHROMIUM, "--headless", "--no-sandbox", "--allow-file-access-from-files"]
-    browser += [f"--user-data-dir={tmp_path}/browser", "--virtual-time-budget=10000", "--dump-dom"]
+    browser += [f"--user-data-dir={page.parent}/browser", "--virtual-time-budget=10000"]
     done = subprocess.run(
-        [*browser, f"file://{tmp_path}/frame.html"], capture_output=True, text=True, timeout=120
+        [*browser, "--dump-dom", frame.as_uri()], capture_output=True, text=True, timeout=120
     )
     title = re.search(r"<title>(\d+)</title>", done.stdout)
     assert title is not None, done.stderr[-2000:]
-    assert int(title[1]) <= width
+    return int(title[1])
+
+
+# Where CI runs, .ci/run has installed it.
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None and "CI" not in os.environ, reason="needs Chromium"
+)
+
+
+@needs_browser
+@pytest.mark.parametrize("window", [1280, 390])
+def test_no_page_is_wider_than_its_window(three_arms: Path, tmp_path: Path, window: int) -> None:
+    written(three_arms)
+    page = shutil.copy(three_arms / "report.html", tmp_path / "page.html")
+    assert width_of(page, window) <= window
+
+
+@needs_browser
+def test_nor_is_one_of_names_without_a_place_to_break(make_run: MakeRun, tmp_path: Path) -> None:
+    long = {
+        "experiment": "x" * 64,
+        "description": f"Of {'d' * 120}.",
+        "trace": {"path": f"/{'t' * 150}.jsonl", "sha256": "ab" * 32},
+        "topology": {"model": f"/models/{'m' * 120}", "device": "cpu", "workers": []},
+        "source": {"command": f"deltaserve eval run {'c' * 200}"},
+    }
+    for arm in ("a" * 64, "b" * 64):
+        make_run(arm=arm, manifest=long, workers=("w" * 60, "v" * 60))
+    make_run(arm="a" * 64, repeat=2, manifest=long | {"state": "failed", "reason": "r" * 150})
+    written(tmp_path / "runs")
+    page = shutil.copy(tmp_path / "runs" / "report.html", tmp_path / "page.html")
+    assert width_of(page, 390) <= 390
 
 
 def test_parquet_without_pyarrow_names_the_package(
@@ -470,6 +501,19 @@ def test_what_is_outside_the_window_is_shaded(make_run: MakeRun, tmp_path: Path)
     figure = re.search(r'<figure id="plot-timeline-0">(.*?)</figure>', text, re.S)
     assert figure is not None
     assert figure[1].count('class="shade"') == 2
+
+
+def test_no_bar_vanishes_beside_one_that_is_much_longer(make_run: MakeRun, tmp_path: Path) -> None:
+    for arm, spread in (("even", 0.3), ("uneven", 3.0)):
+        make_run(arm=arm, sessions=200, spread=spread)
+    even, uneven = gather(find_runs([tmp_path / "runs"]), draws=20).cells
+    assert not latency_bars([even], "ttft", "TTFT").y.log
+    chart = latency_bars([uneven], "ttft", "TTFT")
+    assert chart.y.log
+    drawn = ElementTree.fromstring(svg(chart))
+    heights = [float(bar.attrib["height"]) for bar in drawn.iter("rect")]
+    assert len(heights) == 3
+    assert min(heights) > 0.1 * max(heights)
 
 
 def test_folders_without_runs_are_named(tmp_path: Path) -> None:

@@ -22,17 +22,9 @@ from rich.console import Console
 
 from deltaserve.errors import InputError
 from eval.execution import replay_command
-from eval.experiment import (
-    Analysis,
-    Excerpt,
-    Experiment,
-    Prefixes,
-    Replay,
-    Sample,
-    Trace,
-    load_experiment,
-    plan_runs,
-)
+from eval.experiment import Analysis, Excerpt, Experiment, Prefixes, Replay, Sample, Trace
+from eval.experiment_files import load_experiment
+from eval.matrix import plan_runs
 from eval.preview import preview
 from eval.progress import Progress
 from eval.provenance import read_manifest
@@ -505,7 +497,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_runner import FakeSite
 from eval import runner
-from eval.experiment import load_experiment
+from eval.experiment_files import load_experiment
 from eval.progress import Progress
 experiment, _ = load_experiment({experiment!r})
 try:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from deltaserve.errors import InputError
-from eval.experiment import Experiment, load_experiment
+from eval.experiment import Experiment
+from eval.experiment_files import load_experiment
 from eval.report import find_runs, find_searches, gather
 from eval.report.answer import answer
 from eval.runner import Summary, run_experiment

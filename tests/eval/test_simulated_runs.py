@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from deltaserve.errors import InputError
 from eval.cli import app
-from eval.experiment import load_experiment
+from eval.experiment_files import load_experiment
 from eval.progress import Progress
 from eval.records import read_run
 from eval.report import find_runs, find_searches, gather, write_report

@@ -193,7 +193,7 @@ def test_a_fleet_takes_only_gpus_that_were_granted_to_the_caller(
 @pytest.mark.parametrize(
     ("allowed", "override", "said"),
     [
-        ("1", "name=x", "x.toml: 2 GPUs are needed; CUDA_VISIBLE_DEVICES allows 1"),
+        ("1", "name=x", "topology x: 2 GPUs are needed; CUDA_VISIBLE_DEVICES allows 1"),
         ("", "name=x", "2 GPUs are needed; CUDA_VISIBLE_DEVICES allows none"),
         ("0,1,-1,3", "gpus=[1,3]", "gpus: GPU 3 is not among those that CUDA_VISIBLE_DEVICES"),
         ("2,3", "workers.0.gpus=[0,2]", "GPU 0 is not among those"),

@@ -99,6 +99,24 @@ def test_up_detached_then_status_then_down(fake_python: Path, tmp_path: Path) ->
     assert "2 processes ended" in down.stderr
     ended = json.loads(deltaserve("status", str(run_dir), "--json").stdout)
     assert (ended["alive"], ended["state"]) == (False, "stopped")
+    kept = deltaserve("down", str(run_dir), "--remove")
+    assert kept.returncode == 2
+    assert "is a folder of your own" in kept.stderr
+    assert run_dir.exists()
+
+
+def test_a_fleet_that_ended_is_listed_until_it_is_removed(fake_python: Path) -> None:
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    up = deltaserve("up", "laptop-sglang", *fakes, "--set", "base_port=0", "--detach")
+    assert up.returncode == 0, up.stderr
+    assert deltaserve("down", "laptop-sglang").returncode == 0
+    listed = deltaserve("status").stdout
+    assert listed.startswith("laptop-sglang: stopped since ")
+    folder = Path(listed.split("(")[1].split(")")[0])
+    assert folder.exists()
+    assert deltaserve("down", "laptop-sglang", "--remove").returncode == 0
+    assert not folder.exists()
+    assert deltaserve("status").stdout == ""
 
 
 def test_up_exits_1_and_shows_the_log_when_a_worker_dies(fake_python: Path, tmp_path: Path) -> None:

@@ -163,9 +163,11 @@ def test_the_tokenizer_is_found_given_left_out_or_missed(
     assert told("model=qwen3-coder-30b-a3b") is None
     assert told(f"model={model}") == told(f"router.tokenizer={model}") == file
     assert told(f"model={model}", "router.tokenizer=none") is None
-    with pytest.raises(InputError, match=r"\.toml: router\.tokenizer: no such file: /nowhere"):
+    with pytest.raises(
+        InputError, match=r"topology \S+: router\.tokenizer: no such file: /nowhere"
+    ):
         told("router.tokenizer=/nowhere/tokenizer.json")
-    with pytest.raises(InputError, match=r"\.toml: model: no such folder: \./nowhere$"):
+    with pytest.raises(InputError, match=r"topology \S+: model: no such folder: \./nowhere$"):
         told("model=./nowhere")
     with pytest.raises(InputError, match=r"router\.tokenizer: smg has none; use router\.flags"):
         told("router.kind=smg", f"router.tokenizer={model}")

@@ -95,7 +95,7 @@ def test_steps_of_decodes_between_prefills_need_a_release_that_has_them() -> Non
         assert value_of(worker.argv, "--prefill-decode-interval") == "3"
         assert value_of(worker.argv, "--prefill-decode-interval-min-bs") == "2"
     lacks = (
-        r"laptop-sglang\.toml: {}prefill_decode_interval: SGLang 0\.5\.17 has no "
+        r"topology laptop-sglang: {}prefill_decode_interval: SGLang 0\.5\.17 has no "
         r"--prefill-decode-interval; engine\.version = \"0\.5\.23\" does"
     )
     with pytest.raises(InputError, match=f"^{lacks.format('')}$"):

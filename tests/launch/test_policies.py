@@ -56,7 +56,7 @@ def test_policies_of_ours_and_python_classes_are_taken_with_their_parameters(mod
 def test_a_wrong_policy_is_answered_in_one_line(
     module: Path, policy: str, params: dict[str, object], said: str
 ) -> None:
-    with pytest.raises(InputError, match=rf"^t\.toml: (router\.policy: )?{said}") as error:
+    with pytest.raises(InputError, match=rf"^topology t: (router\.policy: )?{said}") as error:
         check(policy, module, **params)
     assert "\n" not in str(error.value)
 

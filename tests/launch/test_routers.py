@@ -96,7 +96,9 @@ def test_a_plan_is_refused_for_it_and_the_router_is_ready_when_it_could_place_a_
     made = plan(load_topology("laptop-sglang", fake), tmp_path / "run")
     assert made.router is not None
     assert made.router.health_url == f"{made.router.url}/readyz"
-    with pytest.raises(InputError, match=r"laptop-sglang\.toml: router\.policy: pd can place no"):
+    with pytest.raises(
+        InputError, match=r"topology laptop-sglang: router\.policy: pd can place no"
+    ):
         plan(load_topology("laptop-sglang", [*fake, "router.policy=pd"]), tmp_path / "run")
 
 
@@ -147,6 +149,6 @@ def test_a_stock_router_is_held_against_its_own_parser(
 ) -> None:
     good = [*stock, "router.policy=random"]
     plan(load_topology("laptop-sglang", good), tmp_path / "run")
-    with pytest.raises(InputError, match=rf"^laptop-sglang\.toml: {said}") as error:
+    with pytest.raises(InputError, match=rf"^topology laptop-sglang: {said}") as error:
         plan(load_topology("laptop-sglang", [*good, f"router.{more}"]), tmp_path / "run")
     assert "\n" not in str(error.value)

@@ -73,6 +73,7 @@ def test_a_run_prints_its_summary(
     ("arguments", "words"),
     [
         (["stats", "none.jsonl"], "none.jsonl: no such file"),
+        (["stats", "/dev/null"], "/dev/null: the trace holds no request"),
         (["synth", "--output", "x.jsonl"], "expected either --requests or --duration"),
         (["synth", "--output", "x.jsonl", "--requests", "1", "--rate", "0"], "--rate 0"),
         (["convert", "none", "--format", "weka", "--output", "x"], "none: no such file or folder"),

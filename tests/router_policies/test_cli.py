@@ -351,6 +351,43 @@ class Last:
 """
 
 
+def test_a_policy_written_in_python_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(EXPLAINED_POLICY)
+    explain = [sys.executable, "-P", "-m", "deltaserve", "policy", "explain", "mine:Last"]
+    told = subprocess.run(explain, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.splitlines() == [
+        "mine:Last: The worker that was added last.",
+        "",
+        "rule      For tests of two lines.",
+        "param     skip: must be given",
+        "param     why = 'so'",
+        f"source    {tmp_path / 'mine.py'}",
+    ]
+    as_json = subprocess.run([*explain, "--json"], cwd=tmp_path, capture_output=True, text=True)
+    builtin = json.loads(run("policy", "explain", "unified", "--json").stdout)
+    assert json.loads(as_json.stdout).keys() == builtin.keys()
+    wrong = subprocess.run([*explain[:-1], "mine:First"], cwd=tmp_path, capture_output=True)
+    assert wrong.returncode == 2
+    assert b"error: policy mine:First: module 'mine' has no attribute 'First'" in wrong.stderr
+
+
+EXPLAINED_POLICY = '''
+class Last:
+    """The worker that was added last.
+
+    For tests of
+    two lines.
+    """
+
+    def __init__(self, skip, why="so"):
+        pass
+
+    def decide(self, view):
+        return None
+'''
+
+
 async def test_a_policy_written_in_python_decides(
     tmp_path: Path, mock_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

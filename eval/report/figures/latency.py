@@ -15,6 +15,9 @@ _CDF_POINTS = 200
 _SCATTER_POINTS = 400
 _NAN = float("nan")
 
+# A bar of less than this share of the axis cannot be told from another.
+_LEAST_BAR = 0.05
+
 
 def latency_bars(cells: Sequence[Cell], metric: str, title: str) -> Chart:
     """p50, p90 and p99 by cell with 95 % intervals, as far as there are enough observations.
@@ -41,7 +44,20 @@ def latency_bars(cells: Sequence[Cell], metric: str, title: str) -> Chart:
             )
         )
     names = tuple(f"p{round(QUANTILES[i] * 100)}" for i in shown)
-    return Chart(title, Axis(categories=names), Axis(unit="s", zero=True), marks)
+    return Chart(title, Axis(categories=names), _axis_of_bars(marks), marks)
+
+
+def _axis_of_bars(marks: Sequence[Bars]) -> Axis:
+    """Seconds from zero; where some bar would vanish beside the longest, on a logarithmic axis that
+    begins a factor of two below the least value."""
+    ends = [value for mark in marks for value in (*mark.values, *mark.high) if np.isfinite(value)]
+    least = [
+        value for mark in marks for value in (*mark.values, *mark.low) if 0 < value < float("inf")
+    ]
+    values = [value for mark in marks for value in mark.values if value > 0]
+    if values and min(values) < _LEAST_BAR * max(ends):
+        return Axis(unit="s", log=True, low=min(least) / 2)
+    return Axis(unit="s", zero=True)
 
 
 def apc_bars(cells: Sequence[Cell]) -> Chart:

@@ -44,7 +44,7 @@ def kv_timeline(cell: Cell, steps: pd.DataFrame, shades: Sequence[Shade] = ()) -
 def queue_timeline(cell: Cell, steps: pd.DataFrame, shades: Sequence[Shade] = ()) -> Chart:
     """Requests in each worker's queues, and decoding on it, at every step of one run."""
     lines = (("waiting", True, "queued"), ("decode_requests", False, "decoding"))
-    return _request_lines(cell, steps, "worker_id", lines, shades)
+    return _request_lines(cell, steps, "worker_id", lines, shades, ", every step")
 
 
 def load_timeline(cell: Cell, engines: pd.DataFrame, shades: Sequence[Shade] = ()) -> Chart | None:
@@ -52,7 +52,7 @@ def load_timeline(cell: Cell, engines: pd.DataFrame, shades: Sequence[Shade] = (
     if engines.empty:
         return None
     lines = (("queued", True, "queued"), ("running", False, "running"))
-    return _request_lines(cell, engines, "id", lines, shades)
+    return _request_lines(cell, engines, "id", lines, shades, ", sampled")
 
 
 def sample_timeline(
@@ -105,14 +105,17 @@ def _request_lines(
     by: str,
     lines: Sequence[tuple[str, bool, str]],
     shades: Sequence[Shade],
+    how_often: str,
 ) -> Chart:
+    """`how_often` stands in the title: between samples an engine looks idle that is not."""
     marks: list[Line | Shade] = [*shades]
     for i, (worker, rows) in enumerate(table.groupby(by)):
         part = _thinned(rows)
         for column, dash, what in lines:
             if part[column].max() > 0:
                 marks.append(_stepped(f"{worker}, {what}", part["at_s"], part[column], i, dash))
-    return _over_time(f"Requests in the engines, {cell.name}", "requests", marks)
+    title = f"Requests in the engines, {cell.name}{how_often}"
+    return _over_time(title, "requests", marks)
 
 
 def _stepped(name: str, x: Any, y: Any, i: int, dash: bool) -> Line:
