@@ -18,6 +18,9 @@ const ASSUMED_GAPS: f64 = 4.0;
 const ASSUMED_MOST_S: f64 = 10.0;
 /// No session is expected back later than this; and one that stayed away this long, not at all.
 pub const MOST_S: f64 = 600.0;
+/// The share of answers that are assumed to be their session's last; sessions do not say so. Coding
+/// agents' have a few dozen turns.
+const LAST_ANSWERS: f64 = 0.05;
 
 /// A session's own last gaps, in seconds.
 #[derive(Clone, Debug, Default)]
@@ -55,9 +58,12 @@ fn bin(gap_s: f64) -> usize {
 }
 
 /// The middles of the bins, by ratio.
-static MIDDLES_S: LazyLock<[f64; BINS]> = LazyLock::new(|| {
-    std::array::from_fn(|bin| LEAST_S * ((bin as f64 + 0.5) / BINS_AN_OCTAVE).exp2())
-});
+static MIDDLES_S: LazyLock<[f64; BINS]> =
+    LazyLock::new(|| std::array::from_fn(|bin| edge_s(bin as f64 + 0.5)));
+
+fn edge_s(bins: f64) -> f64 {
+    LEAST_S * (bins / BINS_AN_OCTAVE).exp2()
+}
 
 impl Gaps {
     pub fn note(&mut self, gap_s: f64) {
@@ -112,6 +118,36 @@ impl Gaps {
         self.longer(own, idle_s).0 / (FLEET_WEIGHT + own.0.len() as f64)
     }
 
+    /// Whether keeping what the session holds pays for some time yet, where its return saves `worth_s`
+    /// of idleness: there is a time h such that worth_s × the chance that it returns within h is no less than the
+    /// seconds that it is expected to be kept, until it returns or h is over. One that has been away
+    /// for longer than nearly every gap seen has most likely had its last answer.
+    pub fn keeping_pays(&self, own: &OwnGaps, idle_s: f64, worth_s: f64) -> bool {
+        let all: f64 = self.weights.iter().sum();
+        let mut weights = self.weights.map(|weight| FLEET_WEIGHT * weight / all);
+        for &gap_s in &own.0 {
+            weights[bin(f64::from(gap_s))] += 1.0;
+        }
+        let gone = (FLEET_WEIGHT + own.0.len() as f64) * LAST_ANSWERS / (1.0 - LAST_ANSWERS);
+        let first = (0..BINS).find(|&bin| edge_s(bin as f64 + 1.0) > idle_s);
+        let Some(first) = first.filter(|_| idle_s < MOST_S) else {
+            return false;
+        };
+        let mut left = weights[first..].iter().sum::<f64>() + gone;
+        let (mut returned, mut kept_s) = (0.0, 0.0);
+        for bin in first..BINS {
+            let until_s = edge_s(bin as f64 + 1.0) - idle_s;
+            let away_s = (MIDDLES_S[bin] - idle_s).max(0.0);
+            returned += weights[bin];
+            left -= weights[bin];
+            kept_s += weights[bin] * away_s;
+            if worth_s * returned >= kept_s + left * until_s {
+                return true;
+            }
+        }
+        false
+    }
+
     /// How likely it sends its next request within the next `horizon_s`.
     pub fn returns_within(&self, own: &OwnGaps, idle_s: f64, horizon_s: f64) -> f64 {
         let (now, _) = self.longer(own, idle_s);
@@ -164,6 +200,30 @@ mod tests {
         assert!(gaps.returns_within(&own, 0.0, 2.0) > 0.7);
         let stranger = OwnGaps::default();
         assert!(gaps.returns_within(&stranger, 0.0, 2.0) < 0.05);
+    }
+
+    #[test]
+    fn one_that_is_away_for_longer_than_others_ever_were_is_not_waited_for() {
+        let gaps = fleet(&[2.0, 5.0, 10.0, 10.0]);
+        let own = OwnGaps::default();
+        let pays = |idle_s, worth_s| gaps.keeping_pays(&own, idle_s, worth_s);
+        assert!(pays(0.0, 20.0) && pays(9.9, 20.0));
+        assert!(
+            !pays(0.0, 3.0),
+            "its return is worth less than the wait for it"
+        );
+        assert!(!pays(12.0, 60.0), "most likely it has had its last answer");
+        assert!(!pays(MOST_S, 1e9));
+        let mut slow = OwnGaps::default();
+        (0..OWN_GAPS).for_each(|_| slow.note(30.0));
+        assert!(
+            gaps.keeping_pays(&slow, 12.0, 60.0),
+            "but this one always takes its time"
+        );
+        // Two kinds of gap: who is not back after the short one may be worth waiting for.
+        let both = fleet(&[1.0, 100.0]);
+        assert!(both.keeping_pays(&own, 0.0, 3.0));
+        assert!(!both.keeping_pays(&own, 2.0, 3.0) && both.keeping_pays(&own, 2.0, 300.0));
     }
 
     #[test]

@@ -68,6 +68,15 @@ impl WorkerView<'_> {
             _ => self.gaps.remaining_s(&place.gaps, place.idle_s),
         }
     }
+
+    /// Whether a place whose session's return is worth `worth_s` of idleness is worth keeping.
+    pub fn keeping_pays(&self, place: &Place, worth_s: f64) -> bool {
+        match place.returns_in_s {
+            _ if place.waits_for_children => false,
+            Some(seconds) if seconds > 0.0 => seconds <= worth_s,
+            _ => self.gaps.keeping_pays(&place.gaps, place.idle_s, worth_s),
+        }
+    }
 }
 
 /// Who needs the room.

@@ -164,7 +164,7 @@ impl Rule for Priced {
             let worth_s = self.worth_s(view, place);
             if place.tenure_s >= self.share_s(worth_s, oldest_wait_s, bound_scale) {
                 Some(GiveUp::HadItsShare)
-            } else if view.remaining_s(place) > self.late_factor * worth_s {
+            } else if !view.keeping_pays(place, self.late_factor * worth_s) {
                 Some(GiveUp::ReturnsLate)
             } else {
                 None
