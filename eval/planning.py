@@ -25,8 +25,6 @@ from launch.cache import write_atomically
 
 EXPERIMENT_FILE = "plan.toml"
 RUNS_FOLDER = "runs"
-# How many GPUs a plan's splits give to prefill, of all of them; at least one.
-_PREFILL_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,12 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Asked:
-    """The load and how long it is looked at. `seeds` draws of sessions and starts are made at the
-    levels that decide; times in seconds."""
+    """The load and how long it is looked at. Of the trace only the first `sessions` are used, where
+    that is given; `seeds` draws of sessions and starts are made at the levels that decide; times in
+    seconds."""
 
     trace: Path
+    sessions: int | None = None
     max_think_s: float | None = 10.0
     seeds: int = 3
     measure_s: float = 900.0
@@ -58,6 +58,7 @@ def experiment_text(asked: Asked, hardware: Hardware) -> str:
     """The experiment file of the plan: every arm that fits the hardware, searched over sessions in
     flight."""
     think = "" if asked.max_think_s is None else f"max_think_s = {asked.max_think_s:g}\n"
+    first = "" if asked.sessions is None else f"session_limit = {asked.sessions}\n"
     slo = "".join(f"{key} = {value:g}\n" for key, value in asked.slo.items())
     gpus = hardware.gpus
     run_minutes = (asked.measure_s + asked.warm_up_s) / 60 + 3
@@ -71,7 +72,7 @@ path = {_toml(str(asked.trace.resolve()))}
 
 [replay]
 mode = "closed"
-{think}timeout_s = 600
+{think}{first}timeout_s = 600
 
 [phases]
 start = "mid"
@@ -103,35 +104,47 @@ kv_events = true
 
 
 def arms(hardware: Hardware) -> list[dict[str, Any]]:
-    """Name, topology and topology keys of each arm: colocated with and without residency, each with
-    and without a host tier; splits of two GPUs or more."""
+    """Name, topology, policy and topology keys of each arm: colocated SGLang and vLLM with and
+    without residency, each with and without a host tier; splits of two GPUs or more."""
     gpus = hardware.gpus
-    off = {"router": {"residency": {"rule": "off"}}}
-    priced = {"router": {"residency": {"rule": "priced"}}}
-    colocated = f"sglang:{gpus}"
-    found: list[dict[str, Any]] = [
-        {"name": "colocated", "topology": colocated, "policy": "unified", "keys": off},
-        {"name": "residency", "topology": colocated, "policy": "unified", "keys": priced},
-    ]
-    if hardware.host_kv_tokens:
-        tier = {"workers": {"colocated": {"host_kv_tokens": hardware.host_kv_tokens}}}
-        found += [
-            {"name": "host", "topology": colocated, "policy": "unified", "keys": off | tier},
-            {
-                "name": "host-residency",
-                "topology": colocated,
-                "policy": "unified",
-                "keys": priced | tier,
-            },
-        ]
-    if gpus >= 2:
-        prefill = max(1, round(gpus * _PREFILL_SHARE))
-        split = f"{prefill}p{gpus - prefill}d"
-        found += [
-            {"name": f"pd-{split}", "topology": f"sglang-pd:{split}", "keys": priced},
-            {"name": f"elastic-{split}", "topology": f"sglang-elastic:{split}", "keys": priced},
-        ]
-    return found
+    found: list[dict[str, Any]] = []
+    for engine, prefix in (("sglang", ""), ("vllm", "vllm-")):
+        for host_kv_tokens in dict.fromkeys((0, hardware.host_kv_tokens)):
+            tier: dict[str, Any] = {}
+            if host_kv_tokens:
+                tier = {"workers": {"colocated": {"host_kv_tokens": host_kv_tokens}}}
+            host = "host" if host_kv_tokens else ""
+            for rule, name in (("off", host or "colocated"), ("priced", f"{host}-residency")):
+                found.append(
+                    {
+                        "name": prefix + name.removeprefix("-"),
+                        "topology": f"{engine}:{gpus}",
+                        "policy": "unified",
+                        "keys": _residency(rule) | tier,
+                    }
+                )
+    if gpus < 2:
+        return found
+    few, quarter, half = 1, max(1, gpus // 4), gpus // 2
+    for prefill in dict.fromkeys((quarter, half)):
+        found.append(_split("pd", prefill, gpus))
+    for prefill in dict.fromkeys((few, quarter)):
+        found.append(_split("elastic", prefill, gpus))
+    alone = _split("elastic", quarter, gpus)
+    return [*found, alone | {"name": f"{alone['name']}-off", "keys": _residency("off")}]
+
+
+def _residency(rule: str) -> dict[str, Any]:
+    return {"router": {"residency": {"rule": rule}}}
+
+
+def _split(kind: str, prefill: int, gpus: int) -> dict[str, Any]:
+    split = f"{prefill}p{gpus - prefill}d"
+    return {
+        "name": f"{kind}-{split}",
+        "topology": f"sglang-{kind}:{split}",
+        "keys": _residency("priced"),
+    }
 
 
 def _arm(name: str, topology: str, keys: dict[str, Any], policy: str | None = None) -> str:

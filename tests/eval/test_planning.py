@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,15 @@ def hardware(**changes: Any) -> Hardware:
 
 def test_arms_are_those_that_the_hardware_allows() -> None:
     names = [arm["name"] for arm in arms(hardware(gpus=1))]
-    assert names == ["colocated", "residency"]
+    assert names == ["colocated", "residency", "vllm-colocated", "vllm-residency"]
     names = [arm["name"] for arm in arms(hardware(gpus=8, host_kv_tokens=600_000))]
     assert names == [
-        "colocated",
-        "residency",
-        "host",
-        "host-residency",
-        "pd-2p6d",
-        "elastic-2p6d",
+        *("colocated", "residency", "host", "host-residency"),
+        *("vllm-colocated", "vllm-residency", "vllm-host", "vllm-host-residency"),
+        *("pd-2p6d", "pd-4p4d", "elastic-1p7d", "elastic-2p6d", "elastic-2p6d-off"),
     ]
+    names = [arm["name"] for arm in arms(hardware(gpus=2))]
+    assert names[-3:] == ["pd-1p1d", "elastic-1p1d", "elastic-1p1d-off"]
 
 
 def test_the_experiment_is_one_that_eval_run_takes(tmp_path: Path) -> None:
@@ -49,9 +49,14 @@ def test_the_experiment_is_one_that_eval_run_takes(tmp_path: Path) -> None:
     assert experiment.slo.ttft_s == 5.0
     assert experiment.replay.max_think_s is None
     assert experiment.trace.path == str(asked.trace)
-    host = experiment.arms[3].set
-    assert host["workers"]["colocated"]["host_kv_tokens"] == 600_000
-    assert host["router"]["residency"]["rule"] == "priced"
+    for place in (3, 7):
+        host = experiment.arms[place].set
+        assert host["workers"]["colocated"]["host_kv_tokens"] == 600_000
+        assert host["router"]["residency"]["rule"] == "priced"
+    assert experiment.arms[7].topology == "vllm:4"
+    assert experiment.replay.session_limit is None
+    path.write_text(experiment_text(dataclasses.replace(asked, sessions=9), hardware()))
+    assert load_experiment(str(path))[0].replay.session_limit == 9
 
 
 def search(arm: str, agents: float, low: float, high: float) -> Search:
@@ -113,7 +118,7 @@ def test_a_plan_is_simulated_from_the_command_line(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "Simulated, not measured" in result.output
     assert "To measure next" in result.output
-    for arm in ("colocated", "residency"):
+    for arm in ("colocated", "residency", "vllm-colocated", "vllm-residency"):
         assert (output / "runs" / arm / "capacity.json").is_file()
     wrong = CliRunner().invoke(app, [*arguments, *given, "--calibration", "none"])
     assert isinstance(wrong.exception, InputError)
