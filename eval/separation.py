@@ -47,7 +47,7 @@ tokens), and no more; or also 50 ms a token and no gap over 1 s, or over 0.3 s."
 
 GPUS = 8
 """Of every arm of the experiment."""
-_COLOCATED = ("colocated", "mixed")
+_COLOCATED = ("colocated", "paced")
 # An arm carries a load where so many turns keep the objective.
 _ATTAINMENT = 0.9
 # Few long turns need a longer window than many short ones.

@@ -148,6 +148,7 @@ fn build(worker: &WorkerPlan, block_tokens: u64, log_changes: bool) -> Box<dyn W
         eviction: worker.radix_eviction_policy,
         order: worker.schedule_policy,
         mixed: worker.mixed_chunks,
+        target_itl_s: worker.target_itl_s,
         prefix_cache: worker.prefix_cache,
         log_changes,
     };

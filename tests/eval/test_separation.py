@@ -102,7 +102,7 @@ def test_tables_and_figures_follow_from_the_lines() -> None:
     lines = [
         *rows("colocated", {16: 1.0, 32: 0.8}, draw=1),
         *rows("colocated", {16: 1.0, 32: 0.9}, draw=2),
-        *rows("mixed", {16: 0.5, 32: 0.5}),
+        *rows("paced", {16: 0.5, 32: 0.5}),
         *rows("pd-2p6d", {16: 1.0, 32: 0.7}),
     ]
     found = summary(lines, "gap_1s")[500, 3]
