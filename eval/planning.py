@@ -19,11 +19,13 @@ from eval.experiment import load_experiment
 from eval.progress import Progress
 from eval.report import find_searches
 from eval.report.searches import Search
+from eval.run_lines import Row, write_rows
 from eval.simulate import read_calibration
 from eval.simulated_runs import simulate_experiment
 from launch.cache import write_atomically
 
 EXPERIMENT_FILE = "plan.toml"
+LINES_FILE = "plan.csv"
 RUNS_FOLDER = "runs"
 
 
@@ -184,7 +186,41 @@ def plan(
     if summary.failed:
         raise InputError(f"{output / RUNS_FOLDER}: {summary.failed[0]} failed; see its manifest")
     found = sorted(find_searches([output / RUNS_FOLDER]), key=_best_first)
+    write_rows(output / LINES_FILE, (line(search, asked, hardware) for search in found))
     return found, answer(found, str(calibration["name"]), path)
+
+
+def line(search: Search, asked: Asked, hardware: Hardware) -> Row:
+    """What is kept of an arm: the question, and how many agents a GPU it carries. `high` is empty
+    where no level surely missed the objective."""
+    per_gpu = 1 / hardware.gpus
+    return {
+        "gpus": str(hardware.gpus),
+        "max_think_s": "" if asked.max_think_s is None else f"{asked.max_think_s:g}",
+        "arm": search.arm,
+        "agents_per_gpu": f"{search.agents * per_gpu:.3f}",
+        "low": f"{search.low * per_gpu:.3f}",
+        "high": f"{search.high * per_gpu:.3f}" if math.isfinite(search.high) else "",
+        "levels": str(len(search.levels)),
+    }
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Plans side by side, as a page has them: a line an arm, in the order in which arms come."""
+    plans = list(dict.fromkeys((row["gpus"], row["max_think_s"]) for row in rows))
+    heads = [f"{gpus} GPUs, think ≤ {think} s" for gpus, think in plans]
+    lines = [f"| simulated: agents a GPU | {' | '.join(heads)} |", "|--" * (1 + len(plans)) + "|"]
+    # `elastic-2p6d` of eight GPUs is a line of its own, beside `elastic-1p1d` of two.
+    for arm in dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: row["arm"])):
+        by_plan = {(row["gpus"], row["max_think_s"]): row for row in rows if row["arm"] == arm}
+        cells = [_agents(by_plan[plan]) if plan in by_plan else "" for plan in plans]
+        lines.append(f"| `{arm}` | {' | '.join(cells)} |")
+    return lines
+
+
+def _agents(row: Row) -> str:
+    high = f"{float(row['high']):.2g}" if row["high"] else "∞"
+    return f"{float(row['agents_per_gpu']):.2g} [{float(row['low']):.2g}–{high}]"
 
 
 def _best_first(search: Search) -> tuple[float, float]:

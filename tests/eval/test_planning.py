@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from deltaserve.errors import InputError
 from eval.cli import app
 from eval.experiment import load_experiment
-from eval.planning import Asked, Hardware, answer, arms, experiment_text
+from eval.planning import Asked, Hardware, answer, arms, experiment_text, line, table
 from eval.report.searches import Search
+from eval.run_lines import read_rows
 
 H200 = "qwen3-coder-30b-a3b-h200-sglang"
 
@@ -83,6 +84,22 @@ def test_where_nothing_carries_one_session_is_to_be_measured() -> None:
     assert "at least 0.5" in unknown  # a GPU, of two
 
 
+def test_plans_stand_side_by_side_a_line_an_arm(tmp_path: Path) -> None:
+    asked = Asked(trace=tmp_path)
+    two, eight = hardware(gpus=2), hardware(gpus=8)
+    rows = [
+        line(search("pd-1p1d", 5.0, 4.0, 6.0), asked, two),
+        line(search("colocated", 6.0, 5.0, math.inf), asked, two),
+        line(search("colocated", 26.0, 24.0, 28.0), asked, eight),
+    ]
+    assert table(rows) == [
+        "| simulated: agents a GPU | 2 GPUs, think ≤ 10 s | 8 GPUs, think ≤ 10 s |",
+        "|--|--|--|",
+        "| `colocated` | 3 [2.5–∞] | 3.2 [3–3.5] |",
+        "| `pd-1p1d` | 2.5 [2–3] |  |",
+    ]
+
+
 def sessions(path: Path) -> Path:
     """Eight sessions of five turns, their prompts growing."""
     lines = []
@@ -120,6 +137,9 @@ def test_a_plan_is_simulated_from_the_command_line(tmp_path: Path) -> None:
     assert "To measure next" in result.output
     for arm in ("colocated", "residency", "vllm-colocated", "vllm-residency"):
         assert (output / "runs" / arm / "capacity.json").is_file()
+    rows = read_rows(output / "plan.csv")
+    assert len({row["arm"] for row in rows}) == len(rows) == 4
+    assert all(float(row["agents_per_gpu"]) >= 0 for row in rows)
     wrong = CliRunner().invoke(app, [*arguments, *given, "--calibration", "none"])
     assert isinstance(wrong.exception, InputError)
     assert "calibration none" in str(wrong.exception)
