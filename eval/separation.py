@@ -130,18 +130,14 @@ def experiment_of(new_tokens: int, turns: int, repeats: int) -> Experiment:
     return load_experiment(EXPERIMENT, given)[0]
 
 
-def simulate_places(
-    places: Iterable[tuple[int, int]], repeats: int, output: Path, only: list[str] | None = None
-) -> Iterator[Row]:
+def simulate_places(places: Iterable[tuple[int, int]], repeats: int, output: Path) -> Iterator[Row]:
     """Simulates the experiment at each place, and returns a line a run as each place is done. Runs
     that are there already are kept."""
     for new_tokens, turns in places:
         experiment = experiment_of(new_tokens, turns, repeats)
         folder = output / f"{new_tokens}-{turns}"
         with Progress() as progress:
-            simulate_experiment(
-                experiment, folder, source={"file": EXPERIMENT}, progress=progress, only=only
-            )
+            simulate_experiment(experiment, folder, source={"file": EXPERIMENT}, progress=progress)
         for arm in experiment.arms:
             for load in experiment.loads:
                 for path in sorted((folder / f"{arm.name}@{load.name}").glob("r*")):

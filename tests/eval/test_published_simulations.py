@@ -9,9 +9,7 @@ import statistics
 from itertools import pairwise
 from pathlib import Path
 
-from eval import planning, sensitivity, separation
 from eval.experiment import packaged_experiments
-from eval.run_lines import read_rows
 from eval.simulate import packaged_calibrations
 
 PAGE = Path(__file__).parents[2] / "docs/results/simulated.md"
@@ -36,8 +34,7 @@ def test_every_experiment_and_calibration_of_the_page_is_here() -> None:
     assert set(calibrations) <= set(packaged_calibrations())
 
 
-FOLDER = PAGE.parent / "simulated"
-RUNS = FOLDER / "residency-frontier.csv"
+RUNS = PAGE.parent / "simulated/residency-frontier.csv"
 
 
 def test_the_tables_of_rules_follow_from_their_runs() -> None:
@@ -63,24 +60,6 @@ def test_the_tables_of_rules_follow_from_their_runs() -> None:
         ]
         assert len(chosen) == 3, (load, rule)
         assert cells == table_cells(chosen), (load, rule)
-
-
-def test_the_maps_of_separation_follow_from_their_runs() -> None:
-    rows = read_rows(FOLDER / "separation.csv")
-    lines = PAGE.read_text().splitlines()
-    for objective in separation.OBJECTIVES:
-        for line in separation.table(rows, objective):
-            assert line in lines, (objective, line)
-        drawn = (FOLDER / f"separation-{objective}.svg").read_text()
-        assert drawn == separation.figure(rows, objective), objective
-
-
-def test_the_plans_and_sensitivities_follow_from_their_runs() -> None:
-    lines = PAGE.read_text().splitlines()
-    for line in planning.table(read_rows(FOLDER / "plan.csv")):
-        assert line in lines, line
-    for line in sensitivity.table(read_rows(FOLDER / "sensitivity.csv")):
-        assert line in lines, line
 
 
 def table_cells(runs: list[dict[str, str]]) -> list[str]:

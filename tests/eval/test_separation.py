@@ -90,7 +90,9 @@ def rows(
 
 
 def test_an_arm_carries_the_load_at_which_a_tenth_of_its_turns_miss() -> None:
-    assert carried(rows("a", {16: 1.0, 32: 0.95, 48: 0.85, 64: 0.95}), "gap_1s") == 40.0
+    assert carried(rows("a", {16: 1.0, 32: 0.95, 48: 0.85, 64: 0.95}), "gap_1s") == pytest.approx(
+        40.0
+    )
     assert carried(rows("a", {16: 0.89, 32: 1.0}), "gap_1s") == 0.0
     assert carried(rows("a", {16: 1.0, 32: 0.9}), "gap_1s") == 32.0
     unanswered: list[Row] = rows("a", {16: 1.0, 32: 0.0})

@@ -16,3 +16,4 @@ mod gateway_transfer;
 mod mock;
 mod policies;
 mod residency;
+mod simulation;

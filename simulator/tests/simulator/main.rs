@@ -3,5 +3,4 @@
 mod cache;
 mod common;
 mod engines;
-mod policies;
 mod simulation;

@@ -18,41 +18,14 @@ pub fn folder(name: &str) -> PathBuf {
 /// Sessions whose prompts grow by the answer and some new tokens, turn by turn.
 pub fn sessions(path: &Path, count: u64, turns: u64, first_tokens: u64, think_s: f64) {
     let mut random = fastrand::Rng::with_seed(7);
-    let shape = Shape {
-        count,
-        turns,
-        first_tokens: (first_tokens, first_tokens + 500),
-        output_tokens: (2, 200),
-        think_s,
-    };
-    sessions_of(path, &shape, &mut random, |random| random.u64(10..1_000));
-}
-
-/// Sessions to be made; of a pair, any number from the first to below the second.
-pub struct Shape {
-    pub count: u64,
-    pub turns: u64,
-    pub first_tokens: (u64, u64),
-    pub output_tokens: (u64, u64),
-    /// A think time is drawn from 0 to this.
-    pub think_s: f64,
-}
-
-/// Sessions whose prompts grow by the answer and by `new_tokens`, turn by turn.
-pub fn sessions_of(
-    path: &Path,
-    shape: &Shape,
-    random: &mut fastrand::Rng,
-    mut new_tokens: impl FnMut(&mut fastrand::Rng) -> u64,
-) {
     let mut lines: Vec<Value> = Vec::new();
     let mut next_id = 1u64;
-    for session in 0..shape.count {
+    for session in 0..count {
         let mut ids: Vec<u64> = Vec::new();
-        let mut input = random.u64(shape.first_tokens.0..shape.first_tokens.1);
+        let mut input = first_tokens + random.u64(0..500);
         let mut previous: Option<usize> = None;
-        for turn in 0..shape.turns {
-            let output = random.u64(shape.output_tokens.0..shape.output_tokens.1);
+        for turn in 0..turns {
+            let output = random.u64(2..200);
             let blocks = input.div_ceil(BLOCK) as usize;
             // The started block of the prompt before is another now that it is full.
             ids.truncate(ids.len().saturating_sub(1));
@@ -64,11 +37,11 @@ pub fn sessions_of(
                 "request_id": format!("s{session}:{turn}"), "session_id": format!("s{session}"),
                 "turn": turn, "trace_s": session as f64 * 3.0 + turn as f64,
                 "input_length": input, "output_length": output, "block_size": BLOCK,
-                "hash_ids": ids, "think_time_s": shape.think_s * random.f64(),
+                "hash_ids": ids, "think_time_s": think_s * random.f64(),
                 "waits_for": previous.into_iter().collect::<Vec<_>>(), "tree": session,
             }));
             previous = Some(lines.len() - 1);
-            input += output + new_tokens(random);
+            input += output + random.u64(10..1_000);
         }
     }
     let text: Vec<String> = lines.iter().map(Value::to_string).collect();
