@@ -126,11 +126,12 @@ def sessions(path: Path) -> Path:
     return path
 
 
+@pytest.mark.timeout(400)
 def test_a_plan_is_simulated_from_the_command_line(tmp_path: Path) -> None:
     trace = sessions(tmp_path / "trace.jsonl")
     output = tmp_path / "out"
     arguments = ["plan", str(trace), "--output", str(output), "--gpus", "1"]
-    given = ["--kv-tokens", "60000", "--seeds", "1", "--measure-s", "20"]
+    given = ["--kv-tokens", "60000", "--seeds", "1", "--measure-s", "60"]
     result = CliRunner().invoke(app, [*arguments, *given])
     assert result.exit_code == 0, result.output
     assert "Simulated, not measured" in result.output
