@@ -275,13 +275,17 @@ def plan_command(
     max_think_s: Annotated[
         float | None, typer.Option(min=0, help="Cut think times to so much.")
     ] = 10.0,
+    sessions: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many sessions of the trace.")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Draws at the levels that decide.")] = 3,
     measure_s: Annotated[float, typer.Option(help="Length of a simulated window.")] = 900.0,
 ) -> None:
     """Say how many agents a GPU carries, arm by arm, in simulation, and what to measure next.
 
-    Arms: colocated with and without residency, with and without a host tier, and prefill apart
-    from two GPUs on. OUTPUT/plan.toml is the experiment, which eval run measures as it is.
+    Arms: SGLang and vLLM colocated, with and without residency, with and without a host tier, and
+    SGLang with prefill apart from two GPUs on. OUTPUT/plan.toml is the experiment, which eval run
+    measures as it is.
     """
     from eval.planning import Asked, Hardware, plan
     from eval.progress import Progress
@@ -289,6 +293,7 @@ def plan_command(
 
     asked = Asked(
         trace=trace,
+        sessions=sessions,
         max_think_s=max_think_s,
         seeds=seeds,
         measure_s=measure_s,

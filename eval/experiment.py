@@ -32,7 +32,8 @@ MEASURE_NAMES = (
 )
 WHOLE_LOADS = ("replay.max_inflight_sessions",)
 """What a search may go over that comes in whole numbers."""
-TRACE_SOURCES = ("path", "synth", "convert", "prefixes")
+TRACE_SOURCES = ("path", "synth", "convert", "prefixes", "turns")
+DRAWN_SOURCES = ("synth", "prefixes", "turns", "sample")
 
 
 class _Table(BaseModel):
@@ -83,6 +84,28 @@ class Prefixes(_Table):
         return self
 
 
+class Turns(_Table):
+    """Sessions whose turns are all alike: each brings `new_tokens` after everything that was said
+    before, the answers of `output_tokens` included. So a session of `turns` turns begins with a
+    prompt of `new_tokens`, and with a cache that loses nothing about (turns - 1) / (turns + 1) of
+    its prompt tokens are cached. Think times are drawn, `think_s` seconds on average."""
+
+    sessions: Count
+    turns: Count
+    new_tokens: Count
+    output_tokens: Count
+    think_s: Annotated[float, Field(ge=0)]
+    block_size: Count = 100
+    seed: int | None = None
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> Turns:
+        for name in ("new_tokens", "output_tokens"):
+            if getattr(self, name) % self.block_size:
+                raise ValueError(f"{name}: expected a multiple of {self.block_size}, block_size")
+        return self
+
+
 class Sample(_Table):
     """``deltaserve replay sample``: a window of the trace, thinned by whole sessions."""
 
@@ -108,6 +131,7 @@ class Trace(_Table):
     synth: Synth | None = None
     convert: Convert | None = None
     prefixes: Prefixes | None = None
+    turns: Turns | None = None
     sample: Sample | None = None
     excerpt: Excerpt | None = None
 
@@ -343,8 +367,8 @@ class Experiment(_Table):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{what}: the name {twice[0]!r} is used twice")
-        drawn = self.trace.synth or self.trace.prefixes or self.trace.sample
-        if "trace.seed" in self.analysis.vary and drawn is None:
+        drawn = any(getattr(self.trace, name) is not None for name in DRAWN_SOURCES)
+        if "trace.seed" in self.analysis.vary and not drawn:
             raise ValueError(
                 "analysis.vary: trace.seed changes nothing of this trace; add trace.sample, or "
                 "vary replay.seed"
@@ -372,7 +396,7 @@ class Experiment(_Table):
                 name: part.model_copy(
                     update={"seed": (self.seed if part.seed is None else part.seed) + shift}
                 )
-                for name in ("synth", "prefixes", "sample")
+                for name in DRAWN_SOURCES
                 if (part := getattr(self.trace, name)) is not None
             }
             changed["trace"] = self.trace.model_copy(update=drawn)

@@ -19,14 +19,14 @@ from eval.experiment_files import load_experiment
 from eval.progress import Progress
 from eval.report import find_searches
 from eval.report.searches import Search
+from eval.run_lines import Row, write_rows
 from eval.simulate import read_calibration
 from eval.simulated_runs import simulate_experiment
 from launch.cache import write_atomically
 
 EXPERIMENT_FILE = "plan.toml"
+LINES_FILE = "plan.csv"
 RUNS_FOLDER = "runs"
-# How many GPUs a plan's splits give to prefill, of all of them; at least one.
-_PREFILL_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,12 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Asked:
-    """The load and how long it is looked at. `seeds` draws of sessions and starts are made at the
-    levels that decide; times in seconds."""
+    """The load and how long it is looked at. Of the trace only the first `sessions` are used, where
+    that is given; `seeds` draws of sessions and starts are made at the levels that decide; times in
+    seconds."""
 
     trace: Path
+    sessions: int | None = None
     max_think_s: float | None = 10.0
     seeds: int = 3
     measure_s: float = 900.0
@@ -58,6 +60,7 @@ def experiment_text(asked: Asked, hardware: Hardware) -> str:
     """The experiment file of the plan: every arm that fits the hardware, searched over sessions in
     flight."""
     think = "" if asked.max_think_s is None else f"max_think_s = {asked.max_think_s:g}\n"
+    first = "" if asked.sessions is None else f"session_limit = {asked.sessions}\n"
     slo = "".join(f"{key} = {value:g}\n" for key, value in asked.slo.items())
     gpus = hardware.gpus
     run_minutes = (asked.measure_s + asked.warm_up_s) / 60 + 3
@@ -71,7 +74,7 @@ path = {_toml(str(asked.trace.resolve()))}
 
 [replay]
 mode = "closed"
-{think}timeout_s = 600
+{think}{first}timeout_s = 600
 
 [phases]
 start = "mid"
@@ -103,35 +106,47 @@ kv_events = true
 
 
 def arms(hardware: Hardware) -> list[dict[str, Any]]:
-    """Name, topology and topology keys of each arm: colocated with and without residency, each with
-    and without a host tier; splits of two GPUs or more."""
+    """Name, topology, policy and topology keys of each arm: colocated SGLang and vLLM with and
+    without residency, each with and without a host tier; splits of two GPUs or more."""
     gpus = hardware.gpus
-    off = {"router": {"residency": {"rule": "off"}}}
-    priced = {"router": {"residency": {"rule": "priced"}}}
-    colocated = f"sglang:{gpus}"
-    found: list[dict[str, Any]] = [
-        {"name": "colocated", "topology": colocated, "policy": "unified", "keys": off},
-        {"name": "residency", "topology": colocated, "policy": "unified", "keys": priced},
-    ]
-    if hardware.host_kv_tokens:
-        tier = {"workers": {"colocated": {"host_kv_tokens": hardware.host_kv_tokens}}}
-        found += [
-            {"name": "host", "topology": colocated, "policy": "unified", "keys": off | tier},
-            {
-                "name": "host-residency",
-                "topology": colocated,
-                "policy": "unified",
-                "keys": priced | tier,
-            },
-        ]
-    if gpus >= 2:
-        prefill = max(1, round(gpus * _PREFILL_SHARE))
-        split = f"{prefill}p{gpus - prefill}d"
-        found += [
-            {"name": f"pd-{split}", "topology": f"sglang-pd:{split}", "keys": priced},
-            {"name": f"elastic-{split}", "topology": f"sglang-elastic:{split}", "keys": priced},
-        ]
-    return found
+    found: list[dict[str, Any]] = []
+    for engine, prefix in (("sglang", ""), ("vllm", "vllm-")):
+        for host_kv_tokens in dict.fromkeys((0, hardware.host_kv_tokens)):
+            tier: dict[str, Any] = {}
+            if host_kv_tokens:
+                tier = {"workers": {"colocated": {"host_kv_tokens": host_kv_tokens}}}
+            host = "host" if host_kv_tokens else ""
+            for rule, name in (("off", host or "colocated"), ("priced", f"{host}-residency")):
+                found.append(
+                    {
+                        "name": prefix + name.removeprefix("-"),
+                        "topology": f"{engine}:{gpus}",
+                        "policy": "unified",
+                        "keys": _residency(rule) | tier,
+                    }
+                )
+    if gpus < 2:
+        return found
+    few, quarter, half = 1, max(1, gpus // 4), gpus // 2
+    for prefill in dict.fromkeys((quarter, half)):
+        found.append(_split("pd", prefill, gpus))
+    for prefill in dict.fromkeys((few, quarter)):
+        found.append(_split("elastic", prefill, gpus))
+    alone = _split("elastic", quarter, gpus)
+    return [*found, alone | {"name": f"{alone['name']}-off", "keys": _residency("off")}]
+
+
+def _residency(rule: str) -> dict[str, Any]:
+    return {"router": {"residency": {"rule": rule}}}
+
+
+def _split(kind: str, prefill: int, gpus: int) -> dict[str, Any]:
+    split = f"{prefill}p{gpus - prefill}d"
+    return {
+        "name": f"{kind}-{split}",
+        "topology": f"sglang-{kind}:{split}",
+        "keys": _residency("priced"),
+    }
 
 
 def _arm(name: str, topology: str, keys: dict[str, Any], policy: str | None = None) -> str:
@@ -171,7 +186,41 @@ def plan(
     if summary.failed:
         raise InputError(f"{output / RUNS_FOLDER}: {summary.failed[0]} failed; see its manifest")
     found = sorted(find_searches([output / RUNS_FOLDER]), key=_best_first)
+    write_rows(output / LINES_FILE, (line(search, asked, hardware) for search in found))
     return found, answer(found, str(calibration["name"]), path)
+
+
+def line(search: Search, asked: Asked, hardware: Hardware) -> Row:
+    """What is kept of an arm: the question, and how many agents a GPU it carries. `high` is empty
+    where no level surely missed the objective."""
+    per_gpu = 1 / hardware.gpus
+    return {
+        "gpus": str(hardware.gpus),
+        "max_think_s": "" if asked.max_think_s is None else f"{asked.max_think_s:g}",
+        "arm": search.arm,
+        "agents_per_gpu": f"{search.agents * per_gpu:.3f}",
+        "low": f"{search.low * per_gpu:.3f}",
+        "high": f"{search.high * per_gpu:.3f}" if math.isfinite(search.high) else "",
+        "levels": str(len(search.levels)),
+    }
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Plans side by side, as a page has them: a line an arm, in the order in which arms come."""
+    plans = list(dict.fromkeys((row["gpus"], row["max_think_s"]) for row in rows))
+    heads = [f"{gpus} GPUs, think ≤ {think} s" for gpus, think in plans]
+    lines = [f"| simulated: agents a GPU | {' | '.join(heads)} |", "|--" * (1 + len(plans)) + "|"]
+    # `elastic-2p6d` of eight GPUs is a line of its own, beside `elastic-1p1d` of two.
+    for arm in dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: row["arm"])):
+        by_plan = {(row["gpus"], row["max_think_s"]): row for row in rows if row["arm"] == arm}
+        cells = [_agents(by_plan[plan]) if plan in by_plan else "" for plan in plans]
+        lines.append(f"| `{arm}` | {' | '.join(cells)} |")
+    return lines
+
+
+def _agents(row: Row) -> str:
+    high = f"{float(row['high']):.2g}" if row["high"] else "∞"
+    return f"{float(row['agents_per_gpu']):.2g} [{float(row['low']):.2g}–{high}]"
 
 
 def _best_first(search: Search) -> tuple[float, float]:

@@ -22,6 +22,9 @@ from replay.options import RunOptions, preset_values
 # The calibration of arms that serve this model on GPUs, unless the experiment names another.
 _DEFAULT = ("qwen3-coder-30b-a3b", "qwen3-coder-30b-a3b-h200-sglang")
 
+# `sglang_ext.settings`' default: how long a step that prefills beside decodes may take.
+_TARGET_ITL_S = 0.08
+
 
 def check_topology(topology: Any) -> None:
     """Raises `InputError` for what is not simulated yet: a server elsewhere, another router or a
@@ -99,6 +102,7 @@ def _worker(
         "radix_eviction_policy": keys.radix_eviction_policy,
         "schedule_policy": keys.schedule_policy,
     }
+    is_paced = group.role == "elastic" or bool(topology.pacing_keys(group).paced)
     return {
         "id": name,
         "count": group.count,
@@ -107,6 +111,7 @@ def _worker(
         "kv_tokens": tokens,
         "host_kv_tokens": host_tokens if given_host else simulate.host_kv_tokens,
         "mixed_chunks": topology.mixed_chunk,
+        "target_itl_s": _TARGET_ITL_S if is_paced else None,
         "prefix_cache": group.role != "decode" or topology.decode_radix_cache,
         "calibration": dict(calibration),
         **{key: value for key, value in chosen.items() if value is not None},

@@ -20,7 +20,7 @@ import orjson
 
 from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
-from eval.experiment import Excerpt, Experiment, Prefixes, Replay, Scalar, Trace
+from eval.experiment import Excerpt, Experiment, Prefixes, Replay, Scalar, Trace, Turns
 from eval.records import TraceFacts
 from replay.plan import Plan, make_plan
 from replay.trace import Request, digest, read_trace, write_trace
@@ -70,6 +70,12 @@ def _steps(
             prefixes = prefixes.model_copy(update={"seed": seed})
         source = folder / f"prefixes-{_digest(prefixes.model_dump())}.jsonl.zst"
         make = partial(_write, lambda: prefixed_requests(prefixes))
+    elif trace.turns is not None:
+        turns = trace.turns
+        if turns.seed is None:
+            turns = turns.model_copy(update={"seed": seed})
+        source = folder / f"turns-{_digest(turns.model_dump())}.jsonl.zst"
+        make = partial(_write, lambda: alike_turns(turns))
     else:
         source = folder / f"{_source_digest(trace, seed)}.jsonl.zst"
         make = partial(_make, _source_command(trace, seed))
@@ -114,6 +120,29 @@ def prefixed_requests(shape: Prefixes) -> Iterator[Request]:
                 *range(first_own, first_own + own),
             ],
         )
+
+
+def alike_turns(shape: Turns) -> Iterator[Request]:
+    """Sessions of alike turns, all of which begin at 0; session by session, for closed loops. A
+    prompt is the one before it, its answer and `new_tokens` more, in whole blocks."""
+    rng = random.Random(shape.seed)
+    blocks_a_turn = (shape.new_tokens + shape.output_tokens) // shape.block_size
+    for session in range(shape.sessions):
+        first_block = session * shape.turns * blocks_a_turn
+        for turn in range(shape.turns):
+            length = (turn + 1) * shape.new_tokens + turn * shape.output_tokens
+            think_s = rng.expovariate(1 / shape.think_s) if shape.think_s and turn else 0.0
+            yield Request(
+                request_id=f"s{session}:{turn}",
+                session_id=f"s{session}",
+                turn=turn,
+                timestamp_s=0.0,
+                input_length=length,
+                output_length=shape.output_tokens,
+                block_size=shape.block_size,
+                hash_ids=[*range(first_block, first_block + length // shape.block_size)],
+                think_time_s=think_s if turn else None,
+            )
 
 
 def take_excerpt(trace: Path, excerpt: Excerpt) -> Iterator[Request]:

@@ -171,6 +171,10 @@ pub struct WorkerPlan {
     pub schedule_policy: Order,
     #[serde(default)]
     pub mixed_chunks: bool,
+    /// Prefill chunks ride in decode steps and keep these within so many seconds, as an elastic
+    /// worker's do; none: they are as large as `chunk_tokens`.
+    #[serde(default)]
+    pub target_itl_s: Option<f64>,
     #[serde(default = "default_true")]
     pub prefix_cache: bool,
     #[serde(default)]
@@ -307,6 +311,13 @@ impl Plan {
             ] {
                 if value == 0 {
                     return Err(named(format!("{name}: expected at least 1, not 0")));
+                }
+            }
+            if let Some(target_s) = worker.target_itl_s {
+                more_than_0("target_itl_s", target_s).map_err(named)?;
+                if worker.engine != Engine::Sglang {
+                    let error = "target_itl_s: only SGLang's prefills are paced";
+                    return Err(named(error.to_owned()));
                 }
             }
             if worker.role != Role::Colocated && worker.engine != Engine::Sglang {

@@ -1,5 +1,7 @@
 //! Result lines and the files of a run's folder.
 
+use crate::cache::Totals;
+use crate::engine::Counters;
 use crate::plan::Start;
 use serde::Serialize;
 use std::fs::File;
@@ -58,6 +60,34 @@ pub struct PhasesFile {
     pub max_think_s: Option<f64>,
 }
 
+/// One worker's part of [`Report`].
+#[derive(Clone, Debug, Serialize)]
+pub struct WorkerReport {
+    pub id: String,
+    #[serde(flatten)]
+    pub counters: Counters,
+    pub cache_blocks: Totals,
+    /// Of requests that run, or that wait for another worker.
+    pub used_tokens_now: u64,
+    pub cached_tokens_now: u64,
+    pub host_tokens_now: u64,
+}
+
+/// What a simulated run did; `simulation.json` in its folder.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    pub simulated: bool,
+    pub calibrations: Vec<String>,
+    pub seed: u64,
+    pub end_s: f64,
+    pub requests: u64,
+    pub failed: u64,
+    pub block_tokens: u64,
+    pub workers: Vec<WorkerReport>,
+    /// Nothing is reserved on any worker any more.
+    pub router_is_idle: bool,
+}
+
 /// A file of JSON lines.
 pub struct Lines {
     file: BufWriter<File>,
@@ -108,4 +138,51 @@ pub fn write_json(path: &Path, value: &impl Serialize) -> Result<(), String> {
         serde_json::to_string_pretty(value).map_err(|error| failed(error.to_string()))?;
     text.push('\n');
     std::fs::write(path, text).map_err(|error| failed(error.to_string()))
+}
+
+/// As few of the arrivals as leave the first, the last and the worst gap between two as they are.
+pub fn thinned(arrivals: &[(f64, u64)]) -> Vec<(f64, u64)> {
+    let gaps = arrivals.windows(2).map(|pair| pair[1].0 - pair[0].0);
+    let worst_s = gaps.fold(0.0, f64::max);
+    let mut kept: Vec<(f64, u64)> = arrivals.first().copied().into_iter().collect();
+    for pair in arrivals.windows(2) {
+        if kept
+            .last()
+            .is_some_and(|last| last.1 < pair[0].1 && pair[1].0 - last.0 > worst_s)
+        {
+            kept.push(pair[0]);
+        }
+    }
+    if let (Some(&last), true) = (arrivals.last(), arrivals.len() > 1) {
+        kept.push(last);
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn thinning_keeps_the_first_the_last_and_the_worst_gap(
+            gaps in prop::collection::vec(0.001f64..3.0, 0..60),
+        ) {
+            let mut now_s = 1.0;
+            let mut arrivals = vec![(now_s, 1)];
+            for gap_s in gaps {
+                now_s += gap_s;
+                arrivals.push((rounded(now_s), arrivals.len() as u64 + 1));
+            }
+            let worst = |arrivals: &[(f64, u64)]| {
+                arrivals.windows(2).map(|pair| pair[1].0 - pair[0].0).fold(0.0, f64::max)
+            };
+            let kept = thinned(&arrivals);
+            prop_assert_eq!(kept.first(), arrivals.first());
+            prop_assert_eq!(kept.last(), arrivals.last());
+            prop_assert!((worst(&kept) - worst(&arrivals)).abs() < 1e-9);
+            prop_assert!(kept.windows(2).all(|pair| pair[0].1 < pair[1].1));
+        }
+    }
 }

@@ -1,18 +1,18 @@
 //! The simulation's loop: events in the order of their virtual times.
 
-use crate::cache::{Change, Totals};
+use crate::agenda::{Agenda, What};
 use crate::clients::{Clients, Due};
-use crate::engine::{Counters, Emission, Job, Limits, Part, Sglang, Vllm, Worker};
+use crate::engine::{Emission, Job, Limits, Part, Sglang, Vllm, Worker};
 use crate::plan::{Plan, WorkerPlan};
 use crate::prompts::{Prompt, Prompts};
 use crate::requests::Requests;
-use crate::results::{Failure, Lines, Phase, PhasesFile, ResultLine, rounded, write_json};
+use crate::results::{
+    Failure, Lines, Phase, PhasesFile, Report, ResultLine, WorkerReport, rounded, thinned,
+    write_json,
+};
 use crate::router::Router;
 use router_policies::config::Engine;
 use router_policies::fleet::{Admit, Hints, Outcome, Request, Reservation, Ticket, Usage};
-use serde::Serialize;
-use std::cmp::Ordering;
-use std::collections::{BinaryHeap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -24,59 +24,6 @@ const TOKENS_A_PIECE: u64 = 16;
 /// Ends the names of requests that only put a prompt into caches, as `replay` has it.
 const PRIME_SUFFIX: &str = "~prime";
 const BUSY: &str = "no worker can take the request";
-
-enum What {
-    Due(Due),
-    Arrival,
-    AtWorker(usize),
-    /// The KV of a turn that was prefilled elsewhere has come.
-    Received(usize),
-    Step(usize),
-    Changes(usize, Vec<Change>),
-    Loads,
-    Pump,
-}
-
-struct Event {
-    at_s: f64,
-    number: u64,
-    what: What,
-}
-
-impl PartialEq for Event {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl Eq for Event {}
-
-impl PartialOrd for Event {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Event {
-    /// The earliest is the greatest, for a heap gives the greatest first.
-    fn cmp(&self, other: &Self) -> Ordering {
-        let later = other.at_s.total_cmp(&self.at_s);
-        later.then(other.number.cmp(&self.number))
-    }
-}
-
-/// When a client's patience ends.
-struct Timeout {
-    at_s: f64,
-    number: u64,
-    turn: usize,
-}
-
-/// What happens next.
-enum Next {
-    Event(Event),
-    Timeout(Timeout),
-}
 
 /// A request under way.
 struct Turn {
@@ -103,34 +50,6 @@ struct Turn {
     arrivals: Vec<(f64, u64)>,
 }
 
-/// One worker's part of [`Report`].
-#[derive(Clone, Debug, Serialize)]
-pub struct WorkerReport {
-    pub id: String,
-    #[serde(flatten)]
-    pub counters: Counters,
-    pub cache_blocks: Totals,
-    /// Of requests that run, or that wait for another worker.
-    pub used_tokens_now: u64,
-    pub cached_tokens_now: u64,
-    pub host_tokens_now: u64,
-}
-
-/// What a simulated run did; `simulation.json` in its folder.
-#[derive(Clone, Debug, Serialize)]
-pub struct Report {
-    pub simulated: bool,
-    pub calibrations: Vec<String>,
-    pub seed: u64,
-    pub end_s: f64,
-    pub requests: u64,
-    pub failed: u64,
-    pub block_tokens: u64,
-    pub workers: Vec<WorkerReport>,
-    /// Nothing is reserved on any worker any more.
-    pub router_is_idle: bool,
-}
-
 struct Simulation<'a> {
     plan: &'a Plan,
     requests: Arc<Requests>,
@@ -143,11 +62,7 @@ struct Simulation<'a> {
     awaited_s: Vec<Option<f64>>,
     /// When each worker has sent what it is to send to others.
     link_free_s: Vec<f64>,
-    events: BinaryHeap<Event>,
-    /// Of requests and of primes, each in their order: nearly all are over long before, and would only
-    /// make the heap large.
-    timeouts: [VecDeque<Timeout>; 2],
-    event_number: u64,
+    agenda: Agenda,
     now_s: f64,
     turns: Vec<Option<Turn>>,
     window: Option<(f64, f64)>,
@@ -155,8 +70,6 @@ struct Simulation<'a> {
     /// When an event is under way for those who wait at the router.
     pump_s: Option<f64>,
     under_way: usize,
-    /// Requests and sessions that an event is under way for.
-    to_come: usize,
     results: Lines,
     done: u64,
     failed: u64,
@@ -204,16 +117,13 @@ pub fn run(plan: &Plan, folder: &Path) -> Result<Report, String> {
         link_free_s: vec![0.0; workers.len()],
         workers,
         names,
-        events: BinaryHeap::new(),
-        timeouts: Default::default(),
-        event_number: 0,
+        agenda: Agenda::default(),
         now_s: 0.0,
         turns: Vec::new(),
         window: plan.phases.is_none().then_some((0.0, f64::INFINITY)),
         measured_left: 0,
         pump_s: None,
         under_way: 0,
-        to_come: 0,
         results: Lines::create(&folder.join("requests.jsonl"))?,
         done: 0,
         failed: 0,
@@ -238,6 +148,7 @@ fn build(worker: &WorkerPlan, block_tokens: u64, log_changes: bool) -> Box<dyn W
         eviction: worker.radix_eviction_policy,
         order: worker.schedule_policy,
         mixed: worker.mixed_chunks,
+        target_itl_s: worker.target_itl_s,
         prefix_cache: worker.prefix_cache,
         log_changes,
     };
@@ -249,73 +160,27 @@ fn build(worker: &WorkerPlan, block_tokens: u64, log_changes: bool) -> Box<dyn W
 }
 
 impl Simulation<'_> {
-    fn at(&mut self, at_s: f64, what: What) {
-        self.event_number += 1;
-        self.to_come += usize::from(matches!(what, What::Due(_) | What::Arrival));
-        self.events.push(Event {
-            at_s,
-            number: self.event_number,
-            what,
-        });
-    }
-
     fn play(&mut self) -> Result<(), String> {
         for due in self.clients.begin() {
-            self.at(due.at_s, What::Due(due));
+            self.agenda.add(due.at_s, What::Due(due));
         }
         if let Some(at_s) = self.clients.next_arrival_s() {
-            self.at(at_s, What::Arrival);
+            self.agenda.add(at_s, What::Arrival);
         }
-        self.at(self.plan.router.load_interval_s, What::Loads);
+        self.agenda
+            .add(self.plan.router.load_interval_s, What::Loads);
         self.open_window();
-        while let Some(next) = self.next() {
-            let at_s = match &next {
-                Next::Event(event) => event.at_s,
-                Next::Timeout(timeout) => timeout.at_s,
-            };
-            if self.is_over(at_s) {
+        while let Some((at_s, what)) = self.agenda.next(|turn| self.turns[turn].is_none()) {
+            if self.is_over(at_s, &what) {
                 break;
             }
             assert!(at_s >= self.now_s, "time never goes back");
             self.now_s = at_s;
             self.router.set_time(self.now_s);
-            match next {
-                Next::Event(event) => self.happen(event.what)?,
-                Next::Timeout(timeout) => self.time_out(timeout.turn)?,
-            }
+            self.happen(what)?;
             self.wake()?;
         }
         self.cancel_rest()
-    }
-
-    /// Takes what happens next: the earliest, of equals what was planned first.
-    fn next(&mut self) -> Option<Next> {
-        for timeouts in &mut self.timeouts {
-            while timeouts
-                .front()
-                .is_some_and(|first| self.turns[first.turn].is_none())
-            {
-                timeouts.pop_front();
-            }
-        }
-        let fronts = self.timeouts.iter().enumerate();
-        let fronts = fronts.filter_map(|(at, of)| Some((at, of.front()?)));
-        let first = fronts.min_by(|(_, one), (_, other)| {
-            let earlier = one.at_s.total_cmp(&other.at_s);
-            earlier.then(one.number.cmp(&other.number))
-        });
-        let is_next = |timeout: &Timeout| {
-            self.events.peek().is_none_or(|event| {
-                let earlier = timeout.at_s.total_cmp(&event.at_s);
-                earlier.then(timeout.number.cmp(&event.number)) == Ordering::Less
-            })
-        };
-        match first {
-            Some((at, timeout)) if is_next(timeout) => {
-                self.timeouts[at].pop_front().map(Next::Timeout)
-            }
-            _ => self.events.pop().map(Next::Event),
-        }
     }
 
     fn time_out(&mut self, number: usize) -> Result<(), String> {
@@ -338,26 +203,25 @@ impl Simulation<'_> {
         }
     }
 
-    fn is_over(&self, at_s: f64) -> bool {
+    fn is_over(&self, at_s: f64, what: &What) -> bool {
         match (&self.plan.phases, self.window) {
             (Some(phases), Some((_, end_s))) => {
                 at_s > end_s + phases.drain_s || (at_s > end_s && self.measured_left == 0)
             }
             // Only reports of an idle fleet are left.
-            _ => self.under_way == 0 && self.to_come == 0,
+            _ => self.under_way == 0 && self.agenda.nobody_comes() && !what.brings_a_request(),
         }
     }
 
     fn happen(&mut self, what: What) -> Result<(), String> {
-        self.to_come -= usize::from(matches!(what, What::Due(_) | What::Arrival));
         match what {
             What::Due(due) => self.send(due)?,
             What::Arrival => {
                 for due in self.clients.arrive(self.now_s) {
-                    self.at(due.at_s, What::Due(due));
+                    self.agenda.add(due.at_s, What::Due(due));
                 }
                 if let Some(at_s) = self.clients.next_arrival_s() {
-                    self.at(at_s, What::Arrival);
+                    self.agenda.add(at_s, What::Arrival);
                 }
             }
             What::AtWorker(turn) => self.submit(turn),
@@ -373,7 +237,8 @@ impl Simulation<'_> {
                 for (number, worker) in self.workers.iter().enumerate() {
                     self.router.report_load(number, worker.occupancy());
                 }
-                self.at(self.now_s + self.plan.router.load_interval_s, What::Loads);
+                self.agenda
+                    .add(self.now_s + self.plan.router.load_interval_s, What::Loads);
             }
             What::Pump => {
                 if self.pump_s == Some(self.now_s) {
@@ -381,6 +246,7 @@ impl Simulation<'_> {
                     self.router.pump();
                 }
             }
+            What::Timeout(turn) => self.time_out(turn)?,
         }
         Ok(())
     }
@@ -438,13 +304,9 @@ impl Simulation<'_> {
         }));
         self.under_way += 1;
         self.measured_left += usize::from(phase == Phase::Measure);
-        self.event_number += 1;
-        let timeout = Timeout {
-            at_s: self.now_s + self.timeout_s(due.is_prime),
-            number: self.event_number,
-            turn: number,
-        };
-        self.timeouts[usize::from(due.is_prime)].push_back(timeout);
+        let patient_until_s = self.now_s + self.timeout_s(due.is_prime);
+        self.agenda
+            .add_timeout(patient_until_s, number, due.is_prime);
         let answer = self.router.admit(number, &request);
         self.take(number, answer, request)
     }
@@ -514,7 +376,7 @@ impl Simulation<'_> {
                 .min(self.now_s + MOST_PUMP_S);
             if self.pump_s.is_none_or(|pump_s| at_s < pump_s) {
                 self.pump_s = Some(at_s);
-                self.at(at_s, What::Pump);
+                self.agenda.add(at_s, What::Pump);
             }
         }
         Ok(())
@@ -531,7 +393,8 @@ impl Simulation<'_> {
             turn.prefill = prefill;
         }
         let request_s = self.names[worker].1.calibration.request_s;
-        self.at(self.now_s + request_s, What::AtWorker(number));
+        self.agenda
+            .add(self.now_s + request_s, What::AtWorker(number));
     }
 
     fn submit(&mut self, number: usize) {
@@ -595,7 +458,7 @@ impl Simulation<'_> {
         turn.cached_tokens = Some(cached_tokens);
         let overhead_s = self.names[worker].1.calibration.transfer_overhead_s;
         let at_s = self.link_free_s[worker].max(self.now_s) + overhead_s;
-        self.at(at_s, What::Received(number));
+        self.agenda.add(at_s, What::Received(number));
     }
 
     fn receive(&mut self, number: usize) {
@@ -620,13 +483,13 @@ impl Simulation<'_> {
             && let Some(at_s) = next_s
         {
             self.awaited_s[worker] = Some(at_s);
-            self.at(at_s, What::Step(worker));
+            self.agenda.add(at_s, What::Step(worker));
         }
         let mut changes = Vec::new();
         self.workers[worker].take_changes(&mut changes);
         if !changes.is_empty() {
             let at_s = self.now_s + self.plan.router.kv_event_s;
-            self.at(at_s, What::Changes(worker, changes));
+            self.agenda.add(at_s, What::Changes(worker, changes));
         }
     }
 
@@ -765,7 +628,7 @@ impl Simulation<'_> {
         };
         self.results.write(&line)?;
         for due in self.clients.ended(ended_s, turn.due) {
-            self.at(due.at_s.max(self.now_s), What::Due(due));
+            self.agenda.add(due.at_s.max(self.now_s), What::Due(due));
         }
         self.open_window();
         Ok(())
@@ -851,51 +714,4 @@ fn session_name(session: &str, play: u32) -> String {
 fn request_name(request: &str, play: u32, is_prime: bool) -> String {
     let name = session_name(request, play);
     if is_prime { name + PRIME_SUFFIX } else { name }
-}
-
-/// As few of the arrivals as leave the first, the last and the worst gap between two as they are.
-fn thinned(arrivals: &[(f64, u64)]) -> Vec<(f64, u64)> {
-    let gaps = arrivals.windows(2).map(|pair| pair[1].0 - pair[0].0);
-    let worst_s = gaps.fold(0.0, f64::max);
-    let mut kept: Vec<(f64, u64)> = arrivals.first().copied().into_iter().collect();
-    for pair in arrivals.windows(2) {
-        if kept
-            .last()
-            .is_some_and(|last| last.1 < pair[0].1 && pair[1].0 - last.0 > worst_s)
-        {
-            kept.push(pair[0]);
-        }
-    }
-    if let (Some(&last), true) = (arrivals.last(), arrivals.len() > 1) {
-        kept.push(last);
-    }
-    kept
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn thinning_keeps_the_first_the_last_and_the_worst_gap(
-            gaps in prop::collection::vec(0.001f64..3.0, 0..60),
-        ) {
-            let mut now_s = 1.0;
-            let mut arrivals = vec![(now_s, 1)];
-            for gap_s in gaps {
-                now_s += gap_s;
-                arrivals.push((rounded(now_s), arrivals.len() as u64 + 1));
-            }
-            let worst = |arrivals: &[(f64, u64)]| {
-                arrivals.windows(2).map(|pair| pair[1].0 - pair[0].0).fold(0.0, f64::max)
-            };
-            let kept = thinned(&arrivals);
-            prop_assert_eq!(kept.first(), arrivals.first());
-            prop_assert_eq!(kept.last(), arrivals.last());
-            prop_assert!((worst(&kept) - worst(&arrivals)).abs() < 1e-9);
-            prop_assert!(kept.windows(2).all(|pair| pair[0].1 < pair[1].1));
-        }
-    }
 }

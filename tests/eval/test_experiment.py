@@ -37,6 +37,7 @@ name = "three"
 topology = "laptop-sglang-pd"
 """
 
+OTHER_TURNS_KEYS = "sessions = 9, turns = 3, output_tokens = 100, think_s = 1.0"
 OTHER_PREFIX_KEYS = "requests = 9, prefixes = 2, suffix_tokens = 9, output_tokens = 4"
 
 
@@ -75,6 +76,11 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Experiment:
             'path = "trace.jsonl"',
             f"prefixes = {{ prefix_tokens = 250, {OTHER_PREFIX_KEYS} }}",
             "trace.prefixes: prefix_tokens: expected a multiple of 100",
+        ),
+        (
+            'path = "trace.jsonl"',
+            f"turns = {{ new_tokens = 250, {OTHER_TURNS_KEYS} }}",
+            "trace.turns: new_tokens: expected a multiple of 100",
         ),
         (
             'topology = "laptop-vllm"',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typer.testing import CliRunner
 from deltaserve.errors import InputError
 from eval.cli import app
 from eval.experiment_files import load_experiment
-from eval.planning import Asked, Hardware, answer, arms, experiment_text
+from eval.planning import Asked, Hardware, answer, arms, experiment_text, line, table
 from eval.report.searches import Search
+from eval.run_lines import read_rows
 
 H200 = "qwen3-coder-30b-a3b-h200-sglang"
 
@@ -27,16 +29,15 @@ def hardware(**changes: Any) -> Hardware:
 
 def test_arms_are_those_that_the_hardware_allows() -> None:
     names = [arm["name"] for arm in arms(hardware(gpus=1))]
-    assert names == ["colocated", "residency"]
+    assert names == ["colocated", "residency", "vllm-colocated", "vllm-residency"]
     names = [arm["name"] for arm in arms(hardware(gpus=8, host_kv_tokens=600_000))]
     assert names == [
-        "colocated",
-        "residency",
-        "host",
-        "host-residency",
-        "pd-2p6d",
-        "elastic-2p6d",
+        *("colocated", "residency", "host", "host-residency"),
+        *("vllm-colocated", "vllm-residency", "vllm-host", "vllm-host-residency"),
+        *("pd-2p6d", "pd-4p4d", "elastic-1p7d", "elastic-2p6d", "elastic-2p6d-off"),
     ]
+    names = [arm["name"] for arm in arms(hardware(gpus=2))]
+    assert names[-3:] == ["pd-1p1d", "elastic-1p1d", "elastic-1p1d-off"]
 
 
 def test_the_experiment_is_one_that_eval_run_takes(tmp_path: Path) -> None:
@@ -49,9 +50,14 @@ def test_the_experiment_is_one_that_eval_run_takes(tmp_path: Path) -> None:
     assert experiment.slo.ttft_s == 5.0
     assert experiment.replay.max_think_s is None
     assert experiment.trace.path == str(asked.trace)
-    host = experiment.arms[3].set
-    assert host["workers"]["colocated"]["host_kv_tokens"] == 600_000
-    assert host["router"]["residency"]["rule"] == "priced"
+    for place in (3, 7):
+        host = experiment.arms[place].set
+        assert host["workers"]["colocated"]["host_kv_tokens"] == 600_000
+        assert host["router"]["residency"]["rule"] == "priced"
+    assert experiment.arms[7].topology == "vllm:4"
+    assert experiment.replay.session_limit is None
+    path.write_text(experiment_text(dataclasses.replace(asked, sessions=9), hardware()))
+    assert load_experiment(str(path))[0].replay.session_limit == 9
 
 
 def search(arm: str, agents: float, low: float, high: float) -> Search:
@@ -76,6 +82,22 @@ def test_where_nothing_carries_one_session_is_to_be_measured() -> None:
     assert "search.high=1" in words
     unknown = answer([search("a", 2.0, 1.0, math.inf)], "H200", Path("p.toml"))
     assert "at least 0.5" in unknown  # a GPU, of two
+
+
+def test_plans_stand_side_by_side_a_line_an_arm(tmp_path: Path) -> None:
+    asked = Asked(trace=tmp_path)
+    two, eight = hardware(gpus=2), hardware(gpus=8)
+    rows = [
+        line(search("pd-1p1d", 5.0, 4.0, 6.0), asked, two),
+        line(search("colocated", 6.0, 5.0, math.inf), asked, two),
+        line(search("colocated", 26.0, 24.0, 28.0), asked, eight),
+    ]
+    assert table(rows) == [
+        "| simulated: agents a GPU | 2 GPUs, think ≤ 10 s | 8 GPUs, think ≤ 10 s |",
+        "|--|--|--|",
+        "| `colocated` | 3 [2.5–∞] | 3.2 [3–3.5] |",
+        "| `pd-1p1d` | 2.5 [2–3] |  |",
+    ]
 
 
 def sessions(path: Path) -> Path:
@@ -104,6 +126,7 @@ def sessions(path: Path) -> Path:
     return path
 
 
+@pytest.mark.timeout(400)
 def test_a_plan_is_simulated_from_the_command_line(tmp_path: Path) -> None:
     trace = sessions(tmp_path / "trace.jsonl")
     output = tmp_path / "out"
@@ -113,8 +136,11 @@ def test_a_plan_is_simulated_from_the_command_line(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "Simulated, not measured" in result.output
     assert "To measure next" in result.output
-    for arm in ("colocated", "residency"):
+    for arm in ("colocated", "residency", "vllm-colocated", "vllm-residency"):
         assert (output / "runs" / arm / "capacity.json").is_file()
+    rows = read_rows(output / "plan.csv")
+    assert len({row["arm"] for row in rows}) == len(rows) == 4
+    assert all(float(row["agents_per_gpu"]) >= 0 for row in rows)
     wrong = CliRunner().invoke(app, [*arguments, *given, "--calibration", "none"])
     assert isinstance(wrong.exception, InputError)
     assert "calibration none" in str(wrong.exception)

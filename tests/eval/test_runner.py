@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from rich.console import Console
 
 from deltaserve.errors import InputError
 from eval.execution import replay_command
-from eval.experiment import Analysis, Excerpt, Experiment, Prefixes, Replay, Sample, Trace
+from eval.experiment import Analysis, Excerpt, Experiment, Prefixes, Replay, Sample, Trace, Turns
 from eval.experiment_files import load_experiment
 from eval.matrix import plan_runs
 from eval.preview import preview
@@ -579,6 +581,29 @@ def test_prompts_of_a_few_prefixes_share_exactly_those(
     assert sum(facts.best_cached_tokens.values()) == 36 * 300
     again = prepare_trace(planned, tmp_path / "again")
     assert again.read_bytes() == path.read_bytes()
+
+
+def test_sessions_of_alike_turns_bring_what_they_say(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    shape = Turns(sessions=50, turns=4, new_tokens=300, output_tokens=100, think_s=6.0)
+    planned = experiment.model_copy(update={"trace": Trace(turns=shape)})
+    path = prepare_trace(planned, tmp_path / "out")
+    assert path == planned_trace(planned, tmp_path / "out")
+    requests = list(read_trace(path))
+    assert [r.input_length for r in requests[:4]] == [300, 700, 1100, 1500]
+    assert [r.turn for r in requests[:5]] == [0, 1, 2, 3, 0]
+    # An answer is in the next prompt; 300 tokens of it are new beyond that.
+    for before, after in pairwise(requests):
+        shared = after.hash_ids[: len(before.hash_ids)] == before.hash_ids
+        assert shared == (before.session_id == after.session_id)
+    thinks = [r.think_time_s for r in requests if r.turn]
+    assert 5.0 < statistics.fmean(think or 0.0 for think in thinks) < 7.0
+    drawn = planned.with_draw(2).trace.turns
+    assert drawn is not None
+    assert drawn.seed is None  # nothing varies unless the experiment says so
+    varied = planned.model_copy(update={"analysis": Analysis(vary=["trace.seed"])}).with_draw(2)
+    assert prepare_trace(varied, tmp_path / "out").read_bytes() != path.read_bytes()
 
 
 def test_an_excerpt_keeps_whole_beginnings_of_the_first_sessions(small_trace: Path) -> None:

@@ -133,6 +133,8 @@ pub struct Limits {
     pub order: Order,
     /// Decodes in the steps that prefill.
     pub mixed: bool,
+    /// The same, in chunks that keep a step with decodes within so many seconds (`sglang_ext.pacing`).
+    pub target_itl_s: Option<f64>,
     pub prefix_cache: bool,
     pub log_changes: bool,
 }

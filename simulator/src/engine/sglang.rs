@@ -26,6 +26,11 @@ const RATIO_STEP: f64 = (RATIO_START - RATIO_LEAST) / 600.0;
 /// `num_reserved_decode_tokens`: kept for each request that decodes before room is given to another.
 const KEPT_FOR_EACH: u64 = 512;
 
+/// Of a paced prefill (`sglang_ext.pacing.pacer`): a prompt advances by at least so many tokens a step,
+/// and where a step with so few misses the target already, a step may take half as long again as that.
+const LEAST_CHUNK_TOKENS: u64 = 128;
+const LOST_TARGET: f64 = 1.5;
+
 /// With more waiting, `lpm` falls back to `fcfs`.
 const LPM_MOST_WAITING: usize = 128;
 
@@ -114,7 +119,7 @@ impl Sglang {
         let mut batch = Batch {
             jobs: Vec::new(),
             work: Prefill::default(),
-            chunk_left: self.core.limits.chunk_tokens,
+            chunk_left: self.chunk_tokens(),
             input_left: self.core.limits.max_prefill_tokens,
             promised: decoding.map(|s| self.ratio * answer_tokens(s) as f64).sum(),
         };
@@ -132,7 +137,7 @@ impl Sglang {
         if batch.jobs.is_empty() {
             return None;
         }
-        let (requests, context) = if self.core.limits.mixed {
+        let (requests, context) = if self.mixes() {
             self.core.queues.decoding_but(&batch.jobs)
         } else {
             (0, 0)
@@ -140,6 +145,72 @@ impl Sglang {
         let seconds = self.core.prefill_s(&batch.work, requests, context);
         self.step = Step::Prefill(batch.jobs);
         Some(seconds)
+    }
+
+    /// Requests decode in steps that prefill.
+    fn mixes(&self) -> bool {
+        self.core.limits.mixed || self.core.limits.target_itl_s.is_some()
+    }
+
+    /// The most tokens that the next step may prefill: where prefills are paced and others decode, so
+    /// many as keep the step within the target.
+    fn chunk_tokens(&self) -> u64 {
+        let most = self.core.limits.chunk_tokens;
+        let (requests, context) = self.core.queues.decoding();
+        let Some(target_s) = self.core.limits.target_itl_s.filter(|_| requests > 0) else {
+            return most;
+        };
+        let line = self.in_line(most);
+        let step_s = |tokens: u64| {
+            let (mut left, mut pairs) = (tokens, 0.0);
+            for &(before, new) in &line {
+                let part = left.min(new);
+                pairs += attention_pairs(before, part);
+                left -= part;
+            }
+            let calibration = &self.core.calibration;
+            calibration.mixed_s(tokens - left, pairs, requests, context)
+        };
+        let least = LEAST_CHUNK_TOKENS.min(most);
+        let least_s = step_s(least);
+        let budget_s = target_s.max(LOST_TARGET * least_s * (least_s / target_s).min(1.0));
+        if step_s(most) <= budget_s {
+            return most;
+        }
+        let (mut low, mut high) = (least, most);
+        while high - low > 1 {
+            let middle = u64::midpoint(low, high);
+            if step_s(middle) <= budget_s {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        low
+    }
+
+    /// The prompts that the next `tokens` to be prefilled are of, in their order: tokens that are there,
+    /// and tokens still to be computed.
+    fn in_line(&self, tokens: u64) -> Vec<(u64, u64)> {
+        let core = &self.core;
+        let running = core.queues.running.iter().filter(|s| s.is_prefilling());
+        let begun = running.map(|s| (s.computed, s.target - s.computed));
+        let waiting = core.queues.waiting.iter();
+        let seen = waiting.filter(|s| s.arrived_s <= core.seen_until_s);
+        let others = seen.map(|s| {
+            let held = core.pool.cache.peek(s.job.cacheable()) as u64 * core.pool.block_tokens;
+            (held, s.target - held)
+        });
+        let mut left = tokens;
+        let mut line = Vec::new();
+        for (before, new) in begun.chain(others) {
+            line.push((before, new));
+            left = left.saturating_sub(new);
+            if left == 0 {
+                break;
+            }
+        }
+        line
     }
 
     /// At most one prefill was cut by the chunk's end; it goes on before others begin. False where
@@ -272,7 +343,7 @@ impl Sglang {
                 self.core.tell_token(at, told);
             }
         }
-        if self.core.limits.mixed {
+        if self.mixes() {
             self.decode_each(|s| !jobs.contains(&s.job.id), told);
         }
     }

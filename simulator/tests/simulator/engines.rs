@@ -19,6 +19,7 @@ fn limits(kv_tokens: u64) -> Limits {
         eviction: Eviction::Lru,
         order: Order::Fcfs,
         mixed: false,
+        target_itl_s: None,
         prefix_cache: true,
         log_changes: false,
     }
@@ -143,6 +144,52 @@ fn sglang_holds_decodes_up_for_a_prefill_and_vllm_does_not() {
         },
     );
     assert!(worst(&mut mixed) < 0.1);
+}
+
+/// Eight requests decode behind 2,000 tokens each when a prompt of 32,000 comes: the worst gap of the
+/// eight from then on, and the prompt's time to its first token.
+fn stall(limits: &Limits) -> (f64, f64) {
+    let worker = &mut Sglang::new(Calibration::default(), limits.clone());
+    for id in 0..8 {
+        worker.submit(job(id, id as u64, 2_000, 400), 0.0);
+    }
+    worker.submit(job(8, 8, 32_000, 2), 2.0);
+    let told = finish(worker);
+    let times = |id: usize| {
+        let tokens = told
+            .iter()
+            .filter(move |(_, e)| *e == Emission::Token { job: id });
+        tokens.map(|(at_s, _)| *at_s).collect::<Vec<f64>>()
+    };
+    let gaps = (0..8).flat_map(|id| {
+        let times = times(id);
+        let gaps: Vec<f64> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let since = times.iter().position(|&at_s| at_s > 2.0).unwrap_or(0);
+        gaps[since.saturating_sub(1)..].to_vec()
+    });
+    (gaps.fold(0.0, f64::max), times(8)[0] - 2.0)
+}
+
+#[test]
+fn a_paced_prefill_keeps_the_decodes_beside_it_at_the_target() {
+    let of = |target_itl_s: Option<f64>| {
+        stall(&Limits {
+            chunk_tokens: 8_192,
+            max_prefill_tokens: 16_384,
+            target_itl_s,
+            ..limits(150_000)
+        })
+    };
+    let unpaced = of(None);
+    let paced = [of(Some(0.08)), of(Some(0.04))];
+    println!("simulated: gap and TTFT {unpaced:?} unpaced, {paced:?} at 80 and 40 ms");
+    assert!(unpaced.0 > 0.9, "{unpaced:?}");
+    for ((gap_s, ttft_s), target_s) in paced.into_iter().zip([0.08, 0.04]) {
+        // Measured on an H200 (docs/results/elastic-worker.md): 84 and 44 ms.
+        assert!((0.9 * target_s..=target_s).contains(&gap_s), "{gap_s}");
+        assert!(ttft_s > unpaced.1, "{ttft_s}");
+    }
+    assert!(paced[1].1 > paced[0].1);
 }
 
 #[test]
