@@ -16,8 +16,8 @@ const FLEET_WEIGHT: f64 = 2.0;
 /// Gaps that are assumed before any was seen, spread evenly over the bins up to [`ASSUMED_MOST_S`].
 const ASSUMED_GAPS: f64 = 4.0;
 const ASSUMED_MOST_S: f64 = 10.0;
-/// No session is expected back later than this; and one that stayed away this long, not at all.
-pub const MOST_S: f64 = 600.0;
+/// A session that stayed away this long is not expected back.
+const MOST_S: f64 = 600.0;
 /// The share of answers that are assumed to be their session's last; sessions do not say so. Coding
 /// agents' have a few dozen turns.
 const LAST_ANSWERS: f64 = 0.05;
@@ -77,51 +77,26 @@ impl Gaps {
         }
     }
 
-    /// Weighted gaps longer than `idle_s`: what they weigh, and by how much they are longer; the
-    /// fleet's whole histogram weighs [`FLEET_WEIGHT`].
-    fn longer(&self, own: &OwnGaps, idle_s: f64) -> (f64, f64) {
+    /// What gaps longer than `idle_s` weigh; the fleet's whole histogram weighs [`FLEET_WEIGHT`].
+    fn longer(&self, own: &OwnGaps, idle_s: f64) -> f64 {
         let all: f64 = self.weights.iter().sum();
-        let (mut weight, mut beyond) = (0.0, 0.0);
-        for (&gap_s, &of_bin) in MIDDLES_S.iter().zip(&self.weights) {
-            if gap_s > idle_s {
-                let share = FLEET_WEIGHT * of_bin / all;
-                weight += share;
-                beyond += share * (gap_s - idle_s);
-            }
-        }
-        for gap_s in own.0.iter().map(|&gap_s| f64::from(gap_s)) {
-            if gap_s > idle_s {
-                weight += 1.0;
-                beyond += gap_s - idle_s;
-            }
-        }
-        (weight, beyond)
-    }
-
-    /// Expected seconds until a session that has been idle for `idle_s` sends its next request. One
-    /// that is away for longer than nearly every gap seen is expected to stay away as long again.
-    pub fn remaining_s(&self, own: &OwnGaps, idle_s: f64) -> f64 {
-        if idle_s >= MOST_S {
-            return MOST_S;
-        }
-        let (weight, beyond) = self.longer(own, idle_s);
-        let expected_s = if weight > 1e-3 * FLEET_WEIGHT {
-            beyond / weight
-        } else {
-            idle_s
-        };
-        expected_s.min(MOST_S)
+        let of_fleet = MIDDLES_S.iter().zip(&self.weights);
+        let of_fleet = of_fleet.filter(|(gap_s, _)| **gap_s > idle_s);
+        let of_fleet: f64 = of_fleet.map(|(_, weight)| weight).sum();
+        let own = own.0.iter().filter(|&&gap_s| f64::from(gap_s) > idle_s);
+        FLEET_WEIGHT * of_fleet / all + own.count() as f64
     }
 
     /// The share of gaps, of its own and all sessions', that are longer than `idle_s`.
     pub fn share_longer(&self, own: &OwnGaps, idle_s: f64) -> f64 {
-        self.longer(own, idle_s).0 / (FLEET_WEIGHT + own.0.len() as f64)
+        self.longer(own, idle_s) / (FLEET_WEIGHT + own.0.len() as f64)
     }
 
-    /// Whether keeping what the session holds pays for some time yet, where its return saves `worth_s`
-    /// of idleness: there is a time h such that worth_s × the chance that it returns within h is no less than the
-    /// seconds that it is expected to be kept, until it returns or h is over. One that has been away
-    /// for longer than nearly every gap seen has most likely had its last answer.
+    /// Whether it pays to keep what the session holds for some time yet, where its return is worth
+    /// `worth_s` seconds of idleness: there is a time h such that worth_s × the chance that it returns
+    /// within h is no less than the seconds for which it would be kept, until it returns or h is over.
+    /// One that has been away for longer than nearly every gap seen has most likely had its last
+    /// answer, and is not waited for.
     pub fn keeping_pays(&self, own: &OwnGaps, idle_s: f64, worth_s: f64) -> bool {
         let all: f64 = self.weights.iter().sum();
         let mut weights = self.weights.map(|weight| FLEET_WEIGHT * weight / all);
@@ -150,11 +125,11 @@ impl Gaps {
 
     /// How likely it sends its next request within the next `horizon_s`.
     pub fn returns_within(&self, own: &OwnGaps, idle_s: f64, horizon_s: f64) -> f64 {
-        let (now, _) = self.longer(own, idle_s);
+        let now = self.longer(own, idle_s);
         if idle_s >= MOST_S || now <= 1e-3 * FLEET_WEIGHT {
             return 0.0;
         }
-        let (later, _) = self.longer(own, idle_s + horizon_s);
+        let later = self.longer(own, idle_s + horizon_s);
         (1.0 - later / now).clamp(0.0, 1.0)
     }
 }
@@ -172,31 +147,10 @@ mod tests {
     }
 
     #[test]
-    fn a_session_that_stays_away_is_expected_later_and_later() {
-        let gaps = fleet(&[1.0, 2.0, 4.0, 200.0]);
-        let own = OwnGaps::default();
-        let at_once = gaps.remaining_s(&own, 0.0);
-        assert!(
-            (40.0..65.0).contains(&at_once),
-            "{at_once}: a quarter of 200 s"
-        );
-        let after_ten = gaps.remaining_s(&own, 10.0);
-        assert!(
-            (150.0..220.0).contains(&after_ten),
-            "{after_ten}: only the long gap is left"
-        );
-        let beyond = gaps.remaining_s(&own, 400.0);
-        assert_eq!(beyond, 400.0, "as long again");
-        assert_eq!(gaps.remaining_s(&own, 10_000.0), MOST_S);
-    }
-
-    #[test]
     fn own_gaps_outweigh_the_fleets() {
         let gaps = fleet(&[100.0]);
         let mut own = OwnGaps::default();
         (0..OWN_GAPS).for_each(|_| own.note(1.0));
-        let quick = gaps.remaining_s(&own, 0.0);
-        assert!(quick < 30.0, "{quick}");
         assert!(gaps.returns_within(&own, 0.0, 2.0) > 0.7);
         let stranger = OwnGaps::default();
         assert!(gaps.returns_within(&stranger, 0.0, 2.0) < 0.05);
@@ -230,7 +184,7 @@ mod tests {
     fn weights_stay_finite() {
         let mut gaps = Gaps::default();
         (0..200_000).for_each(|i| gaps.note(f64::from(i % 7)));
-        let expected = gaps.remaining_s(&OwnGaps::default(), 0.0);
-        assert!((2.5..3.5).contains(&expected), "{expected}");
+        let half = gaps.share_longer(&OwnGaps::default(), 3.5);
+        assert!((0.3..0.5).contains(&half), "{half}: 4, 5 and 6 s of seven");
     }
 }

@@ -57,18 +57,6 @@ pub struct WorkerView<'a> {
 }
 
 impl WorkerView<'_> {
-    /// Expected seconds until the session sends its next request: what it said, else what it and all
-    /// others did so far.
-    pub fn remaining_s(&self, place: &Place) -> f64 {
-        if place.waits_for_children {
-            return super::gaps::MOST_S;
-        }
-        match place.returns_in_s {
-            Some(seconds) if seconds > 0.0 => seconds.min(super::gaps::MOST_S),
-            _ => self.gaps.remaining_s(&place.gaps, place.idle_s),
-        }
-    }
-
     /// Whether a place whose session's return is worth `worth_s` of idleness is worth keeping.
     pub fn keeping_pays(&self, place: &Place, worth_s: f64) -> bool {
         match place.returns_in_s {

@@ -11,7 +11,8 @@ pub const INFO: Info = Info {
     rule: "With capacity C, the n tokens that an idle session alone holds keep n/C of the worker from others, and \
            computing them again behind what others hold too (or reloading them from the host tier) takes R seconds of it: the place pays for \
            g* = R·C/n seconds of idleness. While nobody waits nothing is given up. For a turn that waits, an idle \
-           session may be given up where (a) its expected time to return is longer than late_factor·g*, or (b) it \
+           session may be given up where (a) there is no time h for which late_factor·g* × the chance that it returns within h is \
+           worth the seconds of keeping it until then (one that is away for longer than sessions ever are has most likely had its last answer), or (b) it \
            has had its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), or, while \
            the oldest wait goes from half of wait_bound_s to all of it (both as many times longer as those that wait \
            want what fits on all workers), for a time that shrinks to \
@@ -31,7 +32,7 @@ pub const INFO: Info = Info {
         ParamInfo {
             name: "late_factor",
             default: "2",
-            meaning: "a session returns late that is expected after so many times g*",
+            meaning: "a return is worth so many times g* of idleness; below 2, sessions that think for a minute lose their places too soon",
         },
         ParamInfo {
             name: "least_share_s",
