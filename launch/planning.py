@@ -235,8 +235,10 @@ def layout(
             )
     if topology.router.kind != "none":
         processes.append(_router(topology, processes, run_dir))
-    # An engine's start is three imports of torch side by side.
-    parallel_starts = topology.parallel_starts or max(1, cores // 3)
+    # An engine's start is three imports of torch side by side. SGLang's on a CPU is one, from which
+    # its other processes are forked.
+    imports = 1 if on_cpu and engine.name == "sglang" else 3
+    parallel_starts = topology.parallel_starts or max(1, cores // imports)
     return Plan(topology, engine, run_dir, tuple(processes), parallel_starts)
 
 

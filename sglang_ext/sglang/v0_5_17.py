@@ -30,6 +30,8 @@ _ADDER_PARAMETERS = (
 _LOAD_PARAMETERS = "self, device_pool, host_indices, device_indices, layer_id, io_backend"
 
 TARGETS: Mapping[str, Target | NotNeeded] = {
+    # Before a worker's processes are started, in the one that starts them.
+    "engine.set_up": Target("sglang.srt.entrypoints.engine._set_envs_and_config", "(server_args)"),
     # The scheduler's life and its steps.
     "scheduler.ready": Target(f"{_SCHEDULER}.init_output_streamer", "(self)"),
     "scheduler.idle": Target(f"{_SCHEDULER}.on_idle", "(self)"),

@@ -113,6 +113,13 @@ def test_cpu_workers_share_the_cores_and_leave_some_to_those_who_ask() -> None:
     assert bounded.environment["RAYON_NUM_THREADS"] == "3"
 
 
+def test_workers_start_side_by_side_as_far_as_their_processes_have_a_core_each() -> None:
+    assert [made("laptop-sglang", cores=cores).parallel_starts for cores in (1, 2, 8)] == [1, 2, 8]
+    for name in ("sglang:2", "laptop-vllm"):
+        assert [made(name, cores=cores).parallel_starts for cores in (2, 8)] == [1, 2]
+    assert made("laptop-sglang", "parallel_starts=3", cores=1).parallel_starts == 3
+
+
 def test_vllm_gets_exactly_the_capacity_that_the_topology_states() -> None:
     worker = made("laptop-vllm", "max_total_tokens=100000", "page_size=32").workers[0]
     assert value_of(worker.argv, "--num-gpu-blocks-override") == "3125"

@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 
 @pytest.fixture(scope="module")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    overrides = ["workers.0.count=1", 'router.kind="none"']
+    overrides = ["workers.0.count=1", "base_port=0", 'router.kind="none"']
     topology = load_topology("laptop-sglang", overrides)
     with fleet(topology, tmp_path_factory.mktemp("sglang"), on_progress=print) as running:
         yield running
