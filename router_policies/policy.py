@@ -37,7 +37,9 @@ class Rates:
     prefill_overhead_s: float
     transfer_tokens_per_s: float
     transfer_overhead_s: float
-    decode_step_s: float
+    decode_base_s: float
+    decode_per_request_s: float
+    decode_per_context_token_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,12 @@ class WorkerFacts:
     pending_prefill_tokens: int
     prefill_wait_s: float
     decode_tokens: int
+    arriving: int
+    arriving_tokens: int
     ongoing_tokens: int
+    held_tokens: int
+    freed_tokens_per_s: float
+    kept_tokens: int
     kv_capacity_tokens: int | None
     cached_tokens: int
     recent_migrations: int

@@ -546,6 +546,7 @@ impl Simulation<'_> {
             reservation.report(Usage {
                 prompt_tokens: Some(turn.prompt.input_tokens),
                 cached_tokens: Some(cached_tokens),
+                output_tokens: None,
             });
             reservation.output(turn.unsaid);
             reservation.finish(Outcome::Ok, Some(200), None);

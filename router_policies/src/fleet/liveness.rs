@@ -127,23 +127,29 @@ impl State {
         })
     }
 
-    /// Where all workers of an ability are suspected, none is passed over for it: some of them must be
-    /// tried, and a wrong suspicion must not close the router.
-    pub(super) fn pardon_suspects(&mut self, exclude: &[String], now_s: f64) {
+    /// Where all workers of an ability are suspected, none is passed over for it, and where all rest after
+    /// failures, none of those does: some of them must be tried, and a wrong suspicion, or a few requests
+    /// that break connections, must not close the router.
+    pub(super) fn pardon(&mut self, exclude: &[String], now_s: f64) {
         for ability in [
             |facts: &crate::policy::WorkerFacts| facts.serves_local,
             |facts: &crate::policy::WorkerFacts| facts.serves_prefill,
             |facts: &crate::policy::WorkerFacts| facts.serves_decode,
         ] {
-            let facts = &mut self.facts;
-            if facts.iter().any(|facts| facts.routable && ability(facts)) {
-                continue;
-            }
-            for (facts, worker) in facts.iter_mut().zip(&self.workers) {
-                if let Some(worker) = worker
-                    && ability(facts)
-                {
-                    facts.routable = worker.may_get_requests(exclude, now_s);
+            for rests_count in [true, false] {
+                let facts = &mut self.facts;
+                if facts.iter().any(|facts| facts.routable && ability(facts)) {
+                    break;
+                }
+                for (facts, worker) in facts.iter_mut().zip(&self.workers) {
+                    if let Some(worker) = worker
+                        && ability(facts)
+                    {
+                        facts.routable = match rests_count {
+                            true => worker.may_get_requests(exclude, now_s),
+                            false => worker.is_up(exclude),
+                        };
+                    }
                 }
             }
         }

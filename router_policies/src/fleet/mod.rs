@@ -4,8 +4,11 @@
 //! Owns every counter that policies see. Knows nothing of HTTP: the gateway reports what happened
 //! to a request through its [`Reservation`].
 
+mod batch;
 mod circuit;
 mod engine_run;
+mod kinds;
+mod learning;
 mod liveness;
 pub mod log;
 mod placing;
@@ -19,7 +22,7 @@ mod whole;
 mod worker;
 
 pub use placing::{Admit, Refused, Ticket};
-pub use reservation::{Outcome, Reservation, Usage};
+pub use reservation::{Outcome, PrefillWatch, Reservation, Usage};
 pub use which::Which;
 pub use whole::Separable;
 pub(crate) use worker::SGLANG_GROUP;
@@ -27,6 +30,7 @@ pub use worker::{EngineLoad, Load, WorkerSnapshot};
 
 use crate::config::{Engine, WorkerSpec};
 use crate::policy::{Policy, Refusal, RequestFacts, Role, Route, View, WorkerFacts};
+use kinds::{Beliefs, Kinds};
 use log::{EventSink, PrefixSource};
 use lru::LruCache;
 use parking_lot::Mutex;
@@ -114,6 +118,7 @@ pub(crate) struct State {
     /// Prefills whose end nothing will tell, by when they are predicted to end (µs) and id.
     untold: BTreeMap<(u64, u64), Share>,
     mean_output_tokens: f64,
+    kinds: Kinds,
     random: fastrand::Rng,
     facts: Vec<WorkerFacts>,
     held_blocks: Vec<u32>,
@@ -173,6 +178,7 @@ impl Fleet {
                 separated_inflight: 0,
                 untold: BTreeMap::new(),
                 mean_output_tokens: 256.0,
+                kinds: Kinds::default(),
                 random: fastrand::Rng::with_seed(seed),
                 facts: Vec::new(),
                 held_blocks: Vec::new(),
@@ -229,7 +235,10 @@ impl Fleet {
         state.next_serial += 1;
         let block = estimate_block(&spec);
         let spec = Arc::new(spec);
-        let worker = Worker::new(Arc::clone(&spec), serial, block);
+        let now_s = self.now_s();
+        let kind = state.kinds.of(&spec);
+        let beliefs = Beliefs::new(state.kinds.rates(kind), now_s);
+        let worker = Worker::new(Arc::clone(&spec), serial, block, (kind, beliefs));
         let slot = match state.workers.iter().position(Option::is_none) {
             Some(slot) => slot,
             None => {
@@ -576,18 +585,36 @@ impl State {
 
     fn fill_facts(&mut self, exclude: &[String], now_s: f64) {
         self.end_untold(now_s);
+        self.forget_rates(now_s);
         self.facts.clear();
         for (slot, worker) in self.workers.iter().enumerate() {
             self.facts.push(match worker {
-                Some(worker) => worker.facts(slot, exclude, now_s),
+                Some(worker) => WorkerFacts {
+                    kept_tokens: self.kept_tokens(slot, worker),
+                    ..worker.facts(slot, exclude, self.mean_output_tokens, now_s)
+                },
                 None => Worker::absent(slot),
             });
         }
-        self.pardon_suspects(exclude, now_s);
+        self.pardon(exclude, now_s);
+    }
+
+    /// Tokens that a worker is believed to have in its cache, of all prompts together.
+    fn kept_tokens(&self, slot: usize, worker: &Worker) -> u64 {
+        let mut tokens = self.text_tree.held_blocks(slot) * ESTIMATE_BLOCK_TOKENS as u64;
+        tokens += if worker.needs_estimate() {
+            let trees = self.token_trees.iter();
+            let its = trees.filter(|(block, _)| *block == worker.estimate_block);
+            its.map(|(block, tree)| tree.held_blocks(slot) * *block as u64)
+                .sum::<u64>()
+        } else {
+            (self.exact.held_blocks(slot) * worker.page_size) as u64
+        };
+        tokens
     }
 
     /// The workers that may answer requests, as residency sees them. Those that are suspected to hang
-    /// get nothing, unless all are that are not in `exclude`: see [`State::pardon_suspects`].
+    /// get nothing, unless all are that are not in `exclude`, nor do those that rest: see [`State::pardon`].
     fn sites(&mut self, exclude: &[String], now_s: f64) -> Vec<Site> {
         let mut sites = std::mem::take(&mut self.spare_sites);
         let mut count = 0;
@@ -607,6 +634,13 @@ impl State {
             count += 1;
         }
         sites.truncate(count);
+        let is_open = |site: &Site| site.routable && !exclude.contains(&site.spec.id);
+        if !sites.iter().any(is_open) {
+            for site in &mut sites {
+                let worker = self.workers[site.slot].as_ref();
+                site.routable = worker.is_some_and(|worker| worker.is_up(&[]));
+            }
+        }
         if has_suspect && has_other {
             for site in &mut sites {
                 let worker = self.workers[site.slot].as_ref();

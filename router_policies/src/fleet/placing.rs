@@ -12,8 +12,8 @@ use super::residency::{
 };
 use super::whole::{self, Separable};
 use super::{
-    COMPLAINT_INTERVAL_S, ESTIMATE_BLOCK_TOKENS, Fleet, Request, State, can_serve_whole,
-    check_candidates, session_key,
+    COMPLAINT_INTERVAL_S, ESTIMATE_BLOCK_TOKENS, Fleet, Request, SGLANG_GROUP, State,
+    can_serve_whole, check_candidates, session_key,
 };
 use crate::policy::{Decision, Policy, Refusal, Route, View};
 use parking_lot::MutexGuard;
@@ -541,17 +541,25 @@ impl Fleet {
         let until_token_s = match decision.route {
             Route::Local { worker } => view.local_prefill_s(&state.facts[worker]),
             Route::PrefillDecode { prefill, decode } => {
-                view.remote_prefill_s(&state.facts[prefill]) + view.transfer_s(&state.facts[decode])
+                view.separated_s(&state.facts[prefill], &state.facts[decode])
             }
         };
+        let delta_tokens = view.new_tokens(&state.facts[answering]);
+        // SGLang's prefill workers answer once the KV is sent, vLLM's once it is there to be sent.
+        let is_sent_by_end = state.facts[prefilling].transfer_group == SGLANG_GROUP;
         let mut share = Share {
             id: state.sequence,
             route: decision.route,
             input_tokens: facts.input_tokens,
             new_tokens,
             prompts: facts.prompts,
+            answers: request.answers,
             new_pairs: view.pairs(state.facts[prefilling].cached_tokens, new_tokens),
-            delta_tokens: view.new_tokens(&state.facts[answering]),
+            delta_tokens,
+            delta_after_prefill: (!is_sent_by_end).then_some(delta_tokens),
+            lacks_room: state.facts[answering].lacking_tokens(facts.input_tokens) > 0,
+            found_no_queue: false,
+            found_decodes: false,
             until_token_s,
             untold_until_us: (!request.stream).then_some(((now_s + until_token_s) * 1e6) as u64),
             key: entry.identity.key,
@@ -559,7 +567,7 @@ impl Fleet {
         };
         let (seat, residency) = state.sit_down(request, entry, decision.route, now_s)?;
         share.turn = seat.turn;
-        state.reserve(&share, now_s);
+        state.reserve(&mut share, now_s);
         for slot in [prefilling, answering] {
             if let Some(worker) = state.worker_mut(slot) {
                 worker.circuit.placed(now_s);
@@ -620,6 +628,8 @@ impl Fleet {
         };
         let decision_id = format!("{:016x}", state.random.u64(..));
         let signs = state.signs([prefilling, answering]);
+        let of_answering = state.worker_mut(answering);
+        let begun_at = of_answering.map_or_else(Default::default, |worker| worker.batch_time);
         self.settle(guard);
 
         let record = Arc::new(DecisionRecord {
@@ -641,7 +651,11 @@ impl Fleet {
             residency,
         });
         self.sink.send(Event::Decision(record));
-        let noted = Noted { prompt, session };
+        let noted = Noted {
+            prompt,
+            session,
+            begun: begun_at,
+        };
         let reservation = Reservation::new(
             Arc::clone(self),
             decision_id,

@@ -6,6 +6,7 @@
 
 use crate::config::WorkerSpec;
 use crate::policy::{Rates, Role};
+use smallvec::{SmallVec, smallvec};
 
 /// What is assumed of an unknown worker; an H200 with a 30B-A3B model is near it (a prompt of 8k, 32k
 /// and 64k tokens alone takes it 0.19, 1.14 and 3.51 s).
@@ -16,12 +17,60 @@ pub const PRIOR: Rates = Rates {
     prefill_overhead_s: 0.03,
     transfer_tokens_per_s: 500_000.0,
     transfer_overhead_s: 0.05,
-    decode_step_s: 0.015,
+    // 11 ms beside seven others with contexts of 32,000 tokens each: fitted on the steps of a run on an
+    // H200 (crate simulator, `Calibration`).
+    decode_base_s: 3.6e-3,
+    decode_per_request_s: 0.76e-3,
+    decode_per_context_token_s: 2.3e-8,
 };
 
 /// Of an elastic worker, which holds its prefills back for the sake of those that decode: 1.39 s for
 /// 32,000 tokens beside eight decodes where 1.12 s are possible (docs/results/elastic-worker.md).
 const ELASTIC_SLOWDOWN: f64 = 1.25;
+
+/// What requests of one shape teach, and others do not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Topic {
+    /// Prefill speeds of a worker without other work, and the fixed time of a local prefill.
+    Compute,
+    /// How much longer prefills take beside decodes.
+    Pacing,
+    Transfer,
+    Decode,
+}
+
+impl Topic {
+    pub const ALL: [Self; 4] = [Self::Compute, Self::Pacing, Self::Transfer, Self::Decode];
+
+    /// The beliefs that are of it.
+    fn beliefs(self, rates: &mut Rates) -> SmallVec<[&mut f64; 3]> {
+        match self {
+            Self::Compute => smallvec![
+                &mut rates.prefill_tokens_per_s,
+                &mut rates.attention_pairs_per_s,
+                &mut rates.prefill_overhead_s,
+            ],
+            Self::Pacing => smallvec![&mut rates.paced_slowdown],
+            Self::Transfer => smallvec![
+                &mut rates.transfer_tokens_per_s,
+                &mut rates.transfer_overhead_s,
+            ],
+            Self::Decode => smallvec![
+                &mut rates.decode_base_s,
+                &mut rates.decode_per_request_s,
+                &mut rates.decode_per_context_token_s,
+            ],
+        }
+    }
+}
+
+/// Moves what is believed of a topic towards `to`, by a share of the log difference.
+pub(crate) fn drift(rates: &mut Rates, to: &Rates, topic: Topic, share: f64) {
+    let mut to = *to;
+    for (belief, to) in topic.beliefs(rates).into_iter().zip(topic.beliefs(&mut to)) {
+        *belief *= (*to / *belief).powf(share);
+    }
+}
 
 /// Share of the log difference that one sample moves the belief by.
 const GAIN: f64 = 0.2;
@@ -141,72 +190,178 @@ fn blame(parts: &mut [Part<'_>], seconds: f64) {
     }
 }
 
-/// A prefill of `tokens` with `pairs` had the worker for `seconds`, to be decoded there; `paced` if
-/// others decoded meanwhile.
-pub fn observe_local(
+/// New tokens and their pairs, as one prefill or one step of several.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Computed {
+    pub tokens: f64,
+    pub pairs: f64,
+}
+
+/// Tokens that were decoded one after the other, each in a batch of so many requests with so many
+/// tokens of context in all.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Decoded {
+    pub tokens: f64,
+    pub requests: f64,
+    pub context_tokens: f64,
+}
+
+impl Decoded {
+    fn parts<'a>(
+        &self,
+        rates: (&'a mut f64, &'a mut f64, &'a mut f64),
+        prior: &Prior,
+    ) -> [Part<'a>; 3] {
+        let (base, request, token) = rates;
+        let of = &prior.rates;
+        let count = self.tokens;
+        [
+            Part::duration(count, base, of.decode_base_s),
+            Part::duration(count * self.requests, request, of.decode_per_request_s),
+            Part::duration(
+                count * self.context_tokens,
+                token,
+                of.decode_per_context_token_s,
+            ),
+        ]
+    }
+}
+
+/// What had the worker for `seconds`, to be decoded there; `paced` if others decoded meanwhile.
+pub(crate) fn observe_local(
     rates: &mut Rates,
     prior: &Prior,
-    tokens: u64,
-    pairs: f64,
+    computed: Computed,
     paced: bool,
     seconds: f64,
 ) {
-    let tokens = tokens as f64;
+    observe_whole(rates, prior, computed, paced, None, seconds);
+}
+
+/// As [`observe_local`], where the seconds go on until `decoded` was there too.
+pub(crate) fn observe_whole(
+    rates: &mut Rates,
+    prior: &Prior,
+    Computed { tokens, pairs }: Computed,
+    paced: bool,
+    decoded: Option<Decoded>,
+    seconds: f64,
+) {
     let alone_s = tokens / rates.prefill_tokens_per_s + pairs / rates.attention_pairs_per_s;
     let of = &prior.rates;
     let overhead = Part::duration(1.0, &mut rates.prefill_overhead_s, of.prefill_overhead_s);
+    let mut parts: SmallVec<[Part<'_>; 6]> = smallvec![overhead];
     // A paced prefill says how it is paced; how fast the worker is alone, only one alone says.
     if paced {
-        let pacing = Part::duration(alone_s, &mut rates.paced_slowdown, of.paced_slowdown);
-        blame(&mut [overhead, pacing], seconds);
-        let (least, most) = SLOWDOWN.into_inner();
-        rates.paced_slowdown = rates.paced_slowdown.clamp(least, most);
+        let slowdown = &mut rates.paced_slowdown;
+        parts.push(Part::duration(alone_s, slowdown, of.paced_slowdown));
     } else {
         let speeds = (
             &mut rates.prefill_tokens_per_s,
             &mut rates.attention_pairs_per_s,
         );
-        let [linear, attention] = Part::prefill(speeds, prior, tokens, pairs);
-        blame(&mut [overhead, linear, attention], seconds);
+        parts.extend(Part::prefill(speeds, prior, tokens, pairs));
     }
+    if let Some(decoded) = decoded {
+        let of_step = (
+            &mut rates.decode_base_s,
+            &mut rates.decode_per_request_s,
+            &mut rates.decode_per_context_token_s,
+        );
+        parts.extend(decoded.parts(of_step, prior));
+    }
+    blame(&mut parts, seconds);
+    drop(parts);
+    let (least, most) = SLOWDOWN.into_inner();
+    rates.paced_slowdown = rates.paced_slowdown.clamp(least, most);
+}
+
+/// What had a worker that prefills for others for `seconds`.
+pub(crate) fn observe_remote(rates: &mut Rates, prior: &Prior, computed: Computed, seconds: f64) {
+    let speeds = (
+        &mut rates.prefill_tokens_per_s,
+        &mut rates.attention_pairs_per_s,
+    );
+    let Computed { tokens, pairs } = computed;
+    blame(&mut Part::prefill(speeds, prior, tokens, pairs), seconds);
 }
 
 /// A worker's rates, with what was assumed of it.
-pub type Believed<'a> = (&'a mut Rates, &'a Prior);
+pub(crate) type Believed<'a> = (&'a mut Rates, &'a Prior);
 
 /// A separated request had the prefill worker, and then the way to the decode worker, for `seconds`:
-/// `tokens` with `pairs` on the one, then `delta` tokens to the other.
-pub fn observe_separated(
+/// computed on the one, then `delta` tokens went to the other, whose own overhead is in the seconds if
+/// they are `until_token`.
+pub(crate) fn observe_separated(
     (prefill, prior_of_prefill): Believed<'_>,
     (decode, prior_of_decode): Believed<'_>,
-    tokens: u64,
-    pairs: f64,
+    Computed { tokens, pairs }: Computed,
     delta: u64,
+    until_token: bool,
     seconds: f64,
 ) {
     let speeds = (
         &mut prefill.prefill_tokens_per_s,
         &mut prefill.attention_pairs_per_s,
     );
-    let [linear, attention] = Part::prefill(speeds, prior_of_prefill, tokens as f64, pairs);
-    let of = &prior_of_decode.rates;
-    let transfer = Part::speed(
+    let mut parts: SmallVec<[Part<'_>; 4]> = SmallVec::new();
+    parts.extend(Part::prefill(speeds, prior_of_prefill, tokens, pairs));
+    parts.push(Part::speed(
         delta as f64,
         &mut decode.transfer_tokens_per_s,
-        of.transfer_tokens_per_s,
+        prior_of_decode.rates.transfer_tokens_per_s,
         ASSUMED_FACTOR,
-    );
-    let overhead = Part::duration(1.0, &mut decode.transfer_overhead_s, of.transfer_overhead_s);
-    blame(&mut [linear, attention, transfer, overhead], seconds);
+    ));
+    if until_token {
+        let prior_s = prior_of_decode.rates.transfer_overhead_s;
+        parts.push(Part::duration(
+            1.0,
+            &mut decode.transfer_overhead_s,
+            prior_s,
+        ));
+    }
+    blame(&mut parts, seconds);
 }
 
-/// `tokens` were decoded in `seconds` after the first.
-pub fn observe_decode(rates: &mut Rates, prior: &Prior, tokens: u64, seconds: f64) {
-    if tokens > 0 {
-        let step_s = prior.rates.decode_step_s;
-        let part = Part::duration(tokens as f64, &mut rates.decode_step_s, step_s);
-        blame(&mut [part], seconds);
+/// From the end of its prefill on another worker, `delta` tokens came to the decode worker, and what
+/// `decoded` says was decoded, in `seconds`; `delta` is none where they were there by then.
+pub(crate) fn observe_arrival(
+    rates: &mut Rates,
+    prior: &Prior,
+    delta: Option<u64>,
+    decoded: Option<Decoded>,
+    seconds: f64,
+) {
+    let of = &prior.rates;
+    let overhead = Part::duration(1.0, &mut rates.transfer_overhead_s, of.transfer_overhead_s);
+    let mut parts: SmallVec<[Part<'_>; 5]> = smallvec![overhead];
+    if let Some(delta) = delta {
+        parts.push(Part::speed(
+            delta as f64,
+            &mut rates.transfer_tokens_per_s,
+            of.transfer_tokens_per_s,
+            ASSUMED_FACTOR,
+        ));
     }
+    if let Some(decoded) = decoded {
+        let of_step = (
+            &mut rates.decode_base_s,
+            &mut rates.decode_per_request_s,
+            &mut rates.decode_per_context_token_s,
+        );
+        parts.extend(decoded.parts(of_step, prior));
+    }
+    blame(&mut parts, seconds);
+}
+
+/// So much was decoded in `seconds` in which nothing else ran.
+pub(crate) fn observe_decode(rates: &mut Rates, prior: &Prior, decoded: Decoded, seconds: f64) {
+    let of_step = (
+        &mut rates.decode_base_s,
+        &mut rates.decode_per_request_s,
+        &mut rates.decode_per_context_token_s,
+    );
+    blame(&mut decoded.parts(of_step, prior), seconds);
 }
 
 #[cfg(test)]
@@ -228,6 +383,13 @@ mod tests {
         serde_json::from_value(fields).expect("a worker")
     }
 
+    fn shape(new: u64, cached: u64) -> Computed {
+        Computed {
+            tokens: new as f64,
+            pairs: attention_pairs(cached, new),
+        }
+    }
+
     fn prefill_s(rates: &Rates, new: u64, cached: u64) -> f64 {
         rates.compute_s(new, attention_pairs(cached, new))
     }
@@ -247,14 +409,7 @@ mod tests {
             let paced = (i / SHAPES.len()).is_multiple_of(2);
             let slowdown = if paced { truth.paced_slowdown } else { 1.0 };
             let seconds = truth.prefill_overhead_s + slowdown * prefill_s(&truth, new, cached);
-            observe_local(
-                &mut rates,
-                &UNSTATED,
-                new,
-                attention_pairs(cached, new),
-                paced,
-                seconds,
-            );
+            observe_local(&mut rates, &UNSTATED, shape(new, cached), paced, seconds);
         }
         for (new, cached) in SHAPES {
             for (believed, true_slowdown) in [(1.0, 1.0), (rates.paced_slowdown, 5.0)] {
@@ -272,7 +427,11 @@ mod tests {
     #[test]
     fn one_outlier_moves_the_belief_by_less_than_a_third() {
         let mut rates = PRIOR;
-        observe_local(&mut rates, &UNSTATED, 32_000, 0.0, false, 600.0);
+        let computed = Computed {
+            tokens: 32_000.0,
+            pairs: 0.0,
+        };
+        observe_local(&mut rates, &UNSTATED, computed, false, 600.0);
         assert!(rates.prefill_tokens_per_s > 0.7 * PRIOR.prefill_tokens_per_s);
     }
 
@@ -294,15 +453,8 @@ mod tests {
         for i in 0..120 {
             let (new, delta) = shapes[i % shapes.len()];
             let seconds = whole_s(&truth, &truth, (new, 0), delta);
-            let pairs = attention_pairs(0, new);
-            observe_separated(
-                (&mut p, &UNSTATED),
-                (&mut d, &UNSTATED),
-                new,
-                pairs,
-                delta,
-                seconds,
-            );
+            let believed = ((&mut p, &UNSTATED), (&mut d, &UNSTATED));
+            observe_separated(believed.0, believed.1, shape(new, 0), delta, true, seconds);
         }
         for (new, delta) in shapes {
             let seconds = whole_s(&truth, &truth, (new, 0), delta);
@@ -322,14 +474,14 @@ mod tests {
         assert_eq!(rates.prefill_tokens_per_s, 500.0);
         // A processor that stalls for minutes at every request, then answers at once for ever.
         for _ in 0..1000 {
-            observe_local(&mut rates, &stated, 1000, 5e5, false, 1e6);
+            observe_local(&mut rates, &stated, shape(1000, 0), false, 1e6);
         }
         assert!(
             (16.0..17.0).contains(&rates.prefill_tokens_per_s),
             "{rates:?}"
         );
         for _ in 0..1000 {
-            observe_local(&mut rates, &stated, 1_000_000, 5e11, false, 1e-6);
+            observe_local(&mut rates, &stated, shape(1_000_000, 0), false, 1e-6);
         }
         assert!(
             (14e3..16e3).contains(&rates.prefill_tokens_per_s),
@@ -348,13 +500,101 @@ mod tests {
         let mut rates = unstated.rates;
         for i in 0..400 {
             let (new, cached) = SHAPES[i % SHAPES.len()];
-            let (pairs, seconds) = (attention_pairs(cached, new), prefill_s(&truth, new, cached));
-            observe_local(&mut rates, &unstated, new, pairs, false, seconds);
+            let seconds = prefill_s(&truth, new, cached);
+            observe_local(&mut rates, &unstated, shape(new, cached), false, seconds);
         }
         for (new, cached) in SHAPES {
             let off = prefill_s(&rates, new, cached) / prefill_s(&truth, new, cached);
             assert!((0.8..1.25).contains(&off), "{new} after {cached}: {off}");
         }
+    }
+
+    #[test]
+    fn a_decode_step_is_learnt_by_batch_and_by_context() {
+        let truth = Rates {
+            decode_base_s: 8e-3,
+            decode_per_request_s: 0.3e-3,
+            decode_per_context_token_s: 9e-8,
+            ..PRIOR
+        };
+        let batches = [
+            (1.0, 2e3),
+            (1.0, 1e5),
+            (12.0, 3e4),
+            (12.0, 5e5),
+            (30.0, 6e4),
+        ];
+        let mut rates = PRIOR;
+        for i in 0..600 {
+            let (requests, context_tokens) = batches[i % batches.len()];
+            let decoded = Decoded {
+                tokens: 200.0,
+                requests,
+                context_tokens,
+            };
+            let seconds = 200.0 * truth.step_s(requests, context_tokens);
+            observe_decode(&mut rates, &UNSTATED, decoded, seconds);
+        }
+        for (requests, context) in batches {
+            let off = rates.step_s(requests, context) / truth.step_s(requests, context);
+            assert!((0.85..1.18).contains(&off), "{requests} {context}: {off}");
+        }
+    }
+
+    #[test]
+    fn answers_in_one_piece_tell_a_slow_prefill_from_slow_decodes() {
+        let truth = Rates {
+            prefill_tokens_per_s: 3_000.0,
+            attention_pairs_per_s: 4e7,
+            decode_base_s: 30e-3,
+            ..PRIOR
+        };
+        let mut rates = PRIOR;
+        let answers = [1.0, 300.0, 20.0, 800.0, 3.0];
+        for i in 0..600 {
+            let (new, cached) = SHAPES[i % SHAPES.len()];
+            let decoded = Decoded {
+                tokens: answers[i % answers.len()],
+                requests: 1.0,
+                context_tokens: (new + cached) as f64,
+            };
+            let step_s = truth.step_s(1.0, decoded.context_tokens);
+            let seconds =
+                truth.prefill_overhead_s + prefill_s(&truth, new, cached) + decoded.tokens * step_s;
+            let computed = shape(new, cached);
+            observe_whole(
+                &mut rates,
+                &UNSTATED,
+                computed,
+                false,
+                Some(decoded),
+                seconds,
+            );
+        }
+        for (new, cached) in SHAPES {
+            let off = prefill_s(&rates, new, cached) / prefill_s(&truth, new, cached);
+            assert!((0.7..1.4).contains(&off), "{new} after {cached}: {off}");
+        }
+        let off = rates.step_s(1.0, 3e4) / truth.step_s(1.0, 3e4);
+        assert!((0.8..1.25).contains(&off), "{off}: {rates:?}");
+    }
+
+    #[test]
+    fn a_belief_drifts_by_topics() {
+        let own = Rates {
+            prefill_tokens_per_s: 1_000.0,
+            transfer_overhead_s: 5.0,
+            ..PRIOR
+        };
+        let mut rates = own;
+        drift(&mut rates, &PRIOR, Topic::Compute, 0.5);
+        let expected = (1_000.0 * PRIOR.prefill_tokens_per_s).sqrt();
+        assert!((rates.prefill_tokens_per_s / expected - 1.0).abs() < 1e-9);
+        assert_eq!(rates.transfer_overhead_s, 5.0, "another topic");
+        for topic in Topic::ALL {
+            drift(&mut rates, &PRIOR, topic, 1.0);
+        }
+        assert!((rates.transfer_overhead_s / PRIOR.transfer_overhead_s - 1.0).abs() < 1e-9);
     }
 
     proptest! {
@@ -364,15 +604,21 @@ mod tests {
         ) {
             let (mut p, mut d) = (PRIOR, PRIOR);
             for (a, b, seconds) in seen {
-                let pairs = attention_pairs(b.into(), a.into());
-                observe_separated((&mut p, &UNSTATED), (&mut d, &UNSTATED), a.into(), pairs, b.into(), seconds);
-                observe_local(&mut p, &UNSTATED, a.into(), pairs, b % 2 == 0, seconds);
-                observe_decode(&mut d, &UNSTATED, b.into(), seconds);
+                let (new, cached) = (a.into(), b.into());
+                let decoded = Decoded { tokens: a.into(), requests: 1.0, context_tokens: b.into() };
+                let computed = shape(new, cached);
+                let believed = ((&mut p, &UNSTATED), (&mut d, &UNSTATED));
+                observe_separated(believed.0, believed.1, computed, cached, b % 3 == 0, seconds);
+                observe_whole(&mut p, &UNSTATED, computed, b % 2 == 0, Some(decoded), seconds);
+                observe_remote(&mut p, &UNSTATED, computed, seconds);
+                observe_arrival(&mut d, &UNSTATED, Some(cached), Some(decoded), seconds);
+                observe_decode(&mut d, &UNSTATED, decoded, seconds);
             }
             for rates in [p, d] {
                 for value in [rates.prefill_tokens_per_s, rates.attention_pairs_per_s,
                     rates.paced_slowdown, rates.prefill_overhead_s, rates.transfer_tokens_per_s,
-                    rates.transfer_overhead_s, rates.decode_step_s] {
+                    rates.transfer_overhead_s, rates.decode_base_s, rates.decode_per_request_s,
+                    rates.decode_per_context_token_s] {
                     prop_assert!(value.is_finite() && value > 0.0);
                 }
             }

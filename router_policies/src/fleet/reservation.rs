@@ -1,14 +1,16 @@
 //! What a decision takes from its workers, and the guard that gives it back.
 
+use super::batch::BatchTime;
 use super::liveness::Signs;
 use super::log::{Event, FinishRecord, unix_now_s};
+use super::prefills::{Left, Step, Transfer};
 use super::residency::Seat;
 use super::residency::book::Served;
-use super::{Fleet, Session, State, rates};
+use super::{Fleet, Session, State};
 use crate::config::{Engine, WorkerSpec};
 use crate::policy::{Route, attention_pairs};
 use serde::Serialize;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -33,10 +35,19 @@ pub(super) struct Share {
     /// On the worker that prefills.
     pub new_tokens: u64,
     pub new_pairs: f64,
-    /// Prompts in it.
+    /// Prompts in it, and answers that are made of it.
     pub prompts: u64,
+    pub answers: u64,
     /// On the worker that answers: where separated, the KV it must be sent.
     pub delta_tokens: u64,
+    /// The part of that which is sent after the prefill worker has said that it is done: none where it
+    /// says so once all is sent.
+    pub delta_after_prefill: Option<u64>,
+    /// It has to wait until running requests give back room: its times say nothing of speeds.
+    pub lacks_room: bool,
+    /// No prefill was before it on its worker, and something decoded there.
+    pub found_no_queue: bool,
+    pub found_decodes: bool,
     /// Predicted, from the decision to the first token.
     pub until_token_s: f64,
     /// Where the answer does not come in pieces: when its prefill is taken to have ended.
@@ -53,6 +64,8 @@ pub(super) struct Noted {
     pub prompt: [Option<u64>; 2],
     /// The session, and what was known of it before.
     pub session: Option<(u64, Option<Session>)>,
+    /// What the answering worker had done by then.
+    pub begun: BatchTime,
 }
 
 /// What an engine reported about a request.
@@ -60,12 +73,19 @@ pub(super) struct Noted {
 pub struct Usage {
     pub prompt_tokens: Option<u64>,
     pub cached_tokens: Option<u64>,
+    /// Tokens of all its answers.
+    pub output_tokens: Option<u64>,
 }
 
 impl Share {
+    /// Tokens of one answer, if all together have so many.
+    pub(super) fn output_of_each(&self, output_tokens: u64) -> u64 {
+        output_tokens.div_ceil(self.answers.max(1))
+    }
+
     /// New tokens, and their pairs, that the prefill worked through: as the engine that did it says,
     /// where its first event does, else as was believed.
-    fn computed(&self, usage: Usage) -> (u64, f64) {
+    pub(super) fn computed(&self, usage: Usage) -> (u64, f64) {
         let is_local = matches!(self.route, Route::Local { .. });
         match (usage.prompt_tokens, usage.cached_tokens) {
             (Some(prompt), Some(cached)) if is_local && prompt > 0 && cached <= prompt => {
@@ -87,7 +107,7 @@ impl Share {
 }
 
 impl State {
-    pub(super) fn reserve(&mut self, share: &Share, now_s: f64) {
+    pub(super) fn reserve(&mut self, share: &mut Share, now_s: f64) {
         if let Route::PrefillDecode { prefill, .. } = share.route {
             self.separated_inflight += 1;
             if let Some(worker) = self.worker_mut(prefill) {
@@ -95,19 +115,17 @@ impl State {
                 worker.load.enter(share.input_tokens);
             }
         }
-        match share.untold_until_us {
-            Some(until_us) => {
-                self.untold.insert((until_us, share.id), *share);
-            }
-            None => {
-                for slot in share.slots() {
-                    if let Some(worker) = self.worker_mut(slot) {
-                        worker.liveness.owe(now_s, share.until_token_s);
-                    }
+        for slot in share.slots() {
+            if let Some(worker) = self.worker_mut(slot) {
+                worker.pass(now_s);
+                if share.untold_until_us.is_none() {
+                    worker.liveness.owe(now_s, share.until_token_s);
                 }
             }
         }
         if let Some(worker) = self.worker_mut(share.route.prefilling()) {
+            share.found_no_queue = worker.prefills.is_empty();
+            share.found_decodes = worker.load.decoding > 0;
             worker.load.prefilling += 1;
             worker.load.pending_prefill_tokens += share.new_tokens;
             let (tokens, pairs) = (share.new_tokens, share.new_pairs);
@@ -116,6 +134,12 @@ impl State {
         if let Some(worker) = self.worker_mut(share.route.answering()) {
             worker.decisions += 1;
             worker.load.enter(share.input_tokens);
+            worker.load.arriving += 1;
+            worker.load.arriving_tokens += share.input_tokens;
+            worker.came_tokens += share.input_tokens;
+        }
+        if let Some(until_us) = share.untold_until_us {
+            self.untold.insert((until_us, share.id), *share);
         }
     }
 
@@ -127,34 +151,135 @@ impl State {
                 return;
             }
             let share = entry.remove();
-            self.leave_prefill(&share, until_s, None);
+            if let Route::Local { .. } = share.route {
+                self.end_compute(&share, until_s, Left::Unseen);
+            }
+            self.begin_decode(&share, now_s);
         }
     }
 
-    /// The prefill is over, unless it was taken to be so before.
-    fn end_prefill(&mut self, share: &Share, now_s: f64, has_token: Option<Usage>) {
-        let is_over = share
+    /// The first token is there, or the request ends without: its prefill is over on both workers,
+    /// unless it was taken to be so before. `told` is what the engine has said by a first token that
+    /// shows when the prefill ended; `prefilled_s` when its prefill worker was done, if it said so.
+    fn end_prefill(
+        &mut self,
+        share: &Share,
+        told: Option<Usage>,
+        prefilled_s: Option<f64>,
+        now_s: f64,
+    ) {
+        let was_taken_for_over = share
             .untold_until_us
             .is_some_and(|until_us| self.untold.remove(&(until_us, share.id)).is_none());
-        if !is_over {
-            self.leave_prefill(share, now_s, has_token);
+        let learns = !share.lacks_room;
+        match (share.route, prefilled_s, told) {
+            (Route::PrefillDecode { decode, .. }, Some(prefilled_s), Some(_)) if learns => {
+                let (delta, seconds) = (share.delta_after_prefill, now_s - prefilled_s);
+                self.learn_arrival(decode, delta, seconds, now_s);
+            }
+            (Route::PrefillDecode { .. }, None, Some(_)) => {
+                // Its own end was not told: the next prefill began when this one's KV left, before the
+                // first token came.
+                let sent_s = self.sent_s(share, true);
+                let transfer = self.transfer(share, sent_s, true);
+                let how = self.computed(share, told, transfer);
+                self.end_compute(share, now_s - sent_s, how);
+            }
+            (Route::Local { .. }, _, Some(_)) => {
+                let how = self.computed(share, told, None);
+                self.end_compute(share, now_s, how);
+            }
+            _ => self.end_compute(share, now_s, Left::Dropped),
+        }
+        if !was_taken_for_over {
+            self.begin_decode(share, now_s);
         }
     }
 
-    /// On another worker, that worker is free again; locally, it decodes now. If its first token
-    /// came, the rates learn from the time that it took, and from what the engine says was cached.
-    fn leave_prefill(&mut self, share: &Share, now_s: f64, has_token: Option<Usage>) {
+    /// The prefill worker has said that it is done.
+    fn end_remote_prefill(&mut self, share: &Share, now_s: f64) {
+        let (sent_s, transfer) = match share.delta_after_prefill {
+            Some(_) => (0.0, None),
+            None => {
+                let sent_s = self.sent_s(share, false);
+                (sent_s, self.transfer(share, sent_s, false))
+            }
+        };
+        let how = self.computed(share, Some(Usage::default()), transfer);
+        self.end_compute(share, now_s - sent_s, how);
+    }
+
+    /// Seconds that sending what the decode worker lacks is believed to take, with or without its own
+    /// overhead.
+    fn sent_s(&self, share: &Share, until_token: bool) -> f64 {
+        let decode = self.workers.get(share.route.answering());
+        let Some(decode) = decode.and_then(Option::as_ref) else {
+            return 0.0;
+        };
+        let rates = &decode.beliefs.rates;
+        let overhead_s = if until_token {
+            rates.transfer_overhead_s
+        } else {
+            0.0
+        };
+        overhead_s + share.delta_tokens as f64 / rates.transfer_tokens_per_s
+    }
+
+    fn transfer(&self, share: &Share, seconds: f64, until_token: bool) -> Option<Transfer> {
+        let slot = share.route.answering();
+        let decode = self.workers.get(slot).and_then(Option::as_ref)?;
+        Some(Transfer {
+            slot,
+            serial: decode.serial,
+            delta_tokens: share.delta_tokens,
+            seconds,
+            until_token,
+        })
+    }
+
+    /// What a prefill that ends now has computed.
+    fn computed(&self, share: &Share, told: Option<Usage>, transfer: Option<Transfer>) -> Left {
         let slot = share.route.prefilling();
+        let worker = self.workers.get(slot).and_then(Option::as_ref);
+        match (told, worker) {
+            (Some(usage), Some(worker)) if !share.lacks_room => {
+                let (tokens, pairs) = share.computed(usage);
+                Left::Computed(Step {
+                    tokens,
+                    pairs,
+                    seconds: 0.0,
+                    is_local: matches!(share.route, Route::Local { .. }),
+                    is_paced: worker.load.decoding > 0,
+                    transfer,
+                })
+            }
+            (Some(_), _) => Left::Unseen,
+            (None, _) => Left::Dropped,
+        }
+    }
+
+    /// The worker that prefills is done with a request since `ended_s`, unless it was before.
+    fn end_compute(&mut self, share: &Share, ended_s: f64, how: Left) {
+        let slot = share.route.prefilling();
+        let Some(worker) = self.worker_mut(slot) else {
+            return;
+        };
+        worker.pass(ended_s);
+        let Some(steps) = worker.prefills.take(share.id, ended_s, how) else {
+            return;
+        };
+        worker.load.prefilling -= 1;
+        worker.load.pending_prefill_tokens -= share.new_tokens;
+        for step in steps {
+            self.learn_step(slot, &step, ended_s);
+        }
+    }
+
+    /// The request decodes from now on; its prefill worker, where that is another, is free of it.
+    fn begin_decode(&mut self, share: &Share, now_s: f64) {
         let answering = share.route.answering();
         self.residency
             .prefill_over(answering, share.key, share.turn);
-        let transfer_s = match share.route {
-            Route::Local { .. } => 0.0,
-            Route::PrefillDecode { decode, .. } => self.worker_mut(decode).map_or(0.0, |worker| {
-                worker.rates.transfer_overhead_s
-                    + share.delta_tokens as f64 / worker.rates.transfer_tokens_per_s
-            }),
-        };
         if share.untold_until_us.is_none() {
             for slot in share.slots() {
                 if let Some(worker) = self.worker_mut(slot) {
@@ -162,17 +287,10 @@ impl State {
                 }
             }
         }
-        let mut had_s = None;
-        if let Some(worker) = self.worker_mut(slot) {
-            // The next prefill began when this one's KV left, before its first token came.
-            had_s = worker.prefills.remove(share.id, now_s - transfer_s);
-            worker.load.prefilling -= 1;
-            worker.load.pending_prefill_tokens -= share.new_tokens;
-        }
-        if let (Some(seconds), Some(usage)) = (had_s, has_token) {
-            self.learn_prefill(share, usage, seconds + transfer_s);
-        }
-        if let Some(worker) = self.worker_mut(share.route.answering()) {
+        if let Some(worker) = self.worker_mut(answering) {
+            worker.pass(now_s);
+            worker.load.arriving -= 1;
+            worker.load.arriving_tokens -= share.input_tokens;
             worker.load.decoding += 1;
             worker.load.decode_tokens += share.input_tokens;
         }
@@ -183,49 +301,6 @@ impl State {
             }
             self.free_if_idle(prefill);
         }
-    }
-
-    /// Learns from a prefill that had its worker for `seconds`.
-    fn learn_prefill(&mut self, share: &Share, usage: Usage, seconds: f64) {
-        let (tokens, pairs) = share.computed(usage);
-        match share.route {
-            Route::Local { worker } => {
-                if let Some(worker) = self.worker_mut(worker) {
-                    let paced = worker.load.decoding > 0;
-                    let (rates, prior) = (&mut worker.rates, &worker.prior);
-                    rates::observe_local(rates, prior, tokens, pairs, paced, seconds);
-                }
-            }
-            Route::PrefillDecode { prefill, decode } => {
-                let of_prefill = self.worker_mut(prefill);
-                let Some((mut of_prefill, prior)) = of_prefill.map(|of| (of.rates, of.prior))
-                else {
-                    return;
-                };
-                if let Some(decode) = self.worker_mut(decode) {
-                    let delta = share.delta_tokens;
-                    rates::observe_separated(
-                        (&mut of_prefill, &prior),
-                        (&mut decode.rates, &decode.prior),
-                        tokens,
-                        pairs,
-                        delta,
-                        seconds,
-                    );
-                }
-                if let Some(worker) = self.worker_mut(prefill) {
-                    worker.rates = of_prefill;
-                }
-            }
-        }
-    }
-
-    fn learn_decode(&mut self, slot: usize, output_chunks: u64, seconds: f64) {
-        if let Some(worker) = self.worker_mut(slot) {
-            let tokens = output_chunks.saturating_sub(1);
-            rates::observe_decode(&mut worker.rates, &worker.prior, tokens, seconds);
-        }
-        self.mean_output_tokens += 0.02 * (output_chunks as f64 - self.mean_output_tokens);
     }
 
     /// Opens or closes the circuits of the workers involved. Answers with 5xx are left to
@@ -274,14 +349,36 @@ impl State {
         }
     }
 
-    fn end_decode(&mut self, share: &Share) {
+    fn end_decode(&mut self, share: &Share, now_s: f64) {
         let slot = share.route.answering();
         if let Some(worker) = self.worker_mut(slot) {
+            worker.pass(now_s);
             worker.load.leave(share.input_tokens);
             worker.load.decoding -= 1;
             worker.load.decode_tokens -= share.input_tokens;
         }
         self.free_if_idle(slot);
+    }
+}
+
+/// Tells the fleet when a request's prefill worker is done, which is before the first token comes from
+/// the other. It may outlive the reservation.
+#[derive(Clone)]
+pub struct PrefillWatch {
+    fleet: Arc<Fleet>,
+    share: Share,
+    prefilled_s: Arc<OnceLock<f64>>,
+}
+
+impl PrefillWatch {
+    /// The prefill worker has answered.
+    pub fn ended(&self) {
+        let now_s = self.fleet.now_s();
+        let mut state = self.fleet.state.lock();
+        // Once the reservation has ended, nothing of it is left in the books.
+        state.end_remote_prefill(&self.share, now_s);
+        let _ = self.prefilled_s.set(now_s);
+        self.fleet.settle(state);
     }
 }
 
@@ -301,6 +398,10 @@ pub struct Reservation {
     begun_s: f64,
     received_s: f64,
     first_token_s: Option<f64>,
+    /// What the answering worker had done by then.
+    first_token_at: BatchTime,
+    /// When the prefill worker was done, once it says so.
+    prefilled_s: Arc<OnceLock<f64>>,
     output_chunks: u64,
     outcome: Outcome,
     status: Option<u16>,
@@ -340,6 +441,8 @@ impl Reservation {
             begun_s,
             received_s: begun_s,
             first_token_s: None,
+            first_token_at: BatchTime::default(),
+            prefilled_s: Arc::default(),
             output_chunks: 0,
             outcome: Outcome::ClientDisconnect,
             status: None,
@@ -368,6 +471,16 @@ impl Reservation {
         }
         self.usage.prompt_tokens = usage.prompt_tokens.or(self.usage.prompt_tokens);
         self.usage.cached_tokens = usage.cached_tokens.or(self.usage.cached_tokens);
+        self.usage.output_tokens = usage.output_tokens.or(self.usage.output_tokens);
+    }
+
+    /// Where the request is separated: for whoever hears that its prefill worker is done.
+    pub fn prefill_watch(&self) -> PrefillWatch {
+        PrefillWatch {
+            fleet: Arc::clone(&self.fleet),
+            share: self.share,
+            prefilled_s: Arc::clone(&self.prefilled_s),
+        }
     }
 
     /// The answer is a stream, so that its pieces tell when tokens were made.
@@ -403,7 +516,11 @@ impl Reservation {
             self.first_token_s = Some(now_s);
             let mut state = self.fleet.state.lock();
             let told = self.is_stream.then_some(self.usage);
-            state.end_prefill(&self.share, now_s, told);
+            let prefilled_s = self.prefilled_s.get().copied();
+            state.end_prefill(&self.share, told, prefilled_s, now_s);
+            if let Some(worker) = state.worker_mut(self.share.route.answering()) {
+                self.first_token_at = worker.batch_time;
+            }
             self.fleet.settle(state);
         }
         self.lengthen();
@@ -473,6 +590,31 @@ impl Reservation {
         }
     }
 
+    /// As the engine counts them, else as many as there were pieces; none where the answer came in one
+    /// piece and the engine did not say.
+    fn output_tokens(&self) -> Option<u64> {
+        let chunks = self.is_stream.then_some(self.output_chunks);
+        // Of several answers in one stream, the last count is that of one of them.
+        let counted = self.usage.output_tokens;
+        let counted = counted.filter(|_| !self.is_stream || self.share.answers <= 1);
+        counted.or(chunks)
+    }
+
+    /// What a whole answer teaches.
+    fn learn(&self, state: &mut State, output_tokens: Option<u64>, now_s: f64) {
+        let share = &self.share;
+        let Some(output_tokens) = output_tokens else {
+            return;
+        };
+        state.learn_output(share, output_tokens);
+        if self.is_stream {
+            state.learn_decodes(share, &self.first_token_at, output_tokens, now_s);
+        } else if !share.lacks_room {
+            let prefilled_s = self.prefilled_s.get().copied();
+            state.learn_whole(share, self.usage, &self.noted.begun, prefilled_s, now_s);
+        }
+    }
+
     /// What the turn has left on the worker that answered.
     fn served(&self) -> Served {
         match self.outcome {
@@ -490,15 +632,14 @@ impl Drop for Reservation {
             let now_s = self.fleet.now_s();
             let mut state = self.fleet.state.lock();
             if self.first_token_s.is_none() {
-                state.end_prefill(&self.share, now_s, None);
+                state.end_prefill(&self.share, None, None, now_s);
                 self.take_back(&mut state);
             }
-            let duration_s = self.first_token_s.map(|then_s| now_s - then_s);
-            if let (Outcome::Ok, true, Some(seconds)) = (self.outcome, self.is_stream, duration_s) {
-                let slot = self.share.route.answering();
-                state.learn_decode(slot, self.output_chunks, seconds);
+            let output_tokens = self.output_tokens();
+            if self.outcome == Outcome::Ok && self.first_token_s.is_some() {
+                self.learn(&mut state, output_tokens, now_s);
             }
-            state.end_decode(&self.share);
+            state.end_decode(&self.share, now_s);
             state.evict_excess(self.share.route.prefilling());
             state.evict_excess(self.share.route.answering());
             if !self.is_undecided {
@@ -522,11 +663,7 @@ impl Drop for Reservation {
                 }
             }
             if let Some(seat) = self.seat.take() {
-                // How long an answer is that does not come in pieces, nothing says.
-                let output_tokens = match self.is_stream {
-                    true => self.output_chunks,
-                    false => seat.output_tokens,
-                };
+                let output_tokens = output_tokens.unwrap_or(seat.output_tokens);
                 let site = state.site(seat.slot, now_s);
                 let (served, usage) = (self.served(), self.usage);
                 let residency = &mut state.residency;

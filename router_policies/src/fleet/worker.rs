@@ -1,7 +1,9 @@
 //! One worker's state.
 
+use super::batch::BatchTime;
 use super::circuit::Circuit;
 use super::engine_run::EngineRun;
+use super::kinds::Beliefs;
 use super::liveness::Liveness;
 use super::log::PrefixSource;
 use super::prefills::PrefillQueue;
@@ -30,6 +32,9 @@ pub struct Load {
     pub decoding: u32,
     pub pending_prefill_tokens: u64,
     pub decode_tokens: u64,
+    /// Requests that will decode here once they are prefilled, here or elsewhere, and their contexts.
+    pub arriving: u32,
+    pub arriving_tokens: u64,
     pub ongoing_tokens: u64,
 }
 
@@ -58,9 +63,12 @@ pub(crate) struct Worker {
     pub removed: bool,
     pub load: Load,
     pub kv_capacity_tokens: Option<u64>,
-    pub rates: Rates,
+    /// Which of [`super::kinds::Kinds`].
+    pub kind: usize,
+    pub beliefs: Beliefs,
     pub prior: Prior,
     pub prefills: PrefillQueue,
+    pub batch_time: BatchTime,
     pub circuit: Circuit,
     pub liveness: Liveness,
     pub engine_run: EngineRun,
@@ -77,6 +85,8 @@ pub(crate) struct Worker {
     pub external_requests: u32,
     /// How many reports in a row had some.
     external_reports: u32,
+    /// KV tokens that requests need which came since the last report.
+    pub came_tokens: u64,
     pub drift: Drift,
     pub decisions: u64,
     migrations: VecDeque<f64>,
@@ -128,12 +138,19 @@ pub struct WorkerSnapshot {
 }
 
 impl Worker {
-    pub fn new(spec: Arc<WorkerSpec>, serial: u64, estimate_block: usize) -> Self {
+    /// A worker of a kind, of which this is believed.
+    pub fn new(
+        spec: Arc<WorkerSpec>,
+        serial: u64,
+        estimate_block: usize,
+        (kind, beliefs): (usize, Beliefs),
+    ) -> Self {
         let prior = rates::prior(&spec);
         Self {
             keeps_prefixes: spec.prefix_cache,
             kv_capacity_tokens: spec.kv_capacity_tokens,
-            rates: prior.rates,
+            kind,
+            beliefs,
             prior,
             spec,
             serial,
@@ -143,6 +160,7 @@ impl Worker {
             removed: false,
             load: Load::default(),
             prefills: PrefillQueue::default(),
+            batch_time: BatchTime::default(),
             circuit: Circuit::default(),
             liveness: Liveness::default(),
             engine_run: EngineRun::default(),
@@ -153,6 +171,7 @@ impl Worker {
             engine: None,
             external_requests: 0,
             external_reports: 0,
+            came_tokens: 0,
             drift: Drift::default(),
             decisions: 0,
             migrations: VecDeque::new(),
@@ -186,6 +205,7 @@ impl Worker {
         self.drift.requests_over += u64::from(self.external_requests);
         self.drift.requests_under += u64::from(under);
         self.engine = Some(load);
+        self.came_tokens = 0;
     }
 
     /// The last report says nothing of the present any more.
@@ -197,19 +217,48 @@ impl Worker {
 
     /// Whether the worker may get new requests, unless it is suspected to hang.
     pub fn may_get_requests(&self, exclude: &[String], now_s: f64) -> bool {
-        self.healthy
-            && !self.draining
-            && !self.removed
-            && self.circuit.allows(now_s)
-            && !exclude.contains(&self.spec.id)
+        self.is_up(exclude) && self.circuit.allows(now_s)
+    }
+
+    /// As [`Worker::may_get_requests`], though it rests after failures.
+    pub fn is_up(&self, exclude: &[String]) -> bool {
+        self.healthy && !self.draining && !self.removed && !exclude.contains(&self.spec.id)
     }
 
     /// How much longer the prefills reserved here take than they would alone.
     pub fn slowdown(&self) -> f64 {
         match self.load.decoding {
             0 => 1.0,
-            _ => self.rates.paced_slowdown,
+            _ => self.beliefs.rates.paced_slowdown,
         }
+    }
+
+    /// Books the time that has passed; to be called before what decodes or prefills here changes.
+    pub fn pass(&mut self, now_s: f64) {
+        let prefills = !self.prefills.is_empty();
+        self.batch_time.pass(now_s, &self.load, prefills);
+    }
+
+    /// KV tokens that requests hold which run here or are on their way. The engine's report counts what
+    /// they share once; where some wait in it, or none comes, their whole prompts count.
+    fn held_tokens(&self) -> u64 {
+        match self.engine {
+            Some(EngineLoad {
+                waiting_requests: 0,
+                used_tokens: Some(used),
+                ..
+            }) => used + self.came_tokens,
+            _ => self.load.ongoing_tokens,
+        }
+    }
+
+    /// KV tokens a second that the requests which run here give back, as one after the other ends, if
+    /// their answers are of the mean length.
+    fn freed_tokens_per_s(&self, held_tokens: u64, mean_output_tokens: f64) -> f64 {
+        let context_tokens = self.load.decode_tokens as f64;
+        let requests = f64::from(self.load.decoding.max(1));
+        let step_s = self.beliefs.rates.step_s(requests, context_tokens);
+        held_tokens as f64 / (mean_output_tokens.max(1.0) * step_s)
     }
 
     pub fn note_migration(&mut self, now_s: f64) {
@@ -271,7 +320,7 @@ impl Worker {
             is_exact: !self.needs_estimate(),
             keeps_prefixes: self.keeps_prefixes,
             used_share: used_share(used, capacity),
-            rates: self.rates,
+            rates: self.beliefs.rates,
         }
     }
 
@@ -290,10 +339,19 @@ impl Worker {
         site.is_exact = !self.needs_estimate();
         site.keeps_prefixes = self.keeps_prefixes;
         site.used_share = used_share(used, capacity);
-        site.rates = self.rates;
+        site.rates = self.beliefs.rates;
     }
 
-    pub fn facts(&self, slot: usize, exclude: &[String], now_s: f64) -> WorkerFacts {
+    /// The worker as policies see it, but for what it has cached.
+    pub fn facts(
+        &self,
+        slot: usize,
+        exclude: &[String],
+        mean_output_tokens: f64,
+        now_s: f64,
+    ) -> WorkerFacts {
+        let held_tokens = self.held_tokens();
+        let rates = self.beliefs.rates;
         let (serves_local, serves_prefill, serves_decode) = abilities(&self.spec);
         WorkerFacts {
             slot,
@@ -312,13 +370,18 @@ impl Worker {
             prefilling: self.load.prefilling,
             decoding: self.load.decoding,
             pending_prefill_tokens: self.load.pending_prefill_tokens,
-            prefill_wait_s: self.prefills.wait_s(&self.rates, self.slowdown(), now_s),
+            prefill_wait_s: self.prefills.wait_s(&rates, self.slowdown(), now_s),
             decode_tokens: self.load.decode_tokens,
+            arriving: self.load.arriving,
+            arriving_tokens: self.load.arriving_tokens,
             ongoing_tokens: self.load.ongoing_tokens,
+            held_tokens,
+            freed_tokens_per_s: self.freed_tokens_per_s(held_tokens, mean_output_tokens),
+            kept_tokens: 0,
             kv_capacity_tokens: self.kv_capacity_tokens,
             cached_tokens: 0,
             recent_migrations: self.recent_migrations(now_s),
-            rates: self.rates,
+            rates,
         }
     }
 
@@ -339,7 +402,12 @@ impl Worker {
             pending_prefill_tokens: 0,
             prefill_wait_s: 0.0,
             decode_tokens: 0,
+            arriving: 0,
+            arriving_tokens: 0,
             ongoing_tokens: 0,
+            held_tokens: 0,
+            freed_tokens_per_s: 0.0,
+            kept_tokens: 0,
             kv_capacity_tokens: None,
             cached_tokens: 0,
             recent_migrations: 0,
@@ -350,7 +418,9 @@ impl Worker {
                 prefill_overhead_s: 0.0,
                 transfer_tokens_per_s: 1.0,
                 transfer_overhead_s: 0.0,
-                decode_step_s: 0.0,
+                decode_base_s: 0.0,
+                decode_per_request_s: 0.0,
+                decode_per_context_token_s: 0.0,
             },
         }
     }
@@ -363,7 +433,7 @@ impl Worker {
             suspect: self.liveness.is_suspect(),
             load: self.load,
             kv_capacity_tokens: self.kv_capacity_tokens,
-            rates: self.rates,
+            rates: self.beliefs.rates,
             circuit_open: self.circuit.is_open(),
             engine: self.engine,
             drift: self.drift,
@@ -387,7 +457,8 @@ mod tests {
     fn room_is_kept_for_requests_of_others_once_several_reports_have_them() {
         let spec = serde_json::json!({"id": "w", "url": "http://localhost:1"});
         let spec: WorkerSpec = serde_json::from_value(spec).expect("a worker");
-        let mut worker = Worker::new(Arc::new(spec), 0, 16);
+        let beliefs = Beliefs::new(rates::prior(&spec).rates, 0.0);
+        let mut worker = Worker::new(Arc::new(spec), 0, 16, (0, beliefs));
         worker.load.enter(60_000);
         let load = EngineLoad {
             running_requests: 3,

@@ -2,7 +2,7 @@
 //! the model that one worker answers for all.
 
 use super::keys::Wants;
-use super::{Gateway, Reply, error, guard, json, not_allowed};
+use super::{Gateway, Reply, error, guard, json, models, not_allowed};
 use crate::config::{self, WORKER_FIELDS, WorkerSpec};
 use crate::fleet::WorkerSnapshot;
 use crate::policy::Role;
@@ -73,10 +73,13 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
         }
         (&Method::GET, path) if is_model(path) => ask_for_model(gateway, path).await,
         (_, path) if is_model(path) => not_allowed("GET"),
-        (
-            &Method::GET,
-            "/v1/models" | "/model_info" | "/get_model_info" | "/server_info" | "/get_server_info",
-        ) => ask_one(gateway, &path).await,
+        (&Method::GET, "/v1/models") => match models::merged(gateway).await {
+            Ok(list) => json(StatusCode::OK, &list),
+            Err((status, message)) => error(status, "no_candidates", &message),
+        },
+        (&Method::GET, "/model_info" | "/get_model_info" | "/server_info" | "/get_server_info") => {
+            ask_one(gateway, &path, &[]).await
+        }
         (_, "/workers") => not_allowed("GET, POST"),
         (
             _,
@@ -283,30 +286,31 @@ async fn one_worker(
     }
 }
 
-/// Answers a GET of one model: as a worker does or, where its engine has no such path (vLLM 0.26.0),
-/// from the worker's list of models.
-async fn ask_for_model(gateway: &Gateway, path: &str) -> Response<Reply> {
-    let response = ask_one(gateway, path).await;
+/// Answers a GET of one model: as a worker that lists it does or, where its engine has no such path (vLLM
+/// 0.26.0), from the workers' lists.
+async fn ask_for_model(gateway: &Arc<Gateway>, path: &str) -> Response<Reply> {
+    let name = unescaped(path.trim_start_matches("/v1/models/"));
+    let response = ask_one(gateway, path, &gateway.models.not_serving(Some(&name))).await;
     if response.status() != StatusCode::NOT_FOUND {
         return response;
     }
-    let name = unescaped(path.trim_start_matches("/v1/models/"));
-    let listed = ask_one(gateway, "/v1/models").await;
-    let Ok(listed) = listed.into_body().collect().await else {
-        return response;
-    };
-    let listed: Value = serde_json::from_slice(&listed.to_bytes()).unwrap_or_default();
-    let models = listed["data"].as_array();
-    match models.and_then(|models| models.iter().find(|model| model["id"] == *name)) {
-        Some(model) => json(StatusCode::OK, model),
-        None => response,
+    match models::merged(gateway).await {
+        Ok(list) => match models::entry(&list, &name) {
+            Some(model) => json(StatusCode::OK, model),
+            None => response,
+        },
+        Err(_) => response,
     }
 }
 
 /// Passes a GET on to a healthy worker; decode workers and colocated ones know the model too.
-async fn ask_one(gateway: &Gateway, path: &str) -> Response<Reply> {
+async fn ask_one(gateway: &Gateway, path: &str, not: &[String]) -> Response<Reply> {
     let mut last = "no worker is up".to_owned();
-    for worker in gateway.fleet.snapshot().iter().filter(|w| w.healthy) {
+    let workers = gateway.fleet.snapshot();
+    let asked = workers
+        .iter()
+        .filter(|w| w.healthy && !not.contains(&w.spec.id));
+    for worker in asked {
         match gateway.get(&worker.spec, path, WORKER_PATIENCE).await {
             Ok((status, body)) => {
                 let mut response = Response::new(Reply::Whole(Full::from(body)));

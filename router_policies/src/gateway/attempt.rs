@@ -6,20 +6,23 @@ use super::body::{self, Pieces};
 use super::dispatch::Exchange;
 use super::fault::{Failure, Fault, Kind, status_of};
 use super::stream::PrefillHalf;
-use super::{describe, sse};
+use super::{describe, mooncake, reuse, sse};
 use crate::config::{Connector, Engine, WorkerSpec};
-use crate::fleet::{Fleet, Reservation};
+use crate::fleet::{Fleet, PrefillWatch, Reservation};
 use crate::policy::Role;
 use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
-use hyper::header::CONTENT_TYPE;
+use hyper::header::{CONTENT_TYPE, HeaderName, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
+
+/// Makes vLLM (0.26.0) serve a request on one of its data-parallel ranks.
+const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
 /// Answers larger than this are not held in memory.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
@@ -68,7 +71,7 @@ impl Exchange<'_> {
         };
         match (prefill.engine, prefill.kv_connector) {
             (Engine::Vllm, None | Some(Connector::Nixl)) => {
-                self.attempt_in_turn(prefill, answering).await
+                self.attempt_in_turn(reservation, prefill).await
             }
             (Engine::Vllm, Some(Connector::Mooncake)) => {
                 let payloads = self
@@ -84,7 +87,7 @@ impl Exchange<'_> {
                     fields += r#","bootstrap_pair_key":null,"decode_tp_size":null,"disagg_prefill_dp_rank":null"#;
                 }
                 let payload = body::splice(&self.bytes, &self.scanned, fields);
-                let payloads = (payload.clone(), payload);
+                let payloads = (payload.clone(), payload, None);
                 self.attempt_at_once(reservation, prefill, payloads).await
             }
         }
@@ -132,10 +135,11 @@ impl Exchange<'_> {
         &self,
         reservation: &Reservation,
         prefill: &Arc<WorkerSpec>,
-        (for_prefill, for_decode): (Pieces, Pieces),
+        (for_prefill, for_decode, rank): (Pieces, Pieces, Option<String>),
     ) -> Result<(Head, Option<PrefillHalf>), Failure> {
         let answering = reservation.answering();
-        let (guard, failed) = self.send_prefill(prefill, for_prefill);
+        let watch = reservation.prefill_watch();
+        let (guard, failed) = self.send_prefill(prefill, for_prefill, rank, watch);
         let head = self.within_deadline(async {
             let mut head = pin!(self.head(answering, for_decode, Opening::IsHeld));
             let fault = tokio::select! {
@@ -167,8 +171,8 @@ impl Exchange<'_> {
     /// vLLM with NIXL: the prefill worker's answer says where its KV is.
     async fn attempt_in_turn(
         &self,
+        reservation: &Reservation,
         prefill: &Arc<WorkerSpec>,
-        answering: &Arc<WorkerSpec>,
     ) -> Result<(Head, Option<PrefillHalf>), Failure> {
         #[derive(serde::Deserialize)]
         struct Prefilled<'a> {
@@ -192,6 +196,7 @@ impl Exchange<'_> {
             .map_err(Failure::Prefill)
         };
         let body = self.within_deadline(prefilled).await?;
+        reservation.prefill_watch().ended();
         let params = serde_json::from_slice::<Prefilled<'_>>(&body)
             .ok()
             .and_then(|prefilled| prefilled.kv_transfer_params)
@@ -200,7 +205,7 @@ impl Exchange<'_> {
             })?;
         let fields = format!("\"kv_transfer_params\":{}", params.get());
         let payload = body::splice(&self.bytes, &self.scanned, fields);
-        let head = self.head(answering, payload, Opening::IsHeld);
+        let head = self.head(reservation.answering(), payload, Opening::IsHeld);
         Ok((self.within_deadline(head).await?, None))
     }
 
@@ -215,37 +220,22 @@ impl Exchange<'_> {
         )
     }
 
-    /// vLLM with Mooncake: the decode worker must be told the prefill engine's id, which its
-    /// bootstrap server knows, and changes when it restarts.
-    async fn mooncake_payloads(&self, prefill: &WorkerSpec) -> Result<(Pieces, Pieces), Failure> {
-        let failed = |message: String| Failure::Prefill(Fault::broken(message));
-        let host = prefill.bootstrap_host.as_deref().unwrap_or_default();
-        let bootstrap = format!(
-            "http://{}:{}",
-            crate::config::bracketed(host),
-            prefill.bootstrap_port.unwrap_or_default()
-        );
-        let patience = Duration::from_secs_f64(self.gateway.config.connect_timeout_s);
-        let (_, answer) = self
-            .gateway
-            .get_url(&format!("{bootstrap}/query"), patience)
-            .await
-            .map_err(|error| failed(format!("{bootstrap}/query: {error}")))?;
-        let engines: serde_json::Value = serde_json::from_slice(&answer)
-            .map_err(|error| failed(format!("{bootstrap}/query: {error}")))?;
-        let engine = engines
-            .as_object()
-            .and_then(|ranks| ranks.values().next())
-            .and_then(|rank| rank.get("engine_id"))
-            .and_then(serde_json::Value::as_str)
-            .ok_or_else(|| failed(format!("{bootstrap}/query: no engine_id")))?;
+    /// vLLM with Mooncake: both halves are told of the same transfer, and the decode worker whom to pull
+    /// from. Comes with the data-parallel rank that the prefill worker has to take.
+    async fn mooncake_payloads(
+        &self,
+        prefill: &Arc<WorkerSpec>,
+    ) -> Result<(Pieces, Pieces, Option<String>), Failure> {
+        let rank = mooncake::choose_rank(self.gateway, prefill).await;
+        let rank = rank.map_err(|error| Failure::Prefill(Fault::broken(error)))?;
         let transfer = format!("{:032x}", fastrand::u128(..));
         let for_prefill = serde_json::json!({
             "do_remote_decode": true, "do_remote_prefill": false, "transfer_id": transfer,
         });
         let for_decode = serde_json::json!({
             "do_remote_decode": false, "do_remote_prefill": true, "transfer_id": transfer,
-            "remote_engine_id": engine, "remote_bootstrap_addr": bootstrap,
+            "remote_engine_id": rank.engine_id,
+            "remote_bootstrap_addr": mooncake::bootstrap(prefill),
         });
         let fields = self.vllm_prefill_fields(&for_prefill.to_string());
         Ok((
@@ -255,6 +245,7 @@ impl Exchange<'_> {
                 &self.scanned,
                 format!("\"kv_transfer_params\":{for_decode}"),
             ),
+            rank.number,
         ))
     }
 
@@ -273,21 +264,31 @@ impl Exchange<'_> {
     }
 
     /// Starts the prefill worker's half, which ends with what is returned. The receiver
-    /// gets word if that half fails, and nothing if it succeeds.
+    /// gets word if that half fails, and `watch` if it succeeds. `rank` is the data-parallel rank that
+    /// has to take it, if it matters.
     fn send_prefill(
         &self,
         spec: &Arc<WorkerSpec>,
         payload: Pieces,
+        rank: Option<String>,
+        watch: PrefillWatch,
     ) -> (PrefillHalf, oneshot::Receiver<Fault>) {
         let (sender, receiver) = oneshot::channel();
         let client = self.gateway.client.clone();
         let fleet = Arc::clone(&self.gateway.fleet);
         let spec = Arc::clone(spec);
-        let request = self.request(&spec, payload);
+        let request = self.request(&spec, payload).map(|mut request| {
+            if let Some(Ok(rank)) = rank.map(HeaderValue::try_from) {
+                request.headers_mut().insert(DATA_PARALLEL_RANK, rank);
+            }
+            request
+        });
         let half = PrefillHalf::spawn(async move {
             let result = async {
                 let request = request.map_err(Fault::broken)?;
-                let sent = client.request(request).await;
+                let again = request.clone();
+                let again = || is_alone(&fleet, &spec).then_some(again);
+                let sent = reuse::send(&client, request, again).await;
                 let response = sent.map_err(|failure| unanswered(failure, &fleet, &spec))?;
                 let (parts, incoming) = response.into_parts();
                 if !parts.status.is_success() {
@@ -303,8 +304,11 @@ impl Exchange<'_> {
                     _ => Err(Fault::broken(super::fault::excerpt(&begin))),
                 }
             };
-            if let Err(fault) = result.await {
-                let _ = sender.send(fault);
+            match result.await {
+                Ok(()) => watch.ended(),
+                Err(fault) => {
+                    let _ = sender.send(fault);
+                }
             }
         });
         (half, receiver)
@@ -318,9 +322,14 @@ impl Exchange<'_> {
         opening: Opening,
     ) -> Result<Head, Failure> {
         let broke = |message: String| Failure::Answering(Fault::broken(message));
-        let request = self.request(spec, payload).map_err(broke)?;
+        let request = self.request(spec, payload.clone()).map_err(broke)?;
         let gateway = self.gateway;
-        let sent = gateway.client.request(request).await;
+        let again = || {
+            is_alone(&gateway.fleet, spec)
+                .then(|| self.request(spec, payload).ok())
+                .flatten()
+        };
+        let sent = reuse::send(&gateway.client, request, again).await;
         let response =
             sent.map_err(|failure| Failure::Answering(unanswered(failure, &gateway.fleet, spec)))?;
         let status = response.status();
@@ -425,6 +434,12 @@ fn unanswered(
     let fault = Fault::unanswered(failure);
     fault.report(fleet, worker);
     fault
+}
+
+/// Whether no other worker could take a request in the place of this one. A body that breaks connections
+/// looks like one that meets a closed connection: where there is another worker, that one is asked.
+fn is_alone(fleet: &Fleet, worker: &WorkerSpec) -> bool {
+    !fleet.could_place_elsewhere(std::slice::from_ref(&worker.id))
 }
 
 /// Waits for word that the prefill half failed; for ever, if it does not.

@@ -31,6 +31,8 @@ pub struct Scanned {
     pub max_output_tokens: Option<u64>,
     /// The session that the body names; see [`session`].
     pub session: Option<String>,
+    /// The model, or the LoRA adapter, that the body names.
+    pub model: Option<String>,
     /// SGLang's own request id, if the client chose one.
     pub rid: Option<String>,
     /// Answers asked for each prompt.
@@ -543,6 +545,7 @@ impl Scanner {
         let mut max_output_tokens = None;
         let mut named = session::InBody::default();
         let mut rid = None;
+        let mut model = None;
         let mut answers = 1;
         let mut has_transfer_keys = false;
         let outer = cursor.object(|cursor, key| {
@@ -598,6 +601,7 @@ impl Scanner {
                 (_, b"prompt_cache_key") => named.prompt_cache_key = text(cursor.value()?),
                 (_, b"user") => named.user = text(cursor.value()?),
                 (Api::Generate, b"rid") => rid = text(cursor.value()?),
+                (Api::Generate, b"lora_path") | (_, b"model") => model = text(cursor.value()?),
                 _ if api != Api::Generate
                     && shape.limits.iter().any(|limit| key == limit.as_bytes()) =>
                 {
@@ -642,6 +646,7 @@ impl Scanner {
             stream,
             max_output_tokens,
             session: named.session(),
+            model,
             rid,
             answers,
             largest_token: found.largest_token,

@@ -8,7 +8,7 @@ use super::body::{Scanned, Scanner};
 use super::client::Client;
 use super::fault::{Failure, Fault, Suspects, excerpt, from_worker, is_refusal, relay, status_of};
 use super::session;
-use super::stream::{Answer, Held, PrefillHalf, usage_in};
+use super::stream::{Answer, Held, PrefillHalf, usage_of_whole};
 use super::waiting::{self, NotPlaced};
 use super::{Gateway, Reply, error_of, keys};
 use crate::config::WorkerSpec;
@@ -252,7 +252,7 @@ impl Exchange<'_> {
         let gateway = self.gateway;
         let fleet = &gateway.fleet;
         let retries = self.gateway.config.retries;
-        let mut exclude: Vec<String> = Vec::new();
+        let mut exclude = gateway.models.not_serving(self.scanned.model.as_deref());
         let mut last: Option<(String, Fault)> = None;
         let mut local: Option<Reservation> = None;
         let mut moved: Option<Reservation> = None;
@@ -538,7 +538,7 @@ impl Exchange<'_> {
                 let status = status_of(&response);
                 let (outcome, error) = if status.is_success() {
                     reservation.output(1);
-                    reservation.report(usage_in(response.body()));
+                    reservation.report(usage_of_whole(response.body()));
                     (Outcome::Ok, None)
                 } else {
                     (Outcome::Rejected, Some(excerpt(response.body())))

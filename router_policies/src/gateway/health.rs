@@ -23,6 +23,7 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>) {
             return;
         };
         let Some(healthy) = gateway.fleet.health(&spec) else {
+            gateway.models.forget(&spec);
             return;
         };
         is_up &= healthy;
@@ -63,11 +64,13 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>) {
     }
 }
 
-/// Asks the engine which run of it this is, and, when it comes up, how much it holds and what its model
-/// takes.
+/// Asks the engine which run of it this is and which models it serves, and, when it comes up, how much it
+/// holds and what its model takes.
 async fn learn(gateway: &Gateway, spec: &Arc<WorkerSpec>, is_up: bool) {
     let info = engine_info::ask(gateway, spec).await;
     gateway.fleet.report_engine(spec, info.run);
+    // Adapters come and go while an engine runs.
+    gateway.models.learn(gateway, spec).await;
     if let Some(keeps) = info.keeps_prefixes {
         gateway.fleet.report_prefix_cache(spec, keeps);
     }

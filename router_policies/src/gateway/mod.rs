@@ -21,8 +21,11 @@ mod keys;
 mod kv_events;
 mod load;
 mod metrics;
+mod models;
+mod mooncake;
 mod passthrough;
 mod pieces;
+mod reuse;
 mod session;
 mod short_ids;
 mod silence;
@@ -51,13 +54,13 @@ use hyper::header::{
 };
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
-use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use keys::{Keys, Wants};
 use metrics::Metrics;
+use reuse::{NotingConnector, WorkerClient};
 pub use sse::SseProgress;
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -86,7 +89,9 @@ const MAX_REPORT_BYTES: usize = 16 << 20;
 pub(crate) struct Gateway {
     pub fleet: Arc<Fleet>,
     pub config: Config,
-    pub client: Client<HttpsConnector<HttpConnector>, Pieces>,
+    pub client: WorkerClient,
+    pub ranks: mooncake::Ranks,
+    pub models: models::Models,
     pub metrics: Arc<Metrics>,
     pub admission: Admission,
     pub buffers: Buffers,
@@ -210,10 +215,11 @@ impl Gateway {
         connector.set_keepalive_interval(Some(KEEPALIVE));
         connector.set_keepalive_retries(Some(KEEPALIVE_PROBES));
         connector.set_tcp_user_timeout(Some(KEEPALIVE * (KEEPALIVE_PROBES + 1)));
+        let connector = tls::connector(connector, config.worker_ca_file.as_deref())?;
         let client = Client::builder(TokioExecutor::new())
             .pool_idle_timeout(IDLE_CONNECTION)
             .pool_timer(TokioTimer::new())
-            .build(tls::connector(connector, config.worker_ca_file.as_deref())?);
+            .build(NotingConnector(connector));
         Ok(Arc::new(Self {
             fleet: Arc::new(fleet),
             admission: Admission::new(config.max_inflight, config.max_queued),
@@ -226,6 +232,8 @@ impl Gateway {
             alarms: tokio::sync::watch::Sender::new(0),
             config,
             client,
+            ranks: mooncake::Ranks::default(),
+            models: models::Models::default(),
             metrics,
             encoder,
             is_loopback,
@@ -328,7 +336,9 @@ impl Gateway {
             .map_err(|error| error.to_string())?;
         *request.headers_mut() = headers;
         let exchange = async {
-            let response = self.client.request(request).await.map_err(describe)?;
+            let again = request.clone();
+            let sent = reuse::send(&self.client, request, || Some(again)).await;
+            let response = sent.map_err(describe)?;
             let status = response.status();
             let body = Limited::new(response.into_body(), MAX_REPORT_BYTES);
             let body = body.collect().await.map_err(|error| error.to_string())?;

@@ -6,13 +6,14 @@
 use super::body::Pieces;
 use super::dispatch::forwarded_headers;
 use super::fault::{Fault, from_worker};
-use super::{Gateway, Reply, apis, error, keys};
+use super::{Gateway, Reply, apis, error, keys, reuse};
 use crate::config::WorkerSpec;
 use crate::policy::Role;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::{Request, Response, StatusCode};
+use serde::Deserialize;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -36,6 +37,12 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 /// Workers that are asked before the client is told that it failed.
 const TRIES: usize = 2;
+
+/// What a body says of who can answer it.
+#[derive(Default, Deserialize)]
+struct Named {
+    model: Option<String>,
+}
 
 pub(super) fn is_passed_on(path: &str) -> bool {
     PATHS.contains(&path)
@@ -93,7 +100,13 @@ pub(super) async fn handle(
     let headers = forwarded_headers(headers, &request_id, strips);
     let until = deadline.min(Instant::now() + PATIENCE);
     let mut last = None;
-    for worker in candidates(gateway).into_iter().take(TRIES) {
+    let mut workers = candidates(gateway);
+    if gateway.models.differ() {
+        let named: Named = serde_json::from_slice(&body).unwrap_or_default();
+        let not_serving = gateway.models.not_serving(named.model.as_deref());
+        workers.retain(|worker| !not_serving.contains(&worker.id));
+    }
+    for worker in workers.into_iter().take(TRIES) {
         let mut request =
             match Request::post(format!("{}{path}", worker.url)).body(Pieces::from(body.clone())) {
                 Ok(request) => request,
@@ -106,11 +119,9 @@ pub(super) async fn handle(
         super::authorise(&mut headers, &worker);
         *request.headers_mut() = headers;
         let answer = async {
-            let response = gateway
-                .client
-                .request(request)
-                .await
-                .map_err(Fault::unanswered)?;
+            let again = request.clone();
+            let sent = reuse::send(&gateway.client, request, || Some(again)).await;
+            let response = sent.map_err(Fault::unanswered)?;
             let (parts, incoming) = response.into_parts();
             let whole = Limited::new(incoming, MAX_ANSWER_BYTES).collect().await;
             let whole: Bytes = whole

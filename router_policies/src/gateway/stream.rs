@@ -60,6 +60,7 @@ pub struct Answer {
     api: Api,
     client: Arc<Client>,
     usage: UsageReader,
+    end: End,
     held: Held,
 }
 
@@ -81,6 +82,52 @@ pub(super) fn usage_in(data: &[u8]) -> Usage {
     Usage {
         prompt_tokens: number(b"\"prompt_tokens\":"),
         cached_tokens: number(b"\"cached_tokens\":"),
+        output_tokens: None,
+    }
+}
+
+/// What an answer in one piece says of prompt, cached and output tokens.
+pub(super) fn usage_of_whole(data: &[u8]) -> Usage {
+    // SGLang's answer to a batch has a count for each prompt, the others one for all.
+    let output_tokens = output_tokens_in(data).reduce(|one, other| one.saturating_add(other));
+    Usage {
+        output_tokens,
+        ..usage_in(data)
+    }
+}
+
+/// Every count of output tokens, by the name that the API gives it.
+fn output_tokens_in(data: &[u8]) -> impl DoubleEndedIterator<Item = u64> {
+    let counts = |key: &'static [u8]| {
+        let found = memchr::memmem::find_iter(data, key);
+        found.filter_map(move |at| leading_number(&data[at + key.len()..]))
+    };
+    let of_openai: SmallVec<[u64; 2]> = counts(b"\"completion_tokens\":").collect();
+    let of_others: SmallVec<[u64; 2]> = match of_openai.is_empty() {
+        true => counts(b"\"output_tokens\":").collect(),
+        false => of_openai,
+    };
+    of_others.into_iter()
+}
+
+/// The end of a stream, as far as it has come: engines count the answer's tokens there, and one piece
+/// may hold several of them.
+#[derive(Debug, Default)]
+struct End(Vec<u8>);
+
+/// More than the usage takes and what follows it.
+const END_BYTES: usize = 768;
+
+impl End {
+    fn feed(&mut self, data: &[u8]) {
+        let data = &data[data.len().saturating_sub(END_BYTES)..];
+        let surplus = (self.0.len() + data.len()).saturating_sub(END_BYTES);
+        self.0.drain(..surplus.min(self.0.len()));
+        self.0.extend_from_slice(data);
+    }
+
+    fn output_tokens(&self) -> Option<u64> {
+        output_tokens_in(&self.0).next_back()
     }
 }
 
@@ -124,6 +171,7 @@ impl UsageReader {
         let usage = Usage {
             prompt_tokens: within.prompt_tokens.or(across.prompt_tokens),
             cached_tokens: within.cached_tokens.or(across.cached_tokens),
+            output_tokens: None,
         };
         // Engines name the prompt's tokens no later than the cached ones.
         self.is_complete = usage.cached_tokens.is_some();
@@ -150,12 +198,14 @@ impl Answer {
             api,
             client,
             usage: UsageReader::default(),
+            end: End::default(),
             held,
         }
     }
 
     fn count(&mut self, data: &[u8]) {
         let events = self.progress.feed(data);
+        self.end.feed(data);
         if let Some(reservation) = &mut self.reservation {
             // Before the first output is noted: what was cached tells what its prefill computed.
             reservation.report(self.usage.feed(data));
@@ -174,7 +224,11 @@ impl Answer {
 
     /// The worker has said all that it had to say; whether that was an answer, its events tell.
     fn end(&mut self) {
-        if let Some(reservation) = self.reservation.take() {
+        if let Some(mut reservation) = self.reservation.take() {
+            reservation.report(Usage {
+                output_tokens: self.end.output_tokens(),
+                ..Usage::default()
+            });
             let status = Some(self.status);
             if self.progress.has_error() {
                 let message = "an event of the worker's stream was an error".to_owned();
@@ -263,6 +317,41 @@ mod tests {
         Usage {
             prompt_tokens: Some(prompt_tokens),
             cached_tokens,
+            output_tokens: None,
+        }
+    }
+
+    #[test]
+    fn output_tokens_are_the_engines_count() {
+        let of_whole = |body: &str| usage_of_whole(body.as_bytes()).output_tokens;
+        assert_eq!(
+            of_whole(r#"{"usage":{"completion_tokens":3,"completion_tokens_details":null}}"#),
+            Some(3)
+        );
+        let batch =
+            r#"[{"meta_info":{"completion_tokens":3}},{"meta_info":{"completion_tokens":4}}]"#;
+        assert_eq!(of_whole(batch), Some(7), "SGLang's, of two prompts");
+        let messages = r#"{"type":"message","usage":{"input_tokens":40,"output_tokens":9}}"#;
+        assert_eq!(of_whole(messages), Some(9));
+        assert_eq!(of_whole(r#"{"text":"\"output_tokens\":5,"}"#), None);
+    }
+
+    #[test]
+    fn a_streams_output_tokens_stand_at_its_end_however_it_is_cut() {
+        let mut text: String = (1..=30)
+            .map(|i| {
+                let so_far = "word ".repeat(50 * i);
+                format!("data: {{\"text\":\"{so_far}\",\"meta_info\":{{\"completion_tokens\":{},\"cached_tokens\":8}}}}\n\n", 4 * i)
+            })
+            .collect();
+        text += "data: [DONE]\n\n";
+        for size in [1, 7, 100, 767, 769, 5_000, text.len()] {
+            let mut end = End::default();
+            text.as_bytes()
+                .chunks(size)
+                .for_each(|piece| end.feed(piece));
+            assert_eq!(end.output_tokens(), Some(120), "pieces of {size} bytes");
+            assert!(end.0.len() <= END_BYTES);
         }
     }
 

@@ -1,18 +1,29 @@
 //! `elastic`: the cheapest of serving locally and every (P, D) pair, to this request and to those
 //! that it would delay, with rates learnt from what just happened.
 //!
-//! cost(local W) = wait(W) + overhead(W) + slowdown(W) × compute(W) + stall(W) + crowd(W)
-//! cost(P, D)    = wait(P) + compute(P) + overhead(D) + new(D)/transfer(D) + stall(P) + crowd(D)
+//! cost(local W) = first(W) + decode(W) + stall(W) + displace(W)
+//! cost(P, D)    = first(P, D) + decode(D) + stall(P) + displace(D)
 //!
-//! compute = new tokens and their attention pairs at the worker's learnt speeds; slowdown counts only
-//! where others decode. stall = stall_weight × (requests decoding there) × compute / slowdown: every
-//! stream that decodes on a worker waits while a prompt is prefilled there (H200, stock SGLang: eight
-//! running decodes go from 12 to 402 ms a token during a 64k prompt), the less the more the worker
-//! paces its prefills. crowd = what joining the decode batch costs: reading the context already there
-//! (decode_weight, in prefill tokens a context token); where the KV does not fit, prefilling again what
-//! must be evicted; and storing the new tokens, which evicts what idle sessions will ask for again
-//! (displace_weight). A pair's cost is a sum of a term of P and a term of D, so the cheapest pair of a
-//! transfer group is found without forming all pairs.
+//! All are seconds. first: until the first token, as predicted. A prefill waits for those before it,
+//! takes its new tokens and their attention pairs at the worker's learnt speeds (more slowly where others
+//! decode), and where it is separated the missing KV is then sent. A KV pool that is full means waiting
+//! until running requests end, beside the prefill's own wait.
+//!
+//! decode: output_weight × the answer's own steps, expected output × step(n + 1, C + context), and
+//! stall_weight × what it adds to the steps of the n that decode with it. n and C (their context tokens)
+//! count those on their way too: a burst would else all go to the worker that has decoded least so far.
+//! Of the others' answers half is still to come, on average, so they share half of this one's steps.
+//!
+//! stall = stall_weight × n decoding there × compute: every stream that decodes on a worker loses the
+//! time that a prompt is prefilled there (H200, stock SGLang: eight running decodes go from 12 to 402 ms
+//! a token during a 64k prompt). A worker that paces its prefills spreads that over more tokens; the sum
+//! is the same, so it is not called smaller.
+//!
+//! displace = displace_weight × computing again what the new tokens push out of the cache: nothing as
+//! long as that has room.
+//!
+//! Unless a decode worker is full, a pair's cost is a sum of a term of P and a term of D, so the cheapest
+//! pair of a transfer group is found without forming all pairs.
 
 use super::{
     Alternative, Decision, Info, ParamInfo, Policy, Reason, Refusal, Route, View, WorkerFacts,
@@ -24,10 +35,11 @@ pub const INFO: Info = Info {
     name: "elastic",
     summary: "least predicted cost to this request and to those it delays, local or separated",
     rule: "minimise over local W and pairs (P, D): predicted first token (queue + prefill of new \
-           tokens, slower where others decode; separated also transfer overhead + delta) + \
-           stall_weight × decoding × prefill seconds / slowdown where it is prefilled + crowding \
-           and displaced cache where it decodes; the session's worker is left only for a cost \
-           lower by hysteresis_share and hysteresis_s",
+           tokens, slower where others decode, later where the KV pool is full; separated also transfer \
+           overhead + delta) + output_weight × expected output × step(batch, context) where it decodes, \
+           those on their way counted + stall_weight × (decoding × prefill seconds where it is prefilled + \
+           what it adds to the others' steps) + displace_weight × recomputing what it pushes out of the \
+           cache; the session's worker is left only for a cost lower by hysteresis_share and hysteresis_s",
     params: &[
         ParamInfo {
             name: "stall_weight",
@@ -37,13 +49,13 @@ pub const INFO: Info = Info {
         ParamInfo {
             name: "displace_weight",
             default: "0.3",
-            meaning: "what a token stored where the request decodes costs, in tokens prefilled there: \
-                      it evicts another that may be asked for again",
+            meaning: "what computing again a token that is pushed out of the cache counts: the chance \
+                      that it is asked for",
         },
         ParamInfo {
-            name: "decode_weight",
-            default: "0.01",
-            meaning: "what a context token being decoded costs, in prefill tokens",
+            name: "output_weight",
+            default: "1.0",
+            meaning: "what a second of this request's decoding counts, in seconds until its first token",
         },
         ParamInfo {
             name: "hysteresis_share",
@@ -74,7 +86,7 @@ pub const INFO: Info = Info {
 struct Elastic {
     stall_weight: f64,
     displace_weight: f64,
-    decode_weight: f64,
+    output_weight: f64,
     hysteresis_share: f64,
     hysteresis_s: f64,
     shown_alternatives: usize,
@@ -85,7 +97,7 @@ impl Default for Elastic {
         Self {
             stall_weight: 0.2,
             displace_weight: 0.3,
-            decode_weight: 0.01,
+            output_weight: 1.0,
             hysteresis_share: 0.0,
             hysteresis_s: 0.05,
             shown_alternatives: 4,
@@ -102,15 +114,28 @@ struct Priced {
 impl Elastic {
     fn stall_s(&self, view: &View<'_>, worker: &WorkerFacts) -> f64 {
         self.stall_weight * f64::from(worker.decoding) * view.compute_s(worker)
-            / worker.rates.paced_slowdown
     }
 
+    fn decode_s(&self, view: &View<'_>, worker: &WorkerFacts) -> f64 {
+        let rates = &worker.rates;
+        let output = view.request.expected_output_tokens as f64;
+        let context = view.request.input_tokens as f64;
+        let others = f64::from(worker.decoding + worker.arriving);
+        let of_others = (worker.decode_tokens + worker.arriving_tokens) as f64;
+        let own_s = output * rates.step_s(others + 1.0, of_others + context);
+        let added_s = rates.decode_per_request_s + rates.decode_per_context_token_s * context;
+        self.output_weight * own_s + self.stall_weight * others * output / 2.0 * added_s
+    }
+
+    fn displace_s(&self, view: &View<'_>, worker: &WorkerFacts) -> f64 {
+        let new = view.new_tokens(worker);
+        let displaced = view.displaced_tokens(worker);
+        self.displace_weight * displaced as f64 * view.compute_s(worker) / new.max(1) as f64
+    }
+
+    /// All that counts where the request decodes, but for when its first token comes.
     fn crowd_s(&self, view: &View<'_>, worker: &WorkerFacts) -> f64 {
-        let needed = view.new_tokens(worker) + view.request.expected_output_tokens;
-        let evicted = needed.saturating_sub(worker.kv_room_tokens());
-        (self.decode_weight * worker.decode_tokens as f64 + evicted as f64)
-            / worker.rates.prefill_tokens_per_s
-            + self.displace_weight * worker.rates.paced_slowdown * view.compute_s(worker)
+        self.decode_s(view, worker) + self.displace_s(view, worker)
     }
 
     /// The cheapest partner of every decode worker, priced.
@@ -136,20 +161,28 @@ impl Elastic {
                 entry[1] = Some(p);
             }
         }
-        view.decode().filter_map(move |decode| {
-            let (_, entry) = cheapest
-                .iter()
-                .find(|(group, _)| *group == decode.transfer_group)?;
-            let prefill = entry.iter().flatten().find(|p| p.slot != decode.slot)?;
-            let predicted_s = view.remote_prefill_s(prefill) + view.transfer_s(decode);
-            Some(Priced {
+        let price = move |prefill: &WorkerFacts, decode: &WorkerFacts| {
+            let predicted_s = view.separated_s(prefill, decode);
+            Priced {
                 route: Route::PrefillDecode {
                     prefill: prefill.slot,
                     decode: decode.slot,
                 },
                 predicted_s,
                 cost_s: predicted_s + self.stall_s(view, prefill) + self.crowd_s(view, decode),
-            })
+            }
+        };
+        view.decode().filter_map(move |decode| {
+            if view.admission_s(decode) > 0.0 {
+                // While it is full, a prefill that takes longer may cost no more time.
+                let priced = view.partners(decode).map(|p| price(p, decode));
+                return priced.min_by(|a, b| a.cost_s.total_cmp(&b.cost_s));
+            }
+            let (_, entry) = cheapest
+                .iter()
+                .find(|(group, _)| *group == decode.transfer_group)?;
+            let prefill = entry.iter().flatten().find(|p| p.slot != decode.slot)?;
+            Some(price(prefill, decode))
         })
     }
 }

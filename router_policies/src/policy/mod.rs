@@ -54,9 +54,15 @@ pub struct Rates {
     pub transfer_tokens_per_s: f64,
     /// Fixed time of a separated request: handshake, allocation, scheduling on both sides.
     pub transfer_overhead_s: f64,
-    /// Time between two tokens of one stream while nothing is prefilled here.
-    pub decode_step_s: f64,
+    /// Time between two tokens of one stream while nothing is prefilled here: of the step itself, for
+    /// each request in it, and for each token of their contexts. See [`Rates::step_s`].
+    pub decode_base_s: f64,
+    pub decode_per_request_s: f64,
+    pub decode_per_context_token_s: f64,
 }
+
+/// Nobody predicts further than this for how long a KV pool stays full.
+const MAX_ADMISSION_S: f64 = 600.0;
 
 /// Pairs that attention works through when `new` tokens follow `cached` ones.
 pub fn attention_pairs(cached: u64, new: u64) -> f64 {
@@ -64,6 +70,14 @@ pub fn attention_pairs(cached: u64, new: u64) -> f64 {
 }
 
 impl Rates {
+    /// Seconds of a step that decodes one token for each of so many requests, with so many tokens of
+    /// context between them.
+    pub fn step_s(&self, requests: f64, context_tokens: f64) -> f64 {
+        self.decode_base_s
+            + self.decode_per_request_s * requests
+            + self.decode_per_context_token_s * context_tokens
+    }
+
     /// Seconds of an otherwise idle worker for so many new tokens with so many pairs.
     pub fn compute_s(&self, new_tokens: u64, pairs: f64) -> f64 {
         new_tokens as f64 / self.prefill_tokens_per_s + pairs / self.attention_pairs_per_s
@@ -103,8 +117,19 @@ pub struct WorkerFacts {
     pub prefill_wait_s: f64,
     /// Context tokens of the requests that decode here.
     pub decode_tokens: u64,
-    /// Context tokens of all reserved requests: the KV they need.
+    /// Reserved requests that will decode here once they are prefilled, here or on another worker, and
+    /// their context tokens.
+    pub arriving: u32,
+    pub arriving_tokens: u64,
+    /// Context tokens of all reserved requests: the KV they need if they share nothing.
     pub ongoing_tokens: u64,
+    /// KV tokens that running requests hold and those on their way will need: by the engine's load
+    /// report where one comes, which counts shared prefixes once, else `ongoing_tokens`.
+    pub held_tokens: u64,
+    /// KV tokens a second that running requests give back as they end, by the answers' mean length.
+    pub freed_tokens_per_s: f64,
+    /// Tokens that the worker is believed to keep in its cache, of all prompts.
+    pub kept_tokens: u64,
     pub kv_capacity_tokens: Option<u64>,
     /// Tokens of this request's prompt that the worker is believed to hold.
     pub cached_tokens: u64,
@@ -114,6 +139,14 @@ pub struct WorkerFacts {
 }
 
 impl WorkerFacts {
+    /// KV tokens that are lacking for so many more until running requests give some back; none where
+    /// the capacity is unknown.
+    pub fn lacking_tokens(&self, more: u64) -> u64 {
+        let needed = self.held_tokens + more;
+        self.kv_capacity_tokens
+            .map_or(0, |capacity| needed.saturating_sub(capacity))
+    }
+
     /// Free KV tokens once running requests have theirs; `u64::MAX` where the capacity is unknown.
     pub fn kv_room_tokens(&self) -> u64 {
         self.kv_capacity_tokens.map_or(u64::MAX, |capacity| {
@@ -192,6 +225,29 @@ impl<'a> View<'a> {
         worker.prefill_wait_s + self.compute_s(worker)
     }
 
+    /// Seconds until `worker` has room in its KV pool for the request's prompt, what is cached of it
+    /// included, and its answer. Running requests are not evicted for it: it waits until enough of them
+    /// have ended.
+    pub fn admission_s(&self, worker: &WorkerFacts) -> f64 {
+        let more = self.request.input_tokens + self.request.expected_output_tokens;
+        // Once nothing runs there is no more to wait for.
+        let lacking = worker.lacking_tokens(more).min(worker.held_tokens);
+        if lacking == 0 {
+            return 0.0;
+        }
+        (lacking as f64 / worker.freed_tokens_per_s).min(MAX_ADMISSION_S)
+    }
+
+    /// Tokens that `worker` would push out of its cache for the request; none where its capacity is
+    /// unknown.
+    pub fn displaced_tokens(&self, worker: &WorkerFacts) -> u64 {
+        let more = self.new_tokens(worker) + self.request.expected_output_tokens;
+        let kept = worker.kept_tokens.max(worker.held_tokens);
+        worker.kv_capacity_tokens.map_or(0, |capacity| {
+            (kept + more).saturating_sub(capacity).min(more)
+        })
+    }
+
     /// Seconds until a prefill that starts queueing on `worker` now has run, to be decoded there. It
     /// is paced if anything decodes when its turn comes, as those before it will.
     pub fn local_prefill_s(&self, worker: &WorkerFacts) -> f64 {
@@ -199,7 +255,15 @@ impl<'a> View<'a> {
             0 => 1.0,
             _ => worker.rates.paced_slowdown,
         };
-        worker.prefill_wait_s + worker.rates.prefill_overhead_s + slowdown * self.compute_s(worker)
+        let turn_s = worker.prefill_wait_s.max(self.admission_s(worker));
+        turn_s + worker.rates.prefill_overhead_s + slowdown * self.compute_s(worker)
+    }
+
+    /// Seconds until the first token of a request that `prefill` prefills and `decode` decodes: while
+    /// the one computes, the other may still wait for room.
+    pub fn separated_s(&self, prefill: &WorkerFacts, decode: &WorkerFacts) -> f64 {
+        let computed_s = self.remote_prefill_s(prefill);
+        computed_s.max(self.admission_s(decode)) + self.transfer_s(decode)
     }
 
     /// Seconds that `decode` takes to get the KV it lacks, once that is computed.

@@ -59,8 +59,7 @@ impl Policy for Pd {
                 )
             })
             .ok_or(Refusal::NoCandidates)?;
-        let predicted_s =
-            |worker: &WorkerFacts| view.remote_prefill_s(worker) + view.transfer_s(decode);
+        let predicted_s = |worker: &WorkerFacts| view.separated_s(worker, decode);
         let prefill = view
             .lowest(view.partners(decode), |worker| {
                 view.remote_prefill_s(worker)

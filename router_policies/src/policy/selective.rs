@@ -116,7 +116,7 @@ impl Policy for Selective {
             prefill: prefill.slot,
             decode: worker.slot,
         };
-        let separate_s = view.remote_prefill_s(prefill) + view.transfer_s(worker);
+        let separate_s = view.separated_s(prefill, worker);
         let alternatives = vec![
             Alternative {
                 route: local_route,

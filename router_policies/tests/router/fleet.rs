@@ -4,9 +4,10 @@ use proptest::prelude::*;
 use router_policies::config::WorkerSpec;
 use router_policies::fleet::log::EventSink;
 use router_policies::fleet::prefix::hash::{PromptHashes, TokenHasher};
-use router_policies::fleet::{EngineLoad, Fleet, Outcome, Request, Reservation};
+use router_policies::fleet::{EngineLoad, Fleet, Outcome, Request, Reservation, Usage};
 use router_policies::policy::{self, RequestFacts, Route, View};
 use serde_json::{Value, json};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 
 fn spec(id: &str, role: &str) -> WorkerSpec {
@@ -328,16 +329,187 @@ fn drift_from_the_engines_report_is_counted_and_counts_as_load() {
 }
 
 #[test]
-fn a_worker_that_keeps_failing_is_left_alone_for_a_while() {
-    let fleet = fleet("round_robin", &["colocated"]);
-    for _ in 0..5 {
-        let reservation = fleet
-            .decide(&request(&fleet, 0..10), &[])
-            .expect("a decision");
-        reservation.finish(Outcome::WorkerError, None, Some("x".to_owned()));
-    }
-    assert!(fleet.decide(&request(&fleet, 0..10), &[]).is_err());
+fn a_worker_that_keeps_failing_is_left_alone_for_a_while_unless_all_are() {
+    let fleet = fleet("round_robin", &["colocated", "colocated"]);
+    let fail = |id: &str, other: &str| {
+        for _ in 0..5 {
+            let exclude = [other.to_owned()];
+            let placed = fleet.decide(&request(&fleet, 0..10), &exclude);
+            let reservation = placed.expect("a decision");
+            assert_eq!(reservation.answering().id, id);
+            reservation.finish(Outcome::WorkerError, None, Some("x".to_owned()));
+        }
+    };
+    fail("w0", "w1");
     assert!(fleet.snapshot()[0].circuit_open);
+    for _ in 0..4 {
+        let placed = fleet.decide(&request(&fleet, 0..10), &[]);
+        assert_eq!(placed.expect("a decision").answering().id, "w1");
+    }
+    fail("w1", "w0");
+    assert!(fleet.snapshot().iter().all(|worker| worker.circuit_open));
+    // A router that answers 503 to everybody without a try would be no better than workers that fail.
+    let placed = fleet.decide(&request(&fleet, 0..10), &[]);
+    let served = placed.expect("one of them is tried");
+    let id = served.answering().id.clone();
+    served.finish(Outcome::Ok, Some(200), None);
+    let again = fleet.decide(&request(&fleet, 0..10), &[]);
+    assert_eq!(again.expect("a decision").answering().id, id, "it serves");
+}
+
+/// A fleet whose clock stands, in milliseconds, where it is put.
+fn timed(policy: &str, roles: &[(&str, &str)]) -> (Arc<Fleet>, Arc<AtomicU64>) {
+    let clock = Arc::new(AtomicU64::new(0));
+    let shown = Arc::clone(&clock);
+    let fleet = Arc::new(Fleet::with_clock(
+        policy::build(policy, Value::Null).expect("a policy"),
+        policy.to_owned(),
+        EventSink::in_memory(),
+        1,
+        Box::new(move || shown.load(Ordering::Relaxed) as f64 / 1e3),
+    ));
+    for (i, (role, engine)) in roles.iter().enumerate() {
+        let mut spec = serde_json::to_value(spec(&format!("w{i}"), role)).expect("JSON");
+        spec["engine"] = (*engine).into();
+        if *engine == "vllm" {
+            spec["kv_connector"] = "nixl".into();
+        }
+        let spec = serde_json::from_value(spec).expect("a worker");
+        fleet.add_worker(spec).expect("a new id");
+        fleet.report_health(&format!("w{i}"), true);
+    }
+    (fleet, clock)
+}
+
+/// Seconds that the worker is believed to take for a cold prompt of so many tokens.
+fn believed_s(fleet: &Fleet, worker: usize, tokens: u64) -> f64 {
+    let pairs = policy::attention_pairs(0, tokens);
+    fleet.snapshot()[worker].rates.compute_s(tokens, pairs)
+}
+
+#[test]
+fn prefills_that_end_in_one_step_are_no_sign_of_a_fast_worker() {
+    let (fleet, clock) = timed("round_robin", &[("colocated", "sglang")]);
+    let before_s = believed_s(&fleet, 0, 4_000);
+    for round in 0..20u64 {
+        clock.store(round * 10_000, Ordering::Relaxed);
+        let mut batch: Vec<Reservation> = (0..4)
+            .map(|i| {
+                let start = (round * 4 + i) as u32 * 10_000;
+                let request = request(&fleet, start..start + 1_000);
+                fleet.decide(&request, &[]).expect("a decision")
+            })
+            .collect();
+        // As long as is believed, for all four at once.
+        let took_ms = 30 + (before_s * 1e3) as u64;
+        clock.store(round * 10_000 + took_ms, Ordering::Relaxed);
+        for reservation in &mut batch {
+            reservation.streams();
+            reservation.output(1);
+        }
+    }
+    let off = believed_s(&fleet, 0, 4_000) / before_s;
+    assert!((0.8..1.25).contains(&off), "{off}");
+}
+
+#[test]
+fn a_decode_workers_delays_are_not_its_prefill_workers() {
+    for engine in ["sglang", "vllm"] {
+        let roles = [("prefill", engine), ("decode", engine)];
+        let (fleet, clock) = timed("pd", &roles);
+        let before_s = believed_s(&fleet, 0, 8_000);
+        for round in 0..30u64 {
+            let begun_ms = round * 10_000;
+            clock.store(begun_ms, Ordering::Relaxed);
+            let start = round as u32 * 10_000;
+            let request = request(&fleet, start..start + 8_000);
+            let mut reservation = fleet.decide(&request, &[]).expect("a decision");
+            reservation.streams();
+            let watch = reservation.prefill_watch();
+            // The prefill takes as long as is believed, and then the decode worker two seconds.
+            let prefilled_ms = begun_ms + (before_s * 1e3) as u64 + 16;
+            clock.store(prefilled_ms, Ordering::Relaxed);
+            watch.ended();
+            let load = fleet.snapshot()[0].load;
+            assert_eq!((load.prefilling, load.pending_prefill_tokens), (0, 0));
+            clock.store(prefilled_ms + 2_000, Ordering::Relaxed);
+            reservation.output(1);
+            reservation.finish(Outcome::Ok, Some(200), None);
+            watch.ended();
+        }
+        assert!(fleet.is_idle());
+        let off = believed_s(&fleet, 0, 8_000) / before_s;
+        assert!((0.8..1.25).contains(&off), "{engine}: {off}");
+        let overhead_s = fleet.snapshot()[1].rates.transfer_overhead_s;
+        assert!((1.0..3.0).contains(&overhead_s), "{engine}: {overhead_s}");
+    }
+}
+
+#[test]
+fn answers_in_one_piece_teach_the_rates_too() {
+    let (fleet, clock) = timed("round_robin", &[("colocated", "sglang")]);
+    let (tokens_per_s, step_s) = (1_000.0, 0.1);
+    for round in 0..200u64 {
+        let (prompt, output) = (
+            [500, 4_000, 16_000][round as usize % 3],
+            [1, 40, 200][round as usize % 2],
+        );
+        let begun_ms = round * 100_000;
+        clock.store(begun_ms, Ordering::Relaxed);
+        let start = round as u32 * 20_000;
+        let mut request = request(&fleet, start..start + prompt);
+        request.stream = false;
+        let mut reservation = fleet.decide(&request, &[]).expect("a decision");
+        let seconds = f64::from(prompt) / tokens_per_s + step_s * output as f64;
+        clock.store(begun_ms + (seconds * 1e3) as u64, Ordering::Relaxed);
+        reservation.output(1);
+        reservation.report(Usage {
+            prompt_tokens: Some(prompt.into()),
+            cached_tokens: Some(0),
+            output_tokens: Some(output),
+        });
+        reservation.finish(Outcome::Ok, Some(200), None);
+    }
+    assert!(fleet.is_idle());
+    for tokens in [500, 4_000, 16_000] {
+        let off = believed_s(&fleet, 0, tokens) / (tokens as f64 / tokens_per_s);
+        assert!((0.6..1.6).contains(&off), "{tokens}: {off}");
+    }
+    let off = fleet.snapshot()[0].rates.step_s(1.0, 4_000.0) / step_s;
+    assert!((0.6..1.6).contains(&off), "{off}");
+}
+
+#[test]
+fn what_is_on_its_way_to_a_decode_worker_is_among_the_facts() {
+    let (fleet, _) = timed("pd", &[("prefill", "sglang"), ("decode", "sglang")]);
+    let request = request(&fleet, 0..3_000);
+    let mut reservation = fleet.decide(&request, &[]).expect("a decision");
+    reservation.streams();
+    let load = |i: usize| fleet.snapshot()[i].load;
+    assert_eq!((load(1).arriving, load(1).arriving_tokens), (1, 3_000));
+    assert_eq!(load(0).arriving, 0, "it decodes elsewhere");
+    reservation.output(1);
+    assert_eq!((load(1).arriving, load(1).decoding), (0, 1));
+    drop(reservation);
+    assert!(fleet.is_idle());
+}
+
+#[test]
+fn a_new_worker_is_believed_to_be_like_the_others_of_its_kind() {
+    let (fleet, clock) = timed("round_robin", &[("colocated", "sglang")]);
+    for round in 0..40u64 {
+        clock.store(round * 20_000, Ordering::Relaxed);
+        let start = round as u32 * 20_000;
+        let request = request(&fleet, start..start + 4_000);
+        let mut reservation = fleet.decide(&request, &[]).expect("a decision");
+        reservation.streams();
+        clock.store(round * 20_000 + 8_000, Ordering::Relaxed);
+        reservation.output(1);
+    }
+    fleet.add_worker(spec("w1", "colocated")).expect("a new id");
+    let (old_s, new_s) = (believed_s(&fleet, 0, 4_000), believed_s(&fleet, 1, 4_000));
+    assert!((old_s / 8.0 - 1.0).abs() < 0.3, "{old_s}");
+    assert!((new_s / old_s - 1.0).abs() < 0.05, "{new_s} {old_s}");
 }
 
 #[test]

@@ -872,6 +872,32 @@ async fn vllm_with_mooncake_gets_both_halves_of_one_transfer() {
 }
 
 #[tokio::test]
+async fn with_mooncake_the_rank_that_prefills_is_the_one_that_is_pulled_from() {
+    let (p, d) = (MockWorker::start().await, MockWorker::start().await);
+    p.behaviour.dp_ranks.store(3, Ordering::SeqCst);
+    let workers = vec![
+        vllm(&p, "p", "prefill", "mooncake"),
+        vllm(&d, "d", "decode", "mooncake"),
+    ];
+    let router = Router::start("pd", workers).await;
+    let mut seen = std::collections::BTreeSet::new();
+    for round in 0..60 {
+        let body = json!({"prompt": [1, 2, 3], "max_tokens": 9});
+        let (status, _) = router.post("/v1/completions", body).await;
+        assert_eq!(status, StatusCode::OK);
+        let headers = p.behaviour.headers.lock();
+        let rank = headers[round]["x-data-parallel-rank"].to_str();
+        let rank: usize = rank.expect("text").parse().expect("a number");
+        let told = &d.bodies()[round]["kv_transfer_params"]["remote_engine_id"];
+        assert_eq!(*told, format!("engine-{}", 7 + rank));
+        seen.insert(rank);
+    }
+    assert_eq!(seen.len(), 3, "all ranks are used");
+    let queries = p.behaviour.queries.load(Ordering::SeqCst);
+    assert!(queries < 10, "{queries} times asked for 60 requests");
+}
+
+#[tokio::test]
 async fn when_vllms_prefill_fails_the_client_is_told() {
     let (p, d) = (MockWorker::start().await, MockWorker::start().await);
     p.set_fault(Fault::Status(500));

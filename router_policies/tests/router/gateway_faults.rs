@@ -6,8 +6,11 @@ use crate::mock::{End, Fault, MockWorker};
 use hyper::StatusCode;
 use router_policies::config::Config;
 use serde_json::{Value, json};
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
 
 async fn pair(policy: &str) -> (MockWorker, MockWorker, Router) {
     let (a, b) = (MockWorker::start().await, MockWorker::start().await);
@@ -562,4 +565,50 @@ async fn a_worker_that_switches_protocols_has_failed() {
         .await;
     assert_eq!(response.status(), StatusCode::BAD_GATEWAY);
     assert!(text(response).await.contains("worker w"));
+}
+
+/// A worker that serves one request on each connection, says that it keeps it, and closes it when the
+/// next one comes: as a server does whose patience with idle connections ends just then.
+async fn closes_kept_connections() -> (String, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let url = format!("http://{}", listener.local_addr().expect("bound"));
+    let generated = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&generated);
+    tokio::spawn(async move {
+        while let Ok((mut socket, _)) = listener.accept().await {
+            let counted = Arc::clone(&counted);
+            tokio::spawn(async move {
+                let mut has_generated = false;
+                let mut buffer = vec![0; 65_536];
+                loop {
+                    let read = socket.read(&mut buffer).await.unwrap_or(0);
+                    let is_generate = buffer[..read].starts_with(b"POST");
+                    if read == 0 || (is_generate && has_generated) {
+                        return;
+                    }
+                    has_generated |= is_generate;
+                    if is_generate {
+                        counted.fetch_add(1, Ordering::SeqCst);
+                    }
+                    let answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}";
+                    if socket.write_all(answer).await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    (url, generated)
+}
+
+#[tokio::test]
+async fn a_kept_connection_that_the_worker_closes_costs_nobody_an_answer() {
+    let (url, generated) = closes_kept_connections().await;
+    let spec = serde_json::from_value(json!({"id": "w", "url": url})).expect("a worker");
+    let router = Router::start("round_robin", vec![spec]).await;
+    for _ in 0..10 {
+        let (status, body) = router.post("/generate", generate(false)).await;
+        assert_eq!(status, StatusCode::OK, "{body}");
+    }
+    assert_eq!(generated.load(Ordering::SeqCst), 10, "each ran once");
 }

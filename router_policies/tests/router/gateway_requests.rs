@@ -4,7 +4,7 @@ use crate::mock::router::{Router, generate, text, worker};
 use crate::mock::{Fault, MockWorker};
 use hyper::StatusCode;
 use router_policies::config::Config;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -130,4 +130,54 @@ async fn first_tokens_are_counted_where_they_can_be_seen() {
         metrics.contains("deltaserve_first_token_realised_over_expected_count{kind=\"local\""),
         "{metrics}"
     );
+}
+
+#[tokio::test]
+async fn several_models_and_adapters_are_served_behind_one_router() {
+    let (a, b) = (MockWorker::start().await, MockWorker::start().await);
+    *a.behaviour.models.lock() = vec!["small", "small-sql"];
+    *b.behaviour.models.lock() = vec!["large", "small"];
+    let workers = vec![worker(&a, "a", "colocated"), worker(&b, "b", "colocated")];
+    let router = Router::start("round_robin", workers).await;
+    let (status, list) = router.get("/v1/models").await;
+    assert_eq!(status, StatusCode::OK);
+    let list: Value = serde_json::from_str(&list).expect("JSON");
+    let ids: Vec<&str> = list["data"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|entry| entry["id"].as_str().expect("an id"))
+        .collect();
+    assert_eq!(ids, ["small", "small-sql", "large"]);
+    let served = |model: &'static str| {
+        let (a, b, router) = (&a, &b, &router);
+        async move {
+            let before = (a.bodies().len(), b.bodies().len());
+            for _ in 0..4 {
+                let body = json!({"model": model, "messages": [{"role": "user", "content": "hi"}]});
+                let (status, _) = router.post("/v1/chat/completions", body).await;
+                assert_eq!(status, StatusCode::OK, "{model}");
+            }
+            (a.bodies().len() - before.0, b.bodies().len() - before.1)
+        }
+    };
+    assert_eq!(served("large").await, (0, 4));
+    assert_eq!(served("small-sql").await, (4, 0));
+    assert_eq!(served("small:small-sql").await, (4, 0));
+    assert_eq!(served("small").await, (2, 2));
+    assert_eq!(
+        served("of-nobody").await,
+        (2, 2),
+        "an engine says what it thinks of it"
+    );
+    // The one that serves it is down: no other is asked.
+    let (status, entry) = router.get("/v1/models/large").await;
+    assert_eq!((status, entry.contains("large")), (StatusCode::OK, true));
+    b.behaviour
+        .healthy
+        .store(false, std::sync::atomic::Ordering::SeqCst);
+    router.fleet.report_health("b", false);
+    let body = json!({"model": "large", "messages": [{"role": "user", "content": "hi"}]});
+    let (status, _) = router.post("/v1/chat/completions", body).await;
+    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
 }

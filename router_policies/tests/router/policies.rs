@@ -21,7 +21,12 @@ fn worker(slot: usize) -> WorkerFacts {
         pending_prefill_tokens: 0,
         prefill_wait_s: 0.0,
         decode_tokens: 0,
+        arriving: 0,
+        arriving_tokens: 0,
         ongoing_tokens: 0,
+        held_tokens: 0,
+        freed_tokens_per_s: 10_000.0,
+        kept_tokens: 0,
         kv_capacity_tokens: Some(300_000),
         cached_tokens: 0,
         recent_migrations: 0,
@@ -32,7 +37,9 @@ fn worker(slot: usize) -> WorkerFacts {
             prefill_overhead_s: 0.0,
             transfer_tokens_per_s: 100_000.0,
             transfer_overhead_s: 0.1,
-            decode_step_s: 0.015,
+            decode_base_s: 0.01,
+            decode_per_request_s: 1e-3,
+            decode_per_context_token_s: 1e-7,
         },
     }
 }
@@ -458,7 +465,7 @@ fn elastic_serves_alone_while_nothing_decodes_and_separates_when_a_prompt_would_
     );
     (fleet[1].requests, fleet[1].decoding) = (1, 1);
     let decision = decide("elastic", Value::Null, &fleet, &case).expect("a decision");
-    // One stream would wait 2 s, which counts half.
+    // One stream would wait 2 s, which counts a fifth: more than what a transfer takes.
     assert_eq!(decision.route, pair(0, 1));
     assert!((decision.predicted_s.expect("predicted") - 2.3).abs() < 1e-9);
     assert_eq!(decision.alternatives[0].route, local(1));
@@ -509,26 +516,35 @@ fn elastic_finds_the_cheapest_of_all_pairs() {
             w.requests = w.decoding;
             w.pending_prefill_tokens = random.u64(0..60_000);
             w.decode_tokens = random.u64(0..200_000);
+            w.arriving = random.u32(0..4);
+            w.arriving_tokens = random.u64(0..100_000);
             w.cached_tokens = random.u64(0..20_000);
-            w.ongoing_tokens = random.u64(0..300_000);
+            w.held_tokens = random.u64(0..310_000);
+            w.kept_tokens = random.u64(0..310_000);
         }
         let input = 20_000u64;
-        let prefill_s = |w: &WorkerFacts| {
-            (w.pending_prefill_tokens + input - w.cached_tokens) as f64 / 10_000.0
+        let new = |w: &WorkerFacts| (input - w.cached_tokens) as f64;
+        let queue_s = |w: &WorkerFacts| w.pending_prefill_tokens as f64 / 10_000.0;
+        // The answer is 100 tokens; running requests give back 10,000 KV tokens a second.
+        let over = |used: u64, w: &WorkerFacts| (used as f64 + new(w) + 100.0 - 3e5).max(0.0);
+        let room_s = |w: &WorkerFacts| {
+            let held = w.held_tokens as f64;
+            (held + 20_100.0 - 3e5).clamp(0.0, held) / 10_000.0
         };
-        let stall_s = |w: &WorkerFacts| {
-            0.2 * f64::from(w.decoding) * (input - w.cached_tokens) as f64 / 10_000.0
-        };
+        let stall_s = |w: &WorkerFacts| 0.2 * f64::from(w.decoding) * new(w) / 10_000.0;
         let crowd_s = |w: &WorkerFacts| {
-            let lacking =
-                (input - w.cached_tokens + 100).saturating_sub(300_000 - w.ongoing_tokens);
-            let stored = (input - w.cached_tokens) as f64;
-            (0.01 * w.decode_tokens as f64 + lacking as f64 + 0.3 * stored) / 10_000.0
+            let others = f64::from(w.decoding + w.arriving);
+            let context = (w.decode_tokens + w.arriving_tokens) as f64;
+            let own_s = 100.0 * (0.01 + 1e-3 * (others + 1.0) + 1e-7 * (context + 2e4));
+            let added_s = others * 50.0 * (1e-3 + 1e-7 * 2e4);
+            let displaced = over(w.kept_tokens.max(w.held_tokens), w).min(new(w) + 100.0);
+            own_s + 0.2 * added_s + 0.3 * displaced / 10_000.0
         };
         let mut costs = Vec::new();
         for d in &fleet {
             if d.serves_local {
-                costs.push((local(d.slot), prefill_s(d) + stall_s(d) + crowd_s(d)));
+                let first_s = queue_s(d).max(room_s(d)) + new(d) / 10_000.0;
+                costs.push((local(d.slot), first_s + stall_s(d) + crowd_s(d)));
             }
             for p in &fleet {
                 if d.serves_decode
@@ -536,11 +552,10 @@ fn elastic_finds_the_cheapest_of_all_pairs() {
                     && p.slot != d.slot
                     && p.transfer_group == d.transfer_group
                 {
-                    let transfer_s = 0.1 + (input - d.cached_tokens) as f64 / 100_000.0;
-                    costs.push((
-                        pair(p.slot, d.slot),
-                        prefill_s(p) + transfer_s + stall_s(p) + crowd_s(d),
-                    ));
+                    let transfer_s = 0.1 + new(d) / 100_000.0;
+                    let computed_s = queue_s(p) + new(p) / 10_000.0;
+                    let first_s = computed_s.max(room_s(d)) + transfer_s;
+                    costs.push((pair(p.slot, d.slot), first_s + stall_s(p) + crowd_s(d)));
                 }
             }
         }
@@ -555,6 +570,108 @@ fn elastic_finds_the_cheapest_of_all_pairs() {
         };
         assert_eq!(picks("elastic", &fleet, &case).0, best.0);
     }
+}
+
+#[test]
+fn elastic_prices_decoding_by_batch_and_context() {
+    // The home decodes twelve answers with 540,000 tokens of context; the other worker is idle and cold.
+    let mut fleet = [worker(0), worker(1)];
+    for w in &mut fleet {
+        w.rates.prefill_tokens_per_s = 65_000.0;
+        w.kv_capacity_tokens = Some(1_000_000);
+    }
+    (fleet[0].decoding, fleet[0].requests, fleet[0].decode_tokens) = (12, 12, 540_000);
+    fleet[0].cached_tokens = 38_000;
+    let case = Case {
+        input: 40_000,
+        affine: Some(0),
+        ..Case::default()
+    };
+    // Elsewhere the prompt takes 0.58 s more, and the answer 100 × 66 ms less.
+    assert_eq!(
+        picks("elastic", &fleet, &case),
+        (local(1), Reason::LowestCost)
+    );
+    let deaf = decide(
+        "elastic",
+        json!({"output_weight": 0, "stall_weight": 0}),
+        &fleet,
+        &case,
+    );
+    assert_eq!(deaf.expect("a decision").route, local(0));
+}
+
+#[test]
+fn elastic_counts_what_is_on_its_way_to_a_decode_worker() {
+    let mut fleet = [prefill(0), decode(1), decode(2), decode(3)];
+    // What would draw a whole burst: a system prompt that one of them holds.
+    fleet[1].cached_tokens = 15_000;
+    let case = Case {
+        input: 60_000,
+        ..Case::default()
+    };
+    let mut taken = [0; 4];
+    for _ in 0..30 {
+        let Route::PrefillDecode { decode, .. } = picks("elastic", &fleet, &case).0 else {
+            panic!("nobody serves alone");
+        };
+        taken[decode] += 1;
+        fleet[decode].arriving += 1;
+        fleet[decode].arriving_tokens += case.input;
+    }
+    assert!(
+        taken[1..].iter().all(|&count| (8..=13).contains(&count)),
+        "{taken:?}"
+    );
+}
+
+#[test]
+fn elastic_does_not_call_a_stall_smaller_that_pacing_spreads() {
+    let mut fleet = [prefill(0), elastic(1)];
+    (fleet[1].requests, fleet[1].decoding) = (15, 15);
+    fleet[0].pending_prefill_tokens = 40_000;
+    fleet[1].rates.paced_slowdown = 2.0;
+    let case = Case {
+        input: 20_000,
+        ..Case::default()
+    };
+    // Local 4 s and fifteen streams that lose 2 s each, at a fifth: 10 s. Separated 6.3 s.
+    assert_eq!(picks("elastic", &fleet, &case).0, pair(0, 1));
+}
+
+#[test]
+fn elastic_waits_for_a_full_kv_pool_as_long_as_requests_run() {
+    let mut fleet = [worker(0), worker(1)];
+    (fleet[0].cached_tokens, fleet[0].held_tokens) = (30_000, 280_000);
+    let case = Case {
+        input: 40_000,
+        ..Case::default()
+    };
+    let alone_s = |fleet: &[WorkerFacts]| {
+        let decision = decide("elastic", Value::Null, fleet, &case).expect("a decision");
+        (decision.route, decision.predicted_s.expect("predicted"))
+    };
+    // 20,100 tokens are lacking, given back at 10,000 a second; then 1 s of prefill. Elsewhere 4 s.
+    let (route, predicted_s) = alone_s(&fleet);
+    assert_eq!(route, local(0));
+    assert!((predicted_s - 3.01).abs() < 1e-9, "{predicted_s}");
+    fleet[0].freed_tokens_per_s = 2_000.0;
+    assert_eq!(alone_s(&fleet).0, local(1));
+}
+
+#[test]
+fn elastic_displaces_nothing_as_long_as_the_cache_has_room() {
+    let mut fleet = [worker(0), worker(1)];
+    (fleet[0].kept_tokens, fleet[1].kept_tokens) = (280_000, 250_000);
+    // Otherwise the first is better, by 0.1 s.
+    fleet[1].pending_prefill_tokens = 1_000;
+    let case = Case {
+        input: 19_000,
+        ..Case::default()
+    };
+    assert_eq!(picks("elastic", &fleet, &case).0, local(0));
+    fleet[0].kept_tokens = 290_000;
+    assert_eq!(picks("elastic", &fleet, &case).0, local(1), "0.3 × 0.91 s");
 }
 
 #[test]

@@ -439,6 +439,7 @@ fn recomputed_tokens_are_counted_with_and_without_a_gate() {
             reservation.report(Usage {
                 prompt_tokens,
                 cached_tokens,
+                ..Usage::default()
             });
             reservation.finish(Outcome::Ok, Some(200), None);
         };

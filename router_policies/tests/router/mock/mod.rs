@@ -81,6 +81,11 @@ pub struct Behaviour {
     /// What `/server_info` says of the engine's start; 0 says nothing.
     pub started: AtomicU64,
     /// What answers say of cached tokens.
+    /// Which `/v1/models` lists.
+    pub models: Mutex<Vec<&'static str>>,
+    /// Data-parallel ranks that the bootstrap server names, and how often it was asked.
+    pub dp_ranks: AtomicUsize,
+    pub queries: AtomicUsize,
     pub cached_tokens: AtomicU64,
     /// Requests being answered now.
     pub running: AtomicUsize,
@@ -135,6 +140,9 @@ impl MockWorker {
             reports_load: AtomicBool::new(false),
             started: AtomicU64::new(0),
             cached_tokens: AtomicU64::new(10),
+            models: Mutex::new(vec!["mock", "listed/only"]),
+            dp_ranks: AtomicUsize::new(1),
+            queries: AtomicUsize::new(0),
             running: AtomicUsize::new(0),
             served: AtomicUsize::new(0),
             refused: AtomicUsize::new(0),
@@ -310,18 +318,19 @@ async fn answer(
             return Ok(whole(200, "application/json", info));
         }
         "/v1/models" => {
-            return Ok(whole(
-                200,
-                "application/json",
-                r#"{"object":"list","data":[{"id":"mock"},{"id":"listed/only"}]}"#,
-            ));
+            let models = behaviour.models.lock();
+            let entries = models.iter().map(|id| format!(r#"{{"id":"{id}"}}"#));
+            let data = entries.collect::<Vec<_>>().join(",");
+            let list = format!(r#"{{"object":"list","data":[{data}]}}"#);
+            return Ok(whole(200, "application/json", list));
         }
         "/query" => {
-            return Ok(whole(
-                200,
-                "application/json",
-                r#"{"0":{"engine_id":"engine-7"}}"#,
-            ));
+            behaviour.queries.fetch_add(1, Ordering::SeqCst);
+            let ranks = 0..behaviour.dp_ranks.load(Ordering::SeqCst);
+            let ranks =
+                ranks.map(|rank| format!(r#""{rank}":{{"engine_id":"engine-{}"}}"#, 7 + rank));
+            let answer = format!("{{{}}}", ranks.collect::<Vec<_>>().join(","));
+            return Ok(whole(200, "application/json", answer));
         }
         "/v1/models/mock" => {
             return Ok(whole(200, "application/json", r#"{"id":"mock"}"#));
