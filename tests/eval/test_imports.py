@@ -207,7 +207,7 @@ def test_a_folder_of_something_else_is_answered_in_one_line(
 @pytest.mark.parametrize(
     ("text", "file_format", "said"),
     [
-        ('{"duration": 1}', "bench-serving", "1: input_lens: is missing .*--output-details$"),
+        ('{"duration": 1}', "bench-serving", "1: input_lens: is missing.*--output-details$"),
         ("{", "bench-serving", "1: expected one JSON object a line"),
         ("[]", "aiperf", "1: expected a JSON object"),
         ('{"a": 1}', "aiperf", "1: not a record of AIPerf's profile_export.jsonl"),

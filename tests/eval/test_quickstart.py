@@ -36,4 +36,4 @@ def test_a_mistake_in_the_policy_is_said_before_anything_starts(tmp_path: Path) 
     wrong = commands(policy).replace("class LeastWork", "class LeastWrok") + "\n" + commands(plan)
     done = copied(wrong, tmp_path)
     assert done.returncode == 2
-    assert "router.policy: mine:LeastWork: AttributeError" in done.stderr.splitlines()[-1]
+    assert "policy mine:LeastWork: module 'mine' has no attribute" in done.stderr.splitlines()[-1]
