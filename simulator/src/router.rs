@@ -38,7 +38,7 @@ impl Router {
         decisions: Option<&Path>,
     ) -> Result<Self, String> {
         let sink = match decisions {
-            Some(path) => EventSink::to_file(path)?,
+            Some(path) => EventSink::to_file(path, |_| ())?,
             None => EventSink::in_memory(),
         };
         let clock = Arc::new(AtomicU64::new(0));

@@ -12,11 +12,12 @@ use serde::ser::{SerializeMap, SerializeStruct};
 use serde::{Serialize, Serializer};
 use std::cell::Cell;
 use std::collections::VecDeque;
-use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Decisions kept in memory.
 const RECENT: usize = 1024;
@@ -298,23 +299,18 @@ impl EventSink {
         }
     }
 
-    /// A sink that also appends to `path`, one JSON object a line.
+    /// A sink that also appends to `path`, one JSON object a line. `lost` is told of events, so many
+    /// at a time, that could not be written.
     ///
     /// # Errors
     /// The file cannot be opened; one line that names it.
-    pub fn to_file(path: &Path) -> Result<Self, String> {
-        let file =
-            open(path).map_err(|error| format!("decision_log: {}: {error}", path.display()))?;
+    pub fn to_file(path: &Path, lost: impl Fn(u64) + Send + 'static) -> Result<Self, String> {
+        let mut log = LogFile::open(path, Box::new(lost))
+            .map_err(|error| format!("decision_log: {}: {error}", path.display()))?;
         let (sender, receiver) = mpsc::channel::<Task>();
-        let path = path.to_owned();
         let thread = std::thread::Builder::new()
             .name("decision-log".to_owned())
-            .spawn(move || {
-                if let Err(error) = write_events(&receiver, BufWriter::new(file), &path) {
-                    let shown = path.display();
-                    ::log::error!("decision_log: {shown}: {error}; no more decisions are written");
-                }
-            })
+            .spawn(move || log.follow(&receiver))
             .map_err(|error| format!("decision_log: {error}"))?;
         let mut sink = Self::in_memory();
         sink.writer = Some(Writer { sender, thread });
@@ -340,7 +336,7 @@ impl EventSink {
             observe(&event);
         }
         if let Some(writer) = &self.writer {
-            // The thread ends early only when the file cannot be written, which it has logged.
+            // The thread ends when this sender does, not before.
             let _ = writer.sender.send(Task::Write(event));
         }
     }
@@ -373,34 +369,175 @@ impl Drop for EventSink {
     }
 }
 
-fn open(path: &Path) -> std::io::Result<std::fs::File> {
+/// How long after it could not be written the file is tried again.
+const TRY_AGAIN: Duration = Duration::from_secs(10);
+
+/// Serialised events are written in pieces of about this size, or when no other waits.
+const PIECE_BYTES: usize = 1 << 16;
+
+/// The file of a decision log. Where it cannot be written, as on a full disk, events are lost and
+/// counted until it can be again; every line of it is whole.
+struct LogFile {
+    path: PathBuf,
+    /// None while it cannot be written.
+    file: Option<File>,
+    tried: Instant,
+    /// Lines that are to be written next, and how many events they are.
+    piece: Vec<u8>,
+    events: u64,
+    /// Whether writing failed and has not worked again, and how many events were lost meanwhile.
+    is_failing: bool,
+    missing: u64,
+    lost: Box<dyn Fn(u64) + Send>,
+}
+
+impl LogFile {
+    fn open(path: &Path, lost: Box<dyn Fn(u64) + Send>) -> io::Result<Self> {
+        Ok(Self {
+            path: path.to_owned(),
+            file: Some(append_to(path)?),
+            tried: Instant::now(),
+            piece: Vec::new(),
+            events: 0,
+            is_failing: false,
+            missing: 0,
+            lost,
+        })
+    }
+
+    /// Does what it is told until nobody is left to tell it anything.
+    fn follow(&mut self, tasks: &mpsc::Receiver<Task>) {
+        while let Ok(first) = tasks.recv() {
+            let mut next = Some(first);
+            while let Some(task) = next {
+                match task {
+                    Task::Write(event) => self.take(&event),
+                    Task::Reopen => {
+                        self.write();
+                        self.reopen();
+                    }
+                }
+                next = tasks.try_recv().ok();
+            }
+            self.write();
+        }
+    }
+
+    fn take(&mut self, event: &impl Serialize) {
+        let whole = self.piece.len();
+        self.events += 1;
+        if let Err(error) = serde_json::to_writer(&mut self.piece, event) {
+            self.piece.truncate(whole);
+            self.lose(1, &error.into());
+            return;
+        }
+        self.piece.push(b'\n');
+        if self.piece.len() >= PIECE_BYTES {
+            self.write();
+        }
+    }
+
+    /// Writes what was taken, or loses it.
+    fn write(&mut self) {
+        if self.events == 0 {
+            return;
+        }
+        if self.file.is_none() && self.tried.elapsed() >= TRY_AGAIN {
+            self.reopen();
+        }
+        let written = match &mut self.file {
+            Some(file) => append(file, &self.piece),
+            None => Err(io::ErrorKind::NotFound.into()), // which has been told
+        };
+        self.piece.clear();
+        if let Err(error) = written {
+            if self.file.take().is_some() {
+                self.tried = Instant::now();
+            }
+            return self.lose(self.events, &error);
+        }
+        self.events = 0;
+        if std::mem::take(&mut self.is_failing) {
+            let (shown, missing) = (self.path.display(), std::mem::take(&mut self.missing));
+            ::log::warn!("decision_log: {shown}: written again; {missing} events are missing");
+        }
+    }
+
+    /// From now on writes to the file that has the path's name, which is made where there is none.
+    fn reopen(&mut self) {
+        self.tried = Instant::now();
+        self.file = match append_to(&self.path) {
+            Ok(file) => Some(file),
+            Err(error) => {
+                self.complain(&error);
+                None
+            }
+        };
+    }
+
+    fn lose(&mut self, events: u64, error: &io::Error) {
+        self.complain(error);
+        self.missing += events;
+        self.events -= events;
+        (self.lost)(events);
+    }
+
+    /// Says what is wrong, once until the file is written again.
+    fn complain(&mut self, error: &io::Error) {
+        if !std::mem::replace(&mut self.is_failing, true) {
+            let shown = self.path.display();
+            ::log::error!("decision_log: {shown}: {error}; what happens now is not logged");
+        }
+    }
+}
+
+fn append_to(path: &Path) -> io::Result<File> {
     std::fs::OpenOptions::new()
         .create(true)
         .append(true)
         .open(path)
 }
 
-fn write_events(
-    receiver: &mpsc::Receiver<Task>,
-    mut file: BufWriter<std::fs::File>,
-    path: &Path,
-) -> std::io::Result<()> {
-    while let Ok(first) = receiver.recv() {
-        let mut next = Some(first);
-        while let Some(task) = next {
-            match task {
-                Task::Write(event) => {
-                    serde_json::to_writer(&mut file, &event)?;
-                    file.write_all(b"\n")?;
-                }
-                Task::Reopen => {
-                    file.flush()?;
-                    file = BufWriter::new(open(path)?);
-                }
+/// Appends all of `lines`, or nothing where the file is one that can be cut.
+fn append(file: &mut File, lines: &[u8]) -> io::Result<()> {
+    let before = file.metadata()?.len();
+    file.write_all(lines).inspect_err(|_| {
+        let _ = file.set_len(before);
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    #[test]
+    fn a_log_that_could_not_be_written_goes_on_with_whole_lines_once_it_can_be() {
+        let folder = std::env::temp_dir().join(format!("log-{:x}", fastrand::u64(..)));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let path = folder.join("d.jsonl");
+        std::os::unix::fs::symlink("/dev/full", &path).expect("linked");
+        let lost = Arc::new(AtomicU64::new(0));
+        let counter = Arc::clone(&lost);
+        let count = move |events| {
+            counter.fetch_add(events, Ordering::Relaxed);
+        };
+        let mut log = LogFile::open(&path, Box::new(count)).expect("opened");
+        let write = |log: &mut LogFile, events: u64| {
+            for event in 0..events {
+                log.take(&event);
             }
-            next = receiver.try_recv().ok();
-        }
-        file.flush()?;
+            log.write();
+            lost.load(Ordering::Relaxed)
+        };
+        assert_eq!(write(&mut log, 3), 3);
+        std::fs::remove_file(&path).expect("removed");
+        assert_eq!(write(&mut log, 1), 4, "it is not tried at every event");
+        assert!(!path.exists());
+        log.tried -= TRY_AGAIN;
+        assert_eq!(write(&mut log, 2), 4);
+        assert_eq!(std::fs::read_to_string(&path).expect("text"), "0\n1\n");
+        assert!(!log.is_failing);
+        std::fs::remove_dir_all(&folder).expect("removed");
     }
-    Ok(())
 }

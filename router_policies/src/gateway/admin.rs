@@ -52,7 +52,7 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
                 error(StatusCode::SERVICE_UNAVAILABLE, "no_candidates", message)
             }
         }
-        (&Method::GET, "/metrics") => {
+        (&Method::GET | &Method::HEAD, "/metrics") => {
             let body = gateway.metrics.render(
                 &gateway.fleet.snapshot(),
                 gateway.admission.queued(),
@@ -66,8 +66,15 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
         (&Method::GET, "/workers") => list_workers(gateway),
         (&Method::POST, "/workers") => add_worker(gateway, request).await,
         (&Method::GET, "/decisions") => {
-            let limit = query(&request, "limit").and_then(|limit| limit.parse().ok());
-            let recent = gateway.fleet.sink().recent(limit.unwrap_or(100));
+            let limit = match query(&request, "limit").map(str::parse::<usize>) {
+                None => 100,
+                Some(Ok(limit)) => limit,
+                Some(Err(_)) => {
+                    let message = "limit: expected a whole number";
+                    return error(StatusCode::BAD_REQUEST, "invalid_request_error", message);
+                }
+            };
+            let recent = gateway.fleet.sink().recent(limit);
             let recent: Vec<_> = recent.iter().map(|record| record.as_ref()).collect();
             json(StatusCode::OK, &value!({"decisions": recent}))
         }

@@ -292,6 +292,7 @@ impl<'a> Cursor<'a> {
                     run.take_short_ids(self.bytes);
                     self.at = run.at;
                 }
+                Some(b'.' | b'e' | b'E') => return self.fail("a token id that is a whole number"),
                 _ => return self.fail("',' or ']'"),
             }
         }

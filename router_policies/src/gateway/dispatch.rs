@@ -21,8 +21,8 @@ use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::header::{
-    ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue,
-    PROXY_AUTHORIZATION, TRANSFER_ENCODING,
+    ACCEPT_ENCODING, CONNECTION, CONTENT_ENCODING, CONTENT_LENGTH, EXPECT, HOST, HeaderMap,
+    HeaderName, HeaderValue, PROXY_AUTHORIZATION, TRANSFER_ENCODING,
 };
 use hyper::{Request, Response, StatusCode};
 use std::sync::Arc;
@@ -68,6 +68,13 @@ pub(super) async fn handle(
         let status = StatusCode::BAD_REQUEST;
         refuse(status, "invalid_request_error", message)
     };
+    if let Some(encoding) = parts.headers.get(CONTENT_ENCODING)
+        && encoding != "identity"
+    {
+        let message = "content-encoding: expected none: prompts are read to be routed";
+        let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+        return refuse(status, "invalid_request_error", message);
+    }
     let mut scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
     let more = |begin: &[u8], bytes| scanner.scan_ahead(begin, bytes);
     let collected = gateway.buffers.collect(incoming, limit, more);

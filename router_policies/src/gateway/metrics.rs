@@ -31,6 +31,7 @@ pub(crate) struct Metrics {
     admissions: IntCounterVec,
     given_up: IntCounterVec,
     recomputed_tokens: IntCounterVec,
+    unlogged: IntCounter,
     worker: IntGaugeVec,
 }
 
@@ -138,6 +139,13 @@ impl Metrics {
                 "Prompt tokens that a session had been served before and that were computed again.",
                 &["worker"],
             ),
+            unlogged: keep(
+                &registry,
+                IntCounter::new(
+                    "deltaserve_decision_log_lost_total",
+                    "Events that are missing in the decision log, whose file could not be written.",
+                ),
+            ),
             worker: keep(
                 &registry,
                 IntGaugeVec::new(
@@ -206,6 +214,11 @@ impl Metrics {
             self.prediction_error_tokens
                 .inc_by(believed.abs_diff(reported));
         }
+    }
+
+    /// Events that could not be written to the decision log.
+    pub fn lost(&self, events: u64) {
+        self.unlogged.inc_by(events);
     }
 
     pub fn refused(&self, status: StatusCode) {

@@ -199,7 +199,10 @@ impl Gateway {
     ) -> Result<Arc<Self>, String> {
         let metrics = Arc::new(Metrics::new(&config.policy));
         let sink = match &config.decision_log {
-            Some(path) => EventSink::to_file(path)?,
+            Some(path) => {
+                let metrics = Arc::clone(&metrics);
+                EventSink::to_file(path, move |events| metrics.lost(events))?
+            }
             None => EventSink::in_memory(),
         };
         let observer = Arc::clone(&metrics);

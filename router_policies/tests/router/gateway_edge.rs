@@ -244,6 +244,60 @@ async fn the_decision_log_can_be_moved_away() {
     std::fs::remove_dir_all(&folder).expect("removed");
 }
 
+#[tokio::test]
+async fn what_the_decision_log_lacks_is_counted() {
+    let mock = MockWorker::start().await;
+    let router = Router::with(Config {
+        decision_log: Some("/dev/full".into()),
+        workers: vec![worker(&mock, "w", "colocated")],
+        ..Config::default()
+    })
+    .await;
+    let (status, _) = router.post("/generate", generate(false)).await;
+    assert_eq!(status, StatusCode::OK);
+    let counted = "deltaserve_decision_log_lost_total 2";
+    let begun = Instant::now();
+    while !router.get("/metrics").await.1.contains(counted) {
+        assert!(begun.elapsed() < Duration::from_secs(20), "not counted");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn compressed_bodies_and_wrong_limits_are_refused_in_words() {
+    let (mock, router) = one().await;
+    let body = generate(false).to_string().into_bytes();
+    let zipped = [("content-encoding", "gzip")];
+    let refused = router.send("/generate", &zipped, body.clone()).await;
+    assert_eq!(refused.status(), StatusCode::UNSUPPORTED_MEDIA_TYPE);
+    let plain = [("content-encoding", "identity")];
+    assert_eq!(
+        router.send("/generate", &plain, body).await.status(),
+        StatusCode::OK
+    );
+    let (status, said) = router
+        .post("/generate", json!({"input_ids": [1.5, 2]}))
+        .await;
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    assert!(
+        said.contains("expected a token id that is a whole number"),
+        "{said}"
+    );
+    assert_eq!(mock.bodies().len(), 1);
+    assert_eq!(
+        router.get("/decisions?limit=abc").await.0,
+        StatusCode::BAD_REQUEST
+    );
+    assert_eq!(router.get("/decisions?limit=1").await.0, StatusCode::OK);
+    for path in ["/health", "/metrics"] {
+        let mut socket = connect(&router).await;
+        let head = format!("HEAD {path} HTTP/1.1\r\nhost: r\r\n\r\n");
+        socket.write_all(head.as_bytes()).await.expect("sent");
+        let answer = answer_of(socket).await;
+        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+    }
+}
+
 fn messages(turns: usize, stream: bool) -> Value {
     let turns: Vec<Value> = (0..turns)
         .map(|i| json!({"role": "user", "content": format!("turn {i} {}", "words ".repeat(200))}))
