@@ -690,6 +690,42 @@ fn what_the_host_tier_holds_is_not_lost_when_it_is_evicted_from_the_gpu() {
 }
 
 #[test]
+fn who_comes_back_from_the_host_tier_goes_before_who_is_computed_but_not_for_ever() {
+    // Seconds by which the new session came earlier, and who goes first.
+    for (host_kv_tokens, earlier_s, known_goes) in [
+        (None, 10.0, false),
+        (Some(500_000), 10.0, true),
+        // Nothing of the known session is held any more beside the one that runs.
+        (Some(90_000), 10.0, false),
+        (Some(500_000), 150.0, false),
+    ] {
+        let world = World::new(0, json!({"cold_slots": 10, "growth_turns": 0}));
+        world.add_tiered("w0", host_kv_tokens);
+        world.serve(world.placed(&world.turn(0, 60_000)));
+        let large = world.turn(9, 90_000);
+        let ticket = world.waits(&large);
+        world.advance(60.0);
+        world.fleet.pump();
+        let running = world.fetch(ticket, &large).ok().expect("let in");
+        let (new, known) = (world.turn(5, 60_000), world.turn(0, 61_000));
+        let new_waits = world.waits(&new);
+        world.advance(earlier_s);
+        let known_waits = world.waits(&known);
+        drop(running);
+        // Both are kept, so that neither makes room for the other.
+        let placed = [
+            world.fetch(new_waits, &new),
+            world.fetch(known_waits, &known),
+        ];
+        assert_eq!(
+            placed.each_ref().map(Result::is_ok),
+            [!known_goes, known_goes],
+            "{host_kv_tokens:?}, {earlier_s} s"
+        );
+    }
+}
+
+#[test]
 fn what_cannot_be_separated_waits_for_a_worker_that_serves_alone() {
     let world = World::new(1, json!({"growth_turns": 0}));
     let spec = json!({"id": "d", "url": "http://d:1", "role": "decode",

@@ -294,7 +294,7 @@ impl Residency {
         let Some(hold) = self.holds.get(site.slot) else {
             return Vec::new();
         };
-        let in_host = self.host_shares_at_return(site, now_s);
+        let in_host = self.host_shares(site, now_s);
         let place = |(key, occupant): (Key, &book::Occupant)| {
             let tokens = occupant.tokens();
             let unshared_tokens = hold.unshared_tokens(occupant);
@@ -355,31 +355,6 @@ impl Residency {
                 .or_insert(kept as f64 / tokens.max(1) as f64);
         }
         shares
-    }
-
-    /// Which share of each session's prefix the host tier would hold when that session comes back. Till then
-    /// all others have their turns, and the tier drops what was used longest ago: it then holds only what
-    /// it has room for beside all of theirs.
-    fn host_shares_at_return(&self, site: &Site, now_s: f64) -> HashMap<Key, f64> {
-        let (Some(host_tokens), Some(hold)) = (site.spec.host_kv_tokens, self.holds.get(site.slot))
-        else {
-            return HashMap::new();
-        };
-        let parted = self.seen[site.slot].parted.iter();
-        let parted = parted.filter(|(then_s, ..)| now_s - then_s < PARTED_S);
-        let mut tokens_of: HashMap<Key, u64> =
-            parted.map(|&(_, key, tokens)| (key, tokens)).collect();
-        let held = hold.occupants();
-        tokens_of.extend(held.map(|(key, occupant)| (key, occupant.tokens())));
-        let all: u64 = tokens_of.values().sum();
-        let share = |tokens: u64| {
-            let room = host_tokens.saturating_sub(all - tokens);
-            room.min(tokens) as f64 / tokens.max(1) as f64
-        };
-        tokens_of
-            .into_iter()
-            .map(|(key, tokens)| (key, share(tokens)))
-            .collect()
     }
 
     fn view<'a>(&'a self, site: &Site, places: &'a [Place], now_s: f64) -> WorkerView<'a> {

@@ -9,10 +9,14 @@ use super::sessions::Identity;
 use super::{GiveUp, Key, Residence, Residency, Site, WaitReason, site_of};
 use crate::fleet::log::{Event, WaitRecord, unix_now_s};
 use crate::fleet::prefix::hash::PromptHashes;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Waiting turns that are looked at each time: those behind them pass nobody.
 pub(in crate::fleet) const LOOKED_AT: usize = 64;
+/// By so much of the bound on waits turns go later whose session no host tier holds. More brings more
+/// turns an hour and longer waits of the others; chosen in simulation (docs/results/simulated.md).
+const NOT_HELD_WAITS: f64 = 0.75;
 /// Looked up again where it is older.
 const CACHED_AGE_S: f64 = 1.0;
 /// While something waits, time alone may change what fits.
@@ -207,12 +211,7 @@ impl Residency {
     }
 
     fn let_in(&mut self, sites: &[Site], round: &mut Round, is_round: bool) {
-        let ids: Vec<u64> = self
-            .queue
-            .waiting()
-            .take(LOOKED_AT)
-            .map(|(id, _)| id)
-            .collect();
+        let ids = self.in_order(sites, round);
         // Only after it was found that the first of the queue cannot go yet.
         let mut lends = false;
         for id in ids {
@@ -257,6 +256,43 @@ impl Residency {
                 self.admit(id, &asked, &identity, go, sites, round);
             }
         }
+    }
+
+    /// The first of those that wait, in the order in which they go.
+    ///
+    /// What a host tier still holds comes back at a small part of what computing it takes, and is lost
+    /// once others have had their turns. So those whose session it holds go first, and take turns among
+    /// themselves: were all to take turns in one round that is longer than what the tier holds, it would
+    /// have dropped each before its turn. One that it does not hold goes once it has waited longer than
+    /// they by [`NOT_HELD_WAITS`] of the bound on waits.
+    fn in_order(&self, sites: &[Site], round: &Round) -> Vec<u64> {
+        let waiting = self.queue.waiting().take(LOOKED_AT);
+        let has_tier = |site: &Site| site.spec.host_kv_tokens.is_some();
+        if !self.manner.held_first || !sites.iter().any(has_tier) {
+            return waiting.map(|(id, _)| id).collect();
+        }
+        let behind_s = NOT_HELD_WAITS * self.settings.wait_bound_s * round.bound_scale();
+        let mut shares: HashMap<usize, HashMap<Key, f64>> = HashMap::new();
+        let mut held_share = |key: Key| {
+            let (slot, serial) = self.sessions.get(key)?.home?;
+            let site = site_of(sites, slot).filter(|site| site.serial == serial)?;
+            let of_site = shares
+                .entry(slot)
+                .or_insert_with(|| self.host_shares(site, round.now_s));
+            of_site.get(&key).copied()
+        };
+        let mut ranked: Vec<(f64, u64)> = waiting
+            .map(|(id, waiter)| {
+                let turn = &waiter.turn;
+                if turn.grows_at.is_some() {
+                    return (f64::NEG_INFINITY, id);
+                }
+                let held = held_share(turn.identity.key).unwrap_or(0.0);
+                (turn.arrived_s + behind_s * (1.0 - held), id)
+            })
+            .collect();
+        ranked.sort_by(|one, other| one.0.total_cmp(&other.0));
+        ranked.into_iter().map(|(_, id)| id).collect()
     }
 
     /// Books the room of a turn that may go, on the worker that suits it best.
@@ -333,8 +369,9 @@ impl Residency {
     /// Once the first of the queue has waited for long, room gathers for it on one worker.
     fn gather(&mut self, sites: &[Site], round: &mut Round) {
         let head = self
-            .queue
-            .waiting()
+            .in_order(sites, round)
+            .into_iter()
+            .filter_map(|id| Some((id, self.queue.get(id)?)))
             .find(|(_, waiter)| waiter.turn.grows_at.is_none());
         let Some((id, waiter)) = head.filter(|(_, waiter)| {
             let waited_s = round.now_s - waiter.turn.arrived_s;

@@ -41,7 +41,7 @@ pub struct Place {
     pub gaps: OwnGaps,
     /// Seconds of the worker's time that computing what it alone holds takes, behind what others hold too.
     pub recompute_s: f64,
-    /// The share of it that the worker's host tier would still hold when the session comes back.
+    /// The share of it that the worker's host tier is taken to hold.
     pub host_share: f64,
 }
 
@@ -145,6 +145,8 @@ pub struct Manner {
     pub residents_always_go: bool,
     /// The room that gathers for the first of the queue is lent to others until that one can go.
     pub backfills: bool,
+    /// Turns whose session a host tier still holds go before others, as if those had come later.
+    pub held_first: bool,
 }
 
 impl Default for Manner {
@@ -159,6 +161,7 @@ impl Default for Manner {
             force_after_s: None,
             residents_always_go: false,
             backfills: false,
+            held_first: false,
         }
     }
 }

@@ -149,6 +149,7 @@ impl Rule for Priced {
     fn manner(&self) -> Manner {
         Manner {
             backfills: true,
+            held_first: true,
             ..Manner::default()
         }
     }
