@@ -247,7 +247,7 @@ async fn requests_on_a_worker_that_hangs_move_and_no_more_come_to_it() {
             let begun = Instant::now();
             let (_, body) = router.post("/generate", shared_prefix(i)).await;
             assert!(body.contains("[DONE]"));
-            assert!(begun.elapsed() < Duration::from_millis(500));
+            assert!(begun.elapsed() < Duration::from_secs(2));
         }
         assert_eq!(other.behaviour.served.load(Ordering::SeqCst), served + 40);
         let snapshot = router.fleet.snapshot();
