@@ -29,7 +29,8 @@ def _start_with_less(_result: None, server_args: Any) -> None:
     if server_args.device != "cpu":
         return
     multiprocessing.set_start_method("fork", force=True)
-    if values := sys.modules.get("prometheus_client.values"):
+    values: Any = sys.modules.get("prometheus_client.values")
+    if values is not None:
         # Where its metrics go, to memory or to files that `/metrics` reads from all processes, it
         # decided when it was imported; SGLang has only just said to files.
         values.ValueClass = values.get_value_class()
