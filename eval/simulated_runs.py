@@ -12,6 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from eval.runner import Summary, load_topologies, run_experiment
 from eval.simulate import read_calibration, simulate, write_planned
 from eval.simulated_fleet import calibration_name, fleet_plan, load_plan, options
 from eval.site import FleetMaker, Site, launch_site
-from eval.traces import make_replay_plan, resolve_scale
+from eval.traces import Selection, plan_of, resolve_scale, selection
 
 PLANNED_FOLDER = "planned"
 
@@ -128,7 +129,7 @@ def execute_simulated(assignment: Assignment, progress: Progress) -> dict[str, A
     try:
         asked = options(trace, folder, replay, run.phases)
         plan = fleet_plan(topology, experiment.simulate) | load_plan(asked)
-        planned = write_planned(make_replay_plan(trace, replay), assignment.output / PLANNED_FOLDER)
+        planned = _planned(trace, selection(replay), assignment.output / PLANNED_FOLDER)
         plan["requests"] = str(planned.resolve())
         (folder / "replay.json").write_bytes(orjson.dumps({"arguments": asked.record()}))
         manifest["workers"] = _workers(topology, plan["workers"])
@@ -143,6 +144,13 @@ def execute_simulated(assignment: Assignment, progress: Progress) -> dict[str, A
     conclude(folder, manifest, failure, experiment, trace, replay, began.facts)
     provenance.write_manifest(folder, manifest)
     return manifest
+
+
+# One: runs follow each other that send the same requests, and writing a large trace takes longer
+# than simulating it.
+@lru_cache(maxsize=1)
+def _planned(trace: Path, selected: Selection, folder: Path) -> Path:
+    return write_planned(plan_of(trace, selected), folder)
 
 
 def _workers(topology: Any, workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
