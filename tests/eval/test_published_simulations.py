@@ -9,14 +9,20 @@ import statistics
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from eval.experiment_files import packaged_experiments
+from eval.run_lines import read_rows
+from eval.separation import OBJECTIVES, figure, table
 from eval.simulate import packaged_calibrations
 
 PAGE = Path(__file__).parents[2] / "docs/results/simulated.md"
+SEPARATION = PAGE.with_name("simulated-separation.md")
 
 
-def test_the_page_and_each_of_its_tables_say_simulated() -> None:
-    lines = PAGE.read_text().splitlines()
+@pytest.mark.parametrize("page", [PAGE, SEPARATION], ids=lambda page: page.stem)
+def test_the_page_and_each_of_its_tables_say_simulated(page: Path) -> None:
+    lines = page.read_text().splitlines()
     assert "simulated" in lines[0].lower()
     heads = [line for line, below in pairwise(lines) if below.startswith("|--")]
     assert heads
@@ -24,14 +30,28 @@ def test_the_page_and_each_of_its_tables_say_simulated() -> None:
         assert "simulated" in head, head
 
 
-def test_every_experiment_and_calibration_of_the_page_is_here() -> None:
-    text = PAGE.read_text()
+@pytest.mark.parametrize("page", [PAGE, SEPARATION], ids=lambda page: page.stem)
+def test_every_experiment_and_calibration_of_the_page_is_here(page: Path) -> None:
+    text = page.read_text()
     experiments = re.findall(r"deltaserve eval simulate (\S+)", text)
     assert experiments
     assert set(experiments) <= set(packaged_experiments())
     calibrations = re.findall(r"eval/calibrations/(\S+)\.toml", text)
     assert calibrations
     assert set(calibrations) <= set(packaged_calibrations())
+
+
+def test_the_map_of_separation_follows_from_its_runs() -> None:
+    rows = read_rows(PAGE.parent / "simulated/separation.csv")
+    assert len(rows) == 900
+    text = SEPARATION.read_text()
+    for objective in OBJECTIVES:
+        assert "\n".join(table(rows, objective)) in text, objective
+    drawn = re.findall(r"\(simulated/separation-(\w+)\.svg\)", text)
+    assert drawn
+    for objective in drawn:
+        kept = PAGE.parent / f"simulated/separation-{objective}.svg"
+        assert kept.read_text() == figure(rows, objective)
 
 
 RUNS = PAGE.parent / "simulated/residency-frontier.csv"
