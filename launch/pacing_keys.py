@@ -11,25 +11,32 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 _Count = Annotated[int, Field(ge=0)]
+_Positive = Annotated[int, Field(ge=1)]
 
 _FLAGS = {
+    "max_prefill_tokens": "--max-prefill-tokens",
+    "prefill_max_requests": "--prefill-max-requests",
     "prefill_decode_interval": "--prefill-decode-interval",
     "prefill_decode_interval_min_bs": "--prefill-decode-interval-min-bs",
 }
-_FLAGS_SINCE = (0, 5, 23)
+_SINCE = {"prefill_decode_interval": (0, 5, 23), "prefill_decode_interval_min_bs": (0, 5, 23)}
+"""The release that a flag came with, where not all that launch knows have it."""
 
 
 class PacingKeys(BaseModel):
     """Of all colocated workers where the topology has them, of a group's where the group has.
 
-    `paced` sizes prefill chunks by what they cost the requests that decode beside them. After a
-    step that prefilled, `prefill_decode_interval` steps only decode, where at least
+    `paced` sizes prefill chunks by what they cost the requests that decode beside them. A step
+    prefills up to `max_prefill_tokens` of at most `prefill_max_requests` prompts. After a step that
+    prefilled, `prefill_decode_interval` steps only decode, where at least
     `prefill_decode_interval_min_bs` requests do. None leaves the engine its own default.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     paced: bool | None = None
+    max_prefill_tokens: _Positive | None = None
+    prefill_max_requests: _Positive | None = None
     prefill_decode_interval: _Count | None = None
     prefill_decode_interval_min_bs: _Count | None = None
 
@@ -58,11 +65,10 @@ class PacingKeys(BaseModel):
     def too_new_for(self, version: str) -> tuple[str, str] | None:
         """The first key whose flag SGLang `version` does not have, and why it cannot be had."""
         numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
-        if not numbers or numbers >= _FLAGS_SINCE:
-            return None
-        since = ".".join(map(str, _FLAGS_SINCE))
         for key in self.given:
-            if key in _FLAGS:
-                why = f'SGLang {version} has no {_FLAGS[key]}; engine.version = "{since}" does'
+            since = _SINCE.get(key)
+            if since and numbers and numbers < since:
+                newer = ".".join(map(str, since))
+                why = f'SGLang {version} has no {_FLAGS[key]}; engine.version = "{newer}" does'
                 return key, why
         return None

@@ -5,12 +5,13 @@ The times are SGLang's own (``SchedulerReqTimeStats``), taken whether or not tel
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from sglang_ext.guards import Hook
 from sglang_ext.telemetry import metrics
-from sglang_ext.telemetry.sink import emit, harmless, unix_minus_perf_counter_s
+from sglang_ext.telemetry.sink import emit, harmless, unix_minus
 
 # field of SchedulerReqTimeStats → name in the telemetry
 _PHASES = {
@@ -46,8 +47,9 @@ def record_finished(mode: str, candidates: Iterable[Any]) -> None:
             # An elastic worker takes the room off a request that falls back.
             room = getattr(request, "deltaserve_room", None)
         stats = request.time_stats
+        to_unix_s = unix_minus(time.perf_counter)
         phases = {
-            name: getattr(stats, field) + unix_minus_perf_counter_s
+            name: getattr(stats, field) + to_unix_s
             for field, name in _PHASES.items()
             if getattr(stats, field)
         }

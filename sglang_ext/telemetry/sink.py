@@ -21,15 +21,16 @@ _DEFAULT_MAX_MB = 4000
 _file: LineFile | None = None
 _worker_id = os.environ.get("DELTASERVE_WORKER_ID", "")
 
-unix_minus_perf_counter_s = time.time() - time.perf_counter()
-"""Adds to a ``time.perf_counter()`` reading of this process to give Unix time, in seconds."""
-
-unix_minus_monotonic_s = time.time() - time.monotonic()
-"""The same for ``time.monotonic()``."""
-
-
 _P = ParamSpec("_P")
 _failed: set[str] = set()
+
+
+def unix_minus(clock: Callable[[], float]) -> float:
+    """What to add to a reading of `clock` to have Unix time, in seconds.
+
+    Asked for anew with every line: over days NTP moves Unix time by more than a step takes.
+    """
+    return time.time() - clock()
 
 
 def harmless(record: Callable[_P, None]) -> Callable[_P, None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_ext.guards import Hook
 from sglang_ext.telemetry import metrics, requests
-from sglang_ext.telemetry.sink import emit, harmless, unix_minus_monotonic_s
+from sglang_ext.telemetry.sink import emit, harmless, unix_minus
 
 
 def _queue_depths(scheduler: Any) -> dict[str, int]:
@@ -64,7 +64,7 @@ def _write_step(scheduler: Any, batch: Any, requests_of_step: list[Any]) -> None
         "step",
         {
             "forward_mode": forward_mode,
-            "start_unix_s": batch.launch_ts + unix_minus_monotonic_s,
+            "start_unix_s": batch.launch_ts + unix_minus(time.monotonic),
             "duration_s": duration_s,
             "prefill_requests": prefill_requests,
             "prefill_tokens": prefill_tokens,

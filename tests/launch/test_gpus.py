@@ -148,6 +148,7 @@ def test_prefill_graphs_are_captured_where_prompts_are_prefilled() -> None:
             "workers.1.paced: only for colocated workers, not",
         ),
         ("colocated-8", "prefill_decode_interval=-1", "prefill_decode_interval: "),
+        ("colocated-8", "max_prefill_tokens=0", "max_prefill_tokens: "),
     ],
 )
 def test_what_does_not_go_together_is_refused(name: str, override: str, said: str) -> None:

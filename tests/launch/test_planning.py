@@ -105,6 +105,14 @@ def test_steps_of_decodes_between_prefills_need_a_release_that_has_them() -> Non
     assert "--prefill-decode-interval" not in made("laptop-sglang").workers[0].argv
 
 
+def test_what_a_prefill_step_may_hold_becomes_flags_on_every_release() -> None:
+    keys = ["max_prefill_tokens=6000", "workers.0.prefill_max_requests=4"]
+    for worker in made("laptop-sglang", *keys).workers:
+        assert value_of(worker.argv, "--max-prefill-tokens") == "6000"
+        assert value_of(worker.argv, "--prefill-max-requests") == "4"
+    assert "--max-prefill-tokens" not in made("laptop-sglang").workers[0].argv
+
+
 def test_cpu_workers_share_the_cores_and_leave_some_to_those_who_ask() -> None:
     workers = made("laptop-sglang", cores=8).workers
     assert [w.environment["OMP_NUM_THREADS"] for w in workers] == ["2", "2"]

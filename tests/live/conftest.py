@@ -17,15 +17,34 @@ import psutil
 import pytest
 
 from launch import Fleet, Worker
+from launch.engines import Environment, environment_for
 
 VOCABULARY = 1024
 """Of the tiny model; ids below 16 are left to special tokens."""
+
+DEFAULT, NEWER = "0.5.17", "0.5.23"
+"""The pinned releases of SGLang."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.live)
+
+
+def installed(engine: str, version: str | None = None) -> Environment:
+    """The pinned environment of an engine for a CPU; where it is missing, the test is skipped.
+
+    ``make test-live`` has installed them all and sets ``DELTASERVE_LIVE_REQUIRED``: there a missing
+    one fails the test, so that continuous integration cannot pass by skipping a release.
+    """
+    environment = environment_for(engine, "cpu", version)
+    if not environment.installed:
+        missing = f"not installed: deltaserve launch install {environment.name}"
+        if os.environ.get("DELTASERVE_LIVE_REQUIRED"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return environment
 
 
 class Generation:

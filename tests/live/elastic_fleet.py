@@ -2,7 +2,8 @@
 
 Owns how the workers are started, replaced and asked; the tests say what of. Each release that is
 pinned can be started where it is installed; ``DELTASERVE_LIVE_ENGINE`` names the Python of another
-environment with SGLang and NIXL, which then takes the default's place.
+environment with SGLang and NIXL, which then takes the place of ``DELTASERVE_LIVE_VERSION`` (default
+0.5.17).
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ import aiohttp
 import pytest
 
 import sglang_ext
-from launch.engines import environment_for
-from tests.live.conftest import total_of
+from launch.models import write_shape
+from tests.live.conftest import DEFAULT, installed, total_of
 
 START_S = 400.0
 ANSWER_S = 90.0
 VOCABULARY = 1000
 """Token ids of the tiny model that prompts are made of."""
-
-DEFAULT, NEWER = "0.5.17", "0.5.23"
-"""The pinned releases of SGLang."""
+TEXT_VOCABULARY = 32768
+"""Token ids of the tiny model with text: SGLang's own tests ask for ids up to 30,000."""
 
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -67,16 +67,32 @@ MODEL = {
 
 
 def engine_python(version: str = DEFAULT) -> str:
-    """The Python of an environment with SGLang `version`, or a skip."""
+    """The Python of an environment with SGLang `version`; see `installed` where it is missing."""
     given = os.environ.get("DELTASERVE_LIVE_ENGINE")
-    if given and version == DEFAULT:
+    if given and version == os.environ.get("DELTASERVE_LIVE_VERSION", DEFAULT):
         return given
     if given:
         pytest.skip("DELTASERVE_LIVE_ENGINE names another environment")
-    environment = environment_for("sglang", "cpu", version)
-    if not environment.installed:
-        pytest.skip(f"not installed: deltaserve launch install {environment.name}")
-    return str(environment.python)
+    return str(installed("sglang", version).python)
+
+
+def model_files(text: bool) -> dict[str, bytes]:
+    """The tiny model's folder. For text it has ids enough for SGLang's own tests, each a token."""
+    if not text:
+        return {"config.json": json.dumps(MODEL).encode()}
+    shape = write_shape("tiny-qwen3-moe")
+    files = {path.name: path.read_bytes() for path in shape.iterdir() if path.is_file()}
+    tokenizer = json.loads(files["tokenizer.json"])
+    like = tokenizer["added_tokens"][0] | {"special": False}
+    tokenizer["added_tokens"] += [
+        like | {"id": token, "content": f"<|{token}|>"}
+        for token in range(len(tokenizer["model"]["vocab"]), TEXT_VOCABULARY)
+    ]
+    config = json.dumps(MODEL | {"vocab_size": TEXT_VOCABULARY})
+    return files | {
+        "tokenizer.json": json.dumps(tokenizer).encode(),
+        "config.json": config.encode(),
+    }
 
 
 @dataclass
@@ -89,6 +105,8 @@ class Server:
     flags: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
     version: str = DEFAULT
+    text: bool = False
+    """With a tokenizer and grammars; else it takes and gives token ids alone."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -111,9 +129,10 @@ class Server:
         )
         with suppress(FileExistsError):
             (path / "sglang_ext").symlink_to(root / "sglang_ext")
-        model = self.folder / "model"
+        model = self.folder / ("model-with-text" if self.text else "model")
         model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(MODEL))
+        for file, content in model_files(self.text).items():
+            (model / file).write_bytes(content)
         environment = os.environ | {
             "PYTHONPATH": f"{path}:{path}/sglang_ext/cpu/stubs",
             "SGLANG_PLUGINS": "deltaserve",
@@ -126,6 +145,8 @@ class Server:
             "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "10",
             "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
             "DELTASERVE_SGLANG": "cpu",
+            # llguidance would have a C++ compiler make a kernel at the first answer with a grammar.
+            **({"TORCHDYNAMO_DISABLE": "1"} if self.text else {}),
             **self.variables,
         }
         command = [
@@ -133,7 +154,8 @@ class Server:
             *("--model-path", str(model)),
             *("--device", "cpu", "--dtype", "float32", "--load-format", "dummy"),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-            *("--grammar-backend", "none", "--skip-tokenizer-init", "--sleep-on-idle"),
+            *("--grammar-backend", "llguidance" if self.text else "none", "--sleep-on-idle"),
+            *(() if self.text else ("--skip-tokenizer-init",)),
             *("--mem-fraction-static", "0.4", "--host", "127.0.0.1", "--port", str(self.port)),
             *("--max-running-requests", "16", "--chunked-prefill-size", "256"),
             "--enable-metrics",
@@ -188,10 +210,7 @@ class Fleet:
     client: aiohttp.ClientSession
 
     async def ask(self, server: Server, body: dict[str, Any]) -> dict[str, Any]:
-        async with self.client.post(f"{server.url}/generate", json=body) as answer:
-            result: dict[str, Any] = await answer.json()
-            assert answer.status == 200, result
-            return result
+        return await ask(self.client, server, body)
 
     async def truth(self, ids: list[int], tokens: int) -> list[int]:
         """What the colocated worker says."""
@@ -301,15 +320,32 @@ def request(ids: list[int], tokens: int, **more: Any) -> dict[str, Any]:
     return {"input_ids": ids, "sampling_params": sampling} | more
 
 
+async def ask(
+    client: aiohttp.ClientSession, server: Server, body: dict[str, Any]
+) -> dict[str, Any]:
+    """The answer of a server's `/generate`, which has to be one."""
+    async with client.post(f"{server.url}/generate", json=body) as answer:
+        result: dict[str, Any] = await answer.json()
+        assert answer.status == 200, result
+        return result
+
+
+@asynccontextmanager
+async def client_of(*servers: Server) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client, once the servers are up."""
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:
+        await asyncio.gather(*(server.ready(client) for server in servers))
+        yield client
+
+
 @asynccontextmanager
 async def asking(
     colocated: Server, prefill: Server, elastic: Server, bootstrap_port: int
 ) -> AsyncIterator[Fleet]:
     """The three workers, once they are up."""
-    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:
-        await asyncio.gather(*(server.ready(client) for server in (colocated, prefill, elastic)))
+    async with client_of(colocated, prefill, elastic) as client:
         yield Fleet(colocated, prefill, elastic, bootstrap_port, client)
 
 
@@ -329,7 +365,7 @@ class Workers:
             return old
         if old is not None:
             old.kill()
-        offset = {"colocated": 0, "prefill": 1, "elastic": 2}[name]
+        offset = {"colocated": 0, "prefill": 1, "elastic": 2, "paced": 3}[name]
         server = Server(
             name,
             self.base_port + offset,
@@ -342,6 +378,10 @@ class Workers:
         server.start()
         self.running[name] = server
         return server
+
+    def colocated(self) -> Server:
+        """The worker that says what is true: no feature changes its scheduling."""
+        return self.bring_up("colocated", "", ("--disable-overlap-schedule",))
 
     def fleet(
         self,
@@ -356,7 +396,7 @@ class Workers:
         bootstrap_port = self.base_port + 10
         separated = ("--disaggregation-transfer-backend", backend, *common)
         return asking(
-            self.bring_up("colocated", "", ("--disable-overlap-schedule",)),
+            self.colocated(),
             self.bring_up(
                 "prefill",
                 key,

@@ -1,12 +1,14 @@
-"""An elastic worker against a colocated one, with real SGLang and real NIXL on a CPU.
+"""Elastic and paced workers against a plain colocated one, with real SGLang and real NIXL on a CPU.
 
 Random sessions of several turns go to an elastic worker, each turn either prefilled there or on a
 prefill worker; clients give up in between, and the prefill worker dies and comes back. Whatever the
-path, the tokens are those of a colocated worker, and in the end all memory is accounted for.
+path, the tokens are those of a colocated worker, and in the end all memory is accounted for. So are
+those of a colocated worker whose prefill is paced.
 
-Each release that is pinned runs them where it is installed. ``DELTASERVE_LIVE_SESSIONS`` sets the
-number of sessions (default 200) and ``DELTASERVE_LIVE_SEED`` their seed; ``DELTASERVE_LIVE_ENGINE``
-names the Python of another environment with SGLang and NIXL, which then runs them alone.
+Each release that is pinned runs them where it is installed, the newer one with 200 sessions and the
+other with 60: its adapter has seen the most runs. ``DELTASERVE_LIVE_SESSIONS`` sets the number for
+both, ``DELTASERVE_LIVE_SEED`` the sessions' seed; ``DELTASERVE_LIVE_ENGINE`` names the Python of
+another environment with SGLang and NIXL, which then runs them alone.
 """
 
 from __future__ import annotations
@@ -28,26 +30,27 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.live.conftest import DEFAULT, NEWER
 from tests.live.elastic_fleet import (
-    DEFAULT,
-    NEWER,
     VOCABULARY,
     Fleet,
+    Server,
     Workers,
+    ask,
+    client_of,
     engine_python,
     request,
 )
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
-SESSIONS = int(os.environ.get("DELTASERVE_LIVE_SESSIONS", "200"))
+SESSIONS = {DEFAULT: 60, NEWER: 200}
+if given := os.environ.get("DELTASERVE_LIVE_SESSIONS"):
+    SESSIONS = dict.fromkeys(SESSIONS, int(given))
 SEED = int(os.environ.get("DELTASERVE_LIVE_SEED", "1"))
 
-ON_BOTH = pytest.mark.parametrize("workers", [DEFAULT, NEWER], indirect=True, scope="module")
-"""For a test of what differs between the releases; each costs engine starts on both."""
 
-
-@pytest.fixture(scope="module", params=[DEFAULT])
+@pytest.fixture(scope="module", params=[DEFAULT, NEWER])
 def workers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Workers]:
@@ -140,7 +143,6 @@ class Sessions:
         assert (await self.fleet.state())["counts"]["fallback_refused_timeout"] == 1
 
 
-@ON_BOTH
 async def test_any_path_gives_the_tokens_of_a_colocated_worker(workers: Workers) -> None:
     async with workers.fleet(
         "page 1", (), ("--disable-overlap-schedule",), DELTASERVE_ELASTIC_TARGET_ITL_MS="40"
@@ -156,7 +158,8 @@ async def test_any_path_gives_the_tokens_of_a_colocated_worker(workers: Workers)
                 await fleet.prefill.ready(fleet.client)
 
         dying = asyncio.create_task(deaths())
-        await sessions.run(SESSIONS)
+        count = SESSIONS[workers.version]
+        await sessions.run(count)
         while not dying.done():  # the second death, too, is to hit transfers
             await sessions.run(8)
         await dying
@@ -170,14 +173,13 @@ async def test_any_path_gives_the_tokens_of_a_colocated_worker(workers: Workers)
     assert not sessions.wrong, sessions.wrong[:5]
     fallbacks = sum(n for name, n in state["counts"].items() if re.match("fallback_(?!ref)", name))
     print(dict(sessions.seen), state["counts"], file=sys.stderr)
-    assert sessions.seen["local"] > SESSIONS / 2
-    assert sessions.seen["separated"] > SESSIONS / 2
+    assert sessions.seen["local"] > count / 2
+    assert sessions.seen["separated"] > count / 2
     assert sessions.seen["abandoned"] > 0
     assert fallbacks > 0
     assert state["counts"]["local"] > 0
 
 
-@ON_BOTH
 async def test_an_abort_at_any_stage_leaves_nothing_behind(workers: Workers) -> None:
     async with workers.fleet(
         "page 1", (), ("--disable-overlap-schedule",), DELTASERVE_ELASTIC_TARGET_ITL_MS="40"
@@ -228,7 +230,6 @@ async def test_an_abort_at_any_stage_leaves_nothing_behind(workers: Workers) -> 
         }
 
 
-@ON_BOTH
 async def test_a_pause_lets_the_cache_be_flushed_and_local_requests_go_on_after_it(
     workers: Workers,
 ) -> None:
@@ -260,7 +261,56 @@ async def test_a_pause_lets_the_cache_be_flushed_and_local_requests_go_on_after_
         await fleet.check_accounts()
 
 
-@ON_BOTH
+async def test_a_paced_worker_gives_the_tokens_of_a_plain_one_in_chunks_that_carry_decodes(
+    workers: Workers,
+) -> None:
+    steps = workers.folder / "paced" / "steps"
+    plain = workers.colocated()
+    # With overlap scheduling, which the elastic workers of the tests above are without.
+    paced = workers.bring_up(
+        "paced",
+        "",
+        (),
+        DELTASERVE_SGLANG="cpu,paced,telemetry",
+        DELTASERVE_TELEMETRY_DIR=str(steps),
+        DELTASERVE_PACED_TARGET_ITL_MS="40",
+    )
+    rng = random.Random(SEED + 7)
+
+    def prompt(tokens: int) -> list[int]:
+        return [rng.randrange(3, VOCABULARY) for _ in range(tokens)]
+
+    shared = prompt(300)
+    asked = [request(prompt(40), 120) for _ in range(4)]
+    asked += [
+        request(shared + prompt(rng.randrange(20, 900)), rng.randrange(2, 30)) for _ in range(24)
+    ]
+    asked += [request(prompt(5000), 4)]
+    async with client_of(plain, paced) as client:
+
+        async def answers(server: Server, bodies: list[dict[str, Any]]) -> list[list[int]]:
+            found = await asyncio.gather(*(ask(client, server, body) for body in bodies))
+            return [answer["output_ids"] for answer in found]
+
+        for begin in range(0, len(asked), 10):
+            some = asked[begin : begin + 10]
+            assert await answers(paced, some) == await answers(plain, some)
+        async with client.get(f"{paced.url}/server_info") as response:
+            state = (await response.json())["internal_states"][0]["deltaserve_paced"]
+    paced.kill()
+    assert state["steps"] > 20
+    assert state["chunk_tokens"] < 5000
+    mixed = [
+        line
+        for path in steps.glob("*.jsonl")
+        for line in map(json.loads, path.read_text().splitlines())
+        if line["event"] == "step" and line["forward_mode"] == "mixed"
+    ]
+    assert mixed
+    assert all(line["decode_requests"] > 0 for line in mixed)
+    assert len({line["prefill_tokens"] for line in mixed}) > 3, "chunks do not follow their cost"
+
+
 async def test_pages_of_64_overlap_retraction_and_a_pool_that_is_nearly_exhausted(
     workers: Workers,
 ) -> None:
@@ -275,7 +325,7 @@ async def test_pages_of_64_overlap_retraction_and_a_pool_that_is_nearly_exhauste
         SGLANG_TEST_RETRACT_INTERVAL="7",
     ) as fleet:
         sessions = Sessions(fleet, random.Random(SEED + 2), longest_tokens=1800)
-        await sessions.run(max(8, SESSIONS // 4), at_once=12)
+        await sessions.run(max(8, SESSIONS[workers.version] // 4), at_once=12)
         prompt = sessions.tokens(1500)
         assert await fleet.tokens_during(prompt) >= len(prompt) / 256
         state = await fleet.check_accounts()
@@ -319,7 +369,7 @@ async def test_a_more_important_request_pushes_others_out_and_they_come_back(
         sessions = Sessions(
             fleet, random.Random(SEED + 4), longest_tokens=1200, priorities=(0, 3, 50)
         )
-        await sessions.run(max(8, SESSIONS // 5))
+        await sessions.run(max(8, SESSIONS[workers.version] // 5))
         await fleet.check_accounts()
     assert not sessions.wrong, sessions.wrong[:5]
     print(dict(sessions.seen), file=sys.stderr)
@@ -330,7 +380,9 @@ async def test_a_more_important_request_pushes_others_out_and_they_come_back(
 
 async def test_mooncake_over_tcp(workers: Workers) -> None:
     present = subprocess.run(
-        [engine_python(), "-c", "import mooncake.engine"], capture_output=True, text=True
+        [engine_python(workers.version), "-c", "import mooncake.engine"],
+        capture_output=True,
+        text=True,
     )
     if present.returncode != 0:
         pytest.skip(f"no Mooncake in the engine's environment: {present.stderr[-200:]}")
@@ -338,7 +390,7 @@ async def test_mooncake_over_tcp(workers: Workers) -> None:
         "mooncake", (), ("--disable-overlap-schedule",), backend="mooncake_tcp"
     ) as fleet:
         sessions = Sessions(fleet, random.Random(SEED + 3), longest_tokens=1800)
-        running = asyncio.create_task(sessions.run(max(16, SESSIONS // 5)))
+        running = asyncio.create_task(sessions.run(max(16, SESSIONS[workers.version] // 5)))
         while sessions.seen["separated"] < 12 and not running.done():
             await asyncio.sleep(0.05)
         fleet.prefill.kill()

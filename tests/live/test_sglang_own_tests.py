@@ -1,18 +1,24 @@
-"""SGLang's own tests of the decode radix cache, unchanged, with and without the plugin.
+"""SGLang's own tests, unchanged, with and without the plugin: each must end the same way.
 
-SGLang's wheel does not ship its tests, so ``DELTASERVE_SGLANG_SOURCE`` names a checkout of its
-repository at the version of the engine (a tree with ``test/registered``). Each of `FILES` runs in
-the engine's environment as SGLang ships it, three times: without the plugin, with the plugin loaded
-and idle, and with every hook applied in a process whose scheduler is not elastic. Each test must
-end the same way each time. What needs a GPU is listed in ``docs/elastic-worker.md``.
+Those of a running server come with SGLang's wheel, as kits: `sglang_kits.py` has them asked of a
+worker without the plugin, of one with the plugin loaded and idle, and of an elastic one.
+
+Its unit tests do not, so ``DELTASERVE_SGLANG_SOURCE`` names a checkout of its repository at the
+version of the engine (a tree with ``test/registered``). Each of `FILES` runs in the engine's
+environment as SGLang ships it, three times: without the plugin, with the plugin loaded and idle,
+and with every hook applied in a process whose scheduler is not elastic. What needs a GPU is listed
+in ``docs/elastic-worker.md``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -21,7 +27,8 @@ import orjson
 import pytest
 
 import sglang_ext
-from tests.live.elastic_fleet import engine_python
+from tests.live.conftest import NEWER
+from tests.live.elastic_fleet import Server, client_of, engine_python
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
@@ -108,27 +115,34 @@ def path_for(folder: Path) -> Path:
 
 
 def run(checkout: Path, folder: Path, features: str | None) -> Ended:
-    """The tests in a process of their own; `features` None is without the plugin."""
+    """The unit tests in a process of their own; `features` None is without the plugin."""
     folder.mkdir()
-    path, report, loaded = path_for(folder), folder / "report.xml", folder / "loaded.json"
+    loaded = folder / "loaded.json"
+    environment = {
+        "SGLANG_PLUGINS": "none" if features is None else "deltaserve",
+        "DELTASERVE_SGLANG": features or "",
+        "DELTASERVE_TELEMETRY_DIR": str(folder / "steps"),
+        "LOADED_FILE": str(loaded),
+    }
+    command = (engine_python(), "-m", "pytest", "-p", "loads_plugins", "--rootdir", str(checkout))
+    outcomes = ends(folder, environment, *command, *(str(checkout / file) for file in FILES))
+    is_loaded, hooks = orjson.loads(loaded.read_bytes())
+    return Ended(outcomes, is_loaded, hooks)
+
+
+def ends(folder: Path, variables: Mapping[str, str], *command: str) -> dict[str, str]:
+    """How each test ended that pytest runs, in an engine's environment, by class and name."""
+    path, report = path_for(folder), folder / "report.xml"
     (folder / "pytest.ini").write_text("[pytest]\n")
     environment = os.environ | {
         "PYTHONPATH": f"{path}:{path}/sglang_ext/cpu/stubs",
         "SGLANG_USE_CPU_ENGINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "SGLANG_PLUGINS": "none" if features is None else "deltaserve",
-        "DELTASERVE_SGLANG": features or "",
-        "DELTASERVE_TELEMETRY_DIR": str(folder / "steps"),
-        "LOADED_FILE": str(loaded),
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     done = subprocess.run(
-        [
-            *(engine_python(), "-m", "pytest", "-q", "-c", "pytest.ini"),
-            *("--rootdir", str(checkout), "-p", "no:cacheprovider", "-p", "loads_plugins"),
-            f"--junitxml={report}",
-            *(str(checkout / file) for file in FILES),
-        ],
+        [*command, "-q", "-c", "pytest.ini", "-p", "no:cacheprovider", f"--junitxml={report}"],
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -141,8 +155,71 @@ def run(checkout: Path, folder: Path, features: str | None) -> Ended:
     for case in ElementTree.parse(report).iter("testcase"):
         worse = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
         outcomes[f"{case.get('classname')}.{case.get('name')}"] = worse[0] if worse else "passed"
-    is_loaded, hooks = orjson.loads(loaded.read_bytes())
-    return Ended(outcomes, is_loaded, hooks)
+    return outcomes
+
+
+KITS = Path(__file__).with_name("sglang_kits.py")
+
+WORKERS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "stock": ((), {"SGLANG_PLUGINS": "none", "DELTASERVE_SGLANG": ""}),
+    "idle": ((), {"DELTASERVE_SGLANG": ""}),
+    "hooked": (
+        (
+            *("--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"),
+            *("--disaggregation-transfer-backend", "nixl"),
+        ),
+        {"DELTASERVE_SGLANG": "cpu,elastic,telemetry"},
+    ),
+}
+"""How each worker is started: flags and variables."""
+
+
+async def test_the_wheels_kits_end_alike_on_a_plain_an_idle_and_an_elastic_worker(
+    tmp_path: Path,
+) -> None:
+    if not os.environ.get("DELTASERVE_SGLANG_KITS"):
+        pytest.skip("DELTASERVE_SGLANG_KITS is not set: it takes ten minutes on two cores")
+    python = engine_python(NEWER)
+    base_port = int(os.environ.get("DELTASERVE_LIVE_BASE_PORT", "32100")) + 60
+    servers: dict[str, Server] = {}
+    for offset, (name, (flags, variables)) in enumerate(WORKERS.items()):
+        folder = tmp_path / name / "worker"
+        folder.mkdir(parents=True)
+        variables = variables | {"DELTASERVE_TELEMETRY_DIR": str(folder / "steps")}
+        servers[name] = Server(name, base_port + offset, folder, flags, variables, NEWER, text=True)
+
+    def asked_of(server: Server) -> dict[str, str]:
+        folder = server.folder.parent
+        # Beside a pytest.ini of its own: the configuration here is not for the engine's Python.
+        file = shutil.copy(KITS, folder / "kits.py")
+        variables = {
+            "SGLANG_PLUGINS": "none",
+            "WORKER_URL": server.url,
+            "WORKER_MODEL": str(server.folder / "model-with-text"),
+        }
+        return ends(folder, variables, python, "-m", "pytest", "--rootdir", str(folder), str(file))
+
+    try:
+        for server in servers.values():
+            server.start()
+        async with client_of(*servers.values()) as client:
+            found = await asyncio.gather(
+                *(asyncio.to_thread(asked_of, server) for server in servers.values())
+            )
+            async with client.get(f"{servers['hooked'].url}/server_info") as answer:
+                state = (await answer.json())["internal_states"][0]["deltaserve_elastic"]
+    finally:
+        for server in servers.values():
+            server.kill()
+    stock, idle, hooked = found
+    for name, outcomes in zip(servers, found, strict=True):
+        print(name, dict(Counter(outcomes.values())), file=sys.stderr)
+    assert len(stock) == 19
+    assert set(stock.values()) == {"passed"}, stock
+    assert idle == stock
+    assert hooked == stock
+    assert state["counts"]["local"] > 100
+    assert list((servers["hooked"].folder / "steps").glob("*.jsonl"))
 
 
 def test_they_end_alike_without_the_plugin_with_it_idle_and_with_every_hook_applied(

@@ -14,22 +14,28 @@ import orjson
 import pytest
 
 from launch import Fleet, fleet, load_topology
-from launch.engines import environment_for
 from sglang_ext.plugin import FEATURES
-from tests.live.conftest import Generation, generate, generate_separated, scraped, worker_of
+from tests.live.conftest import (
+    DEFAULT,
+    NEWER,
+    Generation,
+    generate,
+    generate_separated,
+    installed,
+    scraped,
+    worker_of,
+)
 from tests.live.test_router_live import get, router
 
 Prompt = Callable[[int], list[int]]
 
 
-@pytest.fixture(scope="module", params=["0.5.17", "0.5.23"])
+@pytest.fixture(scope="module", params=[DEFAULT, NEWER])
 def sglang(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
     """The fleet on each release of SGLang that is pinned."""
-    environment = environment_for("sglang", "cpu", request.param)
-    if not environment.installed:
-        pytest.skip(f"not installed: deltaserve launch install {environment.name}")
+    installed("sglang", request.param)
     topology = load_topology(
         Path(__file__).with_name("sglang-pd-beside-colocated.toml"),
         [f'engine.version="{request.param}"'],

@@ -223,6 +223,18 @@ def test_a_finished_request_is_recorded_once_with_the_phases_it_passed(
     assert line["phases"]["finished_s"] == pytest.approx(time.time(), abs=1.0)
 
 
+def test_times_follow_the_hosts_clock_when_it_is_set_right(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = time.time
+    monkeypatch.setattr(time, "time", lambda: before() + 20.0)
+    run(telemetry, step("decode", [request(finished=True)]))
+    (step_line,) = telemetry.lines("step")
+    assert step_line["start_unix_s"] == pytest.approx(time.time() - 0.25, abs=0.5)
+    (request_line,) = telemetry.lines("request")
+    assert request_line["phases"]["finished_s"] == pytest.approx(time.time(), abs=1.0)
+
+
 @pytest.fixture
 def kv_poll(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The two enumerations that the transfer hook imports from SGLang."""
