@@ -202,7 +202,9 @@ def route(
     ] = None,
     otlp_endpoint: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Send traces to this OpenTelemetry collector (OTLP/HTTP)."),
+        typer.Option(
+            metavar="URL", help="Send traces to this OpenTelemetry collector (OTLP/HTTP)."
+        ),
     ] = None,
     check: Annotated[
         bool,
