@@ -200,6 +200,12 @@ def route(
             help="The model's tokenizer.json, or its folder: text prompts are routed by tokens."
         ),
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Send traces to this OpenTelemetry collector (OTLP/HTTP)."
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -229,7 +235,13 @@ def route(
     if workers:
         settings["workers"] = workers
     policy = _one_policy(policy, prefill_policy, decode_policy)
-    for key, value in (("policy", policy), ("host", host), ("port", port)):
+    given_flags = (
+        ("policy", policy),
+        ("host", host),
+        ("port", port),
+        ("otlp_endpoint", otlp_endpoint),
+    )
+    for key, value in given_flags:
         if value is not None:
             settings[key] = value
     if policy is not None:

@@ -12,54 +12,33 @@
 //! pinned to one core where `taskset` exists; load and mock workers run on the others. CPU time a
 //! request is the router process's own, from /proc, and is what to compare on a busy machine.
 
+mod arms;
 #[path = "../tests/router/mock/mod.rs"]
 mod mock;
 
+use arms::{Arm, Connection, Quantiles, Router, setting, start, wanted};
 use cpu_time::ThreadTime;
-use http_body_util::{BodyExt, Full};
-use hyper::Request;
 use hyper::body::Bytes;
-use hyper::client::conn::http1::{SendRequest, handshake};
-use hyper_util::rt::TokioIo;
 use mock::MockWorker;
-use router_policies::config::{Config, WorkerSpec};
+use router_policies::config::WorkerSpec;
 use router_policies::fleet::log::EventSink;
 use router_policies::fleet::prefix::hash::TokenHasher;
 use router_policies::fleet::residency::settings;
 use router_policies::fleet::{Admit, Fleet, Outcome, Request as Placement};
-use router_policies::gateway::Server;
 use router_policies::gateway::body::{Api, bootstrap_fields, scan, splice};
 use router_policies::policy;
 use serde_json::{Value, json};
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-
-const ROUTER_CORE: &str = "1";
-const LOAD_CORES: &str = "0,2-63";
-const SERVE: &str = "--serve-as-router";
 
 fn micros(elapsed: Duration) -> f64 {
     elapsed.as_secs_f64() * 1e6
 }
 
-fn setting(name: &str, default: u64) -> u64 {
-    std::env::var(name)
-        .ok()
-        .and_then(|value| value.parse().ok())
-        .unwrap_or(default)
-}
-
-/// Whether ROUTER_BENCH_ONLY lets a measurement run.
-fn wanted(name: &str) -> bool {
-    std::env::var("ROUTER_BENCH_ONLY").map_or(true, |only| name.contains(&only))
-}
-
 fn main() {
-    let arguments: Vec<String> = std::env::args().collect();
-    if let Some(at) = arguments.iter().position(|argument| argument == SERVE) {
-        return serve(&arguments[at + 1]);
+    if arms::served() {
+        return;
     }
     let mut results = Vec::new();
     if wanted("decision") {
@@ -75,37 +54,6 @@ fn main() {
         .expect("a runtime");
     results.extend(runtime.block_on(gateways()));
     println!("{}", json!({ "results": results }));
-}
-
-/// The router alone in this process, as `deltaserve route` runs it.
-fn serve(config: &str) {
-    let config: Config = serde_json::from_str(config).expect("a configuration");
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(1)
-        .enable_all()
-        .build()
-        .expect("a runtime")
-        .block_on(async {
-            let server = Server::bind(config).await.expect("binds");
-            server.serve(std::future::pending()).await;
-        });
-}
-
-struct Quantiles(Vec<f64>);
-
-impl Quantiles {
-    fn new(mut samples: Vec<f64>) -> Self {
-        samples.sort_by(f64::total_cmp);
-        Self(samples)
-    }
-
-    fn at(&self, share: f64) -> f64 {
-        let last = self.0.len().saturating_sub(1);
-        self.0
-            .get((last as f64 * share).round() as usize)
-            .copied()
-            .unwrap_or(f64::NAN)
-    }
 }
 
 /// Pick and reserve, with sessions that grow turn by turn until `blocks` blocks are cached.
@@ -237,213 +185,6 @@ fn scans() -> Value {
     json!({"what": "scan_and_splice", "bytes": body.len(), "rows": rows})
 }
 
-#[derive(Clone, Copy, PartialEq)]
-enum Router {
-    Direct,
-    Ours,
-    Sglang,
-    Smg,
-}
-
-struct Arm {
-    name: &'static str,
-    url: String,
-    process: Option<Child>,
-}
-
-impl Drop for Arm {
-    fn drop(&mut self) {
-        if let Some(process) = &mut self.process {
-            let _ = process.kill();
-            let _ = process.wait();
-        }
-    }
-}
-
-impl Arm {
-    /// Processor seconds used so far.
-    fn cpu_s(&self) -> f64 {
-        let Some(process) = &self.process else {
-            return 0.0;
-        };
-        let stat =
-            std::fs::read_to_string(format!("/proc/{}/stat", process.id())).unwrap_or_default();
-        let fields: Vec<&str> = stat.rsplit(") ").next().unwrap_or("").split(' ').collect();
-        let ticks = |i: usize| {
-            fields
-                .get(i)
-                .and_then(|f| f.parse::<f64>().ok())
-                .unwrap_or(0.0)
-        };
-        (ticks(11) + ticks(12)) / 100.0
-    }
-
-    fn rss_mib(&self) -> f64 {
-        let Some(process) = &self.process else {
-            return 0.0;
-        };
-        let status =
-            std::fs::read_to_string(format!("/proc/{}/status", process.id())).unwrap_or_default();
-        let line = status
-            .lines()
-            .find(|line| line.starts_with("VmRSS:"))
-            .unwrap_or("");
-        line.split_whitespace()
-            .nth(1)
-            .and_then(|kib| kib.parse::<f64>().ok())
-            .unwrap_or(0.0)
-            / 1024.0
-    }
-}
-
-fn free_port() -> u16 {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    listener.local_addr().expect("bound").port()
-}
-
-fn pinned(command: &[String]) -> Command {
-    let has_taskset = Command::new("taskset").arg("--version").output().is_ok();
-    let mut line = Vec::new();
-    if has_taskset {
-        line.extend(["taskset", "-c", ROUTER_CORE].map(str::to_owned));
-    }
-    line.extend_from_slice(command);
-    let mut command = Command::new(&line[0]);
-    command
-        .args(&line[1..])
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
-    command
-}
-
-async fn start(router: Router, workers: &[&MockWorker], separated: bool) -> Option<Arm> {
-    let port = free_port();
-    let url = format!("http://127.0.0.1:{port}");
-    let name = match router {
-        Router::Direct => {
-            return Some(Arm {
-                name: "direct",
-                url: workers.last()?.url.clone(),
-                process: None,
-            });
-        }
-        Router::Ours => "deltaserve",
-        Router::Sglang => "sglang-router",
-        Router::Smg => "smg",
-    };
-    let command: Vec<String> = match router {
-        Router::Ours => {
-            let specs: Vec<Value> = workers
-                .iter()
-                .enumerate()
-                .map(|(i, worker)| match (separated, i) {
-                    (true, 0) => {
-                        json!({"url": worker.url, "role": "prefill", "bootstrap_port": 8998})
-                    }
-                    (true, _) => json!({"url": worker.url, "role": "decode"}),
-                    _ => json!({"url": worker.url}),
-                })
-                .collect();
-            let policy = if separated { "pd" } else { "round_robin" };
-            let config = json!({"port": port, "policy": policy, "workers": specs, "threads": 1});
-            let own = std::env::current_exe().ok()?.display().to_string();
-            vec![own, SERVE.to_owned(), config.to_string()]
-        }
-        _ => {
-            let (variable, module) = match router {
-                Router::Smg => ("ROUTER_BENCH_SMG", "smg.launch_router"),
-                _ => ("ROUTER_BENCH_SGLANG_ROUTER", "sglang_router.launch_router"),
-            };
-            let python = std::env::var(variable).ok()?;
-            let mut command = vec![python, "-m".to_owned(), module.to_owned()];
-            let mut add = |text: &str| command.extend(text.split(' ').map(str::to_owned));
-            add(&format!(
-                "--host 127.0.0.1 --port {port} --prometheus-port {} --log-level error",
-                free_port()
-            ));
-            if separated {
-                add(&format!(
-                    "--pd-disaggregation --prefill {} 8998",
-                    workers[0].url
-                ));
-                add(&format!("--decode {} --policy round_robin", workers[1].url));
-            } else {
-                add("--policy round_robin --worker-urls");
-                workers.iter().for_each(|worker| add(&worker.url));
-            }
-            command
-        }
-    };
-    let mut arm = Arm {
-        name,
-        url,
-        process: Some(pinned(&command).spawn().ok()?),
-    };
-    let deadline = Instant::now() + Duration::from_secs(90);
-    while Instant::now() < deadline {
-        if let Some(process) = &mut arm.process
-            && let Ok(Some(status)) = process.try_wait()
-        {
-            println!("{name}: ended with {status}: {}", command.join(" "));
-            return None;
-        }
-        if let Some(mut connection) = Connection::open(&arm.url).await {
-            let answer = connection
-                .post(Bytes::from_static(b"{\"input_ids\":[1]}"))
-                .await;
-            if answer.is_some_and(|answer| answer.status == 200) {
-                return Some(arm);
-            }
-        }
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
-    println!("{name}: not ready after 90 s");
-    None
-}
-
-struct Answer {
-    status: u16,
-    first_s: f64,
-    whole_s: f64,
-}
-
-struct Connection {
-    sender: SendRequest<Full<Bytes>>,
-    host: String,
-}
-
-impl Connection {
-    async fn open(url: &str) -> Option<Self> {
-        let host = url.strip_prefix("http://")?.to_owned();
-        let socket = tokio::net::TcpStream::connect(&host).await.ok()?;
-        socket.set_nodelay(true).ok()?;
-        let (sender, connection) = handshake(TokioIo::new(socket)).await.ok()?;
-        tokio::spawn(connection);
-        Some(Self { sender, host })
-    }
-
-    async fn post(&mut self, body: Bytes) -> Option<Answer> {
-        let request = Request::post("/generate")
-            .header("host", &self.host)
-            .header("content-type", "application/json")
-            .body(Full::from(body))
-            .ok()?;
-        let begun = Instant::now();
-        self.sender.ready().await.ok()?;
-        let mut response = self.sender.send_request(request).await.ok()?;
-        let mut first_s = None;
-        while let Some(frame) = response.body_mut().frame().await {
-            frame.ok()?;
-            first_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
-        }
-        Some(Answer {
-            status: response.status().as_u16(),
-            first_s: first_s.unwrap_or_default(),
-            whole_s: begun.elapsed().as_secs_f64(),
-        })
-    }
-}
-
 /// What one arm did in one measurement.
 struct Measured {
     rps: f64,
@@ -499,11 +240,7 @@ async fn measure(arm: &Arm, body: &Bytes, connections: usize, seconds: f64) -> M
 }
 
 async fn gateways() -> Vec<Value> {
-    // The load and the mock workers keep off the routers' core.
-    let own = std::process::id().to_string();
-    let _ = Command::new("taskset")
-        .args(["-a", "-cp", LOAD_CORES, &own])
-        .output();
+    arms::keep_off();
     let mut mocks = Vec::new();
     for _ in 0..2 {
         let mock = MockWorker::start().await;
@@ -511,7 +248,7 @@ async fn gateways() -> Vec<Value> {
         mock.behaviour.tokens.store(16, Ordering::Relaxed);
         mocks.push(mock);
     }
-    let workers: Vec<&MockWorker> = mocks.iter().collect();
+    let urls: Vec<&str> = mocks.iter().map(|mock| &*mock.url).collect();
     let small = |stream: bool| {
         let ids: Vec<u32> = (0..200).collect();
         Bytes::from(json!({"input_ids": ids, "stream": stream}).to_string())
@@ -534,8 +271,26 @@ async fn gateways() -> Vec<Value> {
     let mut results = Vec::new();
     for separated in [false, true] {
         let mut arms = Vec::new();
-        for router in [Router::Direct, Router::Ours, Router::Sglang, Router::Smg] {
-            arms.extend(start(router, &workers, separated).await);
+        // Ours and the stock routers', which have different names for it where they look at prompts.
+        let policies: &[(&str, &str)] = match separated {
+            true => &[("pd", "round_robin")],
+            false => &[("round_robin", "round_robin"), ("unified", "cache_aware")],
+        };
+        for (i, &(ours, stock)) in policies.iter().enumerate() {
+            for router in [Router::Direct, Router::Ours, Router::Sglang, Router::Smg] {
+                if i > 0 && router == Router::Direct {
+                    continue;
+                }
+                let config = json!({"policy": ours});
+                let started = start(router, &urls, separated, config, stock).await;
+                arms.extend(started.map(|mut arm| {
+                    if i > 0 {
+                        let policy = if router == Router::Ours { ours } else { stock };
+                        arm.name = format!("{}, {policy}", arm.name);
+                    }
+                    arm
+                }));
+            }
         }
         let added = if separated { ADDED_PD } else { ADDED };
         for rate_rps in [0, ADDED_RATE_RPS] {
@@ -571,7 +326,7 @@ async fn gateways() -> Vec<Value> {
                 let (first, whole) = (all(|run| &run.first_s), all(|run| &run.whole_s));
                 let failed: usize = runs.iter().map(|run| run.failed).sum();
                 println!(
-                    "{case:<36} {:<14} {rps:>8.0} req/s  {cpu_us:>7.0} µs CPU  first p50 {:.2} p99 {:.2} ms  whole p50 {:.2} p99 {:.2} ms  {failed} failed  {:.0} MiB",
+                    "{case:<36} {:<26} {rps:>8.0} req/s  {cpu_us:>7.0} µs CPU  first p50 {:.2} p99 {:.2} ms  whole p50 {:.2} p99 {:.2} ms  {failed} failed  {:.0} MiB",
                     arm.name,
                     first.at(0.5) * 1e3,
                     first.at(0.99) * 1e3,
@@ -663,7 +418,7 @@ async fn added_latency(arms: [&Arm; 2], body: &Bytes, what: &str, rate_rps: u64)
     let added = Quantiles::new(added.collect());
     let (direct, own) = (Quantiles::new(direct), Quantiles::new(own));
     println!(
-        "{what:<26} {how:<14} {:<14} added p50 {:.2} p99 {:.2} ms  {cpu_us:.0} µs CPU  first p50 {:.2} p99 {:.2} ms, direct p50 {:.2} p99 {:.2} ms  {failed} failed",
+        "{what:<26} {how:<14} {:<26} added p50 {:.2} p99 {:.2} ms  {cpu_us:.0} µs CPU  first p50 {:.2} p99 {:.2} ms, direct p50 {:.2} p99 {:.2} ms  {failed} failed",
         arms[1].name,
         added.at(0.5),
         added.at(0.99),

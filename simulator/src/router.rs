@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use router_policies::config::{Engine, WorkerSpec};
 use router_policies::fleet::log::{self, EventSink};
 use router_policies::fleet::prefix::events::KvEvent;
-use router_policies::fleet::prefix::hash::PromptHashes;
+use router_policies::fleet::prefix::hash::{Namespace, PromptHashes};
 use router_policies::fleet::{Admit, EngineLoad, Fleet, Request, Reservation, Ticket, residency};
 use router_policies::policy;
 use std::collections::HashMap;
@@ -147,6 +147,7 @@ impl Router {
                     blocks,
                     parent,
                     block_size: self.block_tokens as usize,
+                    namespace: Namespace::default(),
                 },
                 Change::Removed { blocks } => KvEvent::Removed { blocks },
             })

@@ -328,6 +328,14 @@ def test_residency_is_explained_and_its_wrong_settings_are_named() -> None:
     assert run("route", "--check", *worker, *good).returncode == 0
 
 
+def test_the_address_of_a_collector_of_traces_is_a_flag_and_is_checked() -> None:
+    worker = ["route", "--check", "--worker", "http://127.0.0.1:1"]
+    assert run(*worker, "--otlp-endpoint", "http://127.0.0.1:4318").returncode == 0
+    refused = run(*worker, "--otlp-endpoint", "127.0.0.1:4318")
+    assert refused.returncode == 2
+    assert "otlp_endpoint: expected http://HOST:PORT" in refused.stderr
+
+
 def test_policies_are_listed_and_explained() -> None:
     listed = json.loads(run("policy", "list", "--json").stdout)["policies"]
     assert {"round_robin", "unified", "pd"} <= {policy["name"] for policy in listed}

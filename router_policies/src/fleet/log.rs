@@ -6,7 +6,7 @@ use super::Outcome;
 use super::residency::sessions::Name;
 use super::residency::{GiveUp, ResidencyRecord, WaitReason};
 use crate::config::WorkerSpec;
-use crate::policy::Reason;
+use crate::policy::{Cost, Reason};
 use parking_lot::Mutex;
 use serde::ser::{SerializeMap, SerializeStruct};
 use serde::{Serialize, Serializer};
@@ -67,8 +67,10 @@ pub struct DecisionRecord {
     pub new_tokens: u64,
     pub cached_tokens: Vec<(WorkerName, u64)>,
     pub prefix_source: PrefixSource,
-    pub alternatives: Vec<(NamedRoute, f64)>,
+    /// With the first-token time predicted for each.
+    pub alternatives: Vec<(NamedRoute, f64, Option<Cost>)>,
     pub predicted_s: Option<f64>,
+    pub cost: Option<Cost>,
     pub reserved: Vec<Reserved>,
     pub decision_us: f64,
     pub residency: ResidencyRecord,
@@ -188,13 +190,14 @@ impl Serialize for Cached<'_> {
     }
 }
 
-struct Weighed<'a>(&'a (NamedRoute, f64));
+struct Weighed<'a>(&'a (NamedRoute, f64, Option<Cost>));
 
 impl Serialize for Weighed<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
         self.0.0.entries(&mut map)?;
         map.serialize_entry("predicted_s", &self.0.1)?;
+        map.serialize_entry("cost", &self.0.2)?;
         map.end()
     }
 }
@@ -217,6 +220,7 @@ impl Serialize for DecisionRecord {
         map.serialize_entry("prefix_source", &self.prefix_source)?;
         map.serialize_entry("alternatives", &alternatives)?;
         map.serialize_entry("predicted_s", &self.predicted_s)?;
+        map.serialize_entry("cost", &self.cost)?;
         map.serialize_entry("reserved", &ByWorker(&self.reserved, |r| &r.worker))?;
         map.serialize_entry("decision_us", &self.decision_us)?;
         map.serialize_entry("residency", &self.residency)?;

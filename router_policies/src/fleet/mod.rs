@@ -695,24 +695,26 @@ impl State {
 
     fn fill_cached(&mut self, prompt: &PromptHashes) {
         let count = self.workers.len();
-        let mut apply =
-            |tree: &EstimateTree, states: &[u64], block: usize, tokens: Option<usize>| {
-                self.held_blocks.clear();
-                self.held_blocks.resize(count, 0);
-                tree.matched(states, &mut self.held_blocks);
-                for (facts, &held) in self.facts.iter_mut().zip(&self.held_blocks) {
-                    let worker = self.workers[facts.slot].as_ref();
-                    if held > 0
-                        && worker.is_some_and(|w| {
-                            tokens.is_none_or(|b| w.estimate_block == b && w.needs_estimate())
-                        })
-                    {
-                        // The last token is always computed, so that there is something to sample from.
-                        let whole = prompt.to_tokens(held as usize * block);
-                        facts.cached_tokens = whole.min(prompt.tokens().saturating_sub(1));
-                    }
+        let mut apply = |tree: &EstimateTree,
+                         states: &[u64],
+                         block: usize,
+                         tokens: Option<usize>| {
+            self.held_blocks.clear();
+            self.held_blocks.resize(count, 0);
+            tree.matched(states, &mut self.held_blocks);
+            for (facts, &held) in self.facts.iter_mut().zip(&self.held_blocks) {
+                let worker = self.workers[facts.slot].as_ref();
+                if held > 0
+                    && worker.is_some_and(|w| {
+                        tokens.is_none_or(|b| w.estimate_block == b && w.needs_estimate_of(prompt))
+                    })
+                {
+                    // The last token is always computed, so that there is something to sample from.
+                    let whole = prompt.to_tokens(held as usize * block);
+                    facts.cached_tokens = whole.min(prompt.tokens().saturating_sub(1));
                 }
-            };
+            }
+        };
         match prompt.unit {
             Unit::Bytes => apply(&self.text_tree, &prompt.states, prompt.block, None),
             Unit::Tokens => {

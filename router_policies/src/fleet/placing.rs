@@ -600,7 +600,7 @@ impl Fleet {
         let alternatives = decision
             .alternatives
             .iter()
-            .map(|a| Ok((named(a.route)?, a.predicted_s)))
+            .map(|a| Ok((named(a.route)?, a.predicted_s, a.cost)))
             .collect::<Result<_, Refusal>>()?;
         let cached_tokens = cached_tokens
             .into_iter()
@@ -646,6 +646,7 @@ impl Fleet {
             prefix_source,
             alternatives,
             predicted_s: decision.predicted_s,
+            cost: decision.cost,
             reserved,
             decision_us: begun.at.elapsed().as_secs_f64() * 1e6,
             residency,

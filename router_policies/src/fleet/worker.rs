@@ -7,6 +7,7 @@ use super::kinds::Beliefs;
 use super::liveness::Liveness;
 use super::log::PrefixSource;
 use super::prefills::PrefillQueue;
+use super::prefix::hash::PromptHashes;
 use super::rates::{self, Prior};
 use super::residency::{ResidencySnapshot, Site};
 use super::{DEFAULT_KV_CAPACITY_TOKENS, abilities};
@@ -181,6 +182,13 @@ impl Worker {
     /// Whether the estimate says what it holds, alone or beside KV events that are not all there.
     pub fn needs_estimate(&self) -> bool {
         self.prefix_source == PrefixSource::Estimate || self.lacks_events
+    }
+
+    /// Whether the estimate says what it holds of a prompt. KV events of SGLang 0.5.17 do not say whose
+    /// adapter's a block is, so they never tell of such prompts.
+    pub fn needs_estimate_of(&self, prompt: &PromptHashes) -> bool {
+        let is_untold = prompt.namespace.is_apart() && self.spec.engine == Engine::Sglang;
+        self.needs_estimate() || is_untold
     }
 
     pub fn estimate_capacity_tokens(&self) -> u64 {

@@ -5,13 +5,14 @@
 //! Bodies are otherwise forwarded byte for byte. The scan follows JSON's structure but leaves the
 //! validation of values that routing does not need to the engine.
 
+use super::apart::{self, Apart};
 pub use super::apis::Api;
 use super::apis::PromptKeys;
+pub use super::cursor::Malformed;
+use super::cursor::{Cursor, TokenRun};
 use super::session;
-use super::short_ids;
 use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use bytes::Bytes;
-use memchr::memchr2;
 use smallvec::SmallVec;
 use std::ops::Range;
 use std::pin::Pin;
@@ -33,6 +34,8 @@ pub struct Scanned {
     pub session: Option<String>,
     /// The model, or the LoRA adapter, that the body names.
     pub model: Option<String>,
+    /// What sets its KV apart from that of the same tokens elsewhere.
+    pub apart: Apart,
     /// SGLang's own request id, if the client chose one.
     pub rid: Option<String>,
     /// Answers asked for each prompt.
@@ -44,259 +47,6 @@ pub struct Scanned {
     /// Position of the outer object's closing brace.
     close: usize,
     is_empty: bool,
-}
-
-/// Why a body cannot be routed: the byte offset and what was expected there.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Malformed {
-    pub offset: usize,
-    pub expected: &'static str,
-}
-
-impl std::fmt::Display for Malformed {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "body, byte {}: expected {}", self.offset, self.expected)
-    }
-}
-
-const MAX_DEPTH: usize = 512;
-
-struct Cursor<'a> {
-    bytes: &'a [u8],
-    at: usize,
-    /// Of a body's beginning: the token ids that it ends in.
-    run: Option<TokenRun>,
-}
-
-/// A list of token ids, as far as it has been read.
-struct TokenRun {
-    start: usize,
-    /// Where the next id begins; `start` before the first.
-    at: usize,
-    hasher: TokenHasher,
-}
-
-impl TokenRun {
-    fn new(start: usize, hasher: TokenHasher) -> Self {
-        Self {
-            start,
-            at: start,
-            hasher,
-        }
-    }
-
-    fn take_short_ids(&mut self, body: &[u8]) {
-        self.at = short_ids::take(body, self.at, &mut self.hasher);
-    }
-}
-
-impl<'a> Cursor<'a> {
-    fn fail<T>(&self, expected: &'static str) -> Result<T, Malformed> {
-        Err(Malformed {
-            offset: self.at,
-            expected,
-        })
-    }
-
-    /// The next byte that is not white space, without taking it.
-    fn peek(&mut self) -> Option<u8> {
-        while let Some(&byte) = self.bytes.get(self.at) {
-            if !matches!(byte, b' ' | b'\n' | b'\r' | b'\t') {
-                return Some(byte);
-            }
-            self.at += 1;
-        }
-        None
-    }
-
-    fn take(&mut self, byte: u8, expected: &'static str) -> Result<(), Malformed> {
-        if self.peek() == Some(byte) {
-            self.at += 1;
-            Ok(())
-        } else {
-            self.fail(expected)
-        }
-    }
-
-    /// The raw bytes between a string's quotes.
-    fn string(&mut self) -> Result<&'a [u8], Malformed> {
-        self.take(b'"', "a string")?;
-        let start = self.at;
-        loop {
-            match memchr2(b'"', b'\\', &self.bytes[self.at..]) {
-                Some(found) if self.bytes[self.at + found] == b'"' => {
-                    let end = self.at + found;
-                    self.at = end + 1;
-                    return Ok(&self.bytes[start..end]);
-                }
-                Some(found) if self.at + found + 2 <= self.bytes.len() => self.at += found + 2,
-                _ => {
-                    self.at = self.bytes.len();
-                    return self.fail("the end of a string");
-                }
-            }
-        }
-    }
-
-    /// Skips any value and returns its raw bytes.
-    fn value(&mut self) -> Result<&'a [u8], Malformed> {
-        match self.peek() {
-            Some(b'"') => {
-                let start = self.at;
-                self.string()?;
-                Ok(&self.bytes[start..self.at])
-            }
-            Some(b'{' | b'[') => self.container(),
-            Some(_) => {
-                let start = self.at;
-                while self.bytes.get(self.at).is_some_and(
-                    |byte| matches!(byte, b'0'..=b'9' | b'a'..=b'z' | b'E' | b'+' | b'-' | b'.'),
-                ) {
-                    self.at += 1;
-                }
-                if self.at == start {
-                    return self.fail("a value");
-                }
-                Ok(&self.bytes[start..self.at])
-            }
-            None => self.fail("a value"),
-        }
-    }
-
-    fn container(&mut self) -> Result<&'a [u8], Malformed> {
-        let start = self.at;
-        let mut open = Vec::new();
-        loop {
-            let Some(&byte) = self.bytes.get(self.at) else {
-                return self.fail("a closing bracket");
-            };
-            match byte {
-                b'"' => {
-                    self.string()?;
-                    continue;
-                }
-                b'{' | b'[' if open.len() == MAX_DEPTH => {
-                    return self.fail("less deeply nested JSON");
-                }
-                b'{' => open.push(b'}'),
-                b'[' => open.push(b']'),
-                b'}' | b']' => {
-                    if open.pop() != Some(byte) {
-                        return self.fail("the bracket that closes the last open one");
-                    }
-                    if open.is_empty() {
-                        self.at += 1;
-                        return Ok(&self.bytes[start..self.at]);
-                    }
-                }
-                _ => {}
-            }
-            self.at += 1;
-        }
-    }
-
-    /// Calls `each` at every key of an object; `each` must take the value.
-    fn object(
-        &mut self,
-        mut each: impl FnMut(&mut Self, &'a [u8]) -> Result<(), Malformed>,
-    ) -> Result<Object, Malformed> {
-        self.take(b'{', "an object")?;
-        let mut is_empty = true;
-        if self.peek() == Some(b'}') {
-            let close = self.at;
-            self.at += 1;
-            return Ok(Object { close, is_empty });
-        }
-        loop {
-            let key = self.string()?;
-            self.take(b':', "':'")?;
-            each(self, key)?;
-            is_empty = false;
-            match self.peek() {
-                Some(b',') => self.at += 1,
-                Some(b'}') => {
-                    let close = self.at;
-                    self.at += 1;
-                    return Ok(Object { close, is_empty });
-                }
-                _ => return self.fail("',' or '}'"),
-            }
-        }
-    }
-
-    /// Calls `each` at every element of an array; `each` must take the element.
-    fn array(
-        &mut self,
-        mut each: impl FnMut(&mut Self) -> Result<(), Malformed>,
-    ) -> Result<(), Malformed> {
-        self.take(b'[', "an array")?;
-        if self.peek() == Some(b']') {
-            self.at += 1;
-            return Ok(());
-        }
-        loop {
-            each(self)?;
-            match self.peek() {
-                Some(b',') => self.at += 1,
-                Some(b']') => {
-                    self.at += 1;
-                    return Ok(());
-                }
-                _ => return self.fail("',' or ']'"),
-            }
-        }
-    }
-
-    /// A token id.
-    #[inline]
-    fn token(&mut self) -> Result<u32, Malformed> {
-        self.peek();
-        let start = self.at;
-        let mut value = 0u64;
-        while let Some(digit) = self.bytes.get(self.at).map(|byte| byte.wrapping_sub(b'0')) {
-            if digit > 9 {
-                break;
-            }
-            value = value * 10 + u64::from(digit);
-            if value > u64::from(u32::MAX) {
-                return self.fail("a token id below 2^32");
-            }
-            self.at += 1;
-        }
-        if self.at == start {
-            return self.fail("a token id");
-        }
-        Ok(value as u32)
-    }
-
-    /// The rest of a list of token ids.
-    fn tokens(&mut self, run: &mut TokenRun) -> Result<(), Malformed> {
-        self.at = run.at;
-        if run.at == run.start {
-            self.take(b'[', "an array")?;
-            if self.peek() == Some(b']') {
-                self.at += 1;
-                return Ok(());
-            }
-        }
-        loop {
-            let token = self.token()?;
-            match self.peek() {
-                Some(end @ (b',' | b']')) => {
-                    run.hasher.push(token);
-                    self.at += 1;
-                    if end == b']' {
-                        return Ok(());
-                    }
-                    run.at = self.at;
-                    run.take_short_ids(self.bytes);
-                    self.at = run.at;
-                }
-                Some(b'.' | b'e' | b'E') => return self.fail("a token id that is a whole number"),
-                _ => return self.fail("',' or ']'"),
-            }
-        }
-    }
 }
 
 /// Keys of bodies by which engines are told where KV comes from and goes to. They are the router's to
@@ -356,11 +106,6 @@ impl<'a> Conversation<'a> {
         whole.extend_from_slice(turns);
         Some(PromptHashes::of_text(&whole, text_block))
     }
-}
-
-struct Object {
-    close: usize,
-    is_empty: bool,
 }
 
 #[derive(Default)]
@@ -547,6 +292,7 @@ impl Scanner {
         let mut named = session::InBody::default();
         let mut rid = None;
         let mut model = None;
+        let mut apart = Apart::default();
         let mut answers = 1;
         let mut has_transfer_keys = false;
         let outer = cursor.object(|cursor, key| {
@@ -602,7 +348,16 @@ impl Scanner {
                 (_, b"prompt_cache_key") => named.prompt_cache_key = text(cursor.value()?),
                 (_, b"user") => named.user = text(cursor.value()?),
                 (Api::Generate, b"rid") => rid = text(cursor.value()?),
-                (Api::Generate, b"lora_path") | (_, b"model") => model = text(cursor.value()?),
+                (_, b"model") => model = text(cursor.value()?),
+                (_, b"lora_path") => {
+                    let raw = cursor.value()?;
+                    apart.lora_path = apart::name(raw);
+                    if api == Api::Generate {
+                        model = text(raw);
+                    }
+                }
+                (_, b"cache_salt") => apart.cache_salt = apart::name(cursor.value()?),
+                (_, b"extra_key") => apart.extra_key = apart::name(cursor.value()?),
                 _ if api != Api::Generate
                     && shape.limits.iter().any(|limit| key == limit.as_bytes()) =>
                 {
@@ -648,6 +403,7 @@ impl Scanner {
             max_output_tokens,
             session: named.session(),
             model,
+            apart,
             rid,
             answers,
             largest_token: found.largest_token,
@@ -740,6 +496,31 @@ mod tests {
         assert!(scanned.stream);
         assert_eq!(scanned.max_output_tokens, Some(7));
         assert_eq!(scanned.rid.as_deref(), Some("r\"1"));
+    }
+
+    #[test]
+    fn what_sets_a_prompts_cache_apart_is_read_in_every_api() {
+        let apart = |more: &str| {
+            let prompt = r#""input_ids":[1],"prompt":[1],"messages":"m","input":"i""#;
+            let body = format!("{{{prompt}{more}}}");
+            let read = Api::ALL.map(|api| scan16(api, body.as_bytes()).expect("valid").apart);
+            assert!(read.iter().all(|other| *other == read[0]));
+            let [first, ..] = read;
+            first
+        };
+        let text = |text: &str| Some(text.to_owned());
+        let more = r#","lora_path":"sql","cache_salt":"s\u00e9l","extra_key":null"#;
+        let read = apart(more);
+        assert_eq!(
+            (read.lora_path, read.cache_salt, read.extra_key),
+            (text("sql"), text("sél"), None)
+        );
+        let of_batch = apart(r#","lora_path":["a",null],"extra_key":"k""#);
+        assert_eq!(
+            (of_batch.lora_path, of_batch.extra_key),
+            (text(r#"["a",null]"#), text("k"))
+        );
+        assert_eq!(apart(""), Apart::default());
     }
 
     #[test]

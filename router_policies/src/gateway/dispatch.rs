@@ -9,6 +9,7 @@ use super::client::Client;
 use super::fault::{Failure, Fault, Suspects, excerpt, from_worker, is_refusal, relay, status_of};
 use super::session;
 use super::stream::{Answer, Held, PrefillHalf, usage_of_whole};
+use super::traces::RequestTrace;
 use super::waiting::{self, NotPlaced};
 use super::{Gateway, Reply, error_of, keys};
 use crate::config::WorkerSpec;
@@ -56,6 +57,24 @@ pub(super) async fn handle(
     deadline: Instant,
     api: Api,
     request: Request<Incoming>,
+) -> Response<Reply> {
+    let tracer = gateway.tracer.as_ref();
+    let mut trace = tracer.and_then(|tracer| tracer.begin(api, request.headers()));
+    let response = serve(gateway, client, deadline, api, request, &mut trace).await;
+    // Of a stream it goes on with the answer.
+    if let Some(trace) = trace {
+        trace.answered(response.status());
+    }
+    response
+}
+
+async fn serve(
+    gateway: &Arc<Gateway>,
+    client: Arc<Client>,
+    deadline: Instant,
+    api: Api,
+    request: Request<Incoming>,
+    trace: &mut Option<Box<RequestTrace>>,
 ) -> Response<Reply> {
     let received_s = gateway.fleet.now_s();
     let (parts, incoming) = request.into_parts();
@@ -113,6 +132,13 @@ pub(super) async fn handle(
         answers: scanned.answers.saturating_mul(scanned.prompts as u64),
         prompts: scanned.prompts as u64,
     };
+    if let Some(trace) = trace {
+        trace.event("body");
+        trace.note("deltaserve.request_id", Some(placement.request_id.as_str()));
+        trace.note("deltaserve.session_id", placement.session_id.as_deref());
+        let model = scanned.model.clone().map(session::bounded);
+        trace.note("gen_ai.request.model", model);
+    }
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
     let permit = match gateway.admission.enter(patience, deadline).await {
         Ok(permit) => permit,
@@ -121,6 +147,9 @@ pub(super) async fn handle(
             return refuse(status, kind, message);
         }
     };
+    if let Some(trace) = trace {
+        trace.event("admitted");
+    }
     if let Some(encoder) = &gateway.encoder {
         let encoding = encoder.encode(api, &bytes, &scanned, gateway.fleet.token_block());
         // Past the deadline the first attempt ends the request.
@@ -128,6 +157,10 @@ pub(super) async fn handle(
             placement.prompt = prompt;
         }
     }
+    let namespace = scanned
+        .apart
+        .namespace(scanned.model.as_deref(), &gateway.models);
+    placement.prompt = std::mem::take(&mut placement.prompt).within(namespace);
     let strips = gateway.config.strip_transfer_keys;
     let mut exchange = Exchange {
         gateway,
@@ -147,8 +180,10 @@ pub(super) async fn handle(
         deadline,
         is_repeated: AtomicBool::new(false),
         decision_id: None,
+        trace: trace.take(),
     };
     let mut response = exchange.run(permit).await;
+    *trace = exchange.trace.take();
     // Failures too: what became of them stands in the log under it.
     if let Some(id) = exchange.decision_id.take() {
         response.headers_mut().insert(DECISION_ID, id);
@@ -241,6 +276,7 @@ pub(super) struct Exchange<'a> {
     is_repeated: AtomicBool,
     /// Of its last attempt.
     decision_id: Option<HeaderValue>,
+    trace: Option<Box<RequestTrace>>,
 }
 
 /// An attempt whose answer has begun.
@@ -284,6 +320,9 @@ impl Exchange<'_> {
                 }
                 None => {
                     attempts += 1;
+                    if let Some(trace) = &mut self.trace {
+                        trace.placing();
+                    }
                     let (request, deadline) = (&self.placement, self.deadline);
                     let held = Some(&mut permit);
                     let placed = waiting::place(gateway, request, &exclude, held, deadline).await;
@@ -302,6 +341,9 @@ impl Exchange<'_> {
                 }
             };
             self.decision_id = HeaderValue::from_str(reservation.decision_id()).ok();
+            if let Some(trace) = &mut self.trace {
+                trace.sending(gateway, &reservation, &mut self.headers);
+            }
             // Serving alone is none, nor is what cannot be placed any more.
             if last.is_some() && !self.is_repeated() {
                 self.gateway.metrics.retried();
@@ -312,6 +354,7 @@ impl Exchange<'_> {
                     attempts += 1;
                     let message = format!("worker {}: no sign of life", silent.join(", "));
                     let said = message.clone();
+                    self.note_failure(&message);
                     if silent.contains(&reservation.answering().id) {
                         reservation.finish(Outcome::WorkerError, None, Some(said));
                     } else {
@@ -341,12 +384,14 @@ impl Exchange<'_> {
             };
             match failure {
                 Failure::Timeout => {
+                    self.note_failure(TIME_IS_OVER);
                     let message = Some(TIME_IS_OVER.to_owned());
                     reservation.finish(Outcome::Timeout, Some(504), message);
                     return self.error(StatusCode::GATEWAY_TIMEOUT, "timeout", TIME_IS_OVER);
                 }
                 Failure::Answering(mut fault) => {
                     fault.message = format!("worker {}: {}", answering.id, fault.message);
+                    self.note_failure(&fault.message);
                     let message = Some(fault.message.clone());
                     suspects.note(&answering, reservation.begun_s(), &fault);
                     if fault.kind == super::fault::Kind::Broken {
@@ -369,6 +414,7 @@ impl Exchange<'_> {
                         return self.unplaced(&NotPlaced::by_policy(Refusal::NoCandidates), last);
                     };
                     fault.message = format!("prefill worker {}: {}", prefill.id, fault.message);
+                    self.note_failure(&fault.message);
                     let message = fault.message.clone();
                     if fault.status().is_some_and(is_refusal) {
                         // The request is at fault, and no other worker would take it.
@@ -391,6 +437,12 @@ impl Exchange<'_> {
             }
         }
         self.unplaced(&NotPlaced::by_policy(Refusal::NoCandidates), last)
+    }
+
+    fn note_failure(&mut self, message: &str) {
+        if let Some(trace) = &mut self.trace {
+            trace.failed(message);
+        }
     }
 
     /// Serves the request on the decode worker alone, after its prefill worker or its transfer failed.
@@ -530,7 +582,7 @@ impl Exchange<'_> {
     }
 
     fn pass_on(
-        &self,
+        &mut self,
         success: Success,
         answering: &WorkerSpec,
         permit: Option<Permit>,
@@ -559,6 +611,11 @@ impl Exchange<'_> {
             Head::Stream(response, first) => {
                 let status = response.status().as_u16();
                 reservation.streams();
+                let mut trace = self.trace.take();
+                if let Some(trace) = &mut trace {
+                    trace.note_status(status);
+                    trace.first_event();
+                }
                 response.map(|incoming| {
                     Reply::Stream(Box::new(Answer::new(
                         first,
@@ -566,7 +623,11 @@ impl Exchange<'_> {
                         reservation,
                         (self.api, status),
                         Arc::clone(&self.client),
-                        Held { prefill, permit },
+                        Held {
+                            prefill,
+                            permit,
+                            trace,
+                        },
                     )))
                 })
             }

@@ -32,6 +32,7 @@ pub(crate) struct Metrics {
     given_up: IntCounterVec,
     recomputed_tokens: IntCounterVec,
     unlogged: IntCounter,
+    lost_spans: IntCounter,
     worker: IntGaugeVec,
 }
 
@@ -139,6 +140,13 @@ impl Metrics {
                 "Prompt tokens that a session had been served before and that were computed again.",
                 &["worker"],
             ),
+            lost_spans: keep(
+                &registry,
+                IntCounter::new(
+                    "deltaserve_lost_spans_total",
+                    "Spans of traces that the collector did not take.",
+                ),
+            ),
             unlogged: keep(
                 &registry,
                 IntCounter::new(
@@ -214,6 +222,11 @@ impl Metrics {
             self.prediction_error_tokens
                 .inc_by(believed.abs_diff(reported));
         }
+    }
+
+    /// Spans that did not get to their collector.
+    pub fn lost_spans(&self, spans: u64) {
+        self.lost_spans.inc_by(spans);
     }
 
     /// Events that could not be written to the decision log.

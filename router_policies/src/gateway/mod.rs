@@ -4,6 +4,7 @@
 
 mod admin;
 mod admission;
+mod apart;
 pub mod apis;
 mod attempt;
 pub mod body;
@@ -11,6 +12,7 @@ mod buffers;
 mod chat_template;
 mod client;
 mod conversation;
+mod cursor;
 mod dispatch;
 mod encoder;
 mod engine_info;
@@ -32,6 +34,7 @@ mod silence;
 mod sse;
 mod stream;
 mod tls;
+mod traces;
 mod waiting;
 
 use crate::config::{Config, Engine, WorkerSpec};
@@ -71,6 +74,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
+use traces::Tracer;
 
 /// Idle connections to workers are closed before uvicorn's keep-alive of 5 s closes them, so that
 /// no request is sent on a connection that the worker is closing.
@@ -82,6 +86,8 @@ const READ_BYTES: usize = 128 << 10;
 const KEEPALIVE: Duration = Duration::from_secs(5);
 const KEEPALIVE_PROBES: u32 = 3;
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a router that ends waits for the last of its traces to be taken.
+const FLUSH_PATIENCE: Duration = Duration::from_secs(2);
 /// What a worker may say of itself, at most: metrics of large engines are some hundred kB.
 const MAX_REPORT_BYTES: usize = 16 << 20;
 
@@ -98,6 +104,8 @@ pub(crate) struct Gateway {
     pub encoder: Option<Arc<PromptEncoder>>,
     pub vocabulary: Vocabulary,
     pub keys: Keys,
+    /// None where nobody wants traces.
+    pub tracer: Option<Tracer>,
     /// Counts up while any worker is down or suspected to hang, to wake the requests that wait.
     pub alarms: tokio::sync::watch::Sender<u64>,
     pub is_loopback: bool,
@@ -223,6 +231,8 @@ impl Gateway {
             .pool_idle_timeout(IDLE_CONNECTION)
             .pool_timer(TokioTimer::new())
             .build(NotingConnector(connector));
+        let of_spans = Arc::clone(&metrics);
+        let tracer = Tracer::start(&config, &client, move |spans| of_spans.lost_spans(spans))?;
         Ok(Arc::new(Self {
             fleet: Arc::new(fleet),
             admission: Admission::new(config.max_inflight, config.max_queued),
@@ -232,6 +242,7 @@ impl Gateway {
             ),
             vocabulary: Vocabulary::new(config.vocab_size),
             keys: Keys::load(&config)?,
+            tracer,
             alarms: tokio::sync::watch::Sender::new(0),
             config,
             client,
@@ -552,6 +563,10 @@ impl Server {
                 "requests were still running after {:.0} s",
                 drain.as_secs_f64()
             );
+        }
+        if let Some(tracer) = &gateway.tracer {
+            // A collector that is gone must not keep the router.
+            let _ = tokio::time::timeout(FLUSH_PATIENCE, tracer.flush()).await;
         }
     }
 }

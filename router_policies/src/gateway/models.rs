@@ -17,9 +17,30 @@ use tokio::task::JoinSet;
 const PATH: &str = "/v1/models";
 const PATIENCE: Duration = Duration::from_secs(10);
 
+struct Model {
+    name: String,
+    /// A LoRA adapter: engines list it with the model that it belongs to as its `parent`.
+    is_adapter: bool,
+}
+
+impl Model {
+    fn of(entry: &Value) -> Option<Self> {
+        Some(Self {
+            name: entry["id"].as_str()?.to_owned(),
+            is_adapter: !entry["parent"].is_null(),
+        })
+    }
+}
+
 struct Listed {
     spec: Arc<WorkerSpec>,
-    names: Vec<String>,
+    models: Vec<Model>,
+}
+
+impl Listed {
+    fn names(&self) -> impl Iterator<Item = &str> {
+        self.models.iter().map(|model| &*model.name)
+    }
 }
 
 /// What workers have listed, by their ids.
@@ -28,6 +49,8 @@ pub(crate) struct Models {
     listed: Mutex<BTreeMap<String, Listed>>,
     /// Not all list the same.
     differ: AtomicBool,
+    /// Some list adapters.
+    has_adapters: AtomicBool,
 }
 
 impl Models {
@@ -37,13 +60,10 @@ impl Models {
             && status.is_success()
             && let Ok(list) = serde_json::from_slice::<Value>(&body)
         {
-            let ids = entries(&list)
-                .iter()
-                .filter_map(|entry| entry["id"].as_str());
-            let names: Vec<String> = ids.map(str::to_owned).collect();
+            let models = entries(&list).iter().filter_map(Model::of).collect();
             let spec = Arc::clone(spec);
             let mut listed = self.listed.lock();
-            listed.insert(spec.id.clone(), Listed { spec, names });
+            listed.insert(spec.id.clone(), Listed { spec, models });
             self.compare(&listed);
         }
     }
@@ -61,10 +81,13 @@ impl Models {
     }
 
     fn compare(&self, listed: &BTreeMap<String, Listed>) {
-        let mut names = listed.values().map(|known| &known.names);
-        let first = names.next();
-        let differ = names.any(|names| Some(names) != first);
+        let mut all = listed.values();
+        let first = all.next();
+        let differ = all.any(|known| first.is_some_and(|first| !known.names().eq(first.names())));
         self.differ.store(differ, Ordering::Relaxed);
+        let mut models = listed.values().flat_map(|known| &known.models);
+        let has_adapters = models.any(|model| model.is_adapter);
+        self.has_adapters.store(has_adapters, Ordering::Relaxed);
     }
 
     /// Whether it matters which model a request names.
@@ -72,24 +95,43 @@ impl Models {
         self.differ.load(Ordering::Relaxed)
     }
 
+    /// The adapter that a request for `model` is served with, if it is.
+    pub fn adapter(&self, model: &str) -> Option<String> {
+        let parts = parts(model);
+        // Most names are those of models, and nothing has to be looked up then.
+        if parts.is_none() && !self.has_adapters.load(Ordering::Relaxed) {
+            return None;
+        }
+        let listed = self.listed.lock();
+        let mut models = listed.values().flat_map(|known| &known.models);
+        match models.find(|known| known.name == model) {
+            Some(known) => known.is_adapter.then(|| model.to_owned()),
+            None => parts.map(|(_, adapter)| adapter.to_owned()),
+        }
+    }
+
     /// Ids of the workers that do not serve `model` while others do.
     pub fn not_serving(&self, model: Option<&str>) -> Vec<String> {
         let Some(model) = model.filter(|_| self.differ()) else {
             return Vec::new();
         };
-        // SGLang (0.5.17) takes an adapter's name behind that of its model.
-        let (base, adapter) = model.rsplit_once(':').unwrap_or((model, model));
+        let (base, adapter) = parts(model).unwrap_or((model, model));
         let listed = self.listed.lock();
         for name in [model, adapter, base] {
             let (serving, others): (Vec<_>, Vec<_>) = listed
                 .iter()
-                .partition(|(_, known)| known.names.iter().any(|listed| listed == name));
+                .partition(|(_, known)| known.names().any(|listed| listed == name));
             if !serving.is_empty() {
                 return others.into_iter().map(|(id, _)| id.clone()).collect();
             }
         }
         Vec::new()
     }
+}
+
+/// A model and its adapter, in one name as SGLang (0.5.17) takes it.
+fn parts(model: &str) -> Option<(&str, &str)> {
+    model.rsplit_once(':')
 }
 
 fn entries(list: &Value) -> &[Value] {
@@ -150,14 +192,19 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    /// Names of adapters begin with a plus sign.
     fn models(lists: &[(&str, &[&str])]) -> Models {
         let models = Models::default();
         let mut listed = models.listed.lock();
         for (id, names) in lists {
             let spec = json!({"id": id, "url": format!("http://{id}:1")});
             let spec = Arc::new(serde_json::from_value(spec).expect("a worker"));
-            let names = names.iter().map(|&name| name.to_owned()).collect();
-            listed.insert((*id).to_owned(), Listed { spec, names });
+            let models = names.iter().map(|name| Model {
+                name: name.trim_start_matches('+').to_owned(),
+                is_adapter: name.starts_with('+'),
+            });
+            let models = models.collect();
+            listed.insert((*id).to_owned(), Listed { spec, models });
         }
         models.compare(&listed);
         drop(listed);
@@ -176,6 +223,18 @@ mod tests {
         assert!(known.not_serving(None).is_empty());
         let same = models(&[("a", &["m"]), ("b", &["m"])]);
         assert!(same.not_serving(Some("x")).is_empty());
+    }
+
+    #[test]
+    fn an_adapter_is_known_by_its_list_or_by_the_models_name_in_front() {
+        let known = models(&[("a", &["m"]), ("b", &["m", "+sql", "base:tagged"])]);
+        let adapter = |model| known.adapter(model);
+        assert_eq!(adapter("m"), None);
+        assert_eq!(adapter("sql").as_deref(), Some("sql"));
+        assert_eq!(adapter("m:sql").as_deref(), Some("sql"));
+        assert_eq!(adapter("m:loaded-later").as_deref(), Some("loaded-later"));
+        assert_eq!(adapter("base:tagged"), None, "a model's whole name");
+        assert_eq!(adapter("unheard-of"), None);
     }
 
     #[test]

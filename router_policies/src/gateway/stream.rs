@@ -5,6 +5,7 @@ use super::apis::Api;
 use super::client::Client;
 use super::dispatch::TIME_IS_OVER;
 use super::sse::SseProgress;
+use super::traces::RequestTrace;
 use crate::fleet::{Outcome, Reservation, Usage};
 use bytes::Bytes;
 use http_body::Frame;
@@ -69,6 +70,8 @@ pub(crate) struct Held {
     pub prefill: Option<PrefillHalf>,
     #[expect(dead_code, reason = "held for what dropping it does")]
     pub permit: Option<Permit>,
+    /// Ends with the answer.
+    pub trace: Option<Box<RequestTrace>>,
 }
 
 /// What an engine says of prompt and cached tokens, found without parsing: engines escape quotes in
@@ -213,28 +216,35 @@ impl Answer {
         }
     }
 
+    /// Gives the reservation back and ends the trace, with what became of the answer.
+    fn finish(&mut self, outcome: Outcome, message: Option<String>) {
+        if let Some(trace) = self.held.trace.take() {
+            trace.streamed(outcome, message.as_deref());
+        }
+        if let Some(reservation) = self.reservation.take() {
+            reservation.finish(outcome, Some(self.status), message);
+        }
+    }
+
     /// Ends the stream with an event that says why.
     fn break_off(&mut self, outcome: Outcome, message: &str) -> Bytes {
-        if let Some(reservation) = self.reservation.take() {
-            reservation.finish(outcome, Some(self.status), Some(message.to_owned()));
-        }
+        self.finish(outcome, Some(message.to_owned()));
         let event = self.api.error_event(outcome, message);
         Bytes::from(format!("{}{event}", self.progress.separator()))
     }
 
     /// The worker has said all that it had to say; whether that was an answer, its events tell.
     fn end(&mut self) {
-        if let Some(mut reservation) = self.reservation.take() {
+        if let Some(reservation) = &mut self.reservation {
             reservation.report(Usage {
                 output_tokens: self.end.output_tokens(),
                 ..Usage::default()
             });
-            let status = Some(self.status);
             if self.progress.has_error() {
                 let message = "an event of the worker's stream was an error".to_owned();
-                reservation.finish(Outcome::WorkerError, status, Some(message));
+                self.finish(Outcome::WorkerError, Some(message));
             } else {
-                reservation.finish(Outcome::Ok, status, None);
+                self.finish(Outcome::Ok, None);
             }
         }
         if let Some(prefill) = self.held.prefill.take() {
@@ -248,11 +258,8 @@ impl Drop for Answer {
         if self.progress.is_done() {
             // The client has all of it, and left without waiting for the connection's own end.
             self.end();
-        } else if self.client.is_over()
-            && let Some(reservation) = self.reservation.take()
-        {
-            let message = Some(TIME_IS_OVER.to_owned());
-            reservation.finish(Outcome::Timeout, Some(self.status), message);
+        } else if self.client.is_over() && self.reservation.is_some() {
+            self.finish(Outcome::Timeout, Some(TIME_IS_OVER.to_owned()));
         }
     }
 }

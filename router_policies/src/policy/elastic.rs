@@ -26,8 +26,8 @@
 //! pair of a transfer group is found without forming all pairs.
 
 use super::{
-    Alternative, Decision, Info, ParamInfo, Policy, Reason, Refusal, Route, View, WorkerFacts,
-    parse_params,
+    Alternative, Cost, Decision, Info, ParamInfo, Policy, Reason, Refusal, Route, View,
+    WorkerFacts, parse_params,
 };
 use serde::Deserialize;
 
@@ -107,8 +107,18 @@ impl Default for Elastic {
 
 struct Priced {
     route: Route,
-    predicted_s: f64,
-    cost_s: f64,
+    first_token_s: f64,
+    total_s: f64,
+}
+
+impl Priced {
+    fn new(route: Route, cost: Cost) -> Self {
+        Self {
+            route,
+            first_token_s: cost.first_token_s,
+            total_s: cost.total_s(),
+        }
+    }
 }
 
 impl Elastic {
@@ -133,9 +143,29 @@ impl Elastic {
         self.displace_weight * displaced as f64 * view.compute_s(worker) / new.max(1) as f64
     }
 
-    /// All that counts where the request decodes, but for when its first token comes.
-    fn crowd_s(&self, view: &View<'_>, worker: &WorkerFacts) -> f64 {
-        self.decode_s(view, worker) + self.displace_s(view, worker)
+    /// The cost of a prefill on one worker, the first token after so long, and the rest on another one,
+    /// or on the same.
+    fn cost(
+        &self,
+        view: &View<'_>,
+        first_token_s: f64,
+        prefill: &WorkerFacts,
+        decode: &WorkerFacts,
+    ) -> Cost {
+        Cost {
+            first_token_s,
+            stall_s: self.stall_s(view, prefill),
+            decode_s: self.decode_s(view, decode),
+            displace_s: self.displace_s(view, decode),
+        }
+    }
+
+    /// The terms of an option's cost: computed again for the few that are shown, so that sorting all of
+    /// them does not move the terms about.
+    fn cost_of(&self, view: &View<'_>, option: &Priced) -> Option<Cost> {
+        let prefill = view.workers.get(option.route.prefilling())?;
+        let decode = view.workers.get(option.route.answering())?;
+        Some(self.cost(view, option.first_token_s, prefill, decode))
     }
 
     /// The cheapest partner of every decode worker, priced.
@@ -162,21 +192,18 @@ impl Elastic {
             }
         }
         let price = move |prefill: &WorkerFacts, decode: &WorkerFacts| {
-            let predicted_s = view.separated_s(prefill, decode);
-            Priced {
-                route: Route::PrefillDecode {
-                    prefill: prefill.slot,
-                    decode: decode.slot,
-                },
-                predicted_s,
-                cost_s: predicted_s + self.stall_s(view, prefill) + self.crowd_s(view, decode),
-            }
+            let route = Route::PrefillDecode {
+                prefill: prefill.slot,
+                decode: decode.slot,
+            };
+            let first_token_s = view.separated_s(prefill, decode);
+            Priced::new(route, self.cost(view, first_token_s, prefill, decode))
         };
         view.decode().filter_map(move |decode| {
             if view.admission_s(decode) > 0.0 {
                 // While it is full, a prefill that takes longer may cost no more time.
                 let priced = view.partners(decode).map(|p| price(p, decode));
-                return priced.min_by(|a, b| a.cost_s.total_cmp(&b.cost_s));
+                return priced.min_by(|a, b| a.total_s.total_cmp(&b.total_s));
             }
             let (_, entry) = cheapest
                 .iter()
@@ -190,27 +217,24 @@ impl Elastic {
 impl Policy for Elastic {
     fn decide(&self, view: &View<'_>) -> Result<Decision, Refusal> {
         let local = view.local().map(|worker| {
-            let predicted_s = view.local_prefill_s(worker);
-            Priced {
-                route: Route::Local {
-                    worker: worker.slot,
-                },
-                predicted_s,
-                cost_s: predicted_s + self.stall_s(view, worker) + self.crowd_s(view, worker),
-            }
+            let route = Route::Local {
+                worker: worker.slot,
+            };
+            let first_token_s = view.local_prefill_s(worker);
+            Priced::new(route, self.cost(view, first_token_s, worker, worker))
         });
         let mut priced: Vec<Priced> = local.chain(self.pairs(view)).collect();
         // Equal costs go in rotation; the sort is stable.
         let turn = view.sequence.checked_rem(priced.len() as u64);
         priced.rotate_left(turn.ok_or(Refusal::NoCandidates)? as usize);
-        priced.sort_by(|a, b| a.cost_s.total_cmp(&b.cost_s));
+        priced.sort_by(|a, b| a.total_s.total_cmp(&b.total_s));
         let affine = view.request.affine;
         let stays = |route: &Route| Some(route.answering()) == affine;
         let mut chosen = 0;
         let mut reason = Reason::LowestCost;
         if let Some(home) = priced.iter().position(|option| stays(&option.route)) {
-            let bound_s = priced[home].cost_s * (1.0 - self.hysteresis_share) - self.hysteresis_s;
-            if !stays(&priced[0].route) && priced[0].cost_s >= bound_s {
+            let bound_s = priced[home].total_s * (1.0 - self.hysteresis_share) - self.hysteresis_s;
+            if !stays(&priced[0].route) && priced[0].total_s >= bound_s {
                 (chosen, reason) = (home, Reason::Hysteresis);
             }
         }
@@ -218,13 +242,15 @@ impl Policy for Elastic {
         Ok(Decision {
             route: picked.route,
             reason,
-            predicted_s: Some(picked.predicted_s),
+            predicted_s: Some(picked.first_token_s),
+            cost: self.cost_of(view, &picked),
             alternatives: priced
                 .iter()
                 .take(self.shown_alternatives)
                 .map(|option| Alternative {
                     route: option.route,
-                    predicted_s: option.predicted_s,
+                    predicted_s: option.first_token_s,
+                    cost: self.cost_of(view, option),
                 })
                 .collect(),
         })

@@ -423,11 +423,32 @@ pub enum Reason {
     TransferFailed,
 }
 
+/// What a policy that minimises a cost adds up, in seconds, each term with its weight.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Cost {
+    /// Until the first token.
+    pub first_token_s: f64,
+    /// Delays of those that decode where it is prefilled.
+    pub stall_s: f64,
+    /// Of its own decoding, and what that adds to the steps of others.
+    pub decode_s: f64,
+    /// Computing again what it pushes out of the cache.
+    pub displace_s: f64,
+}
+
+impl Cost {
+    pub fn total_s(&self) -> f64 {
+        self.first_token_s + self.stall_s + (self.decode_s + self.displace_s)
+    }
+}
+
 /// A choice that was weighed, and the first-token time predicted for it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Alternative {
     pub route: Route,
     pub predicted_s: f64,
+    /// None where the policy minimises something else.
+    pub cost: Option<Cost>,
 }
 
 /// A policy's answer.
@@ -437,6 +458,8 @@ pub struct Decision {
     pub reason: Reason,
     /// Predicted seconds to the first token; none where the policy predicts nothing.
     pub predicted_s: Option<f64>,
+    /// What was minimised; none where that is no cost in seconds.
+    pub cost: Option<Cost>,
     pub alternatives: Vec<Alternative>,
 }
 
@@ -447,6 +470,7 @@ impl Decision {
             route,
             reason,
             predicted_s: None,
+            cost: None,
             alternatives: Vec::new(),
         }
     }

@@ -73,11 +73,13 @@ impl Policy for Pd {
             route: route(prefill),
             reason: Reason::AlwaysSeparate,
             predicted_s: Some(predicted_s(prefill)),
+            cost: None,
             alternatives: view
                 .partners(decode)
                 .map(|worker| Alternative {
                     route: route(worker),
                     predicted_s: predicted_s(worker),
+                    cost: None,
                 })
                 .collect(),
         })

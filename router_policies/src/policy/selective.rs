@@ -92,6 +92,7 @@ impl Policy for Selective {
                 route: local_route,
                 reason,
                 predicted_s: Some(local_s),
+                cost: None,
                 alternatives,
             })
         };
@@ -121,10 +122,12 @@ impl Policy for Selective {
             Alternative {
                 route: local_route,
                 predicted_s: local_s,
+                cost: None,
             },
             Alternative {
                 route: separate_route,
                 predicted_s: separate_s,
+                cost: None,
             },
         ];
         // Every stream that decodes on a worker waits while a prompt is prefilled there.
@@ -138,6 +141,7 @@ impl Policy for Selective {
             route: separate_route,
             reason: Reason::WorthIt,
             predicted_s: Some(separate_s),
+            cost: None,
             alternatives,
         })
     }

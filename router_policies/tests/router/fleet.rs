@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use router_policies::config::WorkerSpec;
 use router_policies::fleet::log::EventSink;
-use router_policies::fleet::prefix::hash::{PromptHashes, TokenHasher};
+use router_policies::fleet::prefix::hash::{Namespace, PromptHashes, TokenHasher};
 use router_policies::fleet::{EngineLoad, Fleet, Outcome, Request, Reservation, Usage};
 use router_policies::policy::{self, RequestFacts, Route, View};
 use serde_json::{Value, json};
@@ -168,6 +168,7 @@ fn kv_events_replace_the_estimate_and_are_exact_to_the_page() {
         parent: None,
         tokens: (0..37).collect(),
         block_size: 1,
+        namespace: Namespace::default(),
     };
     assert!(fleet.apply_kv_events("w1", &[stored]));
     let reservation = fleet
@@ -257,6 +258,7 @@ fn kv_events_tell_the_size_of_their_pages() {
         parent: None,
         tokens: (0..48).collect(),
         block_size: 16,
+        namespace: Namespace::default(),
     };
     assert!(fleet.apply_kv_events("w1", &[stored]));
     drop(
@@ -291,6 +293,7 @@ fn where_kv_events_are_missing_the_estimate_counts_as_well() {
         parent: Some(1),
         tokens: vec![5],
         block_size: 1,
+        namespace: Namespace::default(),
     };
     assert!(!fleet.apply_kv_events("w1", &[orphan]));
     assert_eq!(cached(0..400), 399);
@@ -298,6 +301,31 @@ fn where_kv_events_are_missing_the_estimate_counts_as_well() {
     assert!(fleet.apply_kv_events("w1", &[KvEvent::Cleared]));
     assert_eq!(cached(0..400), 0);
     assert_eq!(cached(0..400), 0);
+}
+
+#[test]
+fn of_an_adapters_prompts_sglangs_kv_events_tell_nothing_so_the_estimate_counts() {
+    for (engine, expected) in [("sglang", 399), ("vllm", 0)] {
+        let fleet = fleet("unified", &[]);
+        let mut spec = serde_json::to_value(spec("w", "colocated")).expect("JSON");
+        spec["engine"] = engine.into();
+        let spec = serde_json::from_value(spec).expect("a worker");
+        fleet.add_worker(spec).expect("a new id");
+        fleet.report_health("w", true);
+        assert!(fleet.begin_kv_events("w", 1));
+        let mut cached = 0;
+        for _ in 0..2 {
+            let mut request = request(&fleet, 0..400);
+            let namespace = Namespace::of(Some("sql"), [None, None]);
+            request.prompt = request.prompt.within(namespace);
+            drop(fleet.decide(&request, &[]).expect("a decision"));
+            cached = fleet.sink().recent(1)[0]
+                .cached_tokens
+                .first()
+                .map_or(0, |of| of.1);
+        }
+        assert_eq!(cached, expected, "{engine}");
+    }
 }
 
 #[test]

@@ -181,3 +181,75 @@ async fn several_models_and_adapters_are_served_behind_one_router() {
     let (status, _) = router.post("/v1/chat/completions", body).await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
 }
+
+/// Engines keep the KV of adapters, and of salted prompts, apart: what was sent for one is cached for no
+/// other, though the tokens are the same.
+#[tokio::test]
+async fn what_is_cached_for_a_model_is_not_believed_for_its_adapters_nor_for_other_salts() {
+    let mock = MockWorker::start().await;
+    *mock.behaviour.models.lock() = vec!["small"];
+    *mock.behaviour.adapters.lock() = vec!["sql", "legal"];
+    mock.behaviour
+        .cached_tokens
+        .store(96, std::sync::atomic::Ordering::SeqCst);
+    let router = Router::start("unified", vec![worker(&mock, "w", "colocated")]).await;
+    let believed = |path: &'static str, more: Value| {
+        let router = &router;
+        async move {
+            let ids: Vec<u32> = (0..100).collect();
+            let key = if path == "/generate" {
+                "input_ids"
+            } else {
+                "prompt"
+            };
+            let mut body = json!({key: ids, "stream": true});
+            for (key, value) in more.as_object().expect("an object") {
+                body[key] = value.clone();
+            }
+            let (status, _) = router.post(path, body).await;
+            assert_eq!(status, StatusCode::OK);
+            let decision = router.fleet.sink().recent(1).remove(0);
+            decision.input_tokens - decision.new_tokens
+        }
+    };
+    // The first two prompts of each kind; some kinds have several names.
+    let kinds = [
+        vec![
+            ("/v1/completions", json!({"model": "small"})),
+            ("/generate", json!({})),
+        ],
+        vec![
+            ("/v1/completions", json!({"model": "sql"})),
+            ("/v1/completions", json!({"model": "small:sql"})),
+            (
+                "/v1/completions",
+                json!({"model": "small", "lora_path": "sql"}),
+            ),
+            ("/generate", json!({"lora_path": "sql"})),
+        ],
+        vec![
+            ("/v1/completions", json!({"model": "legal"})),
+            ("/generate", json!({"lora_path": "legal"})),
+        ],
+        vec![
+            (
+                "/v1/completions",
+                json!({"model": "small", "cache_salt": "of a tenant"}),
+            ),
+            ("/generate", json!({"cache_salt": "of a tenant"})),
+        ],
+        vec![
+            ("/generate", json!({"extra_key": "k"})),
+            ("/generate", json!({"extra_key": "k"})),
+        ],
+    ];
+    for kind in &kinds {
+        let (path, more) = &kind[0];
+        assert_eq!(believed(path, more.clone()).await, 0, "{more}");
+        for (path, more) in kind {
+            assert_eq!(believed(path, more.clone()).await, 96, "{more}");
+        }
+    }
+    // What was sent meanwhile took nothing from the first.
+    assert_eq!(believed("/generate", json!({})).await, 96);
+}

@@ -12,6 +12,7 @@ mod gateway_kv_events;
 mod gateway_requests;
 mod gateway_residency;
 mod gateway_tls;
+mod gateway_traces;
 mod gateway_transfer;
 mod mock;
 mod policies;

@@ -469,6 +469,15 @@ fn elastic_serves_alone_while_nothing_decodes_and_separates_when_a_prompt_would_
     assert_eq!(decision.route, pair(0, 1));
     assert!((decision.predicted_s.expect("predicted") - 2.3).abs() < 1e-9);
     assert_eq!(decision.alternatives[0].route, local(1));
+    let (chosen, local_cost) = (decision.cost.expect("terms"), decision.alternatives[0].cost);
+    let local_cost = local_cost.expect("terms");
+    assert!((local_cost.first_token_s - 2.0).abs() < 1e-9);
+    assert!((local_cost.stall_s - 0.4).abs() < 1e-9);
+    assert_eq!(
+        (Some(chosen.first_token_s), chosen.stall_s),
+        (decision.predicted_s, 0.0)
+    );
+    assert!(chosen.total_s() < local_cost.total_s());
     // The prefill worker's queue is longer than that stall.
     fleet[0].pending_prefill_tokens = 30_000;
     assert_eq!(picks("elastic", &fleet, &case).0, local(1));

@@ -7,7 +7,7 @@
 //! one page size together.
 
 use super::estimate::StateMap;
-use super::hash::{PromptHashes, TokenChain, digits, step};
+use super::hash::{Namespace, PromptHashes, TokenChain, digits, step};
 use rmpv::Value;
 use smallvec::SmallVec;
 
@@ -19,6 +19,8 @@ pub enum KvEvent {
         parent: Option<u64>,
         tokens: Vec<u32>,
         block_size: usize,
+        /// Of what is stored at the root; what has a parent is of its parent's.
+        namespace: Namespace,
     },
     Removed {
         blocks: Vec<u64>,
@@ -27,8 +29,10 @@ pub enum KvEvent {
 }
 
 /// Reads a published batch: `[timestamp, events, …]`, each event an array that starts with its
-/// type (SGLang) or a map with a key `type` (vLLM). Events of other media than the device, of
-/// adapters, and of unknown types are left out.
+/// type (SGLang 0.5.17) or a map with a key `type` (vLLM, SGLang 0.5.23). Events of other media than the
+/// device, of adapters without a name, and of unknown types are left out.
+///
+/// SGLang 0.5.17 does not say whose adapter's a block is, nor that it is one's: it then looks like any other.
 ///
 /// # Errors
 /// One line that says what is wrong with the bytes.
@@ -74,9 +78,18 @@ fn event(value: &Value) -> Option<KvEvent> {
     match kind {
         "BlockStored" => {
             let get = |name| field(&STORED, name);
-            let is_plain = get("lora_id").is_none_or(Value::is_nil)
-                && on_device(get("medium"))
-                && !other_group(field(&[], "group_idx"));
+            let adapter = field(&[], "lora_name").and_then(Value::as_str);
+            let is_known = adapter.is_some() || get("lora_id").is_none_or(Value::is_nil);
+            let is_plain =
+                is_known && on_device(get("medium")) && !other_group(field(&[], "group_idx"));
+            // vLLM has it among what it hashes the first block with, behind the adapter's name.
+            let salt = field(&[], "cache_salt")
+                .and_then(Value::as_str)
+                .or_else(|| {
+                    let of_first = field(&[], "extra_keys")?.as_array()?.first()?.as_array()?;
+                    let mut names = of_first.iter().filter_map(Value::as_str);
+                    names.nth(usize::from(adapter.is_some()))
+                });
             let tokens: Option<Vec<u32>> =
                 get("token_ids")?.as_array()?.iter().map(token).collect();
             is_plain.then_some(KvEvent::Stored {
@@ -84,6 +97,7 @@ fn event(value: &Value) -> Option<KvEvent> {
                 parent: get("parent_block_hash").and_then(engine_hash),
                 tokens: tokens?,
                 block_size: usize::try_from(get("block_size")?.as_u64()?).ok()?,
+                namespace: Namespace::of(adapter, [salt, None]),
             })
         }
         "BlockRemoved" => {
@@ -129,8 +143,15 @@ fn engine_hash(value: &Value) -> Option<u64> {
 #[derive(Clone, Copy)]
 struct Block {
     chain: TokenChain,
+    namespace: Namespace,
     /// vLLM may hold one content in several blocks.
     copies: u32,
+}
+
+impl Block {
+    fn state(&self) -> u64 {
+        self.namespace.state(self.chain.state())
+    }
 }
 
 /// The blocks of all workers that publish events.
@@ -152,23 +173,31 @@ impl ExactIndex {
                 parent,
                 tokens,
                 block_size,
+                namespace,
             } => {
                 let known = &self.workers[worker];
-                let mut chain = match parent {
-                    None => TokenChain::default(),
+                let mut last = match parent {
+                    None => Block {
+                        chain: TokenChain::default(),
+                        namespace: *namespace,
+                        copies: 0,
+                    },
                     Some(parent) => match known.get(parent) {
-                        Some(block) => block.chain,
+                        Some(block) => Block {
+                            copies: 0,
+                            ..*block
+                        },
                         None => return false,
                     },
                 };
                 for (hash, tokens) in blocks.iter().zip(tokens.chunks((*block_size).max(1))) {
-                    tokens.iter().for_each(|&token| chain.push(digits(token)));
-                    let block = self.workers[worker]
-                        .entry(*hash)
-                        .or_insert(Block { chain, copies: 0 });
+                    tokens
+                        .iter()
+                        .for_each(|&token| last.chain.push(digits(token)));
+                    let block = self.workers[worker].entry(*hash).or_insert(last);
                     block.copies += 1;
                     if block.copies == 1 {
-                        let holders = self.holders.entry(chain.state());
+                        let holders = self.holders.entry(last.state());
                         holders.or_default().push(worker as u32);
                     }
                 }
@@ -180,7 +209,7 @@ impl ExactIndex {
                     };
                     block.copies -= 1;
                     if block.copies == 0 {
-                        let state = block.chain.state();
+                        let state = block.state();
                         self.workers[worker].remove(hash);
                         self.release(state, worker);
                     }
@@ -195,7 +224,7 @@ impl ExactIndex {
     pub fn clear(&mut self, worker: usize) {
         if let Some(blocks) = self.workers.get_mut(worker) {
             for block in std::mem::take(blocks).into_values() {
-                self.release(block.chain.state(), worker);
+                self.release(block.state(), worker);
             }
         }
     }
@@ -331,12 +360,91 @@ mod tests {
                 parent: None,
                 tokens: vec![1, 2, 3, 4],
                 block_size: 2,
+                namespace: Namespace::default(),
             },
             KvEvent::Removed { blocks: vec![8] },
             KvEvent::Cleared,
         ];
         assert_eq!(decode(&pack(&sglang)).expect("valid"), expected);
         assert_eq!(decode(&pack(&vllm)).expect("valid"), expected);
+    }
+
+    /// Blocks as vLLM 0.26.0 and SGLang 0.5.23 tell of them.
+    fn stored(hash: i64, parent: Option<i64>, more: Vec<(&str, Value)>) -> Value {
+        let parent = parent.map_or(Value::Nil, Value::from);
+        let mut pairs = vec![
+            ("type", "BlockStored".into()),
+            ("block_hashes", ints(&[hash])),
+            ("parent_block_hash", parent),
+            ("token_ids", ints(&[2 * hash, 2 * hash + 1])),
+            ("block_size", 2.into()),
+        ];
+        pairs.extend(more);
+        let pairs = pairs.into_iter().map(|(key, value)| (key.into(), value));
+        Value::Map(pairs.collect())
+    }
+
+    #[test]
+    fn blocks_of_an_adapter_or_a_salt_are_held_for_prompts_of_the_same_alone() {
+        let list = |items: &[&str]| Value::Array(items.iter().map(|&item| item.into()).collect());
+        let of_vllm = |adapter: Option<&str>, keys: &[&str]| {
+            let named = adapter.map_or(Value::Nil, Value::from);
+            let id = adapter.map_or(Value::Nil, |_| 1.into());
+            let keys = Value::Array(vec![list(keys)]);
+            vec![("lora_id", id), ("lora_name", named), ("extra_keys", keys)]
+        };
+        let cases = [
+            (of_vllm(None, &[]), (None, None)),
+            (of_vllm(Some("sql"), &["sql"]), (Some("sql"), None)),
+            (of_vllm(None, &["salt"]), (None, Some("salt"))),
+            (
+                of_vllm(Some("sql"), &["sql", "salt"]),
+                (Some("sql"), Some("salt")),
+            ),
+            (
+                vec![
+                    ("lora_id", Value::Nil),
+                    ("lora_name", "sql".into()),
+                    ("cache_salt", "salt".into()),
+                ],
+                (Some("sql"), Some("salt")),
+            ),
+        ];
+        let plain = || PromptHashes::of_tokens(&[2, 3, 4, 5, 6, 7], 1);
+        let apart = |(adapter, salt)| plain().within(Namespace::of(adapter, [salt, None]));
+        for (more, own) in cases {
+            // Of later blocks neither engine tells the salt again.
+            let later = stored(2, Some(1), vec![("lora_id", Value::Nil)]);
+            let events = Value::Array(vec![stored(1, None, more), later]);
+            let batch = Value::Array(vec![Value::from(1.5), events]);
+            let mut index = ExactIndex::default();
+            for event in decode(&pack(&batch)).expect("valid") {
+                assert!(index.apply(0, &event));
+            }
+            for other in [
+                (None, None),
+                (Some("sql"), None),
+                (None, Some("salt")),
+                (Some("sql"), Some("salt")),
+            ] {
+                let mut pages = 0;
+                index.matched(&apart(other), 2, &[0], |_, found| pages = found);
+                assert_eq!(
+                    pages,
+                    if other == own { 2 } else { 0 },
+                    "{other:?} of {own:?}"
+                );
+            }
+            index.clear(0);
+            assert!(index.holders.is_empty());
+        }
+        let unnamed = Value::Array(vec![stored(1, None, vec![("lora_id", 1.into())])]);
+        let batch = Value::Array(vec![Value::from(1.5), unnamed]);
+        assert_eq!(
+            decode(&pack(&batch)),
+            Ok(Vec::new()),
+            "an adapter without a name"
+        );
     }
 
     #[test]
@@ -367,6 +475,7 @@ mod tests {
             parent: Some(1),
             tokens: vec![5],
             block_size: 1,
+            namespace: Namespace::default(),
         };
         assert!(!index.apply(0, &orphan));
         assert_eq!(index.held_blocks(0), 0);
@@ -409,6 +518,7 @@ mod tests {
                         parent: (start > 0).then(|| Self::name(&tokens[..start])),
                         tokens: tokens[start..end].to_vec(),
                         block_size: page,
+                        namespace: Namespace::default(),
                     });
                 }
             }

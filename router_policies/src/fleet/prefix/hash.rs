@@ -11,6 +11,10 @@
 //!
 //! Chains begin with keys that each process draws: states mean nothing outside it, and nobody can make
 //! up prompts that are taken for each other, or that crowd one bucket of a table.
+//!
+//! Engines keep the KV of an adapter's prompts, and of prompts with a salt, apart from that of the same
+//! tokens without. So the states of such a prompt are those of its tokens, disguised by what sets it
+//! apart: see [`Namespace`].
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
@@ -37,6 +41,8 @@ struct Keys {
     group: u64,
     text: u64,
     word: u64,
+    /// Draws the masks of namespaces.
+    namespaces: RandomState,
 }
 
 static KEYS: LazyLock<Keys> = LazyLock::new(|| {
@@ -46,8 +52,42 @@ static KEYS: LazyLock<Keys> = LazyLock::new(|| {
         group: random.hash_one(2),
         text: random.hash_one(3),
         word: random.hash_one(4),
+        namespaces: RandomState::new(),
     }
 });
+
+/// What sets a prompt's KV apart from that of the same tokens in other prompts: the LoRA adapter that it is
+/// for, and what its client salts the cache with. By default nothing does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Namespace {
+    /// Put over every state; equal names have equal masks, and those of others differ in half of their bits.
+    mask: u64,
+}
+
+impl Namespace {
+    /// The namespace of an adapter's name and of salts, in that order; none or empty where there is none.
+    pub fn of(adapter: Option<&str>, salts: [Option<&str>; 2]) -> Self {
+        let [first, second] = salts;
+        let parts = [adapter, first, second].map(|part| part.filter(|part| !part.is_empty()));
+        if parts.iter().all(Option::is_none) {
+            return Self::default();
+        }
+        Self {
+            mask: KEYS.namespaces.hash_one(parts),
+        }
+    }
+
+    /// Whether prompts of it share nothing with those that name no adapter and no salt.
+    pub fn is_apart(self) -> bool {
+        self != Self::default()
+    }
+
+    /// A chain's state as prompts of this namespace have it.
+    #[inline(always)]
+    pub fn state(self, of_tokens: u64) -> u64 {
+        of_tokens ^ self.mask
+    }
+}
 
 const MIX_STATE: u64 = 0xa076_1d64_78bd_642f;
 const MIX_UNIT: u64 = 0xe703_7ed1_a0b4_28db;
@@ -213,9 +253,24 @@ pub struct PromptHashes {
     pub states: Vec<u64>,
     /// Units in all, with the last, partial block.
     pub length: usize,
+    /// That the states are of.
+    pub namespace: Namespace,
 }
 
 impl PromptHashes {
+    /// A prompt whose states are those of its units alone, as a prompt of `namespace`.
+    #[must_use]
+    pub fn within(mut self, namespace: Namespace) -> Self {
+        debug_assert!(!self.namespace.is_apart());
+        if namespace.is_apart() {
+            for state in &mut self.states {
+                *state = namespace.state(*state);
+            }
+            self.namespace = namespace;
+        }
+        self
+    }
+
     /// Tokens in the prompt: exact for token ids, estimated for text.
     pub fn tokens(&self) -> u64 {
         self.to_tokens(self.length)
@@ -247,6 +302,7 @@ impl PromptHashes {
                 .step_by(stride)
                 .collect(),
             length: self.length,
+            namespace: self.namespace,
         }
     }
 
@@ -270,6 +326,7 @@ impl PromptHashes {
             block,
             states,
             length: text.len(),
+            namespace: Namespace::default(),
         }
     }
 
@@ -308,6 +365,7 @@ impl TokenHasher {
                 block,
                 states: Vec::with_capacity(tokens / block),
                 length: 0,
+                namespace: Namespace::default(),
             },
             until_boundary: block,
             largest_digits: -1,
@@ -423,6 +481,33 @@ mod tests {
         let (a, b) = (PromptHashes::of_text(&a, 2), PromptHashes::of_text(&b, 2));
         assert_eq!(a.states.len(), 3);
         assert!(a.states.iter().all(|state| !b.states.contains(state)));
+    }
+
+    #[test]
+    fn prompts_of_another_adapter_or_salt_share_no_state_and_those_of_the_same_share_all() {
+        let tokens: Vec<u32> = (0..40).collect();
+        let plain = || PromptHashes::of_tokens(&tokens, 4);
+        let of = |adapter, salt| plain().within(Namespace::of(adapter, [salt, None]));
+        assert_eq!(of(None, None), plain());
+        assert_eq!(of(Some(""), Some("")), plain(), "empty names are none");
+        let others = [
+            of(None, None),
+            of(Some("sql"), None),
+            of(None, Some("sql")),
+            of(Some("sql"), Some("a")),
+        ];
+        for (i, one) in others.iter().enumerate() {
+            for other in &others[..i] {
+                assert!(one.states.iter().all(|state| !other.states.contains(state)));
+            }
+        }
+        assert_eq!(of(Some("sql"), None), of(Some("sql"), None));
+        assert_eq!(
+            of(Some("sql"), None).thinned(8),
+            plain()
+                .thinned(8)
+                .within(Namespace::of(Some("sql"), [None; 2]))
+        );
     }
 
     proptest! {

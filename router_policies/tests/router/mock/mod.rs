@@ -80,12 +80,14 @@ pub struct Behaviour {
     pub reports_load: AtomicBool,
     /// What `/server_info` says of the engine's start; 0 says nothing.
     pub started: AtomicU64,
-    /// What answers say of cached tokens.
     /// Which `/v1/models` lists.
     pub models: Mutex<Vec<&'static str>>,
+    /// Of the first of them, which it lists too.
+    pub adapters: Mutex<Vec<&'static str>>,
     /// Data-parallel ranks that the bootstrap server names, and how often it was asked.
     pub dp_ranks: AtomicUsize,
     pub queries: AtomicUsize,
+    /// What answers say of cached tokens.
     pub cached_tokens: AtomicU64,
     /// Requests being answered now.
     pub running: AtomicUsize,
@@ -141,6 +143,7 @@ impl MockWorker {
             started: AtomicU64::new(0),
             cached_tokens: AtomicU64::new(10),
             models: Mutex::new(vec!["mock", "listed/only"]),
+            adapters: Mutex::new(Vec::new()),
             dp_ranks: AtomicUsize::new(1),
             queries: AtomicUsize::new(0),
             running: AtomicUsize::new(0),
@@ -319,8 +322,12 @@ async fn answer(
         }
         "/v1/models" => {
             let models = behaviour.models.lock();
+            let adapters = behaviour.adapters.lock();
             let entries = models.iter().map(|id| format!(r#"{{"id":"{id}"}}"#));
-            let data = entries.collect::<Vec<_>>().join(",");
+            let of_adapters = adapters
+                .iter()
+                .map(|id| format!(r#"{{"id":"{id}","parent":"{}"}}"#, models[0]));
+            let data = entries.chain(of_adapters).collect::<Vec<_>>().join(",");
             let list = format!(r#"{{"object":"list","data":[{data}]}}"#);
             return Ok(whole(200, "application/json", list));
         }

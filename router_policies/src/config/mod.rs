@@ -1,341 +1,21 @@
 //! The router's configuration: what `router.toml` and the command line may say, and nothing else.
 
-use crate::policy::Role;
-use hyper::http::uri::Authority;
-use serde::de::DeserializeOwned;
+mod checks;
+mod worker;
+
+pub use checks::read;
+use checks::{described, plainly, within};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
-use std::fmt::Display;
-use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
+pub(crate) use worker::bracketed;
+use worker::default_true;
+pub use worker::{Connector, Engine, Secret, WORKER_FIELDS, WorkerSpec};
 
 /// Times beyond this are a mistake, or meant for ever.
 const MAX_S: f64 = 7.0 * 86_400.0;
 /// Shorter ones would keep a processor busy.
 const MIN_S: f64 = 0.001;
-const MAX_ID_BYTES: usize = 128;
-const SPEEDS_TOKENS_PER_S: RangeInclusive<f64> = 0.001..=1e9;
-
-/// Reads `T` from a tree of JSON.
-///
-/// # Errors
-/// One line that names the field and what was expected.
-pub fn read<T: DeserializeOwned>(tree: serde_json::Value) -> Result<T, String> {
-    serde_path_to_error::deserialize(tree)
-        .map_err(|error| described(error.path(), &error.inner().to_string()))
-}
-
-/// serde's message with the field that it is about.
-fn described(path: &serde_path_to_error::Path, message: &str) -> String {
-    let message = plainly(message);
-    // Where a key is unknown or missing, the path is that of the table that has it or has it not.
-    match path.to_string().as_str() {
-        "." => message,
-        path if message.starts_with("unknown field") => {
-            let table = path.rsplit_once('.').map_or("", |(table, _)| table);
-            let separator = if table.is_empty() { "" } else { ": " };
-            format!("{table}{separator}{message}")
-        }
-        path => format!("{path}: {message}"),
-    }
-}
-
-/// serde's message, in one line, with its names for Rust's types as what a person would write.
-fn plainly(message: &str) -> String {
-    let mut text = message.replace('\n', " ");
-    for (rusts, plain) in [
-        ("expected u16", "expected a whole number from 0 to 65535"),
-        ("expected u64", "expected a whole number"),
-        ("expected usize", "expected a whole number"),
-        ("expected f64", "expected a number"),
-        ("expected path string", "expected a path"),
-        ("expected a string", "expected text"),
-        ("expected a boolean", "expected true or false"),
-    ] {
-        text = text.replace(rusts, plain);
-    }
-    text
-}
-
-/// Checks that `value` lies in `range`; the error names the field.
-fn within<T: PartialOrd + Display>(
-    field: &str,
-    value: T,
-    range: RangeInclusive<T>,
-) -> Result<(), String> {
-    if range.contains(&value) {
-        return Ok(());
-    }
-    let (least, most) = range.into_inner();
-    Err(format!(
-        "{field}: expected a number from {least} to {most}, not {value}"
-    ))
-}
-
-/// The host of `HOST:PORT`.
-fn host_of(authority: &str) -> Option<String> {
-    let parsed = authority.parse::<Authority>().ok()?;
-    let is_whole = parsed.port_u16().is_some_and(|port| port > 0)
-        && !matches!(parsed.host(), "" | "*")
-        && !authority.contains('@');
-    is_whole.then(|| parsed.host().to_owned())
-}
-
-/// A host as it stands in a URL: an IPv6 address in brackets.
-pub(crate) fn bracketed(host: &str) -> String {
-    match host.contains(':') && !host.starts_with('[') {
-        true => format!("[{host}]"),
-        false => host.to_owned(),
-    }
-}
-
-/// What a worker speaks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Engine {
-    Sglang,
-    Vllm,
-}
-
-/// How vLLM workers exchange KV.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Connector {
-    Nixl,
-    Mooncake,
-}
-
-/// What must not stand in logs. A configuration that is written out has it.
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct Secret(String);
-
-impl Secret {
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-}
-
-impl std::fmt::Debug for Secret {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Secret")
-    }
-}
-
-/// One worker.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct WorkerSpec {
-    /// Defaults to the URL's host and port.
-    #[serde(default)]
-    pub id: String,
-    /// `http://host:port`, or `https`.
-    pub url: String,
-    #[serde(default = "default_role")]
-    pub role: Role,
-    #[serde(default = "default_engine")]
-    pub engine: Engine,
-    /// SGLang prefill workers: where decode workers find it; defaults to the URL's host.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bootstrap_host: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bootstrap_port: Option<u16>,
-    /// Bounds the prefix estimate and the room that policies see.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kv_capacity_tokens: Option<u64>,
-    /// Tokens that a tier in the host's memory holds beside: sessions come back from it without being
-    /// computed again.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub host_kv_tokens: Option<u64>,
-    /// Tokens a KV page.
-    #[serde(default = "default_page_size")]
-    pub page_size: usize,
-    /// Whether finished prompts stay in the worker's cache.
-    #[serde(default = "default_true")]
-    pub prefix_cache: bool,
-    /// vLLM workers with a KV connector; a colocated one (`kv_both`) then also prefills and decodes
-    /// for others.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kv_connector: Option<Connector>,
-    /// Where the worker publishes KV events, `tcp://host:port`: the prefix is then known exactly.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kv_events: Option<String>,
-    /// Where the worker replays missed KV events.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kv_events_replay: Option<String>,
-    /// What to assume of the worker until it has been seen: new prompt tokens prefilled a second
-    /// alone (attention to a long context comes on top), and while others decode.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub prefill_tokens_per_s: Option<f64>,
-    /// The key that the worker asks for (`--api-key` of SGLang and vLLM), or `env:NAME`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub api_key: Option<Secret>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub paced_prefill_tokens_per_s: Option<f64>,
-}
-
-fn default_role() -> Role {
-    Role::Colocated
-}
-
-fn default_engine() -> Engine {
-    Engine::Sglang
-}
-
-fn default_page_size() -> usize {
-    1
-}
-
-fn default_true() -> bool {
-    true
-}
-
-impl WorkerSpec {
-    /// `host:port` of the URL.
-    pub fn authority(&self) -> &str {
-        let rest = self
-            .url
-            .split_once("://")
-            .map_or(&*self.url, |(_, rest)| rest);
-        rest.trim_end_matches('/')
-    }
-
-    /// Fills in what follows from other fields, and checks the rest.
-    ///
-    /// # Errors
-    /// One line that names the field and what was expected.
-    pub fn normalise(mut self) -> Result<Self, String> {
-        let name = if self.id.is_empty() {
-            &self.url
-        } else {
-            &self.id
-        };
-        let fail = |field: &str, expected: &str| Err(format!("worker {name}: {field}: {expected}"));
-        const URL: &str = "expected http://HOST:PORT or https://HOST:PORT";
-        let Some((scheme @ ("http" | "https"), rest)) = self.url.split_once("://") else {
-            return fail("url", URL);
-        };
-        let authority = rest.trim_end_matches('/');
-        let Some(host) = host_of(authority) else {
-            return fail("url", URL);
-        };
-        let prefixed = |error: String| format!("worker {name}: {error}");
-        within("page_size", self.page_size, 1..=1 << 20).map_err(prefixed)?;
-        for (field, value) in [
-            ("kv_capacity_tokens", self.kv_capacity_tokens),
-            ("host_kv_tokens", self.host_kv_tokens),
-        ] {
-            within(field, value.unwrap_or(1), 1..=1 << 40).map_err(prefixed)?;
-        }
-        within(
-            "bootstrap_port",
-            self.bootstrap_port.unwrap_or(1),
-            1..=u16::MAX,
-        )
-        .map_err(prefixed)?;
-        if self.role == Role::Prefill
-            && self.engine == Engine::Sglang
-            && self.bootstrap_port.is_none()
-        {
-            return fail(
-                "bootstrap_port",
-                "a prefill worker of SGLang needs one (its --disaggregation-bootstrap-port)",
-            );
-        }
-        let separates = self.role != Role::Colocated;
-        if self.engine == Engine::Vllm && separates && self.kv_connector.is_none() {
-            return fail(
-                "kv_connector",
-                "a vLLM worker of this role needs nixl or mooncake",
-            );
-        }
-        if self.kv_connector == Some(Connector::Mooncake) && self.bootstrap_port.is_none() {
-            return fail(
-                "bootstrap_port",
-                "a vLLM worker with Mooncake needs one (its VLLM_MOONCAKE_BOOTSTRAP_PORT)",
-            );
-        }
-        for (field, value) in [
-            ("kv_events", &self.kv_events),
-            ("kv_events_replay", &self.kv_events_replay),
-        ] {
-            if let Some(value) = value
-                && value.strip_prefix("tcp://").and_then(host_of).is_none()
-            {
-                return fail(field, "expected tcp://HOST:PORT");
-            }
-        }
-        for (field, value) in [
-            ("prefill_tokens_per_s", self.prefill_tokens_per_s),
-            (
-                "paced_prefill_tokens_per_s",
-                self.paced_prefill_tokens_per_s,
-            ),
-        ] {
-            if let Some(value) = value {
-                within(field, value, SPEEDS_TOKENS_PER_S).map_err(prefixed)?;
-            }
-        }
-        if let Some(Secret(key)) = &mut self.api_key {
-            if let Some(name) = key.strip_prefix("env:") {
-                let Ok(value) = std::env::var(name) else {
-                    return fail("api_key", &format!("the variable {name} is not set"));
-                };
-                *key = value;
-            }
-            if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
-                return fail("api_key", "expected printable characters without spaces");
-            }
-        }
-        if self.bootstrap_port.is_some() && self.bootstrap_host.is_none() {
-            self.bootstrap_host = Some(host.trim_matches(['[', ']']).to_owned());
-        }
-        if let Some(host) = &self.bootstrap_host
-            && host_of(&format!("{}:1", bracketed(host))).is_none()
-        {
-            // It becomes a part of URLs.
-            return fail("bootstrap_host", "expected a host's name or address");
-        }
-        if self.id.is_empty() {
-            self.id = authority.to_owned();
-        }
-        // It stands in paths, headers and the log.
-        let is_plain = |c: char| c.is_ascii_graphic() && !matches!(c, '/' | '?' | '#' | '%');
-        if self.id.len() > MAX_ID_BYTES || !self.id.chars().all(is_plain) {
-            let id: String = self
-                .id
-                .chars()
-                .take(32)
-                .flat_map(char::escape_default)
-                .collect();
-            return Err(format!(
-                "worker {id}: id: expected at most {MAX_ID_BYTES} printable characters without \
-                 spaces and / ? # %"
-            ));
-        }
-        self.url = format!("{scheme}://{authority}");
-        Ok(self)
-    }
-}
-
-/// Fields of a worker that `POST /workers` reads; other routers' keys are ignored.
-pub const WORKER_FIELDS: [&str; 15] = [
-    "id",
-    "role",
-    "engine",
-    "bootstrap_host",
-    "bootstrap_port",
-    "kv_capacity_tokens",
-    "host_kv_tokens",
-    "page_size",
-    "prefix_cache",
-    "kv_connector",
-    "kv_events",
-    "kv_events_replay",
-    "api_key",
-    "prefill_tokens_per_s",
-    "paced_prefill_tokens_per_s",
-];
 
 /// The whole configuration.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -425,6 +105,12 @@ pub struct Config {
     /// this machine trusts.
     #[serde(default)]
     pub worker_ca_file: Option<PathBuf>,
+    /// The address of a collector of OpenTelemetry's traces (OTLP over HTTP); without it there are none.
+    #[serde(default)]
+    pub otlp_endpoint: Option<String>,
+    /// The share of requests that are traced, of those whose client does not say.
+    #[serde(default = "default_otlp_sample_ratio")]
+    pub otlp_sample_ratio: f64,
     /// On shutdown, running requests have this long to end.
     #[serde(default = "default_drain_timeout_s")]
     pub drain_timeout_s: f64,
@@ -494,6 +180,10 @@ fn default_queue_timeout_s() -> f64 {
     60.0
 }
 
+fn default_otlp_sample_ratio() -> f64 {
+    1.0
+}
+
 fn default_drain_timeout_s() -> f64 {
     30.0
 }
@@ -529,6 +219,8 @@ impl Default for Config {
             tls_cert_file: None,
             tls_key_file: None,
             worker_ca_file: None,
+            otlp_endpoint: None,
+            otlp_sample_ratio: default_otlp_sample_ratio(),
             drain_timeout_s: default_drain_timeout_s(),
         }
     }
@@ -618,6 +310,16 @@ impl Config {
         if self.tls_cert_file.is_some() != self.tls_key_file.is_some() {
             return Err("tls_cert_file, tls_key_file: one needs the other".to_owned());
         }
+        if let Some(endpoint) = &self.otlp_endpoint {
+            let uri: Option<hyper::Uri> = endpoint.parse().ok();
+            let uri = uri.filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
+            if uri.is_none_or(|uri| uri.host().is_none() || uri.query().is_some()) {
+                let expected =
+                    "expected http://HOST:PORT or https://HOST:PORT, with a path if it has one";
+                return Err(format!("otlp_endpoint: {expected}"));
+            }
+        }
+        within("otlp_sample_ratio", self.otlp_sample_ratio, 0.0..=1.0)?;
         within("vocab_size", self.vocab_size.unwrap_or(1), 1..=1 << 32)?;
         for (field, value, least_s) in [
             ("request_timeout_s", self.request_timeout_s, MIN_S),
@@ -758,6 +460,18 @@ mod tests {
                 "prefill_tokens_per_s: expected a number from 0.001",
             ),
             ("port = 99999", "router.toml:1: port: invalid value"),
+            (
+                "otlp_endpoint = \"collector:4318\"",
+                "otlp_endpoint: expected http://HOST:PORT",
+            ),
+            (
+                "otlp_endpoint = \"http://\"",
+                "otlp_endpoint: expected http://HOST:PORT",
+            ),
+            (
+                "otlp_sample_ratio = 1.5",
+                "otlp_sample_ratio: expected a number from 0 to 1",
+            ),
             ("drain_timeout_s = nan", "drain_timeout_s: expected"),
             ("drain_timeout_s = -1.0", "drain_timeout_s: expected"),
             ("load_interval_s = 1e300", "load_interval_s: expected"),
