@@ -25,7 +25,13 @@ from eval.matrix import plan_runs
 from eval.progress import Progress
 from eval.runner import Summary, load_topologies, run_experiment
 from eval.simulate import read_calibration, simulate, write_planned
-from eval.simulated_fleet import calibration_name, fleet_plan, load_plan, options
+from eval.simulated_fleet import (
+    calibration_name,
+    fleet_plan,
+    load_plan,
+    options,
+    session_draws,
+)
 from eval.site import FleetMaker, Site, launch_site
 from eval.traces import make_replay_plan, resolve_scale
 
@@ -128,8 +134,11 @@ def execute_simulated(assignment: Assignment, progress: Progress) -> dict[str, A
     try:
         asked = options(trace, folder, replay, run.phases)
         plan = fleet_plan(topology, experiment.simulate) | load_plan(asked)
-        planned = write_planned(make_replay_plan(trace, replay), assignment.output / PLANNED_FOLDER)
+        requests = make_replay_plan(trace, replay)
+        planned = write_planned(requests, assignment.output / PLANNED_FOLDER)
         plan["requests"] = str(planned.resolve())
+        if "phases" in plan:
+            plan["phases"]["draws"] = session_draws(asked, requests.trees)
         (folder / "replay.json").write_bytes(orjson.dumps({"arguments": asked.record()}))
         manifest["workers"] = _workers(topology, plan["workers"])
         provenance.write_manifest(folder, manifest)

@@ -16,4 +16,3 @@ mod gateway_transfer;
 mod mock;
 mod policies;
 mod residency;
-mod simulation;
