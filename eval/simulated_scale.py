@@ -83,9 +83,16 @@ def made_requests(seed: int = 1, shorter: int = 1) -> list[dict[str, Any]]:
 
 
 def scale(
-    workers: int, simulated_s: float, sessions_a_worker: int, shorter: int, folder: Path
+    workers: int,
+    simulated_s: float,
+    sessions_a_worker: int,
+    folder: Path,
+    *,
+    shorter: int = 1,
+    rule: str = "priced",
 ) -> Scale:
-    """Simulates a fleet of `workers` for `simulated_s` of its time, in this process."""
+    """Simulates a fleet of `workers` for `simulated_s` of its time, in this process, under a rule of
+    residency."""
     requests = folder / "planned.jsonl"
     made = made_requests(shorter=shorter)
     requests.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in made))
@@ -94,7 +101,7 @@ def scale(
         "seed": 1,
         "load": {"max_inflight_sessions": sessions_a_worker * workers, "max_think_s": 10.0},
         "phases": {"measure_s": simulated_s, "recycle": True, "drain_s": 0.0},
-        "router": {"policy": "unified"},
+        "router": {"policy": "unified", "residency": {"rule": rule}},
         "workers": [{"id": "w", "count": workers, "kv_tokens": 281_888}],
         # A decision's line names every worker: 1,000 of them would fill a disk.
         "output": {"decisions": False},
@@ -111,12 +118,14 @@ def scale(
     )
 
 
-def _apart(workers: int, simulated_s: float, sessions_a_worker: int, shorter: int) -> Scale:
+def _apart(
+    workers: int, simulated_s: float, sessions_a_worker: int, shorter: int, rule: str
+) -> Scale:
     """`scale` in a new process, which no other size has used memory of."""
     context = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder, context.Pool(1) as pool:
-        given = (workers, simulated_s, sessions_a_worker, shorter, Path(folder))
-        return pool.apply(scale, given)
+        given = (workers, simulated_s, sessions_a_worker, Path(folder))
+        return pool.apply(scale, given, {"shorter": shorter, "rule": rule})
 
 
 def main(
@@ -126,12 +135,13 @@ def main(
     minutes: Annotated[float, typer.Option(help="Of the fleet's own time.")] = 10.0,
     sessions: Annotated[int, typer.Option(min=1, help="In flight, a worker.")] = 4,
     shorter: Annotated[int, typer.Option(min=1, help="Prompts so many times shorter.")] = 1,
+    rule: Annotated[str, typer.Option(help="Of residency.")] = "priced",
 ) -> None:
     """Simulate fleets of several sizes and print what each took on this machine."""
     heads = (("workers", 8), ("requests", 10), ("wall", 10), ("core", 10), ("decisions/s", 13))
     typer.echo("".join(f"{head:>{width}}" for head, width in heads) + f"{'memory':>10}")
     for count in workers or [8, 64, 256, 1000]:
-        found = _apart(count, 60 * minutes, sessions, shorter)
+        found = _apart(count, 60 * minutes, sessions, shorter, rule)
         typer.echo(
             f"{found.workers:>8}{found.requests:>10,}{found.wall_s:>8.1f} s{found.cpu_s:>8.1f} s"
             f"{found.decisions_per_cpu_s:>13,.0f}{found.peak_bytes / 2**30:>6.2f} GiB"

@@ -28,7 +28,7 @@ def test_made_prompts_begin_with_the_full_blocks_of_the_one_before(shorter: int)
 
 
 def test_a_size_says_what_it_took(tmp_path: Path) -> None:
-    found = scale(2, 30.0, 2, 1, tmp_path)
+    found = scale(2, 30.0, 2, tmp_path)
     assert found.simulated_s >= 29
     assert found.requests > 10
     assert found.decisions_per_cpu_s > 1
