@@ -91,7 +91,7 @@ def scale(
     shorter: int = 1,
     rule: str = "priced",
 ) -> Scale:
-    """Simulates a fleet of `workers` for `simulated_s` of its time, in this process, under a rule of
+    """Simulates a fleet of `workers` for `simulated_s` of its time, in this process, with a rule of
     residency."""
     requests = folder / "planned.jsonl"
     made = made_requests(shorter=shorter)
