@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -131,18 +133,38 @@ def experiment_of(new_tokens: int, turns: int, repeats: int) -> Experiment:
     return load_experiment(EXPERIMENT, given)[0]
 
 
-def simulate_places(places: Iterable[tuple[int, int]], repeats: int, output: Path) -> Iterator[Row]:
-    """Simulates the experiment at each place, and returns a line a run as each place is done. Runs
-    that are there already are kept."""
-    for new_tokens, turns in places:
-        experiment = experiment_of(new_tokens, turns, repeats)
-        folder = output / f"{new_tokens}-{turns}"
-        with Progress() as progress:
-            simulate_experiment(experiment, folder, source={"file": EXPERIMENT}, progress=progress)
-        for arm in experiment.arms:
-            for load in experiment.loads:
-                for path in sorted((folder / f"{arm.name}@{load.name}").glob("r*")):
-                    yield row_of(read_run(path), new_tokens, turns)
+def simulate_places(
+    places: Iterable[tuple[int, int]], repeats: int, output: Path, jobs: int = 1
+) -> Iterator[Row]:
+    """Simulates the experiment at each place, `jobs` arms at a time, and returns a line a run in
+    the order of places and arms. Runs that are there already are kept."""
+    tasks = [
+        (experiment, arm.name, output / f"{new_tokens}-{turns}")
+        for new_tokens, turns in places
+        for experiment in [experiment_of(new_tokens, turns, repeats)]
+        for arm in experiment.arms
+    ]
+    # Processes start afresh: forking one whose libraries have threads may hang.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from chain.from_iterable(pool.map(_simulate_arm, tasks))
+
+
+def _simulate_arm(task: tuple[Experiment, str, Path]) -> list[Row]:
+    """One arm at one place, every load and draw, in a folder of its own under the place's: arms
+    that are simulated side by side share no file."""
+    experiment, arm, place_folder = task
+    shape = experiment.trace.turns
+    assert shape is not None
+    folder = place_folder / arm
+    with Progress() as progress:
+        simulate_experiment(
+            experiment, folder, source={"file": EXPERIMENT}, progress=progress, only=[arm]
+        )
+    return [
+        row_of(read_run(path), shape.new_tokens, shape.turns)
+        for load in experiment.loads
+        for path in sorted((folder / f"{arm}@{load.name}").glob("r*"))
+    ]
 
 
 def row_of(run: Run, new_tokens: int, turns: int) -> Row:
@@ -306,10 +328,11 @@ def run(
     only: Annotated[
         list[str] | None, typer.Option(help="Only this place, as in 2000-9. Repeatable.")
     ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Arms simulated at a time.")] = 1,
 ) -> None:
     """Simulate every place of the map and write a line a run to OUTPUT/runs.csv."""
     chosen = [place for place in PLACES if not only or f"{place[0]}-{place[1]}" in only]
-    write_rows(output / "runs.csv", simulate_places(chosen, repeats, output))
+    write_rows(output / "runs.csv", simulate_places(chosen, repeats, output, jobs))
 
 
 @app.command("show")

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 from numpy.typing import NDArray
 
@@ -153,10 +154,6 @@ def _line(request: Planned) -> dict[str, Any]:
 
 def _runs(ids: NDArray[Any]) -> list[tuple[int, int]]:
     """Ids as runs (first, count) of consecutive ones."""
-    runs: list[tuple[int, int]] = []
-    for hash_id in ids.tolist():
-        if runs and hash_id == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((hash_id, 1))
-    return runs
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 2) != 1)
+    counts = np.diff(starts, append=len(ids))
+    return list(zip(ids[starts].tolist(), counts.tolist(), strict=True))

@@ -12,6 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from eval.simulated_fleet import (
     session_draws,
 )
 from eval.site import FleetMaker, Site, launch_site
-from eval.traces import make_replay_plan, resolve_scale
+from eval.traces import Selection, plan_of, resolve_scale, selection
 
 PLANNED_FOLDER = "planned"
 
@@ -134,11 +135,12 @@ def execute_simulated(assignment: Assignment, progress: Progress) -> dict[str, A
     try:
         asked = options(trace, folder, replay, run.phases)
         plan = fleet_plan(topology, experiment.simulate) | load_plan(asked)
-        requests = make_replay_plan(trace, replay)
-        planned = write_planned(requests, assignment.output / PLANNED_FOLDER)
+        planned, conversations = _planned(
+            trace, selection(replay), assignment.output / PLANNED_FOLDER
+        )
         plan["requests"] = str(planned.resolve())
         if "phases" in plan:
-            plan["phases"]["draws"] = session_draws(asked, requests.trees)
+            plan["phases"]["draws"] = session_draws(asked, conversations)
         (folder / "replay.json").write_bytes(orjson.dumps({"arguments": asked.record()}))
         manifest["workers"] = _workers(topology, plan["workers"])
         provenance.write_manifest(folder, manifest)
@@ -152,6 +154,15 @@ def execute_simulated(assignment: Assignment, progress: Progress) -> dict[str, A
     conclude(folder, manifest, failure, experiment, trace, replay, began.facts)
     provenance.write_manifest(folder, manifest)
     return manifest
+
+
+# One: runs follow each other that send the same requests, and writing a large trace takes longer
+# than simulating it.
+@lru_cache(maxsize=1)
+def _planned(trace: Path, selected: Selection, folder: Path) -> tuple[Path, int]:
+    """The file of planned requests, and how many conversations they are."""
+    plan = plan_of(trace, selected)
+    return write_planned(plan, folder), plan.trees
 
 
 def _workers(topology: Any, workers: list[dict[str, Any]]) -> list[dict[str, Any]]:

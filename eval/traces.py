@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -209,11 +209,35 @@ def _three_digits_down(value: float) -> float:
     return round(math.floor(value / step) * step, 12)
 
 
-@lru_cache(maxsize=32)
+class Selection(NamedTuple):
+    """What of a run's settings decides which requests it sends; runs that differ in anything else
+    (seed, sessions in flight, think times) share a plan and its facts."""
+
+    request_limit: int | None
+    session_limit: int | None
+    length_scale: float
+    max_input_tokens: int | None
+
+
+def selection(replay: Replay) -> Selection:
+    """What these settings select of a trace."""
+    return Selection(
+        replay.request_limit,
+        replay.session_limit,
+        replay.length_scale or 1.0,
+        replay.max_input_tokens,
+    )
+
+
 def trace_facts(trace: Path, replay: Replay) -> TraceFacts:
     """The requests that a run sends, with the tokens of the longest prefix seen before (arrival
     order, infinite cache), in the run's own lengths."""
-    plan = make_replay_plan(trace, replay)
+    return _facts(trace, selection(replay))
+
+
+@lru_cache(maxsize=32)
+def _facts(trace: Path, selected: Selection) -> TraceFacts:
+    plan = plan_of(trace, selected)
     if not plan.requests:
         raise InputError(f"{trace}: no request is left to replay")
     seen: set[int] = set()
@@ -234,31 +258,14 @@ def trace_facts(trace: Path, replay: Replay) -> TraceFacts:
 
 def make_replay_plan(trace: Path, replay: Replay) -> Plan:
     """The requests that a run with these settings sends."""
-    return _plan(
-        trace,
-        replay.request_limit,
-        replay.session_limit,
-        replay.length_scale or 1.0,
-        replay.max_input_tokens,
-    )
+    return plan_of(trace, selection(replay))
 
 
 # One: all runs of an experiment send the same requests, and a large trace takes a while to read.
 @lru_cache(maxsize=1)
-def _plan(
-    trace: Path,
-    request_limit: int | None,
-    session_limit: int | None,
-    length_scale: float,
-    max_input_tokens: int | None,
-) -> Plan:
-    return make_plan(
-        read_trace(trace),
-        request_limit=request_limit,
-        session_limit=session_limit,
-        length_scale=length_scale,
-        max_input_tokens=max_input_tokens,
-    )
+def plan_of(trace: Path, selected: Selection) -> Plan:
+    """The requests that a run sends which selects these of the trace."""
+    return make_plan(read_trace(trace), **selected._asdict())
 
 
 def possible_cached_tokens(

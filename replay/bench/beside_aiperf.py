@@ -9,6 +9,7 @@ sessions, short enough for hundreds of turns in the 15 minutes that the scenario
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shlex
@@ -36,16 +37,37 @@ _API_TIME_S = 0.5
 _DRAIN_S = 60
 
 
+# Turns that cost a server about the same, so that their TTFT says whether it was the same server.
+_LIKE_NEW_TOKENS = (450, 600)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One answered request: when it was sent (s), seconds from then to its first token and from
+    that to its last one, tokens of the prompt, of it those from the cache, and of the answer."""
+
+    sent_s: float
+    ttft_s: float
+    decode_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a client reports of a window: its length and times in seconds, its answers' tokens."""
+    """What a client reports of a window, times in seconds: `itl_p50` is of the requests' means,
+    `ttft_p50_like` of the turns with 450 to 600 new tokens."""
 
     requests: int
     ttft_p50: float
     ttft_p90: float
+    ttft_p50_like: float
+    itl_p50: float
     requests_per_s: float
     output_tokens_per_s: float
     input_tokens_p50: float
+    cached_share: float
 
 
 def write_corpus(folder: Path, seed: int) -> None:
@@ -88,54 +110,85 @@ def write_corpus(folder: Path, seed: int) -> None:
         (folder / f"made_{number:04d}.json").write_bytes(orjson.dumps(session))
 
 
-def _figures(rows: list[tuple[float, float, int, int]]) -> Figures:
-    """Of answered requests: seconds at which each was sent, seconds to its first token after that,
-    tokens of prompt and answer. The window is from the first one sent to the last one sent."""
-    sent, ttft, prompts, answers = zip(*rows, strict=True)
+def _figures(answered: list[Answered]) -> Figures:
+    """The window is from the first request sent to the last one."""
+    ttft = [one.ttft_s for one in answered]
+    few, many = _LIKE_NEW_TOKENS
+    like = [x.ttft_s for x in answered if few <= x.prompt_tokens - x.cached_tokens < many]
+    sent = [one.sent_s for one in answered]
     window_s = max(sent) - min(sent)
+    prompts = [one.prompt_tokens for one in answered]
     return Figures(
-        requests=len(rows),
+        requests=len(answered),
         ttft_p50=float(np.quantile(ttft, 0.5)),
         ttft_p90=float(np.quantile(ttft, 0.9)),
-        requests_per_s=len(rows) / window_s,
-        output_tokens_per_s=sum(answers) / window_s,
+        ttft_p50_like=float(np.median(like)) if like else math.nan,
+        itl_p50=float(np.median([x.decode_s / max(1, x.output_tokens - 1) for x in answered])),
+        requests_per_s=len(answered) / window_s,
+        output_tokens_per_s=sum(one.output_tokens for one in answered) / window_s,
         input_tokens_p50=float(np.median(prompts)),
+        cached_share=sum(one.cached_tokens for one in answered) / sum(prompts),
     )
 
 
 def of_ours(output: Path) -> Figures:
     """The measured window of a replay."""
-    rows = []
+    answered = []
     for result in read_results(output):
         if result.phase != "measure" or result.error is not None:
             continue
-        sent_s, first_s = result.sent_s, result.first_token_s
-        if sent_s is not None and first_s is not None:
-            prompt = result.prompt_tokens or result.input_length
-            rows.append((sent_s, first_s - sent_s, prompt, result.output_tokens))
-    return _figures(rows)
+        sent_s, first_s, finished_s = result.sent_s, result.first_token_s, result.finished_s
+        if sent_s is not None and first_s is not None and finished_s is not None:
+            answered.append(
+                Answered(
+                    sent_s=sent_s,
+                    ttft_s=first_s - sent_s,
+                    decode_s=finished_s - first_s,
+                    prompt_tokens=result.prompt_tokens or result.input_length,
+                    cached_tokens=result.cached_tokens or 0,
+                    output_tokens=result.output_tokens,
+                )
+            )
+    return _figures(answered)
 
 
 def of_aiperf(output: Path) -> Figures:
     """The profiling phase of an AIPerf run, from its records."""
-    rows = []
+    answered = []
     for line in (output / "profile_export.jsonl").read_bytes().splitlines():
         record = orjson.loads(line)
-        about, metrics = record["metadata"], record["metrics"]
+        about = record["metadata"]
+        metrics = {name: found["value"] for name, found in record["metrics"].items()}
         if about["benchmark_phase"] != "profiling" or "time_to_first_token" not in metrics:
             continue
-        sent_s = about["request_start_ns"] / 1e9
-        ttft_s = metrics["time_to_first_token"]["value"] / 1e3
-        tokens = [
-            int(metrics[name]["value"])
-            for name in ("input_sequence_length", "output_sequence_length")
-        ]
-        rows.append((sent_s, ttft_s, tokens[0], tokens[1]))
-    return _figures(rows)
+        ttft_s = metrics["time_to_first_token"] / 1e3
+        answered.append(
+            Answered(
+                sent_s=about["request_start_ns"] / 1e9,
+                ttft_s=ttft_s,
+                decode_s=metrics["request_latency"] / 1e3 - ttft_s,
+                prompt_tokens=int(metrics["input_sequence_length"]),
+                cached_tokens=int(metrics.get("usage_prompt_cache_read_tokens", 0)),
+                output_tokens=int(metrics["output_sequence_length"]),
+            )
+        )
+    return _figures(answered)
 
 
-def _run(command: str) -> None:
-    subprocess.run(shlex.split(command), check=True)
+def _cores(text: str) -> set[int]:
+    """Cores as `1` or `2,3`. Raises `typer.BadParameter` for anything else, or one that there is
+    not."""
+    try:
+        cores = {int(core) for core in text.split(",")}
+    except ValueError:
+        raise typer.BadParameter(f"--cpus {text}: expected numbers, as in 1 or 2,3") from None
+    if not cores <= os.sched_getaffinity(0):
+        raise typer.BadParameter(f"--cpus {text}: this process may not use all of them")
+    return cores
+
+
+def _run(*command: object) -> None:
+    subprocess.run([str(word) for word in command], check=True)
 
 
 def main(
@@ -154,34 +207,33 @@ def main(
 ) -> None:
     """Run one load through AIPerf, then through this client, and compare."""
     if cpus is not None:
-        os.sched_setaffinity(
-            0, {int(cpu) for cpu in cpus.split(",")}
-        )  # child processes have it too
+        os.sched_setaffinity(0, _cores(cpus))  # child processes have it too
     corpus = output / "corpus"
     write_corpus(corpus, seed)
     theirs_out, own_out, trace = output / "aiperf", output / "ours", output / "made.jsonl.zst"
+    theirs = [*shlex.split(aiperf), "profile", "--scenario", "inferencex-agentx-mvp"]
+    theirs += ["--url", url, "--model", model, "--tokenizer", str(tokenizer)]
+    theirs += ["--endpoint-type", "chat", "--streaming", "--use-server-token-count"]
+    theirs += ["--input-file", str(corpus), "--custom-dataset-type", "weka_trace"]
+    theirs += ["--extra-inputs", "ignore_eos:true", "--random-seed", str(seed)]
+    theirs += ["--concurrency", str(sessions), "--benchmark-duration", str(seconds)]
     # The scenario vouches for named collections only: a folder has to be let pass.
-    _run(
-        f"{aiperf} profile --scenario inferencex-agentx-mvp --url {url} --model {model}"
-        f" --tokenizer {tokenizer} --endpoint-type chat --streaming --use-server-token-count"
-        f" --input-file {corpus} --custom-dataset-type weka_trace --extra-inputs ignore_eos:true"
-        f" --concurrency {sessions} --benchmark-duration {seconds} --random-seed {seed}"
-        f" --artifact-dir {theirs_out} --ui none --unsafe-override"
-    )
-    deltaserve = f"{sys.executable} -m deltaserve"
-    _run(f"{deltaserve} replay convert --format weka {corpus} --output {trace}")
-    _run(
-        f"{deltaserve} replay run {trace} --url {url} --output {own_out} --preset agentx"
-        f" --api chat --no-splice-outputs --start-share 0 0.99 --warm-up-s 0"
-        f" --measure-s {seconds} --drain-s {_DRAIN_S}"
-        f" --max-inflight-sessions {sessions} --seed {seed}"
-    )
+    theirs += ["--artifact-dir", str(theirs_out), "--ui", "none", "--unsafe-override"]
+    # It reads the server's metrics three times a second unless told not to: load that this client
+    # does not put on the server.
+    _run(*theirs, "--no-server-metrics", "--no-gpu-telemetry")
+    ours = [sys.executable, "-m", "deltaserve", "replay"]
+    _run(*ours, "convert", "--format", "weka", corpus, "--output", trace)
+    ours += ["run", str(trace), "--url", url, "--output", str(own_out), "--preset", "agentx"]
+    ours += ["--api", "chat", "--no-splice-outputs", "--start-share", "0", "0.99"]
+    ours += ["--warm-up-s", "0", "--measure-s", str(seconds), "--drain-s", str(_DRAIN_S)]
+    _run(*ours, "--max-inflight-sessions", sessions, "--seed", seed)
     both = {"AIPerf": of_aiperf(theirs_out), "deltaserve": of_ours(own_out)}
     write_json(output / "figures.json", {name: asdict(figures) for name, figures in both.items()})
-    theirs, own = both.values()
+    first, second = both.values()
     print(f"{'':22}{'AIPerf':>12}{'deltaserve':>12}{'ratio':>8}")
     for field in fields(Figures):
-        a, b = getattr(theirs, field.name), getattr(own, field.name)
+        a, b = getattr(first, field.name), getattr(second, field.name)
         print(f"{field.name:22}{a:12.4g}{b:12.4g}{b / a:8.3f}")
 
 

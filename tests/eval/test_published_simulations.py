@@ -14,10 +14,12 @@ import pytest
 from eval import weights
 from eval.experiment_files import packaged_experiments
 from eval.run_lines import read_rows
+from eval.separation import OBJECTIVES, figure, table
 from eval.simulate import packaged_calibrations
 from eval.validation import measures, read_lines
 
 PAGE = Path(__file__).parents[2] / "docs/results/simulated.md"
+SEPARATION = PAGE.with_name("simulated-separation.md")
 PAGES = sorted(PAGE.parent.glob("simulated*.md"))
 
 
@@ -31,14 +33,28 @@ def test_a_page_and_each_of_its_tables_say_simulated(page: Path) -> None:
         assert "simulated" in head, head
 
 
-def test_every_experiment_and_calibration_of_the_page_is_here() -> None:
-    text = PAGE.read_text()
+@pytest.mark.parametrize("page", [PAGE, SEPARATION], ids=lambda page: page.stem)
+def test_every_experiment_and_calibration_of_the_page_is_here(page: Path) -> None:
+    text = page.read_text()
     experiments = re.findall(r"deltaserve eval simulate (\S+)", text)
     assert experiments
     assert set(experiments) <= set(packaged_experiments())
     calibrations = re.findall(r"eval/calibrations/(\S+)\.toml", text)
     assert calibrations
     assert set(calibrations) <= set(packaged_calibrations())
+
+
+def test_the_map_of_separation_follows_from_its_runs() -> None:
+    rows = read_rows(PAGE.parent / "simulated/separation.csv")
+    assert len(rows) == 900
+    text = SEPARATION.read_text()
+    for objective in OBJECTIVES:
+        assert "\n".join(table(rows, objective)) in text, objective
+    drawn = re.findall(r"\(simulated/separation-(\w+)\.svg\)", text)
+    assert drawn
+    for objective in drawn:
+        kept = PAGE.parent / f"simulated/separation-{objective}.svg"
+        assert kept.read_text() == figure(rows, objective)
 
 
 RUNS = PAGE.parent / "simulated/residency-frontier.csv"
@@ -114,9 +130,9 @@ def test_the_validation_follows_from_both_runs(column: int, measured: str, simul
     )
     found, other = (measures(read_lines(path), 60.0, 360.0, 440.0) for path in runs)
     text = (PAGE.parents[1] / "simulator.md").read_text()
-    table = text[text.index("| measured, simulated (off by) | `off`") :]
+    compared = text[text.index("| measured, simulated (off by) | `off`") :]
     for label, name, is_share in VALIDATED:
-        row = next(line for line in table.splitlines() if line.startswith(f"| {label} |"))
+        row = next(line for line in compared.splitlines() if line.startswith(f"| {label} |"))
         cell = row.strip("|").split("|")[column].strip()
         said = re.fullmatch(r"([\d.]+), ([\d.]+)( m?s)? \((.*)\)", cell)
         assert said, cell

@@ -146,7 +146,7 @@ def test_a_place_is_simulated_from_the_command_line(
     )
     monkeypatch.setattr("eval.separation.experiment_of", lambda *_: small)
     output = tmp_path / "map"
-    arguments = ["run", str(output), "--repeats", "1", "--only", "32000-3"]
+    arguments = ["run", str(output), "--repeats", "1", "--only", "32000-3", "--jobs", "2"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     lines = read_rows(output / "runs.csv")

@@ -341,6 +341,12 @@ fn one_that_fits_nowhere_is_served_alone() {
     let huge = world.turn(1, 150_000);
     let ticket = world.waits(&huge);
     world.serve(running);
+    let ticket = world
+        .fetch(ticket, &huge)
+        .err()
+        .expect("nobody who may stay goes for one that will compute everything again");
+    world.advance(400.0);
+    world.fleet.pump();
     let huge = world.fetch(ticket, &huge).ok().expect("alone");
     assert_eq!(world.last().state, Residence::Alone);
     assert_eq!(world.last().gave_up, vec![Some("s0".into())]);
@@ -348,6 +354,51 @@ fn one_that_fits_nowhere_is_served_alone() {
     let ticket = world.waits(&after);
     drop(huge);
     assert!(world.fetch(ticket, &after).is_ok());
+}
+
+#[test]
+fn one_that_fits_nowhere_takes_no_place_where_room_gathers_for_another() {
+    let world = World::new(1, json!({"max_wait_s": 1000.0, "no_backfill_after_s": 1.0}));
+    // Two that have their places, and a third for which room is to gather.
+    world.serve(world.placed(&world.turn(0, 40_000)));
+    world.serve(world.placed(&world.turn(1, 40_000)));
+    let third = world.turn(2, 50_000);
+    let ticket = world.waits(&third);
+    world.advance(2.0);
+    world.fleet.pump();
+    let huge = world.turn(3, 150_000);
+    let huge_ticket = world.waits(&huge);
+    world.fleet.pump();
+    assert_eq!(world.resident(0), 2, "both keep their places");
+    assert!(world.fetch(huge_ticket, &huge).is_err());
+    // The third goes first, and then the one that fits nowhere, however long the others come back.
+    world.advance(200.0);
+    world.fleet.pump();
+    world.serve(world.fetch(ticket, &third).ok().expect("room has gathered"));
+}
+
+#[test]
+fn one_that_fits_nowhere_goes_in_the_end_however_often_others_come_back() {
+    let world = World::new(1, json!({"max_wait_s": 1000.0}));
+    world.serve(world.placed(&world.turn(0, 20_000)));
+    let huge = world.turn(1, 150_000);
+    let mut ticket = Some(world.waits(&huge));
+    let mut waited_s = 0.0;
+    let reservation = loop {
+        if let Admit::Placed(small) = world.ask(&world.turn(0, 20_000)) {
+            world.serve(small);
+        }
+        world.advance(1.0);
+        waited_s += 1.0;
+        world.fleet.pump();
+        match world.fetch(ticket.take().expect("a ticket"), &huge) {
+            Ok(reservation) => break reservation,
+            Err(still) => ticket = Some(still),
+        }
+        assert!(waited_s < 300.0, "it waits for ever");
+    };
+    assert_eq!(world.last().state, Residence::Alone);
+    world.serve(reservation);
 }
 
 #[test]

@@ -341,7 +341,7 @@ impl Residency {
                 state,
             });
         }
-        if let Some(go) = self.alone(asked, gated()) {
+        if let Some(go) = self.alone(asked, gated(), round) {
             return Ok(go);
         }
         Err(match (has_fitting, round.closed) {
@@ -567,28 +567,46 @@ impl Residency {
             })
     }
 
-    /// One that fits nowhere goes where nothing is in flight, for which all there give up their places.
+    /// One that fits nowhere goes where nothing is in flight, once all that have a place there may be
+    /// given up for it, or it has waited for as long as anybody should. Until then it takes no place:
+    /// it computes all of its prompt for each turn, so that one such session that goes whenever the
+    /// others think would leave them none of the worker's time.
     fn alone<'a>(
         &self,
         asked: &Asked<'_>,
         sites: impl Iterator<Item = &'a Site> + Clone,
+        round: &mut Round,
     ) -> Option<Go> {
         if !self.fits_nowhere(asked, sites.clone()) {
             return None;
         }
-        let is_quiet = |site: &&Site| self.holds.get(site.slot).is_none_or(Hold::is_quiet);
-        let site = sites
-            .filter(is_quiet)
-            .max_by_key(|site| self.budget_tokens(site))?;
-        let others = self
-            .holds
-            .get(site.slot)
-            .into_iter()
-            .flat_map(Hold::occupants);
-        let others = others.map(|(key, _)| key).filter(|&key| key != asked.key);
+        let has_waited = round.now_s - asked.arrived_s
+            >= self.settings.wait_bound_s * round.bound_scale()
+            || self.manner.smallest_first;
+        let mut may_go = |site: &Site, others: &[Key]| {
+            if Some(site.slot) == round.closed {
+                return others.is_empty();
+            }
+            let eligible = self.eligible(site, round);
+            let may_be_given_up = |key: &Key| eligible.keys.iter().any(|(k, _)| k == key);
+            has_waited || others.iter().all(may_be_given_up)
+        };
+        let others_on = |site: &Site| -> Option<Vec<Key>> {
+            let Some(hold) = self.holds.get(site.slot) else {
+                return Some(Vec::new());
+            };
+            let keys = hold.occupants().map(|(key, _)| key);
+            hold.is_quiet()
+                .then(|| keys.filter(|&key| key != asked.key).collect())
+        };
+        let quiet = sites.filter_map(|site| Some((site, others_on(site)?)));
+        let (site, others) = quiet
+            .filter(|(site, others)| may_go(site, others))
+            .max_by_key(|(site, _)| self.budget_tokens(site))?;
+        let give_up = others.into_iter().map(|key| (key, GiveUp::ForOneAlone));
         Some(Go {
             slots: smallvec![site.slot],
-            give_up: others.map(|key| (key, GiveUp::ForOneAlone)).collect(),
+            give_up: give_up.collect(),
             state: Residence::Alone,
         })
     }
