@@ -137,9 +137,9 @@ def test_the_validation_follows_from_both_runs(column: int, measured: str, simul
         said = re.fullmatch(r"([\d.]+), ([\d.]+)( m?s)? \((.*)\)", cell)
         assert said, cell
         scale = 1e3 if said[3] == " ms" else 1.0
-        for figure, value in ((said[1], found[name]), (said[2], other[name])):
-            digits = len(figure.partition(".")[2])
-            assert float(figure) == pytest.approx(scale * value, abs=0.51 * 10**-digits), label
+        for shown, value in ((said[1], found[name]), (said[2], other[name])):
+            digits = len(shown.partition(".")[2])
+            assert float(shown) == pytest.approx(scale * value, abs=0.51 * 10**-digits), label
         off = other[name] - found[name] if is_share else other[name] / found[name] - 1
         if said[4].endswith(" ×"):
             assert float(said[4].removesuffix(" ×")) == pytest.approx(off + 1, rel=0.05)
