@@ -18,12 +18,16 @@ from eval.simulate import read_calibration
 from launch.kv import worker_kv
 from launch.topology import Topology, WorkerGroup
 from replay.options import RunOptions, preset_values
+from replay.plays import Order
 
 # The calibration of arms that serve this model on GPUs, unless the experiment names another.
 _DEFAULT = ("qwen3-coder-30b-a3b", "qwen3-coder-30b-a3b-h200-sglang")
 
 # `sglang_ext.settings`' default: how long a step that prefills beside decodes may take.
 _TARGET_ITL_S = 0.08
+
+# Sessions that a run begins for each one in flight; should it need more, they come around again.
+_DRAWS_A_SESSION = 20
 
 
 def check_topology(topology: Any) -> None:
@@ -133,12 +137,14 @@ def options(trace: Path, folder: Path, replay: Replay, phases: Phases | None) ->
 
 def load_plan(asked: RunOptions) -> dict[str, Any]:
     """`seed`, `load` and `phases` of the plan. Raises `InputError` for a window without an end."""
+    # As `replay` has it: in an open loop the trace's own times are scaled, else think times.
+    time_scale = 1.0 if asked.mode == "open" else asked.time_scale
     load = {
         "mode": asked.mode,
         "max_inflight_sessions": asked.max_inflight_sessions,
         "sessions_per_hour": asked.sessions_per_hour or 0.0,
         "time_scale": asked.time_scale,
-        "think_scale": asked.think_scale,
+        "think_scale": asked.think_scale / time_scale,
         "max_think_s": asked.max_think_s,
         "splice_outputs": asked.splice_outputs,
         "timeout_s": asked.timeout_s,
@@ -160,3 +166,16 @@ def load_plan(asked: RunOptions) -> dict[str, Any]:
         "drain_s": asked.timeout_s if asked.drain_s is None else asked.drain_s,
     }
     return plan
+
+
+def session_draws(asked: RunOptions, conversations: int) -> list[tuple[int, float, float]]:
+    """`phases.draws` of the plan: which conversations `replay` begins with these settings, in its
+    order, and where in their middle; of a load that is recycled, as many plays of the trace as it
+    is likely to need."""
+    order = Order(conversations, asked.seed, shuffled=True)
+    most = math.ceil(_DRAWS_A_SESSION * asked.max_inflight_sessions / conversations)
+    plays = most if asked.recycle else 1
+    return [
+        (order.at(ticket)[1], *order.middle(ticket, asked.start_share))
+        for ticket in range(plays * conversations)
+    ]

@@ -26,7 +26,13 @@ from eval.matrix import plan_runs
 from eval.progress import Progress
 from eval.runner import Summary, load_topologies, run_experiment
 from eval.simulate import read_calibration, simulate, write_planned
-from eval.simulated_fleet import calibration_name, fleet_plan, load_plan, options
+from eval.simulated_fleet import (
+    calibration_name,
+    fleet_plan,
+    load_plan,
+    options,
+    session_draws,
+)
 from eval.site import FleetMaker, Site, launch_site
 from eval.traces import Selection, plan_of, resolve_scale, selection
 
@@ -129,8 +135,12 @@ def execute_simulated(assignment: Assignment, progress: Progress) -> dict[str, A
     try:
         asked = options(trace, folder, replay, run.phases)
         plan = fleet_plan(topology, experiment.simulate) | load_plan(asked)
-        planned = _planned(trace, selection(replay), assignment.output / PLANNED_FOLDER)
+        planned, conversations = _planned(
+            trace, selection(replay), assignment.output / PLANNED_FOLDER
+        )
         plan["requests"] = str(planned.resolve())
+        if "phases" in plan:
+            plan["phases"]["draws"] = session_draws(asked, conversations)
         (folder / "replay.json").write_bytes(orjson.dumps({"arguments": asked.record()}))
         manifest["workers"] = _workers(topology, plan["workers"])
         provenance.write_manifest(folder, manifest)
@@ -149,8 +159,10 @@ def execute_simulated(assignment: Assignment, progress: Progress) -> dict[str, A
 # One: runs follow each other that send the same requests, and writing a large trace takes longer
 # than simulating it.
 @lru_cache(maxsize=1)
-def _planned(trace: Path, selected: Selection, folder: Path) -> Path:
-    return write_planned(plan_of(trace, selected), folder)
+def _planned(trace: Path, selected: Selection, folder: Path) -> tuple[Path, int]:
+    """The file of planned requests, and how many conversations they are."""
+    plan = plan_of(trace, selected)
+    return write_planned(plan, folder), plan.trees
 
 
 def _workers(topology: Any, workers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -43,14 +43,14 @@ class Scale:
         return self.requests / self.cpu_s
 
 
-def made_requests(seed: int = 1) -> list[dict[str, Any]]:
+def made_requests(seed: int = 1, shorter: int = 1) -> list[dict[str, Any]]:
     """Planned requests of coding sessions: prompts of 20,000 to 80,000 tokens that grow by the
-    answer and some 1,000 tokens a turn."""
+    answer and some 1,000 tokens a turn; `shorter` divides these, the answers stay."""
     rng = random.Random(seed)
     lines: list[dict[str, Any]] = []
     next_id = 1
     for session in range(_SESSIONS):
-        length = rng.randrange(20_000, 40_000)
+        length = rng.randrange(20_000, 40_000) // shorter
         runs: list[tuple[int, int]] = []
         blocks = 0
         for turn in range(_TURNS):
@@ -78,20 +78,30 @@ def made_requests(seed: int = 1) -> list[dict[str, Any]]:
                     "tree": session,
                 }
             )
-            length += output + rng.randrange(100, 2_000)
+            length += output + rng.randrange(100, 2_000) // shorter
     return lines
 
 
-def scale(workers: int, simulated_s: float, sessions_a_worker: int, folder: Path) -> Scale:
-    """Simulates a fleet of `workers` for `simulated_s` of its time, in this process."""
+def scale(
+    workers: int,
+    simulated_s: float,
+    sessions_a_worker: int,
+    folder: Path,
+    *,
+    shorter: int = 1,
+    rule: str = "priced",
+) -> Scale:
+    """Simulates a fleet of `workers` for `simulated_s` of its time, in this process, with a rule of
+    residency."""
     requests = folder / "planned.jsonl"
-    requests.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in made_requests()))
+    made = made_requests(shorter=shorter)
+    requests.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in made))
     plan = {
         "requests": str(requests),
         "seed": 1,
         "load": {"max_inflight_sessions": sessions_a_worker * workers, "max_think_s": 10.0},
         "phases": {"measure_s": simulated_s, "recycle": True, "drain_s": 0.0},
-        "router": {"policy": "unified"},
+        "router": {"policy": "unified", "residency": {"rule": rule}},
         "workers": [{"id": "w", "count": workers, "kv_tokens": 281_888}],
         # A decision's line names every worker: 1,000 of them would fill a disk.
         "output": {"decisions": False},
@@ -108,12 +118,14 @@ def scale(workers: int, simulated_s: float, sessions_a_worker: int, folder: Path
     )
 
 
-def _apart(workers: int, simulated_s: float, sessions_a_worker: int) -> Scale:
+def _apart(
+    workers: int, simulated_s: float, sessions_a_worker: int, shorter: int, rule: str
+) -> Scale:
     """`scale` in a new process, which no other size has used memory of."""
     context = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder, context.Pool(1) as pool:
         given = (workers, simulated_s, sessions_a_worker, Path(folder))
-        return pool.apply(scale, given)
+        return pool.apply(scale, given, {"shorter": shorter, "rule": rule})
 
 
 def main(
@@ -122,12 +134,14 @@ def main(
     ] = None,
     minutes: Annotated[float, typer.Option(help="Of the fleet's own time.")] = 10.0,
     sessions: Annotated[int, typer.Option(min=1, help="In flight, a worker.")] = 4,
+    shorter: Annotated[int, typer.Option(min=1, help="Prompts so many times shorter.")] = 1,
+    rule: Annotated[str, typer.Option(help="Of residency.")] = "priced",
 ) -> None:
     """Simulate fleets of several sizes and print what each took on this machine."""
     heads = (("workers", 8), ("requests", 10), ("wall", 10), ("core", 10), ("decisions/s", 13))
     typer.echo("".join(f"{head:>{width}}" for head, width in heads) + f"{'memory':>10}")
     for count in workers or [8, 64, 256, 1000]:
-        found = _apart(count, 60 * minutes, sessions)
+        found = _apart(count, 60 * minutes, sessions, shorter, rule)
         typer.echo(
             f"{found.workers:>8}{found.requests:>10,}{found.wall_s:>8.1f} s{found.cpu_s:>8.1f} s"
             f"{found.decisions_per_cpu_s:>13,.0f}{found.peak_bytes / 2**30:>6.2f} GiB"

@@ -133,8 +133,8 @@ class Lanes(Dispatch):
             members = self._members.of(tree)
             if members:
                 mid = self._from.first_mid if first else self._from.later_mid
-                draws = self._order.draws(ticket)
-                self._begin((play, tree), members, at_s, draws if mid else None, first)
+                middle = self._order.middle(ticket, self._from.share) if mid else None
+                self._begin((play, tree), members, at_s, middle, first)
                 return True
         return False
 
@@ -143,15 +143,12 @@ class Lanes(Dispatch):
         key: tuple[int, int],
         members: list[int],
         at_s: float,
-        draws: random.Random | None,
+        middle: tuple[float, float] | None,
         first: bool,
     ) -> None:
         play, _ = key
-        history = 0
-        linger = 1.0
-        if draws:
-            history = min(int(draws.uniform(*self._from.share) * len(members)), len(members) - 1)
-            linger = draws.random()
+        share, linger = middle or (0.0, 1.0)
+        history = min(int(share * len(members)), len(members) - 1)
         left = members[history:]
         session = _Session(
             {index: int(self._missing[index]) for index in left}, len(left), play, linger=linger

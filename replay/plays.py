@@ -103,9 +103,12 @@ class Order:
             return play, place
         return play, int(_shuffled(self.conversations, self.seed, play)[place])
 
-    def draws(self, ticket: int) -> random.Random:
-        """A generator for what is drawn of one ticket's conversation."""
-        return random.Random(f"{self.seed} {ticket}")
+    def middle(self, ticket: int, share: tuple[float, float]) -> tuple[float, float]:
+        """Where a ticket's conversation begins that begins in its middle: the share of its requests
+        that came before, between the two of `share`, and the share of its first think times that is
+        still to pass."""
+        draws = random.Random(f"{self.seed} {ticket}")
+        return draws.uniform(*share), draws.random()
 
 
 @lru_cache(maxsize=4)

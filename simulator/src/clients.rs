@@ -45,6 +45,8 @@ pub struct Clients {
     /// Conversations in the order in which they are taken, over and over where they are recycled.
     order: Vec<usize>,
     taken: usize,
+    /// How often each conversation was taken.
+    plays: Vec<u32>,
     pub conversations: Vec<Conversation>,
     waiting_for_priming: VecDeque<usize>,
     priming: usize,
@@ -60,6 +62,10 @@ impl Clients {
         if phases.as_ref().is_some_and(|phases| phases.recycle) {
             random.shuffle(&mut order);
         }
+        if let Some(phases) = phases.as_ref().filter(|phases| !phases.draws.is_empty()) {
+            order = phases.draws.iter().map(|draw| draw.tree).collect();
+        }
+        let plays = vec![0; requests.trees.len()];
         Self {
             requests,
             load,
@@ -67,6 +73,7 @@ impl Clients {
             random,
             order,
             taken: 0,
+            plays,
             conversations: Vec::new(),
             waiting_for_priming: VecDeque::new(),
             priming: 0,
@@ -83,16 +90,17 @@ impl Clients {
     /// What is due from the start on; [`Clients::ended`] and [`Clients::arrive`] tell the rest.
     pub fn begin(&mut self) -> Vec<Due> {
         let mut due = Vec::new();
+        let start = self.phases.as_ref().map_or(Start::Cold, |p| p.start);
         match self.load.mode {
-            Mode::Closed => {
-                let start = self.phases.as_ref().map_or(Start::Cold, |p| p.start);
+            Mode::Open => while self.start_next(0.0, Start::Cold, true, &mut due) {},
+            // Sessions that arrive by themselves find others in their middle, or nobody.
+            Mode::Sessions if start == Start::Cold => {}
+            Mode::Closed | Mode::Sessions => {
                 for _ in 0..self.load.max_inflight_sessions {
                     self.start_next(0.0, start, true, &mut due);
                 }
                 self.prime_more(0.0, &mut due);
             }
-            Mode::Open => while self.start_next(0.0, Start::Cold, true, &mut due) {},
-            Mode::Sessions => {}
         }
         due
     }
@@ -111,8 +119,14 @@ impl Clients {
     /// A session arrives.
     pub fn arrive(&mut self, now_s: f64) -> Vec<Due> {
         let mut due = Vec::new();
-        self.start_next(now_s, Start::Cold, false, &mut due);
+        self.start_next(now_s, self.later_start(), false, &mut due);
         due
+    }
+
+    /// How sessions start that are not in flight from the beginning.
+    fn later_start(&self) -> Start {
+        let phases = self.phases.as_ref();
+        phases.map_or(Start::Cold, |phases| phases.recycle_start)
     }
 
     fn recycles(&self) -> bool {
@@ -124,17 +138,18 @@ impl Clients {
         if self.taken >= self.order.len() && !self.recycles() {
             return false;
         }
-        let tree = self.order[self.taken % self.order.len()];
-        let play = (self.taken / self.order.len()) as u32;
+        let place = self.taken % self.order.len();
+        let tree = self.order[place];
+        let play = self.plays[tree];
+        self.plays[tree] += 1;
         self.taken += 1;
         let members = self.requests.trees[tree].clone();
         let (skipped, linger) = match start {
             Start::Cold => (0, 1.0),
             Start::Mid => {
-                let (low, high) = self.phases.as_ref().map_or((0.25, 0.75), |p| p.start_share);
-                let share = low + (high - low) * self.random.f64();
+                let (share, linger) = self.drawn(place);
                 let skipped = (members.len() as f64 * share) as usize;
-                (skipped.min(members.len() - 1), self.random.f64())
+                (skipped.min(members.len() - 1), linger)
             }
         };
         let (history, left) = members.split_at(skipped);
@@ -171,6 +186,17 @@ impl Clients {
             }
         }
         true
+    }
+
+    /// The share of a session's requests after which it begins, and of its think time that is left.
+    fn drawn(&mut self, place: usize) -> (f64, f64) {
+        let phases = self.phases.as_ref();
+        if let Some(draw) = phases.and_then(|phases| phases.draws.get(place)) {
+            return (draw.share, draw.linger);
+        }
+        let (low, high) = phases.map_or((0.25, 0.75), |phases| phases.start_share);
+        let share = low + (high - low) * self.random.f64();
+        (share, self.random.f64())
     }
 
     /// Makes due what waits for nothing.
@@ -272,11 +298,7 @@ impl Clients {
         }
         if self.conversations[number].left == 0 && self.load.mode == Mode::Closed {
             self.conversations[number].missing = HashMap::new();
-            let start = self
-                .phases
-                .as_ref()
-                .map_or(Start::Cold, |p| p.recycle_start);
-            self.start_next(now_s, start, false, &mut due);
+            self.start_next(now_s, self.later_start(), false, &mut due);
         }
         due
     }

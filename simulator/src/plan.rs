@@ -108,6 +108,36 @@ pub struct Phases {
     /// How long the load goes on for measured requests that have not ended.
     #[serde(default = "default_drain_s")]
     pub drain_s: f64,
+    /// Which conversations begin, one after the other and then all over again; drawn from the plan's
+    /// seed where none are given.
+    #[serde(default)]
+    pub draws: Vec<Draw>,
+}
+
+/// One conversation as it begins: its number, the share of its requests that came before where it
+/// starts in its middle, and the share of its first think times that is then still to pass.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(from = "(usize, f64, f64)", into = "(usize, f64, f64)")]
+pub struct Draw {
+    pub tree: usize,
+    pub share: f64,
+    pub linger: f64,
+}
+
+impl From<(usize, f64, f64)> for Draw {
+    fn from((tree, share, linger): (usize, f64, f64)) -> Self {
+        Self {
+            tree,
+            share,
+            linger,
+        }
+    }
+}
+
+impl From<Draw> for (usize, f64, f64) {
+    fn from(draw: Draw) -> Self {
+        (draw.tree, draw.share, draw.linger)
+    }
 }
 
 fn default_start_share() -> (f64, f64) {
@@ -294,6 +324,13 @@ impl Plan {
                 return Err(format!(
                     "phases.start_share: expected two shares from 0 to below 1, not {low} and {high}"
                 ));
+            }
+            for (place, draw) in phases.draws.iter().enumerate() {
+                if !(0.0..1.0).contains(&draw.share) || !(0.0..=1.0).contains(&draw.linger) {
+                    return Err(format!(
+                        "phases.draws[{place}]: expected shares from 0 to 1"
+                    ));
+                }
             }
         }
         if self.workers.is_empty() {

@@ -83,6 +83,13 @@ struct Simulation<'a> {
 pub fn run(plan: &Plan, folder: &Path) -> Result<Report, String> {
     std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let requests = Arc::new(Requests::from_file(&plan.requests)?);
+    let draws = plan.phases.iter().flat_map(|phases| &phases.draws);
+    if let Some(draw) = draws.into_iter().find(|d| d.tree >= requests.trees.len()) {
+        let (tree, count) = (draw.tree, requests.trees.len());
+        return Err(format!(
+            "phases.draws: no conversation {tree}; there are {count}"
+        ));
+    }
     let names: Vec<(String, &WorkerPlan)> = plan
         .workers
         .iter()

@@ -11,17 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from eval import weights
 from eval.experiment_files import packaged_experiments
 from eval.run_lines import read_rows
 from eval.separation import OBJECTIVES, figure, table
 from eval.simulate import packaged_calibrations
+from eval.validation import measures, read_lines
 
 PAGE = Path(__file__).parents[2] / "docs/results/simulated.md"
 SEPARATION = PAGE.with_name("simulated-separation.md")
+PAGES = sorted(PAGE.parent.glob("simulated*.md"))
 
 
-@pytest.mark.parametrize("page", [PAGE, SEPARATION], ids=lambda page: page.stem)
-def test_the_page_and_each_of_its_tables_say_simulated(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_and_each_of_its_tables_say_simulated(page: Path) -> None:
     lines = page.read_text().splitlines()
     assert "simulated" in lines[0].lower()
     heads = [line for line, below in pairwise(lines) if below.startswith("|--")]
@@ -55,6 +58,17 @@ def test_the_map_of_separation_follows_from_its_runs() -> None:
 
 
 RUNS = PAGE.parent / "simulated/residency-frontier.csv"
+# Rows of the validation in docs/simulator.md, and whether their difference is one of shares.
+VALIDATED = (
+    ("requests/s", "requests_per_s", False),
+    ("prompt tokens from cache", "apc", True),
+    ("TTFT p50", "ttft_p50", False),
+    ("TTFT p90", "ttft_p90", False),
+    ("TPOT p50", "tpot_p50", False),
+    ("TPOT p90", "tpot_p90", False),
+    ("worst gap p50", "worst_gap_p50", False),
+    ("worst gap p90", "worst_gap_p90", False),
+)
 
 
 def test_the_tables_of_rules_follow_from_their_runs() -> None:
@@ -96,3 +110,39 @@ def table_cells(runs: list[dict[str, str]]) -> list[str]:
         f"{mean('cached_share'):.2f}",
         str(sum(int(run["unanswered"]) for run in runs)),
     ]
+
+
+def test_the_table_of_weights_follows_from_its_runs() -> None:
+    lines = (PAGE.parent / "simulated-weights.md").read_text().splitlines()
+    for line in weights.table(read_rows(PAGE.parent / "simulated/elastic-weights.csv"), 24):
+        assert line in lines
+
+
+@pytest.mark.parametrize(
+    ("column", "measured", "simulated"),
+    [(1, "off", "off"), (2, "lease", "lease"), (3, "residency", "priced")],
+)
+def test_the_validation_follows_from_both_runs(column: int, measured: str, simulated: str) -> None:
+    """Of the load in which the cache helps, in docs/simulator.md."""
+    runs = (
+        PAGE.parent / f"residency/backfill-{measured}.requests.jsonl.zst",
+        PAGE.parent / f"simulated/validation-{simulated}.requests.jsonl.zst",
+    )
+    found, other = (measures(read_lines(path), 60.0, 360.0, 440.0) for path in runs)
+    text = (PAGE.parents[1] / "simulator.md").read_text()
+    compared = text[text.index("| measured, simulated (off by) | `off`") :]
+    for label, name, is_share in VALIDATED:
+        row = next(line for line in compared.splitlines() if line.startswith(f"| {label} |"))
+        cell = row.strip("|").split("|")[column].strip()
+        said = re.fullmatch(r"([\d.]+), ([\d.]+)( m?s)? \((.*)\)", cell)
+        assert said, cell
+        scale = 1e3 if said[3] == " ms" else 1.0
+        for shown, value in ((said[1], found[name]), (said[2], other[name])):
+            digits = len(shown.partition(".")[2])
+            assert float(shown) == pytest.approx(scale * value, abs=0.51 * 10**-digits), label
+        off = other[name] - found[name] if is_share else other[name] / found[name] - 1
+        if said[4].endswith(" ×"):
+            assert float(said[4].removesuffix(" ×")) == pytest.approx(off + 1, rel=0.05)
+        else:
+            number = float(re.sub(r" (%|points)$", "", said[4]).replace("−", "-"))
+            assert number == pytest.approx(100 * off, abs=0.51), label

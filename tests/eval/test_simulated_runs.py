@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,11 @@ from eval.progress import Progress
 from eval.records import read_run
 from eval.report import find_runs, find_searches, gather, write_report
 from eval.simulated_runs import simulate_experiment
+from eval.validation import read_lines
+from replay.lanes import Lanes, Start
+from replay.plan import Planned, make_plan
+from replay.plays import Order, Plays, TicketCounter
+from replay.trace import read_trace
 from tests.eval.conftest import Recipe, write_run
 
 CALIBRATION = "Qwen3-Coder-30B-A3B bf16, H200, SGLang 0.5.17"
@@ -129,6 +136,50 @@ def test_every_arm_and_repeat_runs_and_the_report_says_that_it_is_simulated(
         assert "Measured on" not in text
     # The same again: everything is there.
     assert run(experiment, output).kept == 4
+
+
+def begun_by_replay(trace: Path, seed: int, sessions: int) -> list[str]:
+    """The first requests of the sessions that `replay` begins, in its order; three in flight, with
+    answers and think times that take no time."""
+    plan = make_plan(read_trace(trace))
+    sent: dict[str, str] = {}
+
+    async def send(request: Planned, _due_s: float) -> None:
+        if not request.primes:
+            sent.setdefault(request.session_id, request.request_id)
+
+    async def main() -> None:
+        lanes = Lanes(
+            Plays(plan.requests),
+            send,
+            time.monotonic,
+            Order(plan.trees, seed, shuffled=True),
+            TicketCounter(sessions),
+            start=Start(first_mid=True),
+            think_scale=0.0,
+        )
+        await lanes.closed(3)
+
+    asyncio.run(main())
+    return list(sent.values())
+
+
+def test_the_sessions_of_a_run_are_those_that_replay_would_begin(
+    experiment: Path, tmp_path: Path
+) -> None:
+    """The same, from the same turns, play after play."""
+    run(experiment, tmp_path / "out", "repeats=1", "phases.measure_s=60", only=["off"])
+    found = read_run(tmp_path / "out/off/r1")
+    begun: dict[str, str] = {}
+    lines = read_lines(found.folder / "requests.jsonl")
+    for line in sorted(lines, key=lambda line: float(line["scheduled_s"])):
+        if line["phase"] != "prime":
+            begun.setdefault(line["session_id"], line["request_id"])
+    assert 12 < len(begun) <= 60  # of six in the trace, in ten plays
+    trace = experiment.parent / "trace.jsonl"
+    expected = begun_by_replay(trace, found.manifest["identity"]["seed"], len(begun))
+    assert set(list(begun.values())[:3]) == set(expected[:3])
+    assert set(begun.values()) == set(expected)
 
 
 def test_a_search_finds_what_each_arm_carries(experiment: Path, tmp_path: Path) -> None:

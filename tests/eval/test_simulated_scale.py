@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from eval.simulated_scale import made_requests, scale
 
 
-def test_made_prompts_begin_with_the_full_blocks_of_the_one_before() -> None:
-    requests = made_requests()
+@pytest.mark.parametrize("shorter", [1, 4])
+def test_made_prompts_begin_with_the_full_blocks_of_the_one_before(shorter: int) -> None:
+    requests = made_requests(shorter=shorter)
     before: list[int] = []
     for line in requests:
         ids = [first + i for first, count in line["hash_ids"] for i in range(count)]
@@ -20,6 +23,8 @@ def test_made_prompts_begin_with_the_full_blocks_of_the_one_before() -> None:
             assert ids[shared] != before[shared]
         before = ids
     assert len({line["session_id"] for line in requests}) == 200
+    mean = sum(line["input_length"] for line in requests) / len(requests)
+    assert 40_000 / shorter < mean < 70_000 / shorter
 
 
 def test_a_size_says_what_it_took(tmp_path: Path) -> None:

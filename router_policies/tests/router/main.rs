@@ -17,4 +17,3 @@ mod gateway_transfer;
 mod mock;
 mod policies;
 mod residency;
-mod simulation;

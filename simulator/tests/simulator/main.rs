@@ -3,4 +3,5 @@
 mod cache;
 mod common;
 mod engines;
+mod policies;
 mod simulation;

@@ -314,6 +314,56 @@ fn a_recycled_load_keeps_its_sessions_in_flight_and_measures_its_window() {
 }
 
 #[test]
+fn a_plan_says_which_sessions_begin_and_where() {
+    let folder = folder("draws");
+    sessions(&folder.join("planned.jsonl"), 4, 8, 2_000, 1.0);
+    let draws = json!([[2, 0.5, 0.0], [0, 0.25, 1.0], [2, 0.0, 0.0]]);
+    let phases = json!({"start": "mid", "recycle": true, "measure_s": 60.0, "draws": draws});
+    let changes = json!({"phases": phases, "load": {"max_inflight_sessions": 2}});
+    let (_, lines) = simulate(&plan(&folder, &changes), &folder, "run");
+    let mut firsts: Vec<&str> = Vec::new();
+    let mut seen = std::collections::HashSet::new();
+    for line in lines.iter().filter(|line| line["phase"] != "prime") {
+        let name = |key: &str| line[key].as_str().expect("a name");
+        if seen.insert(name("session_id")) {
+            firsts.push(name("request_id"));
+        }
+    }
+    // Half and a quarter of eight requests were primed; whoever comes later begins at the beginning, and
+    // the list begins again.
+    firsts.sort_unstable();
+    for expected in ["s0:2", "s2:4", "s2:0#1", "s2:0#2", "s0:0#1"] {
+        assert!(firsts.contains(&expected), "{expected}: {firsts:?}");
+    }
+    assert!(
+        firsts
+            .iter()
+            .all(|first| !first.starts_with("s1") && !first.starts_with("s3"))
+    );
+    let missing = json!({"measure_s": 60.0, "draws": [[4, 0.0, 0.0]]});
+    let plan = plan(&folder, &json!({"phases": missing}));
+    let error = simulator::run(&plan, &folder.join("run")).expect_err("refused");
+    assert!(error.contains("no conversation 4"), "{error}");
+}
+
+#[test]
+fn sessions_that_arrive_find_others_in_their_middle() {
+    let folder = folder("arriving");
+    sessions(&folder.join("planned.jsonl"), 20, 6, 2_000, 1.0);
+    let phases = json!({"start": "mid", "recycle": true, "measure_s": 60.0});
+    let load = json!({"mode": "sessions", "sessions_per_hour": 600, "max_inflight_sessions": 3});
+    let changes = json!({"phases": phases, "load": load});
+    let (_, lines) = simulate(&plan(&folder, &changes), &folder, "run");
+    let primed = lines.iter().filter(|line| line["phase"] == "prime");
+    assert_eq!(primed.count(), 3);
+    // Some ten arrive in a minute, each from its first turn.
+    let arrived = lines
+        .iter()
+        .filter(|line| line["turn"] == 0 && line["phase"] == "measure");
+    assert!((4..20).contains(&arrived.count()));
+}
+
+#[test]
 fn a_wrong_plan_is_named() {
     let folder = folder("wrong");
     sessions(&folder.join("planned.jsonl"), 1, 1, 1_000, 1.0);
@@ -341,6 +391,10 @@ fn a_wrong_plan_is_named() {
             "max_inflight_sessions",
         ),
         (json!({"phases": {"measure_s": 0}}), "phases.measure_s"),
+        (
+            json!({"phases": {"measure_s": 1, "draws": [[0, 1.5, 0]]}}),
+            "phases.draws[0]",
+        ),
         (json!({"seed": -1}), "seed"),
     ] {
         let mut plan = json!({
