@@ -88,8 +88,10 @@ class Chats:
             return Turn(time.monotonic(), error.code, None, error.read().decode())
         if streams:
             events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-            # An answer that a worker's death cut short ends with an event that says so.
-            whole = events[-1] == "[DONE]" and not any('"error"' in event for event in events)
+            # An answer that a worker's death cut short ends with an event that says so. (That word
+            # may also be the text of one.)
+            failed = any("error" in json.loads(event) for event in events if event != "[DONE]")
+            whole = events[-1] == "[DONE]" and not failed
             return (
                 Turn(time.monotonic(), 200, worker, "…")
                 if whole
@@ -109,7 +111,7 @@ class Chats:
             time.sleep(0.2)
 
 
-@pytest.fixture(params=["laptop-sglang"])
+@pytest.fixture(params=["laptop-sglang", "laptop-vllm"])
 def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """Two workers behind the router, up, detached and kept serving."""
     folder = tmp_path / "run"
