@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,15 +24,21 @@ from eval.traces import make_replay_plan
 _CALIBRATION = "qwen3-coder-30b-a3b-h200-sglang"
 _KV_TOKENS = 281_888
 _ENDLESS_TOKENS = 100_000_000
+_MAX_INPUT_TOKENS = 130_000
+"""As in the packaged experiments of residency: no prompt is longer than the cache."""
 _LESS, _MORE = 0.75, 1.25
 
 
-def base_plan(seed: int, sessions: int = 12) -> dict[str, Any]:
+def base_plan(seed: int, max_think_s: float, sessions: int = 12) -> dict[str, Any]:
     """One H200 with the KV of an H20 under the default rule, coding sessions in a steady state, as
     in `residency-frontier`."""
     return {
         "seed": seed,
-        "load": {"max_inflight_sessions": sessions, "max_think_s": 10.0, "timeout_s": 1200.0},
+        "load": {
+            "max_inflight_sessions": sessions,
+            "max_think_s": max_think_s,
+            "timeout_s": 1200.0,
+        },
         "phases": {
             "start": "mid",
             "recycle": True,
@@ -103,26 +110,37 @@ def figures(folder: Path) -> dict[str, float]:
     }
 
 
-def simulate_variants(requests: Path, draws: int, output: Path) -> Iterator[Row]:
-    """Simulates every variant on every draw; a line a run."""
-    for draw in range(1, draws + 1):
-        base = base_plan(draw) | {"requests": str(requests.resolve())}
+def simulate_variants(
+    requests: Path, thinks: Sequence[float], draws: int, output: Path
+) -> Iterator[Row]:
+    """Simulates every variant on every draw, with think times up to each of `thinks` (s); a line a
+    run."""
+    for max_think_s, draw in product(thinks, range(1, draws + 1)):
+        base = base_plan(draw, max_think_s) | {"requests": str(requests.resolve())}
         for name, plan in variants(base):
             simulate(plan, output / "run")
             found = figures(output / "run")
             yield {
                 "variant": name,
+                "max_think_s": f"{max_think_s:g}",
                 "draw": str(draw),
                 **{key: f"{value:.4f}" for key, value in found.items()},
             }
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """The page's table: of each variant the mean over draws, and the least and the most that it
-    gives over the plan as it is, draw by draw."""
+def tables(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """The page's tables, one for each bound on think times."""
+    for max_think_s in dict.fromkeys(row["max_think_s"] for row in rows):
+        yield _table(max_think_s, [row for row in rows if row["max_think_s"] == max_think_s])
+
+
+def _table(max_think_s: str, rows: Sequence[Row]) -> list[str]:
+    """Of each variant the mean over draws, and the least and the most that it gives over the plan
+    as it is, draw by draw."""
     base = {row["draw"]: row for row in rows if row["variant"] == "as it is"}
     lines = [
-        "| simulated | requests/s | over the plan as it is | TTFT p50 | TTFT p99 | from cache |",
+        f"| simulated, think ≤ {max_think_s} s | requests/s | over the plan as it is "
+        "| TTFT p50 | TTFT p99 | from cache |",
         "|--|--|--|--|--|--|",
     ]
     for name in dict.fromkeys(row["variant"] for row in rows):
@@ -153,16 +171,24 @@ def run(
     trace: Annotated[Path, typer.Argument(help="The trace of coding sessions.")],
     output: Annotated[Path, typer.Argument(help="Folder for the runs and for runs.csv.")],
     draws: Annotated[int, typer.Option(min=1, help="Draws of sessions and starts.")] = 3,
+    max_think_s: Annotated[
+        list[float] | None,
+        typer.Option(help="Cut think times to so much (s); repeatable. Default: 10 and 60."),
+    ] = None,
 ) -> None:
     """Simulate the plan and its variants and write a line a run to OUTPUT/runs.csv."""
-    requests = write_planned(make_replay_plan(trace, Replay()), output)
-    write_rows(output / "runs.csv", simulate_variants(requests, draws, output))
+    replay = Replay(max_input_tokens=_MAX_INPUT_TOKENS)
+    requests = write_planned(make_replay_plan(trace, replay), output)
+    write_rows(
+        output / "runs.csv", simulate_variants(requests, max_think_s or (10.0, 60.0), draws, output)
+    )
 
 
 @app.command()
 def show(runs: Annotated[Path, typer.Argument(help="runs.csv, of `run`.")]) -> None:
     """Print what each variant changes."""
-    typer.echo("\n".join(table(read_rows(runs))))
+    for lines in tables(read_rows(runs)):
+        typer.echo("\n".join(["", *lines]))
 
 
 if __name__ == "__main__":

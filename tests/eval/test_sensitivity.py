@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from eval import sensitivity
 from eval.run_lines import read_rows, write_rows
-from eval.sensitivity import app, base_plan, figures, table, variants
+from eval.sensitivity import app, base_plan, figures, tables, variants
 
 
 def test_each_variant_changes_one_thing() -> None:
-    base = base_plan(3)
+    base = base_plan(3, 10.0)
     found = dict(variants(base))
     assert found["as it is"] == base
-    assert base_plan(3) == base  # none of them changes the base itself
+    assert base_plan(3, 10.0) == base  # none of them changes the base itself
     names = [name for name in found if found[name] == base]
     assert names == ["as it is"]
     slower = found["prefill speed 0.75 ×"]["workers"][0]["calibration"]
@@ -67,6 +67,7 @@ def test_the_table_compares_draw_by_draw(tmp_path: Path) -> None:
     def row(variant: str, draw: int, rate: float, p99_s: float) -> dict[str, str]:
         return {
             "variant": variant,
+            "max_think_s": "10",
             "draw": str(draw),
             "requests_per_s": str(rate),
             "cached_share": "0.5",
@@ -78,7 +79,8 @@ def test_the_table_compares_draw_by_draw(tmp_path: Path) -> None:
     rows += [row("more", 1, 1.2, 9.0), row("more", 2, 2.0, math.inf)]
     write_rows(tmp_path / "runs.csv", rows)
     assert read_rows(tmp_path / "runs.csv") == rows
-    assert table(rows)[2:] == [
+    [lines] = tables(rows)
+    assert lines[2:] == [
         "| as it is | 1.500 |  | 0.25 s | 10 s | 0.50 |",
         "| more | 1.600 | +10% [+0% to +20%] | 0.25 s | – | 0.50 |",
     ]
@@ -99,11 +101,13 @@ def test_variants_are_simulated_from_the_command_line(
     monkeypatch.setattr(sensitivity, "variants", few)
     trace = sessions(tmp_path / "trace.jsonl")
     output = tmp_path / "out"
-    result = CliRunner().invoke(app, ["run", str(trace), str(output), "--draws", "1"])
+    result = CliRunner().invoke(
+        app, ["run", str(trace), str(output), "--draws", "1", "--max-think-s", "5"]
+    )
     assert result.exit_code == 0, result.output
     rows = read_rows(output / "runs.csv")
     assert [row["variant"] for row in rows] == list(chosen)
     first = float(rows[0]["ttft_p50_s"])
     assert float(rows[1]["ttft_p50_s"]) > first
     shown = CliRunner().invoke(app, ["show", str(output / "runs.csv")])
-    assert shown.output.count("\n") == 5
+    assert shown.output.count("\n") == 6
