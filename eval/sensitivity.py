@@ -138,11 +138,15 @@ def _table(max_think_s: str, rows: Sequence[Row]) -> list[str]:
     """Of each variant the mean over draws, and the least and the most that it gives over the plan
     as it is, draw by draw."""
     base = {row["draw"]: row for row in rows if row["variant"] == "as it is"}
-    lines = [
-        f"| simulated, think ≤ {max_think_s} s | requests/s | over the plan as it is "
-        "| TTFT p50 | TTFT p99 | from cache |",
-        "|--|--|--|--|--|--|",
-    ]
+    heads = (
+        f"simulated, think ≤ {max_think_s} s",
+        "requests/s",
+        "over the plan as it is",
+        "TTFT p50",
+        "TTFT p99",
+        "from cache",
+    )
+    lines = [f"| {' | '.join(heads)} |", "|--" * len(heads) + "|"]
     for name in dict.fromkeys(row["variant"] for row in rows):
         chosen = [row for row in rows if row["variant"] == name]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import weights
+from eval import sensitivity, weights
 from eval.experiment_files import packaged_experiments
 from eval.run_lines import read_rows
 from eval.separation import OBJECTIVES, figure, table
@@ -55,6 +55,15 @@ def test_the_map_of_separation_follows_from_its_runs() -> None:
     for objective in drawn:
         kept = PAGE.parent / f"simulated/separation-{objective}.svg"
         assert kept.read_text() == figure(rows, objective)
+
+
+def test_the_tables_of_sensitivity_follow_from_their_runs() -> None:
+    rows = read_rows(PAGE.parent / "simulated/sensitivity.csv")
+    text = PAGE.with_name("simulated-sensitivity.md").read_text()
+    found = list(sensitivity.tables(rows))
+    assert len(found) == 2
+    for lines in found:
+        assert "\n".join(lines) in text
 
 
 RUNS = PAGE.parent / "simulated/residency-frontier.csv"
