@@ -20,6 +20,7 @@ from eval.experiment import Replay
 from eval.run_lines import Row, read_rows, write_rows
 from eval.simulate import read_calibration, simulate, write_planned
 from eval.traces import make_replay_plan
+from eval.validation import read_lines
 
 _CALIBRATION = "qwen3-coder-30b-a3b-h200-sglang"
 _KV_TOKENS = 281_888
@@ -92,7 +93,7 @@ def figures(folder: Path) -> dict[str, float]:
     """Of a run's folder: answers a second in the window, the cached share of prompt tokens, and
     quantiles of TTFT (s) of every turn due in the window; infinite of one that got no answer."""
     phases = orjson.loads((folder / "phases.json").read_bytes())
-    lines = [orjson.loads(line) for line in (folder / "requests.jsonl").read_bytes().splitlines()]
+    lines = read_lines(folder / "requests.jsonl")
     start_s, end_s = phases["window_start_s"], phases["window_end_s"]
     ended = [x for x in lines if not x["error"] and start_s <= x["finished_s"] < end_s]
     ended = [x for x in ended if x["phase"] != "prime"]
