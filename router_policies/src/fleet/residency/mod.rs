@@ -9,6 +9,7 @@
 
 mod account;
 pub mod book;
+mod endings;
 pub mod footprint;
 pub mod gaps;
 mod gate;
@@ -27,11 +28,12 @@ use super::log::{Event, GiveUpRecord, unix_now_s};
 use crate::config::WorkerSpec;
 use crate::policy::Rates;
 use book::{Hold, Key};
+use endings::Endings;
 use gaps::Gaps;
 use queue::Queue;
 use rules::{Manner, Place, Rule, WorkerView};
 use serde::Serialize;
-use sessions::{Name, Sessions};
+use sessions::{Known, Name, Sessions};
 use settings::{Chosen, Settings};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -128,6 +130,7 @@ pub(super) struct Residency {
     seen: Vec<Seen>,
     sessions: Sessions,
     gaps: Gaps,
+    endings: Endings,
     queue: Queue,
     growth_tokens: f64,
     text_scale: f64,
@@ -162,6 +165,7 @@ impl Residency {
             seen: Vec::new(),
             sessions: Sessions::default(),
             gaps: Gaps::default(),
+            endings: Endings::default(),
             queue: Queue::default(),
             growth_tokens: ASSUMED_GROWTH_TOKENS,
             text_scale: 1.0,
@@ -301,7 +305,7 @@ impl Residency {
             // What others hold too stays when this one goes.
             let shared_tokens = tokens.saturating_sub(unshared_tokens);
             let pairs = crate::policy::attention_pairs(shared_tokens, unshared_tokens);
-            let own = self.sessions.get(key).map(|known| known.gaps.clone());
+            let known = self.sessions.get(key);
             Place {
                 key,
                 tokens,
@@ -317,7 +321,10 @@ impl Residency {
                 ended: occupant.ended,
                 backfilled: occupant.backfilled && !self.queue.is_empty(),
                 waits_for_children: busy.contains(&key),
-                gaps: own.unwrap_or_default(),
+                gaps: known.map(|known| known.gaps.clone()).unwrap_or_default(),
+                last_share: self
+                    .endings
+                    .last_share(known.map(Known::kind).unwrap_or_default()),
                 recompute_s: site.rates.compute_s(unshared_tokens, pairs),
                 host_share: in_host.get(&key).copied().unwrap_or(0.0),
             }
