@@ -280,6 +280,10 @@ def plan_command(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Draws at the levels that decide.")] = 3,
     measure_s: Annotated[float, typer.Option(help="Length of a simulated window.")] = 900.0,
+    tolerance: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Levels are no closer than this share.")
+    ] = 0.05,
+    only: Only = None,
 ) -> None:
     """Say how many agents a GPU carries, arm by arm, in simulation, and what to measure next.
 
@@ -297,6 +301,8 @@ def plan_command(
         max_think_s=max_think_s,
         seeds=seeds,
         measure_s=measure_s,
+        tolerance=tolerance,
+        only=tuple(only or ()),
         slo=bounds(slo or []),
     )
     hardware = Hardware(gpus, kv_tokens, host_kv_tokens, calibration)

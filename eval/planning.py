@@ -43,8 +43,9 @@ class Hardware:
 @dataclass(frozen=True)
 class Asked:
     """The load and how long it is looked at. Of the trace only the first `sessions` are used, where
-    that is given; `seeds` draws of sessions and starts are made at the levels that decide; times in
-    seconds."""
+    that is given; `seeds` draws of sessions and starts are made at the levels that decide. Levels
+    are no closer to each other than the share `tolerance`; times in seconds. `only` names the arms
+    that are tried; none for all."""
 
     trace: Path
     sessions: int | None = None
@@ -53,6 +54,8 @@ class Asked:
     measure_s: float = 900.0
     warm_up_s: float = 120.0
     most_sessions_a_gpu: int = 32
+    tolerance: float = 0.05
+    only: tuple[str, ...] = ()
     slo: dict[str, float] = field(default_factory=dict)
 
 
@@ -94,6 +97,7 @@ start = {3 * gpus}
 low = 1
 high = {asked.most_sessions_a_gpu * gpus}
 repeats = {asked.seeds}
+tolerance = {asked.tolerance:g}
 
 [simulate]
 calibration = {_toml(hardware.calibration)}
@@ -181,7 +185,11 @@ def plan(
     experiment, _ = load_experiment(str(path))
     source = {"file": str(path), "text": path.read_text(encoding="utf-8")}
     summary = simulate_experiment(
-        experiment, output / RUNS_FOLDER, source=source, progress=progress
+        experiment,
+        output / RUNS_FOLDER,
+        source=source,
+        progress=progress,
+        only=list(asked.only) or None,
     )
     if summary.failed:
         raise InputError(f"{output / RUNS_FOLDER}: {summary.failed[0]} failed; see its manifest")
