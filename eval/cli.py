@@ -284,6 +284,13 @@ def plan_command(
         float, typer.Option(min=0.01, max=1, help="Levels are no closer than this share.")
     ] = 0.05,
     only: Only = None,
+    calibration_spread: Annotated[
+        bool,
+        typer.Option(
+            "--calibration-spread",
+            help="With each draw, draw constants from the error that the calibration states.",
+        ),
+    ] = False,
 ) -> None:
     """Say how many agents a GPU carries, arm by arm, in simulation, and what to measure next.
 
@@ -303,6 +310,7 @@ def plan_command(
         measure_s=measure_s,
         tolerance=tolerance,
         only=tuple(only or ()),
+        calibration_spread=calibration_spread,
         slo=bounds(slo or []),
     )
     hardware = Hardware(gpus, kv_tokens, host_kv_tokens, calibration)

@@ -45,7 +45,7 @@ class Asked:
     """The load and how long it is looked at. Of the trace only the first `sessions` are used, where
     that is given; `seeds` draws of sessions and starts are made at the levels that decide. Levels
     are no closer to each other than the share `tolerance`; times in seconds. `only` names the arms
-    that are tried; none for all."""
+    that are tried; none for all. With `calibration_spread` each draw has constants of its own."""
 
     trace: Path
     sessions: int | None = None
@@ -56,6 +56,7 @@ class Asked:
     most_sessions_a_gpu: int = 32
     tolerance: float = 0.05
     only: tuple[str, ...] = ()
+    calibration_spread: bool = False
     slo: dict[str, float] = field(default_factory=dict)
 
 
@@ -101,6 +102,7 @@ tolerance = {asked.tolerance:g}
 
 [simulate]
 calibration = {_toml(hardware.calibration)}
+calibration_spread = {_toml(asked.calibration_spread)}
 
 [set]
 max_total_tokens = {hardware.kv_tokens}
@@ -203,6 +205,8 @@ def line(search: Search, asked: Asked, hardware: Hardware) -> Row:
     where no level surely missed the objective."""
     per_gpu = 1 / hardware.gpus
     return {
+        "trace": asked.trace.name.partition(".")[0],
+        "calibration": hardware.calibration,
         "gpus": str(hardware.gpus),
         "max_think_s": "" if asked.max_think_s is None else f"{asked.max_think_s:g}",
         "arm": search.arm,
@@ -215,15 +219,22 @@ def line(search: Search, asked: Asked, hardware: Hardware) -> Row:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Plans side by side, as a page has them: a line an arm, in the order in which arms come."""
-    plans = list(dict.fromkeys((row["gpus"], row["max_think_s"]) for row in rows))
-    heads = [f"{gpus} GPUs, think ≤ {think} s" for gpus, think in plans]
+    plans = list(dict.fromkeys(map(_plan_of, rows)))
+    heads = [
+        f"{trace}, {calibration}, {gpus} GPUs, think ≤ {think} s"
+        for trace, calibration, gpus, think in plans
+    ]
     lines = [f"| simulated: agents a GPU | {' | '.join(heads)} |", "|--" * (1 + len(plans)) + "|"]
     # `elastic-2p6d` of eight GPUs is a line of its own, beside `elastic-1p1d` of two.
     for arm in dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: row["arm"])):
-        by_plan = {(row["gpus"], row["max_think_s"]): row for row in rows if row["arm"] == arm}
+        by_plan = {_plan_of(row): row for row in rows if row["arm"] == arm}
         cells = [_agents(by_plan[plan]) if plan in by_plan else "" for plan in plans]
         lines.append(f"| `{arm}` | {' | '.join(cells)} |")
     return lines
+
+
+def _plan_of(row: Row) -> tuple[str, str, str, str]:
+    return row["trace"], row["calibration"], row["gpus"], row["max_think_s"]
 
 
 def _agents(row: Row) -> str:
