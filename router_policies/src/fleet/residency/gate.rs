@@ -67,7 +67,9 @@ struct Eligible {
 
 impl Round {
     pub fn new(sites: &[Site], now_s: f64, oldest_wait_s: f64, queued_share: f64) -> Self {
-        let ungated = sites.iter().filter(|site| site.kv_capacity_tokens.is_none());
+        let ungated = sites
+            .iter()
+            .filter(|site| site.kv_capacity_tokens.is_none());
         Self {
             now_s,
             oldest_wait_s,
@@ -257,7 +259,11 @@ impl Residency {
         let is_gated = |site: &&Site| site.kv_capacity_tokens.is_some() && Some(site.slot) != shut;
         let gated = || candidates().filter(is_gated);
         let places = round.looked.clone();
-        let looked = || chosen(sites, places.as_deref()).filter(may_go).filter(is_gated);
+        let looked = || {
+            chosen(sites, places.as_deref())
+                .filter(may_go)
+                .filter(is_gated)
+        };
         let home = self.home_of(asked, at);
         let waited_s = round.now_s - asked.arrived_s;
         let home_s = home.map(|home| compute_s(asked, home));

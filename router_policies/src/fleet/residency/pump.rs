@@ -3,8 +3,8 @@
 use super::book::{Hold, Occupant};
 use super::footprint::Coarse;
 use super::gate::{Asked, Go, Round};
-use super::queue::{Admitted, Progress, Ranking, Waiter, WaitingTurn};
 use super::looks::LOOK_INTERVAL_S;
+use super::queue::{Admitted, Progress, Ranking, Waiter, WaitingTurn};
 use super::rules::{Observed, Placement};
 use super::sessions::Identity;
 use super::{GiveUp, Key, Residence, Residency, Site, WaitReason, site_of};
