@@ -278,6 +278,10 @@ def plan_command(
     sessions: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many sessions of the trace.")
     ] = None,
+    max_input_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="As of replay run; a worker refuses what is longer than its KV."),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Draws at the levels that decide.")] = 3,
     measure_s: Annotated[float, typer.Option(help="Length of a simulated window.")] = 900.0,
     tolerance: Annotated[
@@ -305,6 +309,7 @@ def plan_command(
     asked = Asked(
         trace=trace,
         sessions=sessions,
+        max_input_tokens=max_input_tokens,
         max_think_s=max_think_s,
         seeds=seeds,
         measure_s=measure_s,

@@ -42,13 +42,15 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Asked:
-    """The load and how long it is looked at. Of the trace only the first `sessions` are used, where
-    that is given; `seeds` draws of sessions and starts are made at the levels that decide. Levels
-    are no closer to each other than the share `tolerance`; times in seconds. `only` names the arms
-    that are tried; none for all. With `calibration_spread` each draw has constants of its own."""
+    """The load and how long it is looked at. Of the trace only the first `sessions` are used, and
+    prompts of at most `max_input_tokens`, where these are given; `seeds` draws of sessions and
+    starts are made at the levels that decide. Levels are no closer to each other than the share
+    `tolerance`; times in seconds. `only` names the arms that are tried; none for all. With
+    `calibration_spread` each draw has constants of its own."""
 
     trace: Path
     sessions: int | None = None
+    max_input_tokens: int | None = None
     max_think_s: float | None = 10.0
     seeds: int = 3
     measure_s: float = 900.0
@@ -64,6 +66,9 @@ def experiment_text(asked: Asked, hardware: Hardware) -> str:
     """The experiment file of the plan: every arm that fits the hardware, searched over sessions in
     flight."""
     think = "" if asked.max_think_s is None else f"max_think_s = {asked.max_think_s:g}\n"
+    longest = (
+        "" if asked.max_input_tokens is None else f"max_input_tokens = {asked.max_input_tokens}\n"
+    )
     first = "" if asked.sessions is None else f"session_limit = {asked.sessions}\n"
     slo = "".join(f"{key} = {value:g}\n" for key, value in asked.slo.items())
     gpus = hardware.gpus
@@ -78,11 +83,13 @@ path = {_toml(str(asked.trace.resolve()))}
 
 [replay]
 mode = "closed"
-{think}{first}timeout_s = 600
+{think}{first}{longest}timeout_s = 600
 
 [phases]
 start = "mid"
 recycle = true
+# A prompt of 150,000 tokens takes a slow GPU longer than the default of a minute.
+prime_timeout_s = 600
 warm_up_s = {asked.warm_up_s:g}
 measure_s = {asked.measure_s:g}
 drain_s = 120

@@ -61,12 +61,16 @@ def test_the_experiment_is_one_that_eval_run_takes(tmp_path: Path) -> None:
     assert not experiment.simulate.calibration_spread
     path.write_text(
         experiment_text(
-            dataclasses.replace(asked, tolerance=0.2, calibration_spread=True), hardware()
+            dataclasses.replace(
+                asked, tolerance=0.2, calibration_spread=True, max_input_tokens=130_000
+            ),
+            hardware(),
         )
     )
     changed, _ = load_experiment(str(path))
     assert changed.search is not None
     assert changed.search.tolerance == 0.2
+    assert (experiment.replay.max_input_tokens, changed.replay.max_input_tokens) == (None, 130_000)
     assert changed.simulate.calibration_spread
 
 
