@@ -9,10 +9,12 @@
 
 mod account;
 pub mod book;
+pub mod cached;
 mod endings;
 pub mod footprint;
 pub mod gaps;
 mod gate;
+mod looks;
 mod pump;
 pub mod queue;
 pub mod rules;
@@ -28,8 +30,10 @@ use super::log::{Event, GiveUpRecord, unix_now_s};
 use crate::config::WorkerSpec;
 use crate::policy::Rates;
 use book::{Hold, Key};
+use cached::Cached;
 use endings::Endings;
 use gaps::Gaps;
+use looks::Looks;
 use queue::Queue;
 use rules::{Manner, Place, Rule, WorkerView};
 use serde::Serialize;
@@ -137,8 +141,7 @@ pub(super) struct Residency {
     turns: u64,
     /// The first of the queue, and the worker on which room gathers for it.
     gathers: Option<(u64, usize)>,
-    /// Somebody may have passed it.
-    has_backfilled: bool,
+    looks: Looks,
     round_s: f64,
     told_s: f64,
     has_parents: bool,
@@ -171,7 +174,7 @@ impl Residency {
             text_scale: 1.0,
             turns: 0,
             gathers: None,
-            has_backfilled: false,
+            looks: Looks::default(),
             round_s: f64::NEG_INFINITY,
             told_s: f64::NEG_INFINITY,
             has_parents: false,
@@ -198,6 +201,11 @@ impl Residency {
 
     pub fn waiting(&self) -> usize {
         self.queue.len()
+    }
+
+    /// What is cached of a prompt, from its tokens by slot.
+    pub fn cached(&self, by_slot: Vec<u64>) -> Cached {
+        Cached::new(by_slot, self.settings.cold_tokens)
     }
 
     /// Booked for an answer of at most `limit` tokens, where answers have `mean` tokens.
@@ -385,10 +393,8 @@ impl Residency {
             .count();
         let wants = |waiter: &queue::Waiter| {
             waiter.turn.grows_at == Some(slot)
-                || waiter.turn.cached.get(slot).is_some_and(|&here| {
-                    here >= self.settings.cold_tokens
-                        && waiter.turn.cached.iter().all(|&there| there <= here)
-                })
+                || (waiter.turn.cached.on(slot) == waiter.turn.cached.most()
+                    && waiter.turn.cached.warm().any(|warm| warm == slot))
         };
         ResidencySnapshot {
             sessions: hold.len(),
