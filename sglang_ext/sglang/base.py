@@ -178,7 +178,7 @@ class Release(Protocol):
         ...
 
     def look_up_cached_tokens(self, tree_cache: Any, req: Any) -> int:
-        """How much of `req` the radix cache holds in the worker's own KV pool.
+        """How much of `req` the radix cache holds, in the KV pool or in its host tier.
 
         Leaves `req` as it is: it may stand elsewhere in the tree, with a lock there.
         """

@@ -168,7 +168,7 @@ class Sglang0517:
         # It writes where it ended into the request: a stand-in is looked up.
         stand_in = copy.copy(req)
         match_prefix_for_req(tree_cache, stand_in, req.origin_input_ids + req.output_ids)
-        return len(stand_in.prefix_indices)
+        return len(stand_in.prefix_indices) + int(stand_in.host_hit_length)
 
     def keep_from_adder(self, adder: Any, tokens: int) -> None:
         adder.rem_total_token_offset += tokens

@@ -90,7 +90,8 @@ class Sglang0523:
 
         # `match_kv_cache` writes into the request and into its KV record, which a copy would share.
         key = _req_radix_key(tree_cache, req, req.origin_input_ids + req.output_ids)
-        return int(tree_cache.match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
+        match = tree_cache.match_prefix(MatchPrefixParams(key=key))
+        return int(match.device_prefix_len + match.host_hit_length)
 
     def keep_from_adder(self, adder: Any, tokens: int) -> None:
         adder.memory_budget.total_offset += tokens

@@ -28,6 +28,14 @@ class Elastic0523(ElasticCommon):
         disagg, memory = get_disagg(), get_memory()
         return {
             "the offloading of decode KV": disagg.disaggregation_decode_enable_offload_kvcache,
+            # What is evicted has been copied by then. Written back when evicted, it would hold room
+            # that local prompts count as free.
+            "a host tier that is not written through": (
+                scheduler.enable_hierarchical_cache
+                and memory.hicache_write_policy != "write_through"
+            ),
+            # Requests in line would own what is being fetched for them.
+            "storage behind the host tier": scheduler.enable_hicache_storage,
             # Requests of sessions own KV while they wait in line, where local prompts own none.
             "streaming sessions": get_serving().enable_streaming_session,
             # SGLang has these three with the decode radix cache since 0.5.21.

@@ -239,6 +239,7 @@ def test_what_newer_sglang_allows_beside_a_decode_radix_cache_is_refused(
         enable_lmcache=False,
         enable_flexkv=False,
         enable_unified_cache_external_linker=False,
+        hicache_write_policy="write_through",
     )
     serving = SimpleNamespace(enable_streaming_session=False)
     module(
@@ -255,6 +256,8 @@ def test_what_newer_sglang_allows_beside_a_decode_radix_cache_is_refused(
         is_hybrid_ssm=False,
         prefill_decode_interval=0,
         enable_unified_memory=False,
+        enable_hierarchical_cache=True,
+        enable_hicache_storage=False,
     )
     assert VERBS.has_radix_cache(scheduler)
     assert not any(VERBS.unsupported(scheduler).values())
@@ -265,6 +268,8 @@ def test_what_newer_sglang_allows_beside_a_decode_radix_cache_is_refused(
         (disagg, "disaggregation_decode_host_receive_threshold", 0.5, "KV received in host memory"),
         (scheduler, "prefill_decode_interval", 2, "a prefill-decode interval"),
         (memory, "enable_flexkv", True, "caches of others"),
+        (memory, "hicache_write_policy", "write_back", "a host tier that is not written through"),
+        (scheduler, "enable_hicache_storage", True, "storage behind the host tier"),
         (serving, "enable_streaming_session", True, "streaming sessions"),
     )
     for settings, name, value, what in asked:

@@ -96,7 +96,8 @@ def test_a_look_up_leaves_the_request_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     """It may stand elsewhere in the tree, with a lock there that has to be given back."""
 
     def match_prefix_for_req(_tree: Any, req: Any, ids: list[int]) -> None:
-        req.prefix_indices, req.last_node = ids[:3], "where the look-up ended"
+        req.prefix_indices, req.last_node = ids[:2], "where the look-up ended"
+        req.host_hit_length = 1
 
     module(monkeypatch, "managers.schedule_policy", match_prefix_for_req=match_prefix_for_req)
     module(monkeypatch, "mem_cache.base_prefix_cache", MatchPrefixParams=SimpleNamespace)
@@ -104,7 +105,7 @@ def test_a_look_up_leaves_the_request_as_it_is(monkeypatch: pytest.MonkeyPatch) 
 
     def match_prefix(params: Any) -> Any:
         assert not hasattr(params, "req"), "a session's request would be changed"
-        return SimpleNamespace(device_prefix_len=len(params.key[:3]))
+        return SimpleNamespace(device_prefix_len=len(params.key[:2]), host_hit_length=1)
 
     tree = SimpleNamespace(match_prefix=match_prefix)
     for release in (OLDER, NEWER):
