@@ -131,7 +131,25 @@ TARGETS: Mapping[str, Target | NotNeeded] = {
 }
 
 
-class Sglang0517:
+class ByPrefixIndices:
+    """How releases before 0.5.22 note what of a request is in place: as indices of its pages."""
+
+    def prefix_tokens(self, req: Any) -> int:
+        return len(req.prefix_indices)
+
+    def extend_tokens(self, req: Any) -> int:
+        return int(req.extend_range.length)
+
+    def look_up_cached_tokens(self, tree_cache: Any, req: Any) -> int:
+        from sglang.srt.managers.schedule_policy import match_prefix_for_req
+
+        # It writes where it ended into the request: a stand-in is looked up.
+        stand_in = copy.copy(req)
+        match_prefix_for_req(tree_cache, stand_in, req.origin_input_ids + req.output_ids)
+        return len(stand_in.prefix_indices) + int(stand_in.host_hit_length)
+
+
+class Sglang0517(ByPrefixIndices):
     """The adapter for 0.5.17 and 0.5.18, which has one parameter more in `PrefillAdder`."""
 
     versions: tuple[str, ...] = ("0.5.17", "0.5.18")
@@ -155,20 +173,6 @@ class Sglang0517:
 
     def can_ride(self, running_batch: Any) -> bool:
         return True
-
-    def prefix_tokens(self, req: Any) -> int:
-        return len(req.prefix_indices)
-
-    def extend_tokens(self, req: Any) -> int:
-        return int(req.extend_range.length)
-
-    def look_up_cached_tokens(self, tree_cache: Any, req: Any) -> int:
-        from sglang.srt.managers.schedule_policy import match_prefix_for_req
-
-        # It writes where it ended into the request: a stand-in is looked up.
-        stand_in = copy.copy(req)
-        match_prefix_for_req(tree_cache, stand_in, req.origin_input_ids + req.output_ids)
-        return len(stand_in.prefix_indices) + int(stand_in.host_hit_length)
 
     def keep_from_adder(self, adder: Any, tokens: int) -> None:
         adder.rem_total_token_offset += tokens
