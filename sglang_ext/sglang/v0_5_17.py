@@ -104,12 +104,11 @@ TARGETS: Mapping[str, Target | NotNeeded] = {
     ),
     "nixl.receiving": NotNeeded("receivers ask NIXL for notifications, which lets it progress"),
     "nixl.draining": NotNeeded("nobody waits for writes of aborted transfers to end"),
-    "nixl.send_kvcache": Target(
-        f"{_NIXL}.send_kvcache",
-        "(self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, "
-        "notif, dst_mem_kind='VRAM')",
+    "nixl.send_request": Target(
+        f"{_NIXL}.add_transfer_request",
+        "(self, bootstrap_room, kv_indices, index_slice, is_last_chunk, chunk_id, aux_index=None, "
+        "state_indices=None, num_kv_tokens=None)",
     ),
-    "nixl.send_request": NotNeeded("send_kvcache says which room it sends for"),
     "nixl.status": Target(f"{_NIXL}.update_status", "(self, bootstrap_room, status)"),
     "mooncake.send_request": Target(
         f"{_MOONCAKE}.add_transfer_request",

@@ -17,11 +17,9 @@ _MOONCAKE_SEND = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.add_
 
 TARGETS_0522: Mapping[str, Target | NotNeeded] = {
     **v0_5_23.TARGETS,
-    # Receivers still ask NIXL for notifications, and what is sent names its room in one.
-    **{
-        point: v0_5_17.TARGETS[point]
-        for point in ("nixl.receiving", "nixl.send_kvcache", "nixl.send_request")
-    },
+    # Receivers still ask NIXL for notifications, which lets it progress.
+    "nixl.receiving": v0_5_17.TARGETS["nixl.receiving"],
+    "nixl.send_request": v0_5_17.TARGETS["nixl.send_request"],
     "mooncake.send_request": Target(
         _MOONCAKE_SEND,
         "(self, bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index=None, "

@@ -32,7 +32,6 @@ TARGETS: Mapping[str, Target | NotNeeded] = {
     "nixl.draining": Target(
         "sglang.srt.disaggregation.decode.DecodeTransferQueue.resolve_deferred_releases", "(self)"
     ),
-    "nixl.send_kvcache": NotNeeded("it no longer says for which room; send_request does"),
     "nixl.send_request": Target(f"{_NIXL}.add_transfer_request", _SEND_PARAMETERS),
     "mooncake.send_request": Target(f"{_MOONCAKE}.add_transfer_request", _SEND_PARAMETERS),
     "mooncake.heartbeat": NotNeeded("Mooncake's backend uses the common one since 0.5.20"),
