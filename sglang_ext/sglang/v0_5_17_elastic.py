@@ -22,7 +22,7 @@ class Elastic0517(ElasticCommon):
         return {
             "the offloading of decode KV": args.disaggregation_decode_enable_offload_kvcache,
             # SGLang cannot tell there how many copies from it are under way.
-            "a host tier on SGLang 0.5.17 and 0.5.18": scheduler.enable_hierarchical_cache,
+            "a host tier before SGLang 0.5.23": scheduler.enable_hierarchical_cache,
             # Their requests own KV while they wait in line, where local prompts must own none.
             "streaming sessions": args.enable_streaming_session,
         }

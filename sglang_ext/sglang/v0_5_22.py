@@ -39,6 +39,14 @@ TARGETS_0520: Mapping[str, Target | NotNeeded] = {
 class Elastic0522(Elastic0523):
     """Who ends in line is answered past the scheduler's own sender of aborts."""
 
+    def unsupported(self, scheduler: Any) -> Mapping[str, bool]:
+        return {
+            **super().unsupported(scheduler),
+            # A transferred request may decode there while another's copy of its prefix is under
+            # way. Before 0.5.22 SGLang cannot tell either how many copies are.
+            "a host tier before SGLang 0.5.23": scheduler.enable_hierarchical_cache,
+        }
+
     def end_in_line(self, scheduler: Any, req: Any, abort: Any) -> None:
         from sglang.srt.managers.scheduler import _make_abort_req
 
@@ -51,13 +59,6 @@ class Elastic0521(Elastic0522):
     """A request's lock is on ``req.last_node``, and its KV is released as in 0.5.17."""
 
     release_kv = ElasticCommon.release_kv
-
-    def unsupported(self, scheduler: Any) -> Mapping[str, bool]:
-        return {
-            **super().unsupported(scheduler),
-            # SGLang cannot tell there how many copies from it are under way.
-            "a host tier before SGLang 0.5.22": scheduler.enable_hierarchical_cache,
-        }
 
     def take_kv(self, req: Any) -> Any:
         stand_in = copy.copy(req)

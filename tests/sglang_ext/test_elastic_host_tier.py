@@ -110,5 +110,5 @@ def test_a_request_whose_prefix_did_not_come_back_is_prefilled_here(
 def test_a_host_tier_is_refused_on_releases_without_what_it_takes(
     make_scheduler: MakeScheduler,
 ) -> None:
-    with pytest.raises(PluginMismatch, match=r"a host tier on SGLang 0\.5\.17"):
+    with pytest.raises(PluginMismatch, match=r"a host tier before SGLang 0\.5\.23"):
         make_scheduler(enable_hierarchical_cache=True)
