@@ -184,6 +184,10 @@ class Release(Protocol):
         """
         ...
 
+    def let_nixl_progress(self, manager: Any) -> None:
+        """Has the NIXL of `manager`, a decode worker's, work on what comes in; nothing is lost."""
+        ...
+
     def keep_from_adder(self, adder: Any, tokens: int) -> None:
         """Has `adder`, which forms a prefill batch, leave `tokens` more of the KV pool alone."""
         ...

@@ -173,5 +173,8 @@ class Sglang0517(ByPrefixIndices):
     def can_ride(self, running_batch: Any) -> bool:
         return True
 
+    def let_nixl_progress(self, manager: Any) -> None:
+        manager.update_transfer_status()
+
     def keep_from_adder(self, adder: Any, tokens: int) -> None:
         adder.rem_total_token_offset += tokens

@@ -114,6 +114,10 @@ class Sglang0522(Sglang0523):
     targets = TARGETS_0522
     elastic: ElasticVerbs | None = Elastic0522()
 
+    def let_nixl_progress(self, manager: Any) -> None:
+        # Notifications say that KV has arrived: SGLang has to see each.
+        manager.update_transfer_status()
+
 
 class Sglang0521(ByPrefixIndices, Sglang0522):
     """The adapter for 0.5.21."""

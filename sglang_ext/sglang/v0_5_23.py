@@ -92,5 +92,9 @@ class Sglang0523:
         match = tree_cache.match_prefix(MatchPrefixParams(key=key))
         return int(match.device_prefix_len + match.host_hit_length)
 
+    def let_nixl_progress(self, manager: Any) -> None:
+        # Nothing is sent by NIXL's notifications since 0.5.23: there are none to lose.
+        manager.agent.get_new_notifs()
+
     def keep_from_adder(self, adder: Any, tokens: int) -> None:
         adder.memory_budget.total_offset += tokens
