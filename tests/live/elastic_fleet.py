@@ -356,8 +356,6 @@ class Workers:
     folder: Path
     base_port: int
     version: str = DEFAULT
-    flags: tuple[str, ...] = ()
-    """Of every worker, after its own."""
     text: bool = False
     running: dict[str, Server] = field(default_factory=dict)
 
@@ -373,7 +371,7 @@ class Workers:
             name,
             self.base_port + offset,
             self.folder,
-            flags + self.flags,
+            flags,
             variables | {"KEY": key},
             self.version,
             self.text,
