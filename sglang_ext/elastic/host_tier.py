@@ -2,7 +2,7 @@
 
 SGLang copies it back in two ways. A transferred prompt's prefix is copied beside the steps, and the
 request decodes once the copy has ended. A local prompt's is copied just ahead of the step that
-reads it, layer by layer. Each way was written for workers that have the other one not: a step may
+reads it, layer by layer. Each was written for workers without the other: a step may
 read pages that are still being copied for a transfer, and a copy may be begun while all places for
 copies are taken. This module keeps them apart; what is copied, and when, is SGLang's doing.
 """

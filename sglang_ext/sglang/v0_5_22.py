@@ -60,6 +60,11 @@ class Elastic0521(Elastic0522):
 
     release_kv = ElasticCommon.release_kv
 
+    def _since_0521(self, disagg: Any) -> Mapping[str, bool]:
+        # 0 turns it off there, where 1 does later.
+        received = disagg.disaggregation_decode_host_receive_threshold > 0
+        return {**super()._since_0521(disagg), "KV received in host memory": received}
+
     def take_kv(self, req: Any) -> Any:
         stand_in = copy.copy(req)
         stand_in.kv = req.detach_kv()

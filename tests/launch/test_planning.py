@@ -329,8 +329,8 @@ def test_a_release_that_the_plugin_was_not_run_with_is_found_by_check(
         return replace(made, engine=replace(made.engine, versions={"sglang": version}))
 
     check(of_release("0.5.23"))
-    with pytest.raises(InputError, match=r"prefill-0: environment: .* found SGLang 0\.5\.21: "):
-        check(of_release("0.5.21"))
+    with pytest.raises(InputError, match=r"prefill-0: environment: .* found SGLang 0\.5\.24: "):
+        check(of_release("0.5.24"))
 
 
 def test_a_missing_engine_is_answered_with_the_command_that_installs_it() -> None:

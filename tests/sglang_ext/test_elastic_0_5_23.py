@@ -234,7 +234,8 @@ def test_what_newer_sglang_allows_beside_a_decode_radix_cache_is_refused(
         disaggregation_decode_enable_radix_cache=True,
         disaggregation_decode_enable_offload_kvcache=False,
         disaggregation_decode_retraction_backup="cpu_tensor",
-        disaggregation_decode_host_receive_threshold=1.0,
+        # What turns it off.
+        disaggregation_decode_host_receive_threshold=0.0 if version == "0.5.21" else 1.0,
         enable_pd_role_switch=False,
     )
     memory = SimpleNamespace(
