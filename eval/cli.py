@@ -278,8 +278,23 @@ def plan_command(
     sessions: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many sessions of the trace.")
     ] = None,
+    max_input_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="As of replay run; a worker refuses what is longer than its KV."),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Draws at the levels that decide.")] = 3,
     measure_s: Annotated[float, typer.Option(help="Length of a simulated window.")] = 900.0,
+    tolerance: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Levels are no closer than this share.")
+    ] = 0.05,
+    only: Only = None,
+    calibration_spread: Annotated[
+        bool,
+        typer.Option(
+            "--calibration-spread",
+            help="With each draw, draw constants from the error that the calibration states.",
+        ),
+    ] = False,
 ) -> None:
     """Say how many agents a GPU carries, arm by arm, in simulation, and what to measure next.
 
@@ -294,9 +309,13 @@ def plan_command(
     asked = Asked(
         trace=trace,
         sessions=sessions,
+        max_input_tokens=max_input_tokens,
         max_think_s=max_think_s,
         seeds=seeds,
         measure_s=measure_s,
+        tolerance=tolerance,
+        only=tuple(only or ()),
+        calibration_spread=calibration_spread,
         slo=bounds(slo or []),
     )
     hardware = Hardware(gpus, kv_tokens, host_kv_tokens, calibration)

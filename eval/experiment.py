@@ -321,10 +321,12 @@ class ValidityRules(_Table):
 
 class Simulate(_Table):
     """What simulated runs rest on where no topology says it (`deltaserve eval simulate`): the
-    calibration by its packaged name or file, and the KV tokens of a worker, on its GPUs and in host
-    memory. Measured runs do not read it."""
+    calibration by its packaged name or file, whether each round draws its constants from the error
+    that it states, and the KV tokens of a worker, on its GPUs and in host memory. Measured runs do
+    not read it."""
 
     calibration: str | None = None
+    calibration_spread: bool = False
     kv_tokens: Count | None = None
     host_kv_tokens: Annotated[int, Field(ge=0)] = 0
 

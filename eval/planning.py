@@ -42,17 +42,23 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Asked:
-    """The load and how long it is looked at. Of the trace only the first `sessions` are used, where
-    that is given; `seeds` draws of sessions and starts are made at the levels that decide; times in
-    seconds."""
+    """The load and how long it is looked at. Of the trace only the first `sessions` are used, and
+    prompts of at most `max_input_tokens`, where these are given; `seeds` draws of sessions and
+    starts are made at the levels that decide. Levels are no closer to each other than the share
+    `tolerance`; times in seconds. `only` names the arms that are tried; none for all. With
+    `calibration_spread` each draw has constants of its own."""
 
     trace: Path
     sessions: int | None = None
+    max_input_tokens: int | None = None
     max_think_s: float | None = 10.0
     seeds: int = 3
     measure_s: float = 900.0
     warm_up_s: float = 120.0
     most_sessions_a_gpu: int = 32
+    tolerance: float = 0.05
+    only: tuple[str, ...] = ()
+    calibration_spread: bool = False
     slo: dict[str, float] = field(default_factory=dict)
 
 
@@ -60,6 +66,9 @@ def experiment_text(asked: Asked, hardware: Hardware) -> str:
     """The experiment file of the plan: every arm that fits the hardware, searched over sessions in
     flight."""
     think = "" if asked.max_think_s is None else f"max_think_s = {asked.max_think_s:g}\n"
+    longest = (
+        "" if asked.max_input_tokens is None else f"max_input_tokens = {asked.max_input_tokens}\n"
+    )
     first = "" if asked.sessions is None else f"session_limit = {asked.sessions}\n"
     slo = "".join(f"{key} = {value:g}\n" for key, value in asked.slo.items())
     gpus = hardware.gpus
@@ -74,11 +83,13 @@ path = {_toml(str(asked.trace.resolve()))}
 
 [replay]
 mode = "closed"
-{think}{first}timeout_s = 600
+{think}{first}{longest}timeout_s = 600
 
 [phases]
 start = "mid"
 recycle = true
+# A prompt of 150,000 tokens takes a slow GPU longer than the default of a minute.
+prime_timeout_s = 600
 warm_up_s = {asked.warm_up_s:g}
 measure_s = {asked.measure_s:g}
 drain_s = 120
@@ -94,9 +105,11 @@ start = {3 * gpus}
 low = 1
 high = {asked.most_sessions_a_gpu * gpus}
 repeats = {asked.seeds}
+tolerance = {asked.tolerance:g}
 
 [simulate]
 calibration = {_toml(hardware.calibration)}
+calibration_spread = {_toml(asked.calibration_spread)}
 
 [set]
 max_total_tokens = {hardware.kv_tokens}
@@ -181,7 +194,11 @@ def plan(
     experiment, _ = load_experiment(str(path))
     source = {"file": str(path), "text": path.read_text(encoding="utf-8")}
     summary = simulate_experiment(
-        experiment, output / RUNS_FOLDER, source=source, progress=progress
+        experiment,
+        output / RUNS_FOLDER,
+        source=source,
+        progress=progress,
+        only=list(asked.only) or None,
     )
     if summary.failed:
         raise InputError(f"{output / RUNS_FOLDER}: {summary.failed[0]} failed; see its manifest")
@@ -195,6 +212,8 @@ def line(search: Search, asked: Asked, hardware: Hardware) -> Row:
     where no level surely missed the objective."""
     per_gpu = 1 / hardware.gpus
     return {
+        "trace": asked.trace.name.partition(".")[0],
+        "calibration": hardware.calibration,
         "gpus": str(hardware.gpus),
         "max_think_s": "" if asked.max_think_s is None else f"{asked.max_think_s:g}",
         "arm": search.arm,
@@ -207,15 +226,22 @@ def line(search: Search, asked: Asked, hardware: Hardware) -> Row:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Plans side by side, as a page has them: a line an arm, in the order in which arms come."""
-    plans = list(dict.fromkeys((row["gpus"], row["max_think_s"]) for row in rows))
-    heads = [f"{gpus} GPUs, think ≤ {think} s" for gpus, think in plans]
+    plans = list(dict.fromkeys(map(_plan_of, rows)))
+    heads = [
+        f"{trace}, {calibration}, {gpus} GPUs, think ≤ {think} s"
+        for trace, calibration, gpus, think in plans
+    ]
     lines = [f"| simulated: agents a GPU | {' | '.join(heads)} |", "|--" * (1 + len(plans)) + "|"]
     # `elastic-2p6d` of eight GPUs is a line of its own, beside `elastic-1p1d` of two.
     for arm in dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: row["arm"])):
-        by_plan = {(row["gpus"], row["max_think_s"]): row for row in rows if row["arm"] == arm}
+        by_plan = {_plan_of(row): row for row in rows if row["arm"] == arm}
         cells = [_agents(by_plan[plan]) if plan in by_plan else "" for plan in plans]
         lines.append(f"| `{arm}` | {' | '.join(cells)} |")
     return lines
+
+
+def _plan_of(row: Row) -> tuple[str, str, str, str]:
+    return row["trace"], row["calibration"], row["gpus"], row["max_think_s"]
 
 
 def _agents(row: Row) -> str:

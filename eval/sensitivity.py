@@ -18,9 +18,10 @@ import typer
 
 from eval.experiment import Replay
 from eval.run_lines import Row, read_rows, write_rows
-from eval.simulate import read_calibration, simulate, write_planned
+from eval.simulate import read_calibration, write_planned
 from eval.traces import make_replay_plan
 from eval.validation import read_lines
+from eval.variants import simulate_variants
 
 _CALIBRATION = "qwen3-coder-30b-a3b-h200-sglang"
 _KV_TOKENS = 281_888
@@ -111,22 +112,11 @@ def figures(folder: Path) -> dict[str, float]:
     }
 
 
-def simulate_variants(
-    requests: Path, thinks: Sequence[float], draws: int, output: Path
-) -> Iterator[Row]:
-    """Simulates every variant on every draw, with think times up to each of `thinks` (s); a line a
-    run."""
+def bases(thinks: Sequence[float], draws: int) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """The plans that variants are made of, with think times up to each of `thinks` (s)."""
     for max_think_s, draw in product(thinks, range(1, draws + 1)):
-        base = base_plan(draw, max_think_s) | {"requests": str(requests.resolve())}
-        for name, plan in variants(base):
-            simulate(plan, output / "run")
-            found = figures(output / "run")
-            yield {
-                "variant": name,
-                "max_think_s": f"{max_think_s:g}",
-                "draw": str(draw),
-                **{key: f"{value:.4f}" for key, value in found.items()},
-            }
+        labels = {"max_think_s": f"{max_think_s:g}", "draw": str(draw)}
+        yield labels, base_plan(draw, max_think_s)
 
 
 def tables(rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -184,9 +174,8 @@ def run(
     """Simulate the plan and its variants and write a line a run to OUTPUT/runs.csv."""
     replay = Replay(max_input_tokens=_MAX_INPUT_TOKENS)
     requests = write_planned(make_replay_plan(trace, replay), output)
-    write_rows(
-        output / "runs.csv", simulate_variants(requests, max_think_s or (10.0, 60.0), draws, output)
-    )
+    given = bases(max_think_s or (10.0, 60.0), draws)
+    write_rows(output / "runs.csv", simulate_variants(requests, given, variants, figures, output))
 
 
 @app.command()

@@ -7,14 +7,14 @@ Rust (`simulator/`); must not know engines.
 from __future__ import annotations
 
 import hashlib
+import math
+import random
 import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from deltaserve.errors import InputError
 from launch.cache import write_atomically
@@ -23,6 +23,10 @@ from replay.trace import read_trace
 
 PLAN_FILE = "plan.json"
 PLANNED_FILE = "planned.jsonl"
+_KINDS = ("prefill", "decode")
+"""Kinds of step, with which the names of their constants begin."""
+_MEDIAN_OF_NORMAL = 0.6745
+"""Half of a normal's values are within so many standard deviations."""
 
 
 def simulate(
@@ -115,15 +119,49 @@ def packaged_calibrations() -> dict[str, Path]:
 
 def read_calibration(name: str) -> dict[str, Any]:
     """The constants of a packaged calibration, or of a calibration file."""
+    table = _calibration_table(name)
+    return {key: value for key, value in table.items() if not isinstance(value, dict)}
+
+
+def drawn_calibration(name: str, seed: int) -> dict[str, Any]:
+    """The constants as they may be as well, by the error that the calibration states: those of a
+    prefill times one factor, those of a decode step times another, lognormal and drawn by `seed`.
+
+    The error is `[spread]`, a standard deviation of the logarithm, where a guess says it; else that
+    of a step of which half of the steps are off by no more than the fit's `median_relative_error`.
+    Raises InputError where neither is stated.
+    """
+    table = _calibration_table(name)
+    rng = random.Random(seed)
+    drawn = read_calibration(name)
+    for kind in _KINDS:
+        factor = math.exp(rng.gauss(0.0, _spread(table, name, kind)))
+        for key, value in drawn.items():
+            if key.startswith(kind):
+                # Twice the time a step is half the tokens a second.
+                drawn[key] = value / factor if key.endswith("_per_s") else value * factor
+    return drawn
+
+
+def _spread(table: dict[str, Any], name: str, kind: str) -> float:
+    stated = table.get("spread", {}).get(kind)
+    if stated is not None:
+        return float(stated)
+    median = table.get("fit", {}).get(kind, {}).get("median_relative_error")
+    if median is None:
+        raise InputError(f"calibration {name}: states no error of {kind} steps ([fit], [spread])")
+    return float(median) / _MEDIAN_OF_NORMAL
+
+
+def _calibration_table(name: str) -> dict[str, Any]:
     packaged = packaged_calibrations()
     path = packaged.get(name, Path(name))
     if not path.is_file():
         raise InputError(f"calibration {name}: no such file; packaged ones: {', '.join(packaged)}")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
-    return {key: value for key, value in table.items() if not isinstance(value, dict)}
 
 
 def _with_constants(worker: Any) -> Any:
@@ -133,10 +171,12 @@ def _with_constants(worker: Any) -> Any:
 
 
 def _lines(plan: Plan) -> bytes:
-    return b"".join(orjson.dumps(_line(request)) + b"\n" for request in plan.requests)
+    ids = plan.requests.id_runs
+    lines = (_line(request, ids(at)) for at, request in enumerate(plan.requests))
+    return b"".join(orjson.dumps(line) + b"\n" for line in lines)
 
 
-def _line(request: Planned) -> dict[str, Any]:
+def _line(request: Planned, id_runs: list[tuple[int, int]]) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "session_id": request.session_id,
@@ -145,15 +185,8 @@ def _line(request: Planned) -> dict[str, Any]:
         "input_length": request.input_length,
         "output_length": request.output_length,
         "block_size": request.block_size,
-        "hash_ids": _runs(request.hash_ids),
+        "hash_ids": id_runs,
         "think_time_s": request.think_time_s,
         "waits_for": request.waits_for,
         "tree": request.tree,
     }
-
-
-def _runs(ids: NDArray[Any]) -> list[tuple[int, int]]:
-    """Ids as runs (first, count) of consecutive ones."""
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 2) != 1)
-    counts = np.diff(starts, append=len(ids))
-    return list(zip(ids[starts].tolist(), counts.tolist(), strict=True))

@@ -14,7 +14,7 @@ from typing import Any
 from deltaserve.errors import InputError
 from eval.endpoint import Endpoint
 from eval.experiment import Phases, Replay, Simulate
-from eval.simulate import read_calibration
+from eval.simulate import drawn_calibration, read_calibration
 from launch.kv import worker_kv
 from launch.topology import Topology, WorkerGroup
 from replay.options import RunOptions, preset_values
@@ -63,11 +63,15 @@ def calibration_name(topology: Topology, simulate: Simulate) -> str:
     )
 
 
-def fleet_plan(topology: Topology, simulate: Simulate) -> dict[str, Any]:
-    """`router` and `workers` of the plan for the topology. Raises `InputError` for a topology that
-    cannot be simulated, or whose KV capacity nobody says."""
+def fleet_plan(topology: Topology, simulate: Simulate, draw: int = 0) -> dict[str, Any]:
+    """`router` and `workers` of the plan for the topology; where constants are drawn, those of
+    `draw`. Raises `InputError` for a topology that cannot be simulated, or whose KV capacity nobody
+    says."""
     check_topology(topology)
-    calibration = read_calibration(calibration_name(topology, simulate))
+    name = calibration_name(topology, simulate)
+    calibration = read_calibration(name)
+    if simulate.calibration_spread:
+        calibration = drawn_calibration(name, draw)
     return {
         "router": {
             "policy": topology.router.policy,

@@ -109,6 +109,8 @@ def engine_of(topology: Any, given: Simulate) -> dict[str, str]:
     """What stands for the engine's version in a simulated run's identity: its calibration, and what
     of `[simulate]` is in no topology."""
     words = calibration_name(topology, given)
+    if given.calibration_spread:
+        words += ", its error drawn"
     for name in ("kv_tokens", "host_kv_tokens"):
         if value := getattr(given, name):
             words += f", {name} {value}"
@@ -134,7 +136,7 @@ def execute_simulated(assignment: Assignment, progress: Progress) -> dict[str, A
     failure = None
     try:
         asked = options(trace, folder, replay, run.phases)
-        plan = fleet_plan(topology, experiment.simulate) | load_plan(asked)
+        plan = fleet_plan(topology, experiment.simulate, asked.seed) | load_plan(asked)
         planned, conversations = _planned(
             trace, selection(replay), assignment.output / PLANNED_FOLDER
         )

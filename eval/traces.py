@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
@@ -24,6 +24,9 @@ from eval.experiment import Excerpt, Experiment, Prefixes, Replay, Scalar, Trace
 from eval.records import TraceFacts
 from replay.plan import Plan, make_plan
 from replay.trace import Request, digest, read_trace, write_trace
+
+Made = TypeVar("Made", Prefixes, Turns)
+"""What a trace is made of."""
 
 
 def prepare_trace(experiment: Experiment, output: Path) -> Path:
@@ -65,15 +68,11 @@ def _steps(
     if trace.path is not None:
         source, make = Path(trace.path), None
     elif trace.prefixes is not None:
-        prefixes = trace.prefixes
-        if prefixes.seed is None:
-            prefixes = prefixes.model_copy(update={"seed": seed})
+        prefixes = _seeded(trace.prefixes, seed)
         source = folder / f"prefixes-{_digest(prefixes.model_dump())}.jsonl.zst"
         make = partial(_write, lambda: prefixed_requests(prefixes))
     elif trace.turns is not None:
-        turns = trace.turns
-        if turns.seed is None:
-            turns = turns.model_copy(update={"seed": seed})
+        turns = _seeded(trace.turns, seed)
         source = folder / f"turns-{_digest(turns.model_dump())}.jsonl.zst"
         make = partial(_write, lambda: alike_turns(turns))
     else:
@@ -91,6 +90,11 @@ def _steps(
         source = folder / f"excerpt-{_digest(str(whole), excerpt.model_dump())}.jsonl.zst"
         steps.append((source, partial(_write, lambda: take_excerpt(whole, excerpt))))
     return steps
+
+
+def _seeded(shape: Made, seed: int) -> Made:
+    """With the experiment's seed, where it has none of its own."""
+    return shape if shape.seed is not None else shape.model_copy(update={"seed": seed})
 
 
 def _write(requests: Callable[[], Iterator[Request]], output: Path) -> None:

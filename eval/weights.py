@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +19,10 @@ import typer
 
 from eval.experiment import Replay
 from eval.run_lines import Row, read_rows, write_rows
-from eval.simulate import read_calibration, simulate, write_planned
+from eval.simulate import read_calibration, write_planned
 from eval.traces import make_replay_plan
 from eval.validation import read_lines
+from eval.variants import simulate_variants
 
 _CALIBRATION = "qwen3-coder-30b-a3b-h200-sglang"
 _KV_TOKENS = 560_000
@@ -116,22 +118,10 @@ def figures(folder: Path) -> dict[str, float]:
     }
 
 
-def simulate_variants(
-    requests: Path, sessions: Sequence[int], draws: Sequence[int], output: Path
-) -> Iterator[Row]:
-    """Simulates every variant on every draw, with so many sessions in flight; a line a run."""
-    for inflight in sessions:
-        for draw in draws:
-            base = base_plan(draw, inflight) | {"requests": str(requests.resolve())}
-            for name, plan in variants(base):
-                simulate(plan, output / "run")
-                found = figures(output / "run")
-                yield {
-                    "variant": name,
-                    "sessions": str(inflight),
-                    "draw": str(draw),
-                    **{key: f"{v:.4f}" if np.isfinite(v) else "" for key, v in found.items()},
-                }
+def bases(sessions: Sequence[int], draws: Sequence[int]) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """The plans that variants are made of, with so many sessions in flight."""
+    for inflight, draw in product(sessions, draws):
+        yield {"sessions": str(inflight), "draw": str(draw)}, base_plan(draw, inflight)
 
 
 def table(rows: Sequence[Row], sessions: int) -> list[str]:
@@ -188,8 +178,8 @@ def run(
     """Simulate every variant on all draws and write a line a run to OUTPUT/runs.csv."""
     replay = Replay(session_limit=session_limit, max_input_tokens=130_000)
     requests = write_planned(make_replay_plan(trace, replay), output)
-    found = simulate_variants(requests, sessions or (12, 24), (*CHOSEN_ON, *SHOWN_ON), output)
-    write_rows(output / "runs.csv", found)
+    given = bases(sessions or (12, 24), (*CHOSEN_ON, *SHOWN_ON))
+    write_rows(output / "runs.csv", simulate_variants(requests, given, variants, figures, output))
 
 
 @app.command()

@@ -10,6 +10,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from launch.engines import is_older
+
 _Count = Annotated[int, Field(ge=0)]
 _Positive = Annotated[int, Field(ge=1)]
 
@@ -64,10 +66,9 @@ class PacingKeys(BaseModel):
 
     def too_new_for(self, version: str) -> tuple[str, str] | None:
         """The first key whose flag SGLang `version` does not have, and why it cannot be had."""
-        numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
         for key in self.given:
             since = _SINCE.get(key)
-            if since and numbers and numbers < since:
+            if since and is_older(version, since):
                 newer = ".".join(map(str, since))
                 why = f'SGLang {version} has no {_FLAGS[key]}; engine.version = "{newer}" does'
                 return key, why

@@ -25,7 +25,7 @@ from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, require
 from launch.gpus import on_gpus
-from launch.kv import vocab_size, worker_kv
+from launch.kv import host_tier_too_new_for, vocab_size, worker_kv
 from launch.models import has_tokenizer, is_shape, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import free_base, worker_ports
@@ -155,10 +155,12 @@ def layout(
     """
     known = _ENGINES[engine.name]
     for index, group in enumerate(topology.workers):
-        refused = topology.pacing_keys(group).too_new_for(engine.version)
+        refused = topology.pacing_keys(group).too_new_for(engine.version) or host_tier_too_new_for(
+            topology, group, engine.version
+        )
         if refused and not group.urls:
             key, why = refused
-            at = f"workers.{index}.{key}" if key in group.given else key
+            at = f"workers.{index}.{key}" if key in group.model_fields_set else key
             raise InputError(f"{topology.where}: {at}: {why}")
     on_cpu = topology.device == "cpu"
     # One share is left to those who ask and to the engines' own HTTP processes: a pool of threads

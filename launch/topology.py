@@ -277,12 +277,6 @@ class Topology(KvKeys, PacingKeys):
                     f"{where}: vllm takes one connector a worker, and this one has the one that "
                     "transfers KV between workers"
                 )
-        elif has_host_tier and group.role == "elastic":
-            raise ValueError(
-                f"{where}: an elastic worker has no host tier (the plugin's admission of local "
-                "prompts was not written for the room that SGLang keeps for KV that it loads "
-                f"back); workers.{index}.{host_key} = 0 leaves it out there"
-            )
 
     def kv_keys(self, group: WorkerGroup) -> KvKeys:
         """The keys of the KV cache of the workers of `group`: its own, else the topology's."""

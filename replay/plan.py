@@ -115,6 +115,11 @@ class _IdLists:
         skipped = np.cumsum(lengths) - lengths
         return np.repeat(firsts - skipped, lengths) + np.arange(lengths.sum())
 
+    def runs(self, index: int) -> list[tuple[int, int]]:
+        """The list as runs: the first id of each, and how many follow each other."""
+        kept = slice(self._ends[index], self._ends[index + 1])
+        return list(zip(self._firsts[kept], self._lengths[kept], strict=True))
+
 
 class PlannedRequests(Sequence[Planned]):
     """The requests of a plan in the trace's order, made one by one from columns: a few hundred
@@ -163,6 +168,10 @@ class PlannedRequests(Sequence[Planned]):
             self.waits_for(index),
             self.tree[index],
         )
+
+    def id_runs(self, index: int) -> list[tuple[int, int]]:
+        """A request's hash ids as runs (first, count) of consecutive ones."""
+        return self._ids.runs(index)
 
     def session(self, index: int) -> int:
         """The number of a request's session."""

@@ -138,6 +138,12 @@ def environment_for(engine: str, device: str, version: str | None = None) -> Env
     )
 
 
+def is_older(version: str, release: tuple[int, ...]) -> bool:
+    """Whether an engine's `version` comes before `release`; False where it has no numbers."""
+    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
+    return bool(numbers) and numbers < release
+
+
 def require(environment: Environment, where: str) -> None:
     """Raises `InputError`, with the command that installs it, when `environment` is missing."""
     if not environment.installed:

@@ -35,7 +35,9 @@ _OUTPUT_TOKENS = (32, 96)
 _THINK_S = (1.0, 4.0)
 _API_TIME_S = 0.5
 _DRAIN_S = 60
-
+# A shared machine's speed drifts over minutes: what is resampled for an interval is a minute.
+_BLOCK_S = 60.0
+_RESAMPLES = 200
 
 # Turns that cost a server about the same, so that their TTFT says whether it was the same server.
 _LIKE_NEW_TOKENS = (450, 600)
@@ -110,7 +112,7 @@ def write_corpus(folder: Path, seed: int) -> None:
         (folder / f"made_{number:04d}.json").write_bytes(orjson.dumps(session))
 
 
-def _figures(answered: list[Answered]) -> Figures:
+def figures_of(answered: list[Answered]) -> Figures:
     """The window is from the first request sent to the last one."""
     ttft = [one.ttft_s for one in answered]
     few, many = _LIKE_NEW_TOKENS
@@ -131,7 +133,49 @@ def _figures(answered: list[Answered]) -> Figures:
     )
 
 
-def of_ours(output: Path) -> Figures:
+def _minutes(answered: list[Answered]) -> list[list[Answered]]:
+    """The requests of each minute in which some were sent."""
+    minutes: dict[int, list[Answered]] = {}
+    for one in answered:
+        minutes.setdefault(int(one.sent_s // _BLOCK_S), []).append(one)
+    return list(minutes.values())
+
+
+def _ttft_ratio(first: list[Answered], second: list[Answered]) -> float:
+    """TTFT of `second` over that of `first` in the median request of `first`, by least absolute
+    deviations: of what the prompt costs, and of one figure for the client."""
+    both = first + second
+    prompts = np.array([one.prompt_tokens for one in both], float) / 1e3
+    new = prompts - np.array([one.cached_tokens for one in both], float) / 1e3
+    is_second = np.arange(len(both)) >= len(first)
+    cost = np.stack([np.ones(len(both)), new, prompts, new * prompts, new**2, is_second], axis=1)
+    ttft = np.array([one.ttft_s for one in both])
+    fitted = np.zeros(cost.shape[1])
+    # Reweighted least squares; a deviation below 1 ms counts as 1 ms.
+    for _ in range(25):
+        weights = 1 / np.sqrt(np.maximum(np.abs(ttft - cost @ fitted), 1e-3))
+        fitted = np.linalg.lstsq(cost * weights[:, None], ttft * weights, rcond=None)[0]
+    alike = float(np.median((cost[:, :-1] @ fitted[:-1])[: len(first)]))
+    return 1 + float(fitted[-1]) / alike
+
+
+def ttft_at_equal_work(
+    first: list[Answered], second: list[Answered], seed: int = 0
+) -> tuple[float, float, float]:
+    """TTFT of `second` over that of `first` for prompts of the same length with as many tokens from
+    the cache: two clients draw other sessions, so their medians are of other work. With its 95 %
+    interval, from minutes drawn again: the machine's speed is not the same in all of them."""
+    draw = random.Random(seed)
+    minutes = [_minutes(answered) for answered in (first, second)]
+    ratios = []
+    for _ in range(_RESAMPLES):
+        drawn = [draw.choices(some, k=len(some)) for some in minutes]
+        ratios.append(_ttft_ratio(*([one for part in some for one in part] for some in drawn)))
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return _ttft_ratio(first, second), float(low), float(high)
+
+
+def of_ours(output: Path) -> list[Answered]:
     """The measured window of a replay."""
     answered = []
     for result in read_results(output):
@@ -149,10 +193,10 @@ def of_ours(output: Path) -> Figures:
                     output_tokens=result.output_tokens,
                 )
             )
-    return _figures(answered)
+    return answered
 
 
-def of_aiperf(output: Path) -> Figures:
+def of_aiperf(output: Path) -> list[Answered]:
     """The profiling phase of an AIPerf run, from its records."""
     answered = []
     for line in (output / "profile_export.jsonl").read_bytes().splitlines():
@@ -172,7 +216,7 @@ def of_aiperf(output: Path) -> Figures:
                 output_tokens=int(metrics["output_sequence_length"]),
             )
         )
-    return _figures(answered)
+    return answered
 
 
 def _cores(text: str) -> set[int]:
@@ -228,13 +272,18 @@ def main(
     ours += ["--api", "chat", "--no-splice-outputs", "--start-share", "0", "0.99"]
     ours += ["--warm-up-s", "0", "--measure-s", str(seconds), "--drain-s", str(_DRAIN_S)]
     _run(*ours, "--max-inflight-sessions", sessions, "--seed", seed)
-    both = {"AIPerf": of_aiperf(theirs_out), "deltaserve": of_ours(own_out)}
-    write_json(output / "figures.json", {name: asdict(figures) for name, figures in both.items()})
+    theirs_answered, own_answered = of_aiperf(theirs_out), of_ours(own_out)
+    both = {"AIPerf": figures_of(theirs_answered), "deltaserve": figures_of(own_answered)}
+    ratio, low, high = ttft_at_equal_work(theirs_answered, own_answered)
+    equal_work = {"ratio": ratio, "low": low, "high": high}
+    by_client = {name: asdict(figures) for name, figures in both.items()}
+    write_json(output / "figures.json", {**by_client, "ttft_at_equal_work": equal_work})
     first, second = both.values()
     print(f"{'':22}{'AIPerf':>12}{'deltaserve':>12}{'ratio':>8}")
     for field in fields(Figures):
         a, b = getattr(first, field.name), getattr(second, field.name)
         print(f"{field.name:22}{a:12.4g}{b:12.4g}{b / a:8.3f}")
+    print(f"{'ttft at equal work':46}{ratio:8.3f}  95 % interval {low:.3f} to {high:.3f}")
 
 
 if __name__ == "__main__":

@@ -58,14 +58,13 @@ def _poll_nixl(queue: Any, *_: Any, **__: Any) -> None:
     """Lets the receiving side's NIXL make progress while transfers come in, or are given up.
 
     The sender's writes wait for it on a CPU, and without a progress thread it works only when
-    called. Nothing is sent by its notifications in the releases where this hook is needed.
+    called.
     """
     if not queue.queue and not queue.has_pending_deferred_releases():
         return
     manager = getattr(queue.scheduler.disagg_decode_prealloc_queue, "kv_manager", None)
-    agent = getattr(manager, "agent", None)
-    if agent is not None:
-        agent.get_new_notifs()
+    if getattr(manager, "agent", None) is not None:
+        current().let_nixl_progress(manager)
 
 
 def _give_up_the_core(_result: None, scheduler: Any) -> None:

@@ -25,7 +25,15 @@ from sglang_ext.elastic.worker import ElasticWorker
 
 logger = logging.getLogger(__name__)
 
-REASONS = ("prefill_lost", "prefill_unreachable", "timeout", "handshake", "transfer", "metadata")
+REASONS = (
+    "prefill_lost",
+    "prefill_unreachable",
+    "timeout",
+    "handshake",
+    "transfer",
+    "metadata",
+    "host_tier",
+)
 """Why a transfer failed, as counted."""
 
 _GIVEN_UP = "deltaserve_given_up"
@@ -36,7 +44,8 @@ _ENTRY = "deltaserve_entry"
 def reason_of(message: str, stage: str) -> str:
     """The one of `REASONS` that SGLang's failure `message` stands for.
 
-    Where the message says no more, it is the `stage`: ``handshake``, ``transfer`` or ``metadata``.
+    Where the message says no more, it is the `stage`: ``handshake``, ``transfer``,
+    ``metadata`` or ``host_tier``.
     """
     for text, reason in (
         ("Lost connection with prefill", "prefill_lost"),
@@ -191,7 +200,10 @@ def give_up_failed(worker: ElasticWorker, polls: list[int], queue: Any) -> list[
     arrived = []
     for i, (entry, poll) in enumerate(zip(queue.queue, polls, strict=True)):
         if poll == KVPoll.Failed:
-            setattr(entry.req, _GIVEN_UP, ("transfer", _failure_message(entry.kv_receiver)))
+            failure = ("transfer", _failure_message(entry.kv_receiver))
+            if worker.host_tier.has_failed(entry):
+                failure = ("host_tier", "the cached part did not come back from host memory")
+            setattr(entry.req, _GIVEN_UP, failure)
             reported[i] = int(KVPoll.Success)
         elif poll == KVPoll.Success and worker.queues.comes_by_transfer(entry.req):
             arrived.append(entry)
@@ -253,6 +265,7 @@ def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[An
         stage, message = getattr(req, _GIVEN_UP)
         setattr(req, _GIVEN_UP, None)
         entry = vars(req).pop(_ENTRY)
+        worker.host_tier.let_go(queue, entry)
         worker.quarantine.hold(
             entry,
             sglang.elastic().take_kv(req),

@@ -9,15 +9,17 @@ from typing import Any
 
 from sglang_ext import sglang
 from sglang_ext.elastic.admission import Waiting, reserved_for_local, reserved_for_transfers
+from sglang_ext.elastic.host_tier import HostTier
 from sglang_ext.elastic.queues import Queues
 
 
 class Memory:
     """The KV pool of one scheduler."""
 
-    def __init__(self, scheduler: Any, queues: Queues) -> None:
+    def __init__(self, scheduler: Any, queues: Queues, host_tier: HostTier) -> None:
         self._scheduler = scheduler
         self._queues = queues
+        self._host_tier = host_tier
 
     def available_tokens(self) -> int:
         """KV tokens that are free or can be evicted."""
@@ -67,15 +69,16 @@ class Memory:
         )
 
     def reserve_from_local(self, running_batch: Any, *, before_retracted: bool = False) -> int:
-        """What a local prompt must leave alone: the others' next tokens, and who goes before it.
+        """What a local prompt must leave alone: the others' next tokens, who goes before it, and
+        the room for what transfers bring back from host memory.
 
         A prompt that goes `before_retracted` requests need not leave them what they come back to.
         """
         preallocation = self._scheduler.disagg_decode_prealloc_queue
-        growth = 0
+        promised = self._host_tier.tokens_to_restore()
         if not running_batch.is_empty():
-            growth = running_batch.new_tokens_required_next_decode()
-        return growth + reserved_for_transfers(
+            promised += running_batch.new_tokens_required_next_decode()
+        return promised + reserved_for_transfers(
             decode_reserve=preallocation.num_reserved_decode_tokens,
             transfers=len(self._scheduler.disagg_decode_transfer_queue.queue)
             + len(self._queues.transferred),

@@ -14,6 +14,7 @@ from typing import Any
 from sglang_ext import sglang
 from sglang_ext.elastic.admission import slots_for_transferred
 from sglang_ext.elastic.chunks import Chunks
+from sglang_ext.elastic.host_tier import HostTier
 from sglang_ext.elastic.memory import Memory
 from sglang_ext.elastic.quarantine import Quarantine
 from sglang_ext.elastic.queues import Queues
@@ -35,6 +36,7 @@ class Steps:
         scheduler: Any,
         queues: Queues,
         memory: Memory,
+        host_tier: HostTier,
         quarantine: Quarantine,
         paced: PacedPrefill,
         sharing: Sharing,
@@ -43,6 +45,7 @@ class Steps:
         self._scheduler = scheduler
         self._queues = queues
         self._memory = memory
+        self._host_tier = host_tier
         self._quarantine = quarantine
         self._paced = paced
         self._sharing = sharing
@@ -82,7 +85,7 @@ class Steps:
             self._paced.decodes_go_on()
             return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         chunk = self._chunks.choose(running_batch)
-        if chunk is None:
+        if chunk is None or not self._host_tier.may_load():
             self._paced.decodes_go_on()
             return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
@@ -106,6 +109,7 @@ class Steps:
         if plan.running_batch.batch_is_full and self._full_at is None:
             self._full_at = self._fullness(plan.running_batch)
             self._full_for_steps = 0
+        self._host_tier.wait_for_copies(plan.batch_to_run)
         self._paced.chosen(had_decodes, plan.batch_to_run)
         return plan
 

@@ -1,8 +1,9 @@
 """The elastic part of a decode worker's scheduler, and the way to make one elastic.
 
 Owns the parts that an elastic worker is made of: who waits where (`queues`), who may take KV memory
-(`memory`), what failed transfers leave behind (`quarantine`), how prefill is paced
-(`sglang_ext.pacing`), and the step that puts them together (`steps`).
+(`memory`), what comes back from host memory (`host_tier`), what failed transfers leave behind
+(`quarantine`), how prefill is paced (`sglang_ext.pacing`), and the step that puts them together
+(`steps`).
 
 Every decision that depends on a clock is agreed upon by the ranks of a tensor-parallel group: they
 must form the same batch.
@@ -14,6 +15,7 @@ from collections import Counter
 from typing import Any
 
 from sglang_ext import ranks
+from sglang_ext.elastic.host_tier import HostTier
 from sglang_ext.elastic.memory import Memory
 from sglang_ext.elastic.quarantine import Quarantine
 from sglang_ext.elastic.queues import Queues
@@ -40,7 +42,8 @@ class ElasticWorker:
         self.counts: Counter[str] = Counter()
         self.exporter: Any = None
         self.queues = Queues(scheduler)
-        self.memory = Memory(scheduler, self.queues)
+        self.host_tier = HostTier(scheduler)
+        self.memory = Memory(scheduler, self.queues, self.host_tier)
         self.quarantine = Quarantine(scheduler, settings.quarantine_s, self.agree)
         self.paced = PacedPrefill(scheduler, settings, self.agree)
         self.sharing = Sharing(scheduler, self.paced)
@@ -48,6 +51,7 @@ class ElasticWorker:
             scheduler,
             self.queues,
             self.memory,
+            self.host_tier,
             self.quarantine,
             self.paced,
             self.sharing,
@@ -91,8 +95,6 @@ def attach(scheduler: Any, settings: ElasticSettings) -> ElasticWorker:
     unsupported = {
         "pipeline parallelism": parallel.pipeline > 1,
         "context parallelism": parallel.attention_context > 1,
-        "hierarchical cache": scheduler.enable_decode_hicache
-        or scheduler.enable_hierarchical_cache,
         "the staging buffer": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         "diffusion language models": scheduler.dllm_config is not None,
         **verbs.unsupported(scheduler),

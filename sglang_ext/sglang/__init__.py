@@ -11,9 +11,17 @@ from collections.abc import Iterable
 from sglang_ext.guards import Hook, PlacedHook, PluginMismatch
 from sglang_ext.sglang.base import ElasticVerbs, NotNeeded, Release
 from sglang_ext.sglang.v0_5_17 import Sglang0517
+from sglang_ext.sglang.v0_5_22 import Sglang0519, Sglang0520, Sglang0521, Sglang0522
 from sglang_ext.sglang.v0_5_23 import Sglang0523
 
-RELEASES: tuple[Release, ...] = (Sglang0517(), Sglang0523())
+RELEASES: tuple[Release, ...] = (
+    Sglang0517(),
+    Sglang0519(),
+    Sglang0520(),
+    Sglang0521(),
+    Sglang0522(),
+    Sglang0523(),
+)
 
 _current: list[Release] = []
 

@@ -178,10 +178,14 @@ class Release(Protocol):
         ...
 
     def look_up_cached_tokens(self, tree_cache: Any, req: Any) -> int:
-        """How much of `req` the radix cache holds in the worker's own KV pool.
+        """How much of `req` the radix cache holds, in the KV pool or in its host tier.
 
         Leaves `req` as it is: it may stand elsewhere in the tree, with a lock there.
         """
+        ...
+
+    def let_nixl_progress(self, manager: Any) -> None:
+        """Has the NIXL of `manager`, a decode worker's, work on what comes in; nothing is lost."""
         ...
 
     def keep_from_adder(self, adder: Any, tokens: int) -> None:

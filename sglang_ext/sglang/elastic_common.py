@@ -18,6 +18,11 @@ class ElasticCommon:
         req.retraction_count, req.retracted_stain = retractions, stained
         req.full_untruncated_fill_ids = array("q")
 
+    def release_kv(self, tree_cache: Any, req: Any) -> None:
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        release_kv_cache(req, tree_cache, is_insert=False)
+
     def put_back(self, scheduler: Any, req: Any) -> None:
         from sglang.srt.managers.schedule_batch import release_req
 
@@ -34,6 +39,9 @@ class ElasticCommon:
 
     def tokens_to_come_back(self, preallocation: Any, req: Any) -> int:
         return int(preallocation._prealloc_required_tokens(req)[0])
+
+    def kept_from_adder(self, adder: Any) -> int:
+        return int(adder.rem_total_token_offset)
 
     def _more_for_release(self, scheduler: Any) -> dict[str, Any]:
         """Parameters of SGLang's `release_req` that only some releases have."""

@@ -104,12 +104,11 @@ TARGETS: Mapping[str, Target | NotNeeded] = {
     ),
     "nixl.receiving": NotNeeded("receivers ask NIXL for notifications, which lets it progress"),
     "nixl.draining": NotNeeded("nobody waits for writes of aborted transfers to end"),
-    "nixl.send_kvcache": Target(
-        f"{_NIXL}.send_kvcache",
-        "(self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, "
-        "notif, dst_mem_kind='VRAM')",
+    "nixl.send_request": Target(
+        f"{_NIXL}.add_transfer_request",
+        "(self, bootstrap_room, kv_indices, index_slice, is_last_chunk, chunk_id, aux_index=None, "
+        "state_indices=None, num_kv_tokens=None)",
     ),
-    "nixl.send_request": NotNeeded("send_kvcache says which room it sends for"),
     "nixl.status": Target(f"{_NIXL}.update_status", "(self, bootstrap_room, status)"),
     "mooncake.send_request": Target(
         f"{_MOONCAKE}.add_transfer_request",
@@ -131,7 +130,25 @@ TARGETS: Mapping[str, Target | NotNeeded] = {
 }
 
 
-class Sglang0517:
+class ByPrefixIndices:
+    """How releases before 0.5.22 note what of a request is in place: as indices of its pages."""
+
+    def prefix_tokens(self, req: Any) -> int:
+        return len(req.prefix_indices)
+
+    def extend_tokens(self, req: Any) -> int:
+        return int(req.extend_range.length)
+
+    def look_up_cached_tokens(self, tree_cache: Any, req: Any) -> int:
+        from sglang.srt.managers.schedule_policy import match_prefix_for_req
+
+        # It writes where it ended into the request: a stand-in is looked up.
+        stand_in = copy.copy(req)
+        match_prefix_for_req(tree_cache, stand_in, req.origin_input_ids + req.output_ids)
+        return len(stand_in.prefix_indices) + int(stand_in.host_hit_length)
+
+
+class Sglang0517(ByPrefixIndices):
     """The adapter for 0.5.17 and 0.5.18, which has one parameter more in `PrefillAdder`."""
 
     versions: tuple[str, ...] = ("0.5.17", "0.5.18")
@@ -156,19 +173,8 @@ class Sglang0517:
     def can_ride(self, running_batch: Any) -> bool:
         return True
 
-    def prefix_tokens(self, req: Any) -> int:
-        return len(req.prefix_indices)
-
-    def extend_tokens(self, req: Any) -> int:
-        return int(req.extend_range.length)
-
-    def look_up_cached_tokens(self, tree_cache: Any, req: Any) -> int:
-        from sglang.srt.managers.schedule_policy import match_prefix_for_req
-
-        # It writes where it ended into the request: a stand-in is looked up.
-        stand_in = copy.copy(req)
-        match_prefix_for_req(tree_cache, stand_in, req.origin_input_ids + req.output_ids)
-        return len(stand_in.prefix_indices)
+    def let_nixl_progress(self, manager: Any) -> None:
+        manager.update_transfer_status()
 
     def keep_from_adder(self, adder: Any, tokens: int) -> None:
         adder.rem_total_token_offset += tokens

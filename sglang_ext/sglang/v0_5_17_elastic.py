@@ -21,6 +21,8 @@ class Elastic0517(ElasticCommon):
         args = scheduler.server_args
         return {
             "the offloading of decode KV": args.disaggregation_decode_enable_offload_kvcache,
+            # SGLang cannot tell there how many copies from it are under way.
+            "a host tier before SGLang 0.5.23": scheduler.enable_hierarchical_cache,
             # Their requests own KV while they wait in line, where local prompts must own none.
             "streaming sessions": args.enable_streaming_session,
         }
@@ -35,11 +37,6 @@ class Elastic0517(ElasticCommon):
         from sglang.srt.managers.io_struct import AbortReq
 
         scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
-
-    def release_kv(self, tree_cache: Any, req: Any) -> None:
-        from sglang.srt.mem_cache.common import release_kv_cache
-
-        release_kv_cache(req, tree_cache, is_insert=False)
 
     def take_kv(self, req: Any) -> Any:
         stand_in = copy.copy(req)
@@ -75,6 +72,3 @@ class Elastic0517(ElasticCommon):
             # It has all its KV to itself. Matching it against the tree now, as SGLang would, swaps
             # in pages that it does not hold a lock on and forgets its own.
             req.last_node = tree_cache.root_node
-
-    def kept_from_adder(self, adder: Any) -> int:
-        return int(adder.rem_total_token_offset)

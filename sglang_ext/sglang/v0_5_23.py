@@ -32,7 +32,6 @@ TARGETS: Mapping[str, Target | NotNeeded] = {
     "nixl.draining": Target(
         "sglang.srt.disaggregation.decode.DecodeTransferQueue.resolve_deferred_releases", "(self)"
     ),
-    "nixl.send_kvcache": NotNeeded("it no longer says for which room; send_request does"),
     "nixl.send_request": Target(f"{_NIXL}.add_transfer_request", _SEND_PARAMETERS),
     "mooncake.send_request": Target(f"{_MOONCAKE}.add_transfer_request", _SEND_PARAMETERS),
     "mooncake.heartbeat": NotNeeded("Mooncake's backend uses the common one since 0.5.20"),
@@ -90,7 +89,12 @@ class Sglang0523:
 
         # `match_kv_cache` writes into the request and into its KV record, which a copy would share.
         key = _req_radix_key(tree_cache, req, req.origin_input_ids + req.output_ids)
-        return int(tree_cache.match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
+        match = tree_cache.match_prefix(MatchPrefixParams(key=key))
+        return int(match.device_prefix_len + match.host_hit_length)
+
+    def let_nixl_progress(self, manager: Any) -> None:
+        # Nothing is sent by NIXL's notifications since 0.5.23: there are none to lose.
+        manager.agent.get_new_notifs()
 
     def keep_from_adder(self, adder: Any, tokens: int) -> None:
         adder.memory_budget.total_offset += tokens

@@ -28,6 +28,14 @@ class Elastic0523(ElasticCommon):
         disagg, memory = get_disagg(), get_memory()
         return {
             "the offloading of decode KV": disagg.disaggregation_decode_enable_offload_kvcache,
+            # What is evicted has been copied by then. Written back when evicted, it would hold room
+            # that local prompts count as free.
+            "a host tier that is not written through": (
+                scheduler.enable_hierarchical_cache
+                and memory.hicache_write_policy != "write_through"
+            ),
+            # Requests in line would own what is being fetched for them.
+            "storage behind the host tier": scheduler.enable_hicache_storage,
             # Requests of sessions own KV while they wait in line, where local prompts own none.
             "streaming sessions": get_serving().enable_streaming_session,
             # SGLang has these three with the decode radix cache since 0.5.21.
@@ -38,18 +46,27 @@ class Elastic0523(ElasticCommon):
             "retraction backups other than cpu_tensor": (
                 disagg.disaggregation_decode_retraction_backup != "cpu_tensor"
             ),
-            "KV received in host memory": disagg.disaggregation_decode_host_receive_threshold < 1,
-            "changing roles": disagg.enable_pd_role_switch,
+            **self._since_0521(disagg),
             # It keeps SGLang from forming a prefill batch, in the midst of which transfers come in.
             "a prefill-decode interval": scheduler.prefill_decode_interval > 0,
             "the unified memory pool": scheduler.enable_unified_memory,
             "session radix caches": memory.enable_session_radix_cache,
-            "caches of others (LMCache, FlexKV, external linkers)": (
-                memory.enable_lmcache
-                or memory.enable_flexkv
-                or memory.enable_unified_cache_external_linker
-            ),
+            "caches of others (LMCache, FlexKV, external linkers)": self._caches_of_others(memory),
         }
+
+    def _since_0521(self, disagg: Any) -> Mapping[str, bool]:
+        """What came with 0.5.21 and was not tried."""
+        return {
+            "KV received in host memory": disagg.disaggregation_decode_host_receive_threshold < 1,
+            "changing roles": disagg.enable_pd_role_switch,
+        }
+
+    def _caches_of_others(self, memory: Any) -> bool:
+        return bool(
+            memory.enable_lmcache
+            or memory.enable_flexkv
+            or memory.enable_unified_cache_external_linker
+        )
 
     def enter_line(self, scheduler: Any, req: Any) -> None:
         req.arrival_processed_tokens = scheduler.processed_tokens_counter

@@ -28,29 +28,12 @@ _open_transfers: dict[int, _Transfer] = {}
 
 
 @harmless
-def _note_chunk(
-    manager: Any,
-    peer_name: str,
-    prefill_kv_indices: Any,
-    dst_kv_ptrs: Any,
-    dst_kv_indices: Any,
-    dst_gpu_id: int,
-    notif: str,
-    dst_mem_kind: str = "VRAM",
-) -> None:
-    """Counts a chunk; `prefill_kv_indices` are its page indices, `notif` starts with the room."""
-    _count(int(notif.split("_", 1)[0]), len(prefill_kv_indices))
-
-
-@harmless
-def _note_request(manager: Any, bootstrap_room: int, kv_indices: Any, *_: Any, **__: Any) -> None:
-    """Counts a chunk on its way to the threads that send, whose own calls do not name the room."""
-    if len(kv_indices) > 0:
-        _count(bootstrap_room, len(kv_indices))
-
-
-def _count(room: int, pages: int) -> None:
-    transfer = _open_transfers.setdefault(room, _Transfer(start_unix_s=time.time()))
+def _note_chunk(manager: Any, bootstrap_room: int, kv_indices: Any, *_: Any, **__: Any) -> None:
+    """Counts a chunk on its way to the threads that send, by whichever call they send it then."""
+    pages = len(kv_indices)
+    if pages == 0:
+        return
+    transfer = _open_transfers.setdefault(bootstrap_room, _Transfer(start_unix_s=time.time()))
     if len(_open_transfers) > _MOST_OPEN:
         # A room that never concludes stays: the oldest is one.
         del _open_transfers[next(iter(_open_transfers))]
@@ -100,9 +83,8 @@ def _note_end(manager: Any, bootstrap_room: int, status: Any) -> None:
 
 
 HOOKS = (
-    Hook("nixl.send_kvcache", "before", _note_chunk),
-    Hook("nixl.send_request", "before", _note_request),
-    Hook("mooncake.send_request", "before", _note_request),
+    Hook("nixl.send_request", "before", _note_chunk),
+    Hook("mooncake.send_request", "before", _note_chunk),
     Hook("nixl.status", "before", _note_end),
     Hook("mooncake.status", "before", _note_end),
 )

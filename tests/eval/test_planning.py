@@ -58,6 +58,20 @@ def test_the_experiment_is_one_that_eval_run_takes(tmp_path: Path) -> None:
     assert experiment.replay.session_limit is None
     path.write_text(experiment_text(dataclasses.replace(asked, sessions=9), hardware()))
     assert load_experiment(str(path))[0].replay.session_limit == 9
+    assert not experiment.simulate.calibration_spread
+    path.write_text(
+        experiment_text(
+            dataclasses.replace(
+                asked, tolerance=0.2, calibration_spread=True, max_input_tokens=130_000
+            ),
+            hardware(),
+        )
+    )
+    changed, _ = load_experiment(str(path))
+    assert changed.search is not None
+    assert changed.search.tolerance == 0.2
+    assert (experiment.replay.max_input_tokens, changed.replay.max_input_tokens) == (None, 130_000)
+    assert changed.simulate.calibration_spread
 
 
 def search(arm: str, agents: float, low: float, high: float) -> Search:
@@ -85,15 +99,16 @@ def test_where_nothing_carries_one_session_is_to_be_measured() -> None:
 
 
 def test_plans_stand_side_by_side_a_line_an_arm(tmp_path: Path) -> None:
-    asked = Asked(trace=tmp_path)
+    asked = Asked(trace=tmp_path / "weka.jsonl.zst")
     two, eight = hardware(gpus=2), hardware(gpus=8)
     rows = [
         line(search("pd-1p1d", 5.0, 4.0, 6.0), asked, two),
         line(search("colocated", 6.0, 5.0, math.inf), asked, two),
         line(search("colocated", 26.0, 24.0, 28.0), asked, eight),
     ]
+    heads = ["simulated: agents a GPU", *(f"weka, {H200}, {n} GPUs, think ≤ 10 s" for n in (2, 8))]
     assert table(rows) == [
-        "| simulated: agents a GPU | 2 GPUs, think ≤ 10 s | 8 GPUs, think ≤ 10 s |",
+        f"| {' | '.join(heads)} |",
         "|--|--|--|",
         "| `colocated` | 3 [2.5–∞] | 3.2 [3–3.5] |",
         "| `pd-1p1d` | 2.5 [2–3] |  |",

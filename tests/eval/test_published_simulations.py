@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import sensitivity, weights
+from eval import planning, sensitivity, weights
 from eval.experiment_files import packaged_experiments
 from eval.run_lines import read_rows
 from eval.separation import OBJECTIVES, figure, table
@@ -65,6 +65,11 @@ def test_the_tables_of_sensitivity_follow_from_their_runs() -> None:
     assert len(found) == 2
     for lines in found:
         assert "\n".join(lines) in text
+
+
+def test_the_table_of_the_plan_follows_from_its_lines() -> None:
+    rows = read_rows(PAGE.parent / "simulated/plan.csv")
+    assert "\n".join(planning.table(rows)) in PAGE.with_name("simulated-plan.md").read_text()
 
 
 RUNS = PAGE.parent / "simulated/residency-frontier.csv"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ from typer.testing import CliRunner
 
 from deltaserve.errors import InputError
 from eval.cli import app
-from eval.simulate import PLANNED_FILE, packaged_calibrations, read_calibration, simulate
+from eval.simulate import (
+    PLANNED_FILE,
+    drawn_calibration,
+    packaged_calibrations,
+    read_calibration,
+    simulate,
+)
 
 
 @pytest.fixture
@@ -113,3 +120,33 @@ def test_the_command_takes_a_plan_as_toml(trace: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "12 requests" in result.output
     assert (out / "simulation.json").is_file()
+
+
+def test_constants_are_drawn_from_the_error_that_the_calibration_states() -> None:
+    given = read_calibration("qwen3-coder-30b-a3b-h200-sglang")
+    ratios: dict[str, list[float]] = {}
+    for seed in range(400):
+        drawn = drawn_calibration("qwen3-coder-30b-a3b-h200-sglang", seed)
+        assert drawn == drawn_calibration("qwen3-coder-30b-a3b-h200-sglang", seed)
+        changed = {key for key in given if drawn[key] != given[key]}
+        assert changed == {key for key in given if key.startswith(("prefill", "decode"))}
+        # One factor a kind: a slower prefill has more overhead and fewer tokens a second.
+        slower = drawn["prefill_overhead_s"] / given["prefill_overhead_s"]
+        assert given["prefill_pairs_per_s"] / drawn["prefill_pairs_per_s"] == pytest.approx(slower)
+        ratios.setdefault("prefill", []).append(slower)
+        ratios.setdefault("decode", []).append(drawn["decode_base_s"] / given["decode_base_s"])
+    # Half of the draws are within the fit's median error of a step: 6.4 % and 3.7 %.
+    for kind, error in (("prefill", 0.0641), ("decode", 0.0369)):
+        inside = sum(abs(ratio - 1) <= error for ratio in ratios[kind])
+        assert 160 <= inside <= 240, kind
+
+
+def test_a_guess_says_its_own_error_and_one_that_says_none_is_refused(tmp_path: Path) -> None:
+    guess = "qwen3-coder-30b-a3b-h20-sglang-guess"
+    base_s = read_calibration(guess)["decode_base_s"]
+    shares = [drawn_calibration(guess, seed)["decode_base_s"] / base_s for seed in range(400)]
+    assert 0.15 < statistics.pstdev(shares) < 0.25
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\ndecode_base_s = 0.1\n')
+    with pytest.raises(InputError, match="states no error of prefill steps"):
+        drawn_calibration(str(path), 1)

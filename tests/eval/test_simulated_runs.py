@@ -255,3 +255,19 @@ def test_the_command_line(experiment: Path, tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, [*arguments, "--trace", "x.jsonl"])
     assert isinstance(refused.exception, InputError)
     assert "--trace" in str(refused.exception)
+
+
+def test_each_round_draws_its_constants_the_same_for_both_arms(
+    experiment: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    assert run(experiment, output, "simulate.calibration_spread=true").complete == 4
+    base_s = {
+        (one.arm, one.repeat): orjson.loads((one.folder / "plan.json").read_bytes())["workers"][0][
+            "calibration"
+        ]["decode_base_s"]
+        for one in find_runs([output])
+    }
+    assert base_s["off", 1] == base_s["large", 1] != base_s["off", 2] == base_s["large", 2]
+    with pytest.raises(InputError, match="its error drawn"):
+        run(experiment, output)

@@ -129,15 +129,28 @@ def test_a_groups_keys_win_over_the_topologys() -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "at"),
+    [("host_kv_gb=1", "host_kv_gb"), ("workers.1.host_kv_tokens=9", "workers.1.host_kv_tokens")],
+)
+def test_an_elastic_worker_has_a_host_tier_from_the_release_on_that_allows_it(
+    override: str, at: str
+) -> None:
+    topology = load_topology("elastic-1p1d", ["max_total_tokens=9", override])
+
+    def planned_with(version: str) -> Plan:
+        return layout(
+            topology, Path("/run/x"), Engine("sglang", Path("/e"), {"sglang": version}), 64
+        )
+
+    assert "--enable-hierarchical-cache" in planned_with("0.5.23").workers[1].argv
+    with pytest.raises(InputError, match=rf"{at}: an elastic worker of SGLang 0.5.17 has no host"):
+        planned_with("0.5.17")
+
+
+@pytest.mark.parametrize(
     ("name", "overrides", "said"),
     [
         ("colocated-1", ["host_kv_gb=1", "host_kv_tokens=1"], "give it or host_kv_gb, not both"),
-        ("elastic-1p1d", ["host_kv_gb=1"], "host_kv_gb: an elastic worker has no host tier"),
-        (
-            "elastic-1p1d",
-            ["workers.1.host_kv_tokens=9"],
-            "workers.1.host_kv_tokens: an elastic worker has no host tier",
-        ),
         ("vllm-pd-1p1d", ["host_kv_gb=1"], "vllm takes one connector a worker"),
         ("vllm-2-nixl-both", ["host_kv_gb=1"], "vllm takes one connector a worker"),
         ("laptop-vllm", ["host_kv_tokens=9"], "vllm offloads KV from GPUs only"),

@@ -36,7 +36,7 @@ VOCABULARY = 1000
 TEXT_VOCABULARY = 32768
 """Token ids of the tiny model with text: SGLang's own tests ask for ids up to 30,000."""
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "attention_bias": False,
     "bos_token_id": 1,
@@ -356,6 +356,7 @@ class Workers:
     folder: Path
     base_port: int
     version: str = DEFAULT
+    text: bool = False
     running: dict[str, Server] = field(default_factory=dict)
 
     def bring_up(self, name: str, key: str, flags: tuple[str, ...], **variables: str) -> Server:
@@ -373,6 +374,7 @@ class Workers:
             flags,
             variables | {"KEY": key},
             self.version,
+            self.text,
         )
         server.log.unlink(missing_ok=True)
         server.start()

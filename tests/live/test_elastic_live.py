@@ -30,7 +30,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.live.conftest import DEFAULT, NEWER
+from tests.live.conftest import DEFAULT, NEWER, total_of
 from tests.live.elastic_fleet import (
     VOCABULARY,
     Fleet,
@@ -332,6 +332,51 @@ async def test_pages_of_64_overlap_retraction_and_a_pool_that_is_nearly_exhauste
         assert "Testing retraction" in fleet.elastic.log.read_text(errors="replace")
     assert not sessions.wrong, sessions.wrong[:5]
     print(dict(sessions.seen), state["counts"], file=sys.stderr)
+
+
+async def test_what_was_evicted_comes_back_from_host_memory_on_either_path(
+    workers: Workers,
+) -> None:
+    if workers.version == DEFAULT:
+        pytest.skip(f"SGLang {DEFAULT}: an elastic worker has no host tier there")
+    async with workers.fleet(
+        "host tier",
+        (),
+        (
+            *("--enable-hierarchical-cache", "--hicache-ratio", "6"),
+            *("--hicache-write-policy", "write_through", "--hicache-io-backend", "kernel"),
+            *("--hicache-mem-layout", "layer_first", "--max-total-tokens", "4000"),
+            *("--num-reserved-decode-tokens", "32"),
+        ),
+    ) as fleet:
+        sessions = Sessions(fleet, random.Random(SEED + 8), longest_tokens=1500)
+        for again in (fleet.local, fleet.separated):
+            prompt = sessions.tokens(1500)
+            await fleet.local(request(prompt, 1))
+            for _ in range(3):  # their KV is more than the pool
+                await fleet.local(request(sessions.tokens(1500), 1))
+            # The prefill worker has not seen this prompt: what is cached is so on the elastic one.
+            longer = prompt + sessions.tokens(40)
+            answer = await again(request(longer, 6))
+            assert answer["output_ids"] == await fleet.truth(longer, 6)
+            assert answer["meta_info"]["cached_tokens"] >= len(prompt) - 1
+
+        count = max(16, SESSIONS[workers.version] // 4)
+        running = asyncio.create_task(sessions.run(count, at_once=14))
+        while sessions.seen["separated"] < 12 and not running.done():
+            await asyncio.sleep(0.05)
+        fleet.prefill.kill()
+        await asyncio.sleep(2)
+        fleet.prefill.start()
+        await running
+        async with fleet.client.get(f"{fleet.elastic.url}/metrics") as page:
+            loaded = total_of(await page.text(), "sglang:load_back_tokens_total")
+        state = await fleet.check_accounts()
+    print(dict(sessions.seen), state["counts"], f"{loaded:.0f} tokens back", file=sys.stderr)
+    assert not sessions.wrong, sessions.wrong[:5]
+    assert loaded > 10_000
+    assert sessions.seen["local"] > 0
+    assert sessions.seen["separated"] > 0
 
 
 async def test_a_more_important_request_pushes_others_out_and_they_come_back(

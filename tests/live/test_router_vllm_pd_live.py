@@ -82,8 +82,12 @@ def check_what_is_sent(separated: Fleet, prompt: Callable[[int], list[int]]) -> 
     def moved_bytes() -> float:
         return scraped(decode.url, "vllm:nixl_bytes_transferred_sum")
 
-    # The pair connected before it served, which moved KV as well.
-    connecting = moved_bytes()
+    def failed_transfers() -> float:
+        return scraped(decode.url, "vllm:nixl_num_failed_transfers_total")
+
+    # The pair connected before it served, which moved KV as well. A first handshake that is slow on
+    # a busy machine fails there and is tried again: what counts is what fails after it.
+    connecting, failed_connecting = moved_bytes(), failed_transfers()
     first = prompt(700)
     answered_by, answer = complete(router, first)
     assert answered_by == decode.id
@@ -107,4 +111,4 @@ def check_what_is_sent(separated: Fleet, prompt: Callable[[int], list[int]]) -> 
     with urllib.request.urlopen(f"{router}/decisions?limit=2", timeout=30.0) as page:
         decisions = json.loads(page.read())["decisions"]
     assert [decision["kind"] for decision in decisions] == ["prefill_decode"] * 2
-    assert scraped(decode.url, "vllm:nixl_num_failed_transfers_total") == 0
+    assert failed_transfers() == failed_connecting

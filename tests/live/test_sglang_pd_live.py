@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 import urllib.request
@@ -21,10 +22,10 @@ from tests.live.conftest import (
     Generation,
     generate,
     generate_separated,
-    installed,
     scraped,
     worker_of,
 )
+from tests.live.elastic_fleet import engine_python
 from tests.live.test_router_live import get, router
 
 Prompt = Callable[[int], list[int]]
@@ -34,12 +35,12 @@ Prompt = Callable[[int], list[int]]
 def sglang(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
-    """The fleet on each release of SGLang that is pinned."""
-    installed("sglang", request.param)
-    topology = load_topology(
-        Path(__file__).with_name("sglang-pd-beside-colocated.toml"),
-        [f'engine.version="{request.param}"'],
-    )
+    """The fleet on each release that is pinned, or on that of ``DELTASERVE_LIVE_ENGINE``."""
+    python = engine_python(request.param)
+    choice = f'engine.version="{request.param}"'
+    if os.environ.get("DELTASERVE_LIVE_ENGINE"):
+        choice = f'engine.python="{python}"'
+    topology = load_topology(Path(__file__).with_name("sglang-pd-beside-colocated.toml"), [choice])
     with fleet(topology, tmp_path_factory.mktemp("sglang"), on_progress=print) as running:
         yield running
 

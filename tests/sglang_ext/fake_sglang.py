@@ -153,6 +153,7 @@ class Req:
         self.kv: KV | None = None
         self.last_node: Node | None = None
         self.prefix_indices: list[int] = []
+        self.host_hit_length = 0
         self.extend_range = SimpleNamespace(length=0)
 
     def init_next_round_input(self, tree_cache: Tree) -> None:
@@ -174,6 +175,8 @@ class Req:
 
 class Batch:
     """A ``ScheduleBatch``: the running one, or the next."""
+
+    hicache_consumer_index = -1
 
     def __init__(self, reqs: Iterable[Req] = ()) -> None:
         self.reqs = list(reqs)
@@ -645,6 +648,7 @@ def match_prefix_for_req(
     """Like SGLang's, overwrites where the request stands in the tree."""
     length, req.last_node = tree_cache.match(tuple(token_ids))
     req.prefix_indices = list(range(length))
+    req.host_hit_length = 0
 
 
 def prepare_abort(req: Req, message: str, status_code: Any = None) -> None:

@@ -38,9 +38,17 @@ def test_a_cpu_worker_is_not(started: Started) -> None:
     started("cpu")
 
 
-def test_nixl_is_polled_while_a_transfer_comes_in_or_is_given_up_and_not_otherwise() -> None:
+@pytest.mark.parametrize(
+    ("version", "asked"),
+    [("0.5.23", "agent"), *((v, "manager") for v in ("0.5.19", "0.5.20", "0.5.21", "0.5.22"))],
+)
+def test_nixl_is_polled_while_a_transfer_comes_in_or_is_given_up_and_not_otherwise(
+    monkeypatch: pytest.MonkeyPatch, version: str, asked: str
+) -> None:
+    """Where notifications say that KV has arrived, SGLang's own reader gets them: none is lost."""
+    monkeypatch.setattr(releases, "_current", [releases.select(version)])
     polled: list[str] = []
-    agent = SimpleNamespace(get_new_notifs=lambda: polled.append("nixl"))
+    agent = SimpleNamespace(get_new_notifs=lambda: polled.append("agent"))
 
     def queue(coming: int, given_up: bool, manager: Any) -> Any:
         return SimpleNamespace(
@@ -51,11 +59,12 @@ def test_nixl_is_polled_while_a_transfer_comes_in_or_is_given_up_and_not_otherwi
             ),
         )
 
-    nixl, of_another_backend = SimpleNamespace(agent=agent), SimpleNamespace()
+    nixl = SimpleNamespace(agent=agent, update_transfer_status=lambda: polled.append("manager"))
+    of_another_backend = SimpleNamespace()
     cpu._poll_nixl(queue(0, False, nixl))
     cpu._poll_nixl(queue(1, True, of_another_backend))
     assert not polled
     cpu._poll_nixl(queue(2, False, nixl))
-    assert polled == ["nixl"], "there is one agent a worker"
+    assert polled == [asked], "there is one agent a worker"
     cpu._poll_nixl(queue(0, True, nixl))
-    assert polled == ["nixl"] * 2, "the prefill worker's last write would not end"
+    assert polled == [asked] * 2, "the prefill worker's last write would not end"

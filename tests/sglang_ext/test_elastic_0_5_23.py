@@ -224,9 +224,12 @@ def test_the_word_of_a_prefill_worker_that_is_gone_is_not_waited_for(
 # ------------------------------------------------------------------ what is refused
 
 
+@pytest.mark.parametrize("version", ["0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"])
 def test_what_newer_sglang_allows_beside_a_decode_radix_cache_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
+    verbs: Any = releases.select(version).elastic
+    tiered = version == "0.5.23"
     disagg = SimpleNamespace(
         disaggregation_decode_enable_radix_cache=True,
         disaggregation_decode_enable_offload_kvcache=False,
@@ -239,6 +242,7 @@ def test_what_newer_sglang_allows_beside_a_decode_radix_cache_is_refused(
         enable_lmcache=False,
         enable_flexkv=False,
         enable_unified_cache_external_linker=False,
+        hicache_write_policy="write_through",
     )
     serving = SimpleNamespace(enable_streaming_session=False)
     module(
@@ -255,22 +259,33 @@ def test_what_newer_sglang_allows_beside_a_decode_radix_cache_is_refused(
         is_hybrid_ssm=False,
         prefill_decode_interval=0,
         enable_unified_memory=False,
+        enable_hierarchical_cache=tiered,
+        enable_hicache_storage=False,
     )
-    assert VERBS.has_radix_cache(scheduler)
-    assert not any(VERBS.unsupported(scheduler).values())
+    assert verbs.has_radix_cache(scheduler)
+    assert not any(verbs.unsupported(scheduler).values())
 
-    asked = (
+    asked: list[tuple[Any, str, Any, str]] = [
         (speculation, "is_none", lambda: False, "speculative decoding"),
         (disagg, "disaggregation_decode_retraction_backup", "none", "retraction backups"),
-        (disagg, "disaggregation_decode_host_receive_threshold", 0.5, "KV received in host memory"),
         (scheduler, "prefill_decode_interval", 2, "a prefill-decode interval"),
         (memory, "enable_flexkv", True, "caches of others"),
+        (scheduler, "enable_hicache_storage", True, "storage behind the host tier"),
         (serving, "enable_streaming_session", True, "streaming sessions"),
-    )
+    ]
+    if version >= "0.5.21":
+        received = "disaggregation_decode_host_receive_threshold"
+        asked += [(disagg, received, 0.5, "KV received in host memory")]
+    if tiered:
+        asked += [(memory, "hicache_write_policy", "write_back", "a host tier that is not written")]
+    else:
+        asked += [
+            (scheduler, "enable_hierarchical_cache", True, "a host tier before SGLang 0.5.23")
+        ]
     for settings, name, value, what in asked:
         with monkeypatch.context() as changed:
             changed.setattr(settings, name, value)
             (refused,) = [
-                name for name, is_asked in VERBS.unsupported(scheduler).items() if is_asked
+                name for name, is_asked in verbs.unsupported(scheduler).items() if is_asked
             ]
             assert refused.startswith(what)

@@ -15,6 +15,13 @@ from sglang_ext import sglang as releases
 from sglang_ext.sglang.base import Parallel, Release
 
 OLDER, NEWER = releases.select("0.5.17"), releases.select("0.5.23")
+BEFORE_0522 = [r for r in releases.RELEASES if r.versions[0] < "0.5.22"]
+BEFORE_0521 = [r for r in releases.RELEASES if r.versions[0] < "0.5.21"]
+
+
+def newest(release: Release) -> str:
+    """The name of a release in a test's."""
+    return release.versions[-1]
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
@@ -54,7 +61,7 @@ def settings(monkeypatch: pytest.MonkeyPatch, release: Release, **found: Any) ->
     return SimpleNamespace(device="cuda", server_args=SimpleNamespace(device=None))
 
 
-@pytest.mark.parametrize("release", [OLDER, NEWER], ids=["0.5.17", "0.5.23"])
+@pytest.mark.parametrize("release", releases.RELEASES, ids=newest)
 def test_settings_are_the_resolved_ones(monkeypatch: pytest.MonkeyPatch, release: Release) -> None:
     found = {"attention": "fa3", "graphs": graphs("breakable", [512, 4096])}
     scheduler = settings(monkeypatch, release, **found)
@@ -70,7 +77,8 @@ def test_settings_are_the_resolved_ones(monkeypatch: pytest.MonkeyPatch, release
 def test_a_prompts_prefix_and_chunk() -> None:
     older = SimpleNamespace(prefix_indices=[0] * 30, extend_range=SimpleNamespace(length=7))
     newer = SimpleNamespace(prefix_len=30, extend_len=7)
-    for release, req in ((OLDER, older), (NEWER, newer)):
+    for release in releases.RELEASES:
+        req = older if release in BEFORE_0522 else newer
         assert (release.prefix_tokens(req), release.extend_tokens(req)) == (30, 7)
 
 
@@ -84,19 +92,22 @@ def test_beams_do_not_ride_along_where_there_are_beams() -> None:
 
 
 def test_what_an_adder_leaves_alone_adds_up() -> None:
-    older = SimpleNamespace(rem_total_token_offset=100)
-    newer = SimpleNamespace(memory_budget=SimpleNamespace(total_offset=100))
-    for release, adder in ((OLDER, older), (NEWER, newer)):
+    for release in releases.RELEASES:
+        adder = SimpleNamespace(memory_budget=SimpleNamespace(total_offset=100))
+        if release in BEFORE_0521:
+            adder = SimpleNamespace(rem_total_token_offset=100)
         release.keep_from_adder(adder, 50)
         release.keep_from_adder(adder, -20)
-    assert older.rem_total_token_offset == newer.memory_budget.total_offset == 130
+        assert release.elastic is not None
+        assert release.elastic.kept_from_adder(adder) == 130
 
 
 def test_a_look_up_leaves_the_request_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may stand elsewhere in the tree, with a lock there that has to be given back."""
 
     def match_prefix_for_req(_tree: Any, req: Any, ids: list[int]) -> None:
-        req.prefix_indices, req.last_node = ids[:3], "where the look-up ended"
+        req.prefix_indices, req.last_node = ids[:2], "where the look-up ended"
+        req.host_hit_length = 1
 
     module(monkeypatch, "managers.schedule_policy", match_prefix_for_req=match_prefix_for_req)
     module(monkeypatch, "mem_cache.base_prefix_cache", MatchPrefixParams=SimpleNamespace)
@@ -104,10 +115,10 @@ def test_a_look_up_leaves_the_request_as_it_is(monkeypatch: pytest.MonkeyPatch) 
 
     def match_prefix(params: Any) -> Any:
         assert not hasattr(params, "req"), "a session's request would be changed"
-        return SimpleNamespace(device_prefix_len=len(params.key[:3]))
+        return SimpleNamespace(device_prefix_len=len(params.key[:2]), host_hit_length=1)
 
     tree = SimpleNamespace(match_prefix=match_prefix)
-    for release in (OLDER, NEWER):
+    for release in releases.RELEASES:
         fields = {
             "origin_input_ids": [1, 2, 3, 4],
             "output_ids": [5],
@@ -117,6 +128,18 @@ def test_a_look_up_leaves_the_request_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         req = SimpleNamespace(**fields)
         assert release.look_up_cached_tokens(tree, req) == 3
         assert vars(req) == fields
+
+
+def test_a_failed_transfers_kv_is_released_with_the_parameters_of_each_release(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
+    module(monkeypatch, "mem_cache.common", release_kv_cache=lambda *_, **more: given.append(more))
+    for release in releases.RELEASES:
+        assert release.elastic is not None
+        release.elastic.release_kv("tree", "stand-in")
+        older = release in BEFORE_0522
+        assert given.pop() == ({"is_insert": False} if older else {"checkpoint": False})
 
 
 def test_a_release_has_the_elastic_workers_verbs_or_says_what_is_missing() -> None:

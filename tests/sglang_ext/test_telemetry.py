@@ -262,9 +262,7 @@ def test_a_transfer_is_one_line_with_the_bytes_of_all_its_chunks(
 ) -> None:
     sender = manager()
     for pages in (2, 3):
-        telemetry.transfers._note_chunk(
-            sender, "peer", list(range(pages)), [], [], 0, "9_kv_0_0_0", dst_mem_kind="DRAM"
-        )
+        telemetry.transfers._note_chunk(sender, 9, list(range(pages)), slice(0, pages), False, 0)
         telemetry.transfers._note_end(sender, 9, kv_poll.Transferring)
     telemetry.transfers._note_end(sender, 9, kv_poll.Success)
     (line,) = telemetry.lines("kv_transfer")
@@ -281,15 +279,15 @@ def test_a_full_hit_moves_nothing_and_is_still_recorded(
     assert (line["bytes"], line["saved_bytes"]) == (0, 10 * 2048)
 
 
-def test_mooncakes_transfers_are_counted_by_their_requests(
+def test_mooncakes_transfers_are_told_by_their_backend(
     telemetry: Telemetry, kv_poll: SimpleNamespace
 ) -> None:
     class MooncakeKVManager(SimpleNamespace):
         __module__ = "sglang.srt.disaggregation.mooncake.conn"
 
     sender = MooncakeKVManager(**vars(manager()))
-    telemetry.transfers._note_request(sender, 9, [1, 2, 3], slice(0, 3), False)
-    telemetry.transfers._note_request(sender, 9, [], slice(3, 3), True, aux_index=1)
+    telemetry.transfers._note_chunk(sender, 9, [1, 2, 3], slice(0, 3), False)
+    telemetry.transfers._note_chunk(sender, 9, [], slice(3, 3), True, aux_index=1)
     telemetry.transfers._note_end(sender, 9, kv_poll.Success)
     (line,) = telemetry.lines("kv_transfer")
     assert (line["backend"], line["bytes"], line["chunks"]) == ("mooncake", 3 * 2048, 1)
@@ -297,14 +295,14 @@ def test_mooncakes_transfers_are_counted_by_their_requests(
 
 def test_rooms_that_never_conclude_do_not_pile_up(telemetry: Telemetry) -> None:
     for room in range(5000):
-        telemetry.transfers._note_chunk(manager(), "peer", [1], [], [], 0, f"{room}_kv_0_0_0")
+        telemetry.transfers._note_chunk(manager(), room, [1], slice(0, 1), False, 0)
     assert len(telemetry.transfers._open_transfers) == 4096
     assert 4999 in telemetry.transfers._open_transfers
 
 
 def test_a_failed_transfer_is_recorded_once(telemetry: Telemetry, kv_poll: SimpleNamespace) -> None:
     sender = manager()
-    telemetry.transfers._note_chunk(sender, "peer", [1], [], [], 0, "9_kv_0_0_0")
+    telemetry.transfers._note_chunk(sender, 9, [1], slice(0, 1), False, 0)
     telemetry.transfers._note_end(sender, 9, kv_poll.Failed)
     telemetry.transfers._note_end(sender, 9, kv_poll.Failed)
     assert [line["ok"] for line in telemetry.lines("kv_transfer")] == [False]

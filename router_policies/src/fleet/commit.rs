@@ -219,7 +219,8 @@ impl State {
         now_s: f64,
     ) -> Result<(Seat, ResidencyRecord), Refusal> {
         let slot = route.answering();
-        let cached: Vec<u64> = self.facts.iter().map(|facts| facts.cached_tokens).collect();
+        let by_slot = self.facts.iter().map(|facts| facts.cached_tokens);
+        let cached = self.residency.cached(by_slot.collect());
         let Entry {
             way,
             identity,

@@ -97,11 +97,8 @@ impl Fleet {
         }
         let sites = state.sites(exclude, now_s);
         let not_for = state.not_for(request, exclude);
-        let cached: Vec<u64> = state
-            .facts
-            .iter()
-            .map(|facts| facts.cached_tokens)
-            .collect();
+        let by_slot = state.facts.iter().map(|facts| facts.cached_tokens);
+        let cached = state.residency.cached(by_slot.collect());
         let asked = Asked {
             key: identity.key,
             has_session: identity.name.is_some(),

@@ -323,6 +323,34 @@ fn families_are_counted_once_and_recognised_without_a_session() {
 }
 
 #[test]
+fn single_prompts_do_not_wait_behind_single_prompts_that_had_their_answer() {
+    let world = World::new(1, json!({"growth_turns": 0}));
+    let single = |number: u32| {
+        let first = (number + 1) * 1_000_000;
+        world.request("", first..first + 30_000)
+    };
+    for number in 0..200 {
+        world.advance(20.0);
+        world.serve(world.placed(&single(number)));
+    }
+    // A session that comes back in a second; beside it two of them fit. A rate of 2 % of returns is worth
+    // keeping a place for a moment yet, not for a second and a half.
+    for number in 200..220 {
+        world.advance(1.0);
+        world.serve(world.placed(&world.turn(0, 20_000 + 10 * (number - 200))));
+        world.advance(0.5);
+        world.serve(world.placed(&single(number)));
+    }
+    world.serve(world.placed(&world.turn(0, 21_000)));
+    assert_eq!(
+        world.last().state,
+        Residence::Resident,
+        "this one comes back"
+    );
+    assert!(world.fleet.is_idle());
+}
+
+#[test]
 fn compaction_lets_a_footprint_drop() {
     let world = World::new(1, json!({"growth_turns": 0}));
     world.serve(world.placed(&world.turn(0, 60_000)));

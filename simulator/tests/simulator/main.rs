@@ -4,4 +4,5 @@ mod cache;
 mod common;
 mod engines;
 mod policies;
+mod residency;
 mod simulation;

@@ -52,6 +52,8 @@ impl Residency {
 
     /// Notes that a turn came at `now_s`, once however long it waits.
     pub fn arrive(&mut self, key: Key, prompt: &Coarse<'_>, hints: &Hints, now_s: f64) {
+        let most_s = self.gaps.nearly_all_s();
+        self.endings.settle(&mut self.sessions, now_s, most_s);
         let known = self.sessions.of(key);
         if let Some(parent) = &hints.parent_session {
             known.parent =
@@ -64,6 +66,9 @@ impl Residency {
         {
             known.gaps.note(now_s - ended_s);
             self.gaps.note(now_s - ended_s);
+        }
+        if let Some(awaited) = known.awaited.take() {
+            self.endings.returned(awaited);
         }
         if let Some(growth) = known.grow(prompt.tokens) {
             self.growth_tokens += GAIN * (growth - self.growth_tokens);
@@ -255,6 +260,11 @@ impl Residency {
             known.ended_s = Some(now_s);
         }
         if served == Served::Yes {
+            known.answers = known.answers.saturating_add(1);
+            if known.in_flight == 0 && !seat.hints.ends && seat.hints.idle_s.is_none() {
+                let awaited = self.endings.answered(seat.key, known.kind(), now_s);
+                known.awaited = Some(awaited);
+            }
             let mut prompt = seat.served.clone();
             if seat.text_tokens.is_some() {
                 prompt.set_tokens(reported);

@@ -91,6 +91,8 @@ pub struct Hold {
     growing: usize,
     pub cold_in_flight: u32,
     pub given_up: u64,
+    /// What may go here may be other than when the gate looked last.
+    pub changed: bool,
 }
 
 impl Hold {
@@ -115,6 +117,7 @@ impl Hold {
     }
 
     pub fn occupant_mut(&mut self, key: Key) -> Option<&mut Occupant> {
+        self.changed = true;
         self.occupants.get_mut(&key)
     }
 
@@ -124,6 +127,7 @@ impl Hold {
 
     /// Notes whether the next turn of `key`, if it has a place, waits for room to grow.
     pub fn set_waits(&mut self, key: Key, waits: bool) {
+        self.changed = true;
         if let Some(occupant) = self.occupants.get_mut(&key) {
             self.growing -= usize::from(occupant.waits);
             self.growing += usize::from(waits);
@@ -182,6 +186,7 @@ impl Hold {
         output_tokens: u64,
         now_s: f64,
     ) -> &mut Occupant {
+        self.changed = true;
         let occupant = self.occupants.entry(key).or_insert_with(|| Occupant {
             admitted_s: now_s,
             ..Occupant::default()
@@ -252,6 +257,7 @@ impl Hold {
     }
 
     fn turn_mut(&mut self, key: Key, id: u64) -> Option<&mut Turn> {
+        self.changed = true;
         let turns = &mut self.occupants.get_mut(&key)?.turns;
         turns.iter_mut().find(|turn| turn.id == id)
     }
@@ -265,6 +271,7 @@ impl Hold {
         output_tokens: u64,
         now_s: f64,
     ) -> bool {
+        self.changed = true;
         self.end_cold(key, id);
         let Some(occupant) = self.occupants.get_mut(&key) else {
             return false;
@@ -319,6 +326,7 @@ impl Hold {
     /// in tokens, or none where it had no place.
     pub fn remove(&mut self, key: Key) -> Option<u64> {
         let occupant = self.occupants.remove(&key)?;
+        self.changed = true;
         self.growing -= usize::from(occupant.waits);
         let before = self.firm_tokens();
         self.growth_tokens -= occupant.growth_tokens;
@@ -337,6 +345,7 @@ impl Hold {
     /// The worker's cache is gone: idle sessions lose their places; the others keep one if the turn
     /// that is in flight is served all the same. Returns who loses theirs; [`Hold::remove`] takes it.
     pub fn lose_all(&mut self) -> Vec<Key> {
+        self.changed = true;
         let mut idle = Vec::new();
         for (&key, occupant) in &mut self.occupants {
             occupant.lost = true;
@@ -349,6 +358,7 @@ impl Hold {
 
     /// Books `wanted_tokens` for the next turns of `key`, or as much of that as there is room for.
     pub fn reserve_growth(&mut self, key: Key, wanted_tokens: u64, budget_tokens: u64) {
+        self.changed = true;
         let room = budget_tokens.saturating_sub(self.booked_tokens());
         if let Some(occupant) = self.occupants.get_mut(&key) {
             self.growth_tokens -= occupant.growth_tokens;

@@ -18,9 +18,8 @@ const ASSUMED_GAPS: f64 = 4.0;
 const ASSUMED_MOST_S: f64 = 10.0;
 /// A session that stayed away this long is not expected back.
 const MOST_S: f64 = 600.0;
-/// The share of answers that are assumed to be their session's last; sessions do not say so. Coding
-/// agents' have a few dozen turns.
-const LAST_ANSWERS: f64 = 0.05;
+/// All but this share of gaps are shorter than [`Gaps::nearly_all_s`].
+const LONGEST_SHARE: f64 = 0.01;
 
 /// A session's own last gaps, in seconds.
 #[derive(Clone, Debug, Default)]
@@ -32,6 +31,16 @@ impl OwnGaps {
             self.0.remove(0);
         }
         self.0.push(gap_s as f32);
+    }
+
+    /// What they and all sessions' gaps weigh together.
+    fn weight(&self) -> f64 {
+        FLEET_WEIGHT + self.0.len() as f64
+    }
+
+    /// What no return at all weighs beside them, where `last_share` of answers are the last.
+    fn gone(&self, last_share: f64) -> f64 {
+        self.weight() * last_share / (1.0 - last_share)
     }
 }
 
@@ -89,21 +98,31 @@ impl Gaps {
 
     /// The share of gaps, of its own and all sessions', that are longer than `idle_s`.
     pub fn share_longer(&self, own: &OwnGaps, idle_s: f64) -> f64 {
-        self.longer(own, idle_s) / (FLEET_WEIGHT + own.0.len() as f64)
+        self.longer(own, idle_s) / own.weight()
+    }
+
+    /// The time, in seconds, within which nearly all sessions that come back do.
+    pub fn nearly_all_s(&self) -> f64 {
+        let mut beyond = LONGEST_SHARE * self.weights.iter().sum::<f64>();
+        let last = self.weights.iter().rposition(|weight| {
+            beyond -= weight;
+            beyond < 0.0
+        });
+        edge_s(last.map_or(0.0, |bin| bin as f64 + 1.0)).min(MOST_S)
     }
 
     /// Whether it pays to keep what the session holds for some time yet, where its return is worth
     /// `worth_s` seconds of idleness: there is a time h such that worth_s × the chance that it returns
     /// within h is no less than the seconds for which it would be kept, until it returns or h is over.
     /// One that has been away for longer than nearly every gap seen has most likely had its last
-    /// answer, and is not waited for.
-    pub fn keeping_pays(&self, own: &OwnGaps, idle_s: f64, worth_s: f64) -> bool {
+    /// answer, and is not waited for; `last_share` of such answers are.
+    pub fn keeping_pays(&self, own: &OwnGaps, last_share: f64, idle_s: f64, worth_s: f64) -> bool {
         let all: f64 = self.weights.iter().sum();
         let mut weights = self.weights.map(|weight| FLEET_WEIGHT * weight / all);
         for &gap_s in &own.0 {
             weights[bin(f64::from(gap_s))] += 1.0;
         }
-        let gone = (FLEET_WEIGHT + own.0.len() as f64) * LAST_ANSWERS / (1.0 - LAST_ANSWERS);
+        let gone = own.gone(last_share);
         let first = (0..BINS).find(|&bin| edge_s(bin as f64 + 1.0) > idle_s);
         let Some(first) = first.filter(|_| idle_s < MOST_S) else {
             return false;
@@ -123,14 +142,21 @@ impl Gaps {
         false
     }
 
-    /// How likely it sends its next request within the next `horizon_s`.
-    pub fn returns_within(&self, own: &OwnGaps, idle_s: f64, horizon_s: f64) -> f64 {
+    /// How likely it sends its next request within the next `horizon_s`, where `last_share` of such
+    /// answers are followed by none.
+    pub fn returns_within(
+        &self,
+        own: &OwnGaps,
+        last_share: f64,
+        idle_s: f64,
+        horizon_s: f64,
+    ) -> f64 {
         let now = self.longer(own, idle_s);
         if idle_s >= MOST_S || now <= 1e-3 * FLEET_WEIGHT {
             return 0.0;
         }
         let later = self.longer(own, idle_s + horizon_s);
-        (1.0 - later / now).clamp(0.0, 1.0)
+        ((now - later) / (now + own.gone(last_share))).clamp(0.0, 1.0)
     }
 }
 
@@ -151,17 +177,22 @@ mod tests {
         let gaps = fleet(&[100.0]);
         let mut own = OwnGaps::default();
         (0..OWN_GAPS).for_each(|_| own.note(1.0));
-        assert!(gaps.returns_within(&own, 0.0, 2.0) > 0.7);
+        assert!(gaps.returns_within(&own, 0.0, 0.0, 2.0) > 0.7);
+        assert!(gaps.returns_within(&own, 0.9, 0.0, 2.0) < 0.1);
         let stranger = OwnGaps::default();
-        assert!(gaps.returns_within(&stranger, 0.0, 2.0) < 0.05);
+        assert!(gaps.returns_within(&stranger, 0.0, 0.0, 2.0) < 0.05);
     }
 
     #[test]
     fn one_that_is_away_for_longer_than_others_ever_were_is_not_waited_for() {
         let gaps = fleet(&[2.0, 5.0, 10.0, 10.0]);
         let own = OwnGaps::default();
-        let pays = |idle_s, worth_s| gaps.keeping_pays(&own, idle_s, worth_s);
+        let pays = |idle_s, worth_s| gaps.keeping_pays(&own, 0.05, idle_s, worth_s);
         assert!(pays(0.0, 20.0) && pays(9.9, 20.0));
+        assert!(
+            !gaps.keeping_pays(&own, 0.9, 0.0, 20.0),
+            "nearly all such answers are the last"
+        );
         assert!(
             !pays(0.0, 3.0),
             "its return is worth less than the wait for it"
@@ -171,13 +202,24 @@ mod tests {
         let mut slow = OwnGaps::default();
         (0..OWN_GAPS).for_each(|_| slow.note(30.0));
         assert!(
-            gaps.keeping_pays(&slow, 12.0, 60.0),
+            gaps.keeping_pays(&slow, 0.05, 12.0, 60.0),
             "but this one always takes its time"
         );
         // Two kinds of gap: who is not back after the short one may be worth waiting for.
         let both = fleet(&[1.0, 100.0]);
-        assert!(both.keeping_pays(&own, 0.0, 3.0));
-        assert!(!both.keeping_pays(&own, 2.0, 3.0) && both.keeping_pays(&own, 2.0, 300.0));
+        let pays = |idle_s, worth_s| both.keeping_pays(&own, 0.05, idle_s, worth_s);
+        assert!(pays(0.0, 3.0));
+        assert!(!pays(2.0, 3.0) && pays(2.0, 300.0));
+    }
+
+    #[test]
+    fn nearly_all_gaps_are_over_by_then() {
+        let gaps = Gaps::default();
+        let assumed_s = gaps.nearly_all_s();
+        assert!((10.0..15.0).contains(&assumed_s), "{assumed_s}");
+        let seen_s = fleet(&[1.0, 100.0]).nearly_all_s();
+        assert!((100.0..130.0).contains(&seen_s), "{seen_s}");
+        assert_eq!(fleet(&[5_000.0]).nearly_all_s(), MOST_S);
     }
 
     #[test]

@@ -1,7 +1,9 @@
 //! Where a turn may go now, and who gives up a place for it.
 
 use super::book::{Hold, Key};
+use super::cached::Cached;
 use super::footprint::Coarse;
+use super::looks::chosen;
 use super::rules::{Demand, Placement};
 use super::{GiveUp, Residence, Residency, Site, WaitReason, site_of};
 use crate::fleet::prefix::hash::PromptHashes;
@@ -18,8 +20,7 @@ pub(in crate::fleet) struct Asked<'a> {
     pub prompt: Coarse<'a>,
     /// To be booked for its answer.
     pub output_tokens: u64,
-    /// Tokens of its prompt cached on each worker, by slot.
-    pub cached: &'a [u64],
+    pub cached: &'a Cached,
     pub exclude: &'a [String],
     pub arrived_s: f64,
     pub parent: Option<Key>,
@@ -49,12 +50,14 @@ pub(super) struct Round {
     /// Somebody wants to know why a turn has to wait. Else workers that it may not go to, or that
     /// have no turn for a cold prefill, need not be looked at.
     pub says_why: bool,
+    /// Where it is looked for room, as places among the sites; none for all of them.
+    pub looked: Option<Rc<[usize]>>,
+    /// Slots of workers that nothing limits.
+    ungated: SmallVec<[usize; 8]>,
     /// By slot: who may be given up for one that waits, and what that frees at most.
     eligible: Vec<Option<Rc<Eligible>>>,
     /// Sessions that wait for their sub-agents.
     busy: Option<Rc<HashSet<Key>>>,
-    /// The sites, by their place among all, that a cold turn may go to now.
-    open: Option<Rc<[usize]>>,
 }
 
 struct Eligible {
@@ -63,7 +66,10 @@ struct Eligible {
 }
 
 impl Round {
-    pub fn new(now_s: f64, oldest_wait_s: f64, queued_share: f64) -> Self {
+    pub fn new(sites: &[Site], now_s: f64, oldest_wait_s: f64, queued_share: f64) -> Self {
+        let ungated = sites
+            .iter()
+            .filter(|site| site.kv_capacity_tokens.is_none());
         Self {
             now_s,
             oldest_wait_s,
@@ -71,9 +77,10 @@ impl Round {
             closed: None,
             lends: false,
             says_why: false,
+            looked: None,
+            ungated: ungated.map(|site| site.slot).collect(),
             eligible: Vec::new(),
             busy: None,
-            open: None,
         }
     }
 
@@ -96,14 +103,12 @@ impl Round {
             *eligible = None;
         }
         self.busy = None;
-        self.open = None;
     }
 
     /// Those of all workers have.
     pub fn forget_all(&mut self) {
         self.eligible.clear();
         self.busy = None;
-        self.open = None;
     }
 }
 
@@ -133,7 +138,7 @@ impl Residency {
 
     /// As [`Residency::ask`], for one that comes now.
     pub fn ask_now(&self, asked: &Asked<'_>, sites: &[Site], now_s: f64) -> Result<Go, WaitReason> {
-        let mut round = Round::new(now_s, 0.0, 0.0);
+        let mut round = Round::new(sites, now_s, 0.0, 0.0);
         round.says_why = true;
         self.ask(asked, sites, &mut round)
     }
@@ -187,7 +192,7 @@ impl Residency {
         // from it, so the session's home is where it was.
         let host_share = self.host_shares(site, now_s).get(&asked.key).copied();
         let in_host = (believed as f64 * host_share.unwrap_or(0.0)) as u64;
-        let on_gpu = asked.cached.get(site.slot).copied().unwrap_or(0);
+        let on_gpu = asked.cached.on(site.slot);
         let cached = on_gpu.max(in_host);
         now_s - occupant.idle_since_s >= EVENTS_TAKE_S
             && believed.saturating_sub(cached) >= self.settings.cold_tokens.min(believed / 2 + 1)
@@ -246,14 +251,20 @@ impl Residency {
         if candidates().next().is_none() {
             return Err(WaitReason::NoWorker);
         }
-        let ungated = candidates().filter(|site| site.kv_capacity_tokens.is_none());
-        let ungated: SmallVec<[usize; 8]> = ungated.map(|site| site.slot).collect();
+        let at = |slot: usize| site_of(sites, slot).filter(may_go);
+        let ungated = round.ungated.iter().copied();
+        let ungated: SmallVec<[usize; 8]> = ungated.filter(|&slot| at(slot).is_some()).collect();
         let closed = round.closed;
         let shut = closed.filter(|_| !round.lends);
         let is_gated = |site: &&Site| site.kv_capacity_tokens.is_some() && Some(site.slot) != shut;
         let gated = || candidates().filter(is_gated);
-        let most_cached = asked.cached.iter().copied().max().unwrap_or(0);
-        let home = self.home_of(asked, most_cached, candidates());
+        let places = round.looked.clone();
+        let looked = || {
+            chosen(sites, places.as_deref())
+                .filter(may_go)
+                .filter(is_gated)
+        };
+        let home = self.home_of(asked, at);
         let waited_s = round.now_s - asked.arrived_s;
         let home_s = home.map(|home| compute_s(asked, home));
         // Elsewhere than at home only once waiting has cost as much as moving does.
@@ -274,7 +285,10 @@ impl Residency {
         } else {
             let mut look_at = |site: &'s Site, round: &mut Round| {
                 let fit = match home {
-                    Some(home) if home.slot == site.slot => at_home.take(),
+                    Some(home) if home.slot == site.slot => match at_home.take() {
+                        Some(fit) => Some(fit),
+                        None => return,
+                    },
                     _ if !round.says_why && !may_move(site) => return,
                     _ => None,
                 };
@@ -288,15 +302,15 @@ impl Residency {
                     Fit::No(why) => reason = why,
                 }
             };
-            let least_new = asked.prompt.tokens.saturating_sub(most_cached);
-            if least_new >= self.settings.cold_tokens && !round.says_why {
-                let open = self.open_to_cold(sites, round);
-                let open = open.iter().map(|&at| &sites[at]);
-                for site in open.filter(may_go).filter(is_gated) {
+            let least_new = asked.prompt.tokens.saturating_sub(asked.cached.most());
+            let is_cold = least_new >= self.settings.cold_tokens;
+            for site in looked() {
+                if round.says_why || !is_cold || self.is_open_to_cold(site) {
                     look_at(site, round);
                 }
-            } else {
-                gated().for_each(|site| look_at(site, round));
+            }
+            if let Some(home) = home {
+                look_at(home, round);
             }
         }
         let has_fitting = !fits.is_empty() || !plans.is_empty();
@@ -341,7 +355,9 @@ impl Residency {
                 state,
             });
         }
-        if let Some(go) = self.alone(asked, gated(), round) {
+        if self.fits_nowhere(asked, gated())
+            && let Some(go) = self.alone(asked, looked(), round)
+        {
             return Ok(go);
         }
         Err(match (has_fitting, round.closed) {
@@ -353,40 +369,30 @@ impl Residency {
     }
 
     /// Where the turn's session is taken to be cached: by the rule where it was before, else where a
-    /// long part of it is; `most_cached` tokens are, at most.
+    /// long part of it is.
     fn home_of<'a>(
         &self,
         asked: &Asked<'_>,
-        most_cached: u64,
-        mut candidates: impl Iterator<Item = &'a Site>,
+        at: impl Fn(usize) -> Option<&'a Site>,
     ) -> Option<&'a Site> {
         match self.manner.placement {
             Placement::MostRoom => None,
             Placement::HomeOnly => {
                 let (slot, serial) = self.sessions.get(asked.key)?.home?;
-                candidates.find(|site| site.slot == slot && site.serial == serial)
+                at(slot).filter(|site| site.serial == serial)
             }
-            Placement::WaitOrMove if most_cached < self.settings.cold_tokens => None,
             Placement::WaitOrMove => {
-                let cached = |site: &&Site| asked.cached.get(site.slot).copied().unwrap_or(0);
-                let best = candidates.max_by_key(cached)?;
-                (cached(&best) >= self.settings.cold_tokens).then_some(best)
+                let warm = asked.cached.warm().filter_map(at);
+                warm.max_by_key(|site| asked.cached.on(site.slot))
             }
         }
     }
 
-    /// The sites, by their place in `sites`, on which another cold prefill may run.
-    fn open_to_cold(&self, sites: &[Site], round: &mut Round) -> Rc<[usize]> {
-        let is_open = |site: &Site| {
-            let hold = self.holds.get(site.slot);
-            let running = hold.map_or(0, |hold| hold.cold_in_flight);
-            !site.prefills || running < self.settings.cold_slots
-        };
-        let open = round.open.get_or_insert_with(|| {
-            let open = sites.iter().enumerate().filter(|(_, site)| is_open(site));
-            open.map(|(at, _)| at).collect()
-        });
-        Rc::clone(open)
+    /// Whether another cold prefill may run there.
+    fn is_open_to_cold(&self, site: &Site) -> bool {
+        let hold = self.holds.get(site.slot);
+        let running = hold.map_or(0, |hold| hold.cold_in_flight);
+        !site.prefills || running < self.settings.cold_slots
     }
 
     /// Free for others than those with a place.
@@ -414,9 +420,9 @@ impl Residency {
             .manner
             .force_after_s
             .is_some_and(|after_s| waited_s >= after_s);
-        let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
+        let cached = asked.cached.on(site.slot);
         let is_cold = asked.prompt.tokens.saturating_sub(cached) >= self.settings.cold_tokens;
-        if is_cold && site.prefills && hold.cold_in_flight >= self.settings.cold_slots {
+        if is_cold && !self.is_open_to_cold(site) {
             return Fit::No(WaitReason::ColdPrefill);
         }
         let excess = self.excess_tokens(asked, site, hold, budget, round.now_s);
@@ -567,19 +573,16 @@ impl Residency {
             })
     }
 
-    /// One that fits nowhere goes where nothing is in flight, once all that have a place there may be
-    /// given up for it, or it has waited for as long as anybody should. Until then it takes no place:
-    /// it computes all of its prompt for each turn, so that one such session that goes whenever the
-    /// others think would leave them none of the worker's time.
+    /// Where one goes that fits nowhere: where nothing is in flight, once all that have a place there
+    /// may be given up for it, or it has waited for as long as anybody should. Until then it takes no
+    /// place: it computes all of its prompt for each turn, so that one such session that goes whenever
+    /// the others think would leave them none of the worker's time.
     fn alone<'a>(
         &self,
         asked: &Asked<'_>,
-        sites: impl Iterator<Item = &'a Site> + Clone,
+        sites: impl Iterator<Item = &'a Site>,
         round: &mut Round,
     ) -> Option<Go> {
-        if !self.fits_nowhere(asked, sites.clone()) {
-            return None;
-        }
         let has_waited = round.now_s - asked.arrived_s
             >= self.settings.wait_bound_s * round.bound_scale()
             || self.manner.smallest_first;
@@ -587,9 +590,12 @@ impl Residency {
             if Some(site.slot) == round.closed {
                 return others.is_empty();
             }
+            if has_waited {
+                return true;
+            }
             let eligible = self.eligible(site, round);
             let may_be_given_up = |key: &Key| eligible.keys.iter().any(|(k, _)| k == key);
-            has_waited || others.iter().all(may_be_given_up)
+            others.iter().all(may_be_given_up)
         };
         let others_on = |site: &Site| -> Option<Vec<Key>> {
             let Some(hold) = self.holds.get(site.slot) else {
@@ -614,7 +620,7 @@ impl Residency {
 
 /// Seconds of computing what of a turn is not cached on `site`.
 fn compute_s(asked: &Asked<'_>, site: &Site) -> f64 {
-    let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
+    let cached = asked.cached.on(site.slot);
     let new = asked.prompt.tokens.saturating_sub(cached);
     site.rates.compute_s(new, attention_pairs(cached, new))
 }

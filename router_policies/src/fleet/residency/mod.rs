@@ -9,9 +9,12 @@
 
 mod account;
 pub mod book;
+pub mod cached;
+mod endings;
 pub mod footprint;
 pub mod gaps;
 mod gate;
+mod looks;
 mod pump;
 pub mod queue;
 pub mod rules;
@@ -27,11 +30,14 @@ use super::log::{Event, GiveUpRecord, unix_now_s};
 use crate::config::WorkerSpec;
 use crate::policy::Rates;
 use book::{Hold, Key};
+use cached::Cached;
+use endings::Endings;
 use gaps::Gaps;
+use looks::Looks;
 use queue::Queue;
 use rules::{Manner, Place, Rule, WorkerView};
 use serde::Serialize;
-use sessions::{Name, Sessions};
+use sessions::{Known, Name, Sessions};
 use settings::{Chosen, Settings};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -128,14 +134,14 @@ pub(super) struct Residency {
     seen: Vec<Seen>,
     sessions: Sessions,
     gaps: Gaps,
+    endings: Endings,
     queue: Queue,
     growth_tokens: f64,
     text_scale: f64,
     turns: u64,
     /// The first of the queue, and the worker on which room gathers for it.
     gathers: Option<(u64, usize)>,
-    /// Somebody may have passed it.
-    has_backfilled: bool,
+    looks: Looks,
     round_s: f64,
     told_s: f64,
     has_parents: bool,
@@ -162,12 +168,13 @@ impl Residency {
             seen: Vec::new(),
             sessions: Sessions::default(),
             gaps: Gaps::default(),
+            endings: Endings::default(),
             queue: Queue::default(),
             growth_tokens: ASSUMED_GROWTH_TOKENS,
             text_scale: 1.0,
             turns: 0,
             gathers: None,
-            has_backfilled: false,
+            looks: Looks::default(),
             round_s: f64::NEG_INFINITY,
             told_s: f64::NEG_INFINITY,
             has_parents: false,
@@ -194,6 +201,11 @@ impl Residency {
 
     pub fn waiting(&self) -> usize {
         self.queue.len()
+    }
+
+    /// What is cached of a prompt, from its tokens by slot.
+    pub fn cached(&self, by_slot: Vec<u64>) -> Cached {
+        Cached::new(by_slot, self.settings.cold_tokens)
     }
 
     /// Booked for an answer of at most `limit` tokens, where answers have `mean` tokens.
@@ -301,7 +313,7 @@ impl Residency {
             // What others hold too stays when this one goes.
             let shared_tokens = tokens.saturating_sub(unshared_tokens);
             let pairs = crate::policy::attention_pairs(shared_tokens, unshared_tokens);
-            let own = self.sessions.get(key).map(|known| known.gaps.clone());
+            let known = self.sessions.get(key);
             Place {
                 key,
                 tokens,
@@ -317,7 +329,10 @@ impl Residency {
                 ended: occupant.ended,
                 backfilled: occupant.backfilled && !self.queue.is_empty(),
                 waits_for_children: busy.contains(&key),
-                gaps: own.unwrap_or_default(),
+                gaps: known.map(|known| known.gaps.clone()).unwrap_or_default(),
+                last_share: self
+                    .endings
+                    .last_share(known.map(Known::kind).unwrap_or_default()),
                 recompute_s: site.rates.compute_s(unshared_tokens, pairs),
                 host_share: in_host.get(&key).copied().unwrap_or(0.0),
             }
@@ -378,10 +393,8 @@ impl Residency {
             .count();
         let wants = |waiter: &queue::Waiter| {
             waiter.turn.grows_at == Some(slot)
-                || waiter.turn.cached.get(slot).is_some_and(|&here| {
-                    here >= self.settings.cold_tokens
-                        && waiter.turn.cached.iter().all(|&there| there <= here)
-                })
+                || (waiter.turn.cached.on(slot) == waiter.turn.cached.most()
+                    && waiter.turn.cached.warm().any(|warm| warm == slot))
         };
         ResidencySnapshot {
             sessions: hold.len(),

@@ -3,6 +3,7 @@
 use super::book::{Hold, Occupant};
 use super::footprint::Coarse;
 use super::gate::{Asked, Go, Round};
+use super::looks::LOOK_INTERVAL_S;
 use super::queue::{Admitted, Progress, Ranking, Waiter, WaitingTurn};
 use super::rules::{Observed, Placement};
 use super::sessions::Identity;
@@ -10,6 +11,7 @@ use super::{GiveUp, Key, Residence, Residency, Site, WaitReason, site_of};
 use crate::fleet::log::{Event, WaitRecord, unix_now_s};
 use crate::fleet::prefix::hash::PromptHashes;
 use std::collections::HashMap;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// Waiting turns that are looked at each time: those behind them pass nobody.
@@ -19,8 +21,6 @@ pub(in crate::fleet) const LOOKED_AT: usize = 64;
 const NOT_HELD_WAITS: f64 = 0.75;
 /// Looked up again where it is older.
 const CACHED_AGE_S: f64 = 1.0;
-/// While something waits, time alone may change what fits.
-const PUMP_INTERVAL_S: f64 = 0.1;
 
 /// Why a turn may not even wait.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -160,16 +160,18 @@ impl Residency {
             .collect()
     }
 
-    pub fn set_cached(&mut self, id: u64, cached: Vec<u64>, now_s: f64) {
+    pub fn set_cached(&mut self, id: u64, by_slot: Vec<u64>, now_s: f64) {
+        let cached = Arc::new(self.cached(by_slot));
         if let Some(waiter) = self.queue.get_mut(id) {
-            waiter.turn.cached = Arc::new(cached);
+            waiter.turn.cached = cached;
             waiter.turn.cached_at_s = now_s;
+            waiter.tried = false;
         }
     }
 
     /// When time alone could change something next; none where nothing waits.
     pub fn next_pump_s(&self, now_s: f64) -> Option<f64> {
-        (!self.queue.is_empty()).then_some(now_s + PUMP_INTERVAL_S)
+        (!self.queue.is_empty()).then_some(now_s + LOOK_INTERVAL_S)
     }
 
     /// Lets in whom there is room for; then the rule takes away what is too much, so that nothing is let
@@ -182,10 +184,11 @@ impl Residency {
     fn let_all_in(&mut self, sites: &[Site], now_s: f64) {
         self.expire(now_s);
         let Some((_, since_s)) = self.queue.oldest() else {
-            self.gathers = None;
+            self.gather_at(None);
             return;
         };
-        let mut round = Round::new(now_s, now_s - since_s, self.queued_share(sites));
+        let queued_share = self.queued_share(sites);
+        let mut round = Round::new(sites, now_s, now_s - since_s, queued_share);
         let is_round = self
             .manner
             .admit_every_s
@@ -194,12 +197,14 @@ impl Residency {
             self.round_s = now_s;
         }
         loop {
-            self.gather(sites, &mut round);
-            self.let_in(sites, &mut round, is_round);
+            let ids = self.in_order(sites, &round);
+            self.gather(&ids, sites, &round);
+            self.let_in(&ids, sites, &mut round, is_round);
             if !self.break_deadlock(sites, now_s) {
                 return;
             }
-            round = Round::new(now_s, round.oldest_wait_s, self.queued_share(sites));
+            let queued_share = self.queued_share(sites);
+            round = Round::new(sites, now_s, round.oldest_wait_s, queued_share);
         }
     }
 
@@ -210,11 +215,16 @@ impl Residency {
         self.queue.tokens() as f64 / budgets.sum::<u64>().max(1) as f64
     }
 
-    fn let_in(&mut self, sites: &[Site], round: &mut Round, is_round: bool) {
-        let ids = self.in_order(sites, round);
+    /// Lets in those of `ids`, in this order, that there is room for; unless `is_round` only those that
+    /// have a place.
+    fn let_in(&mut self, ids: &[u64], sites: &[Site], round: &mut Round, is_round: bool) {
+        let mut looked = None;
+        if is_round {
+            looked = self.next_looks(sites, round.now_s).map(Rc::from);
+        }
         // Only after it was found that the first of the queue cannot go yet.
         let mut lends = false;
-        for id in ids {
+        for &id in ids {
             let Some(waiter) = self.queue.get(id) else {
                 continue;
             };
@@ -226,6 +236,7 @@ impl Residency {
                 .filter(|(head, _)| *head != id)
                 .map(|(_, slot)| slot);
             round.lends = lends;
+            round.looked = looked.clone().filter(|_| waiter.tried);
             let (identity, output_tokens) =
                 (waiter.turn.identity.clone(), waiter.turn.output_tokens);
             let (prompt, cached) = (
@@ -252,8 +263,12 @@ impl Residency {
                     .or_else(|| self.make_room(&asked, sites, round)),
                 Err(_) => None,
             };
+            if let Some(waiter) = self.queue.get_mut(id) {
+                waiter.tried = true;
+            }
             if let Some(go) = went {
                 self.admit(id, &asked, &identity, go, sites, round);
+                looked = looked.map(|looked| self.look_where_changed(sites, &looked));
             }
         }
     }
@@ -310,7 +325,7 @@ impl Residency {
         slots.sort_unstable();
         let chosen = slots.iter().filter_map(|&slot| site_of(sites, slot));
         let cached = |site: &Site| {
-            let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
+            let cached = asked.cached.on(site.slot);
             if cached >= self.settings.cold_tokens {
                 cached
             } else {
@@ -332,11 +347,10 @@ impl Residency {
             at_s: now_s,
         };
         match self.gathers {
-            Some((head, _)) if head == id => self.gathers = None,
+            Some((head, _)) if head == id => self.gather_at(None),
             Some((_, slot)) if slot == site.slot && go.state != Residence::Resident => {
                 if let Some(occupant) = self.holds[slot].occupant_mut(asked.key) {
                     occupant.backfilled = true;
-                    self.has_backfilled = true;
                 }
             }
             _ => {}
@@ -347,7 +361,7 @@ impl Residency {
 
     /// A turn without a place that has much to prefill takes one of the worker's slots for that.
     pub fn begin_cold(&mut self, site: &Site, asked: &Asked<'_>, state: Residence, turn: u64) {
-        let cached = asked.cached.get(site.slot).copied().unwrap_or(0);
+        let cached = asked.cached.on(site.slot);
         let new = asked.prompt.tokens.saturating_sub(cached);
         let is_cold = state != Residence::Resident && new >= self.settings.cold_tokens;
         if turn != 0 && is_cold && site.prefills {
@@ -367,17 +381,16 @@ impl Residency {
     }
 
     /// Once the first of the queue has waited for long, room gathers for it on one worker.
-    fn gather(&mut self, sites: &[Site], round: &mut Round) {
-        let head = self
-            .in_order(sites, round)
-            .into_iter()
-            .filter_map(|id| Some((id, self.queue.get(id)?)))
+    fn gather(&mut self, ids: &[u64], sites: &[Site], round: &Round) {
+        let head = ids
+            .iter()
+            .filter_map(|&id| Some((id, self.queue.get(id)?)))
             .find(|(_, waiter)| waiter.turn.grows_at.is_none());
         let Some((id, waiter)) = head.filter(|(_, waiter)| {
             let waited_s = round.now_s - waiter.turn.arrived_s;
             waited_s >= self.settings.no_backfill_after_s && !self.manner.smallest_first
         }) else {
-            self.gathers = None;
+            self.gather_at(None);
             return;
         };
         let may_go = |site: &&Site| {
@@ -403,14 +416,24 @@ impl Residency {
                 .get(site.slot)
                 .map_or(0, |hold| hold.in_flight_tokens());
             let budget = self.budget_tokens(site).unwrap_or(0);
-            let cached = waiter.turn.cached.get(site.slot).copied().unwrap_or(0);
+            let cached = waiter.turn.cached.on(site.slot);
             (
                 must_home && is_home,
                 (budget + cached).saturating_sub(in_flight),
             )
         };
         let best = sites.iter().filter(may_go).max_by_key(suits);
-        self.gathers = best.map(|site| (id, site.slot));
+        let best = best.map(|site| (id, site.slot));
+        self.gather_at(best);
+    }
+
+    /// Room gathers there from now on, for that turn; where it did before, it is for all again.
+    fn gather_at(&mut self, new: Option<(u64, usize)>) {
+        if let Some((_, old)) = std::mem::replace(&mut self.gathers, new)
+            && new.is_none_or(|(_, slot)| slot != old)
+        {
+            self.hold(old).changed = true;
+        }
     }
 
     /// Takes back the room that was lent where the first of the queue can go with it: from who runs
@@ -449,10 +472,8 @@ impl Residency {
 
     /// Nobody waited any more: who had passed others keeps its place as if it had not.
     fn keep_backfilled(&mut self) {
-        if std::mem::take(&mut self.has_backfilled) {
-            for hold in &mut self.holds {
-                hold.keep_backfilled();
-            }
+        for hold in &mut self.holds {
+            hold.keep_backfilled();
         }
     }
 

@@ -2,6 +2,7 @@
 //! they are let in.
 
 use super::book::Key;
+use super::cached::Cached;
 use super::sessions::{Identity, Name};
 use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::PromptHashes;
@@ -69,8 +70,8 @@ pub struct WaitingTurn {
     pub parent: Option<Key>,
     /// Where it has a place that it has outgrown.
     pub grows_at: Option<usize>,
-    /// Tokens of the prompt cached on each worker, by slot, and when that was looked up.
-    pub cached: Arc<Vec<u64>>,
+    /// What workers have of the prompt in their caches, and when that was looked up.
+    pub cached: Arc<Cached>,
     pub cached_at_s: f64,
     pub wake: Wake,
 }
@@ -79,6 +80,8 @@ pub struct WaitingTurn {
 pub struct Waiter {
     pub turn: WaitingTurn,
     pub progress: Progress,
+    /// It was asked for at every worker since it is in the queue and its caches were looked up.
+    pub tried: bool,
     rank: Rank,
     /// That it adds to those of the queue.
     listed_tokens: u64,
@@ -138,6 +141,7 @@ impl Queue {
         let waiter = Waiter {
             turn,
             progress: Progress::Waiting,
+            tried: false,
             rank: (0, 0, 0),
             listed_tokens: 0,
         };
@@ -151,6 +155,7 @@ impl Queue {
         self.delist(id);
         if let Some(waiter) = self.waiters.get_mut(&id) {
             waiter.progress = Progress::Waiting;
+            waiter.tried = false;
             waiter.rank = ranking.rank(&waiter.turn, id);
             waiter.listed_tokens = match waiter.turn.grows_at {
                 Some(_) => 0,

@@ -2,6 +2,7 @@
 //! was served before, and, where requests name no session, which family of prompts they belong to.
 
 use super::book::Key;
+use super::endings::{Awaited, Kind};
 use super::footprint::Coarse;
 use super::gaps::OwnGaps;
 use crate::fleet::prefix::hash::step;
@@ -69,6 +70,10 @@ pub struct Known {
     /// When its last turn ended, while none is in flight.
     pub ended_s: Option<f64>,
     pub in_flight: u32,
+    /// Answers that it got.
+    pub answers: u32,
+    /// Its last one, until its next turn comes.
+    pub awaited: Option<Awaited>,
     pub growth_tokens: Option<f64>,
     pub prompt_tokens: Option<u64>,
     pub served: Option<ServedPrompt>,
@@ -83,6 +88,11 @@ pub struct Known {
 }
 
 impl Known {
+    /// How likely its last answer is to have been its last at all depends on this.
+    pub fn kind(&self) -> Kind {
+        Kind::new(self.tip.is_none(), self.answers)
+    }
+
     /// Notes a turn's prompt; returns by how many tokens it is longer than the last.
     pub fn grow(&mut self, prompt_tokens: u64) -> Option<f64> {
         let last = self.prompt_tokens.replace(prompt_tokens)?;
@@ -145,6 +155,11 @@ pub struct Identity {
 impl Sessions {
     pub fn get(&self, key: Key) -> Option<&Known> {
         self.known.peek(&key)
+    }
+
+    /// The answer after which nothing of the session has come, if it is known and there is one.
+    pub fn awaited_mut(&mut self, key: Key) -> Option<&mut Awaited> {
+        self.known.peek_mut(&key)?.awaited.as_mut()
     }
 
     /// The session, seen now.

@@ -39,6 +39,8 @@ pub struct Place {
     /// Sub-agents of it are running or waiting, and it waits for them.
     pub waits_for_children: bool,
     pub gaps: OwnGaps,
+    /// The share of such sessions' answers, after as many, that are their last.
+    pub last_share: f64,
     /// Seconds of the worker's time that computing what it alone holds takes, behind what others hold too.
     pub recompute_s: f64,
     /// The share of it that the worker's host tier is taken to hold.
@@ -62,7 +64,9 @@ impl WorkerView<'_> {
         match place.returns_in_s {
             _ if place.waits_for_children => false,
             Some(seconds) if seconds > 0.0 => seconds <= worth_s,
-            _ => self.gaps.keeping_pays(&place.gaps, place.idle_s, worth_s),
+            _ => self
+                .gaps
+                .keeping_pays(&place.gaps, place.last_share, place.idle_s, worth_s),
         }
     }
 }
@@ -317,6 +321,7 @@ pub(super) mod testing {
             is_idle: true,
             tenure_s: idle_s,
             idle_s,
+            last_share: 0.05,
             recompute_s: tokens as f64 / 20_000.0,
             ..Place::default()
         }

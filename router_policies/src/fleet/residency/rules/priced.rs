@@ -12,7 +12,8 @@ pub const INFO: Info = Info {
            computing them again behind what others hold too (or reloading them from the host tier) takes R seconds of it: the place pays for \
            g* = R·C/n seconds of idleness. While nobody waits nothing is given up. For a turn that waits, an idle \
            session may be given up where (a) there is no time h for which late_factor·g* × the chance that it returns within h is \
-           worth the seconds of keeping it until then (one that is away for longer than sessions ever are has most likely had its last answer), or (b) it \
+           worth the seconds of keeping it until then (one that is away for longer than sessions ever are has most likely had its last answer, \
+           and of single prompts nearly every answer is the last: that share is learnt), or (b) it \
            has had its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), or, while \
            the oldest wait goes from half of wait_bound_s to all of it (both as many times longer as those that wait \
            want what fits on all workers), for a time that shrinks to \
@@ -179,7 +180,7 @@ impl Rule for Priced {
                 _ => {
                     let horizon_s = self.worth_s(view, place);
                     view.gaps
-                        .returns_within(&place.gaps, place.idle_s, horizon_s)
+                        .returns_within(&place.gaps, place.last_share, place.idle_s, horizon_s)
                 }
             };
             self.return_s(place) * returns / place.unshared_tokens.max(1) as f64
