@@ -3,7 +3,9 @@
 //!
 //! `cargo bench -p router_policies` measures decisions, scans and this router. With
 //! ROUTER_BENCH_SGLANG_ROUTER and ROUTER_BENCH_SMG set to the Python interpreters of environments that
-//! have `sglang-router` and `smg` (`deltaserve launch install` makes them), those run beside it.
+//! have `sglang-router` and `smg` (`deltaserve launch install` makes them), those run beside it; with
+//! ROUTER_BENCH_BEFORE set to this benchmark's program as another commit's `cargo bench --no-run` makes it,
+//! so does that commit's router, under the same load in the same minutes.
 //!
 //! ROUTER_BENCH_SECONDS (3) is the length of one measurement, ROUTER_BENCH_REPEATS (3) how often the
 //! arms take turns, ROUTER_BENCH_SOAK (0) how many requests the memory test sends, ROUTER_BENCH_ROUNDS
@@ -25,7 +27,8 @@ use router_policies::fleet::log::EventSink;
 use router_policies::fleet::prefix::hash::TokenHasher;
 use router_policies::fleet::residency::settings;
 use router_policies::fleet::{Admit, Fleet, Outcome, Request as Placement};
-use router_policies::gateway::body::{Api, bootstrap_fields, scan, splice};
+use router_policies::gateway::body::{Api, scan};
+use router_policies::gateway::splice::{bootstrap_fields, splice};
 use router_policies::policy;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -277,7 +280,13 @@ async fn gateways() -> Vec<Value> {
             false => &[("round_robin", "round_robin"), ("unified", "cache_aware")],
         };
         for (i, &(ours, stock)) in policies.iter().enumerate() {
-            for router in [Router::Direct, Router::Ours, Router::Sglang, Router::Smg] {
+            for router in [
+                Router::Direct,
+                Router::Ours,
+                Router::Before,
+                Router::Sglang,
+                Router::Smg,
+            ] {
                 if i > 0 && router == Router::Direct {
                     continue;
                 }
@@ -285,7 +294,8 @@ async fn gateways() -> Vec<Value> {
                 let started = start(router, &urls, separated, config, stock).await;
                 arms.extend(started.map(|mut arm| {
                     if i > 0 {
-                        let policy = if router == Router::Ours { ours } else { stock };
+                        let is_stock = matches!(router, Router::Sglang | Router::Smg);
+                        let policy = if is_stock { stock } else { ours };
                         arm.name = format!("{}, {policy}", arm.name);
                     }
                     arm

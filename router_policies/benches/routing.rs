@@ -1,8 +1,9 @@
 //! How well routers place requests: cache hits and first tokens of chats that grow turn by turn, before
 //! workers that have a cache and service times, beside the stock routers in one run.
 //!
-//! `cargo bench -p router_policies --bench routing`. The workers are mocks: an LRU cache of
-//! [`CACHE_TOKENS`], prefills one after the other at [`PREFILL_TOKENS_PER_S`], decode steps of
+//! `cargo bench -p router_policies --bench routing`. The workers are mocks: an LRU cache (of [`LOADS`], which
+//! has caches that hold all chats and such that do not), prefills one after the other at
+//! [`PREFILL_TOKENS_PER_S`], decode steps of
 //! [`STEP_S`] that grow with the batch. So figures say which router places better, not how fast anything
 //! is. Every arm gets the same users with the same seeds, whose prompts are text, in a closed loop.
 //!
@@ -29,7 +30,6 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 const WORKERS: usize = 4;
-const CACHE_TOKENS: usize = 80_000;
 const PREFILL_TOKENS_PER_S: f64 = 20_000.0;
 /// Of a decode step without others; each running answer makes it a tenth longer.
 const STEP_S: f64 = 0.01;
@@ -37,12 +37,14 @@ const BYTES_PER_TOKEN: usize = 4;
 const BLOCK_TOKENS: usize = 32;
 const SYSTEM_PROMPTS: u64 = 3;
 const SYSTEM_TOKENS: usize = 2_000;
-const USERS: [usize; 2] = [28, 48];
+/// Users, and the tokens of each worker's cache. In the small ones a chat stays only where few others come.
+const LOADS: [(usize, usize); 3] = [(48, 80_000), (28, 24_000), (48, 24_000)];
 
 /// What a worker has of prompts, in blocks named by all that precedes them; the least recently used go
 /// first, of one prompt's the last ones.
 #[derive(Default)]
 struct Cache {
+    tokens: usize,
     used: HashMap<u64, u64>,
     by_use: BTreeMap<u64, u64>,
     uses: u64,
@@ -70,7 +72,7 @@ impl Cache {
             }
             self.by_use.insert(self.uses, block);
         }
-        while self.used.len() * BLOCK_TOKENS > CACHE_TOKENS
+        while self.used.len() * BLOCK_TOKENS > self.tokens
             && let Some((_, oldest)) = self.by_use.pop_first()
         {
             self.used.remove(&oldest);
@@ -109,8 +111,11 @@ impl Worker {
         (url, worker)
     }
 
-    fn reset(&self) {
-        *self.cache.lock() = Cache::default();
+    fn reset(&self, cache_tokens: usize) {
+        *self.cache.lock() = Cache {
+            tokens: cache_tokens,
+            ..Cache::default()
+        };
         self.forget_counts();
     }
 
@@ -141,10 +146,10 @@ impl futures_core::Stream for Events {
 
 type Body = Either<Full<Bytes>, StreamBody<Events>>;
 
-fn whole(status: u16, text: &'static str) -> Response<Body> {
+fn whole(status: u16, text: impl Into<Bytes>) -> Response<Body> {
     let builder = Response::builder().status(status);
     let builder = builder.header("content-type", "application/json");
-    let body = Either::Left(Full::from(Bytes::from_static(text.as_bytes())));
+    let body = Either::Left(Full::from(text.into()));
     builder.body(body).expect("a response")
 }
 
@@ -152,11 +157,14 @@ async fn answer(
     worker: Arc<Worker>,
     request: Request<Incoming>,
 ) -> Result<Response<Body>, Infallible> {
-    let info = r#"{"model_path":"mock","served_model_name":"mock","is_generation":true,"max_total_num_tokens":80000,"page_size":1,"tp_size":1,"dp_size":1,"version":"0.5.17"}"#;
+    let info = json!({
+        "model_path": "mock", "served_model_name": "mock", "is_generation": true, "page_size": 1, "tp_size": 1,
+        "dp_size": 1, "max_total_num_tokens": worker.cache.lock().tokens, "version": "0.5.17",
+    });
     match request.uri().path() {
         "/health" | "/health_generate" => return Ok(whole(200, "{}")),
         "/model_info" | "/get_model_info" | "/server_info" | "/get_server_info" => {
-            return Ok(whole(200, info));
+            return Ok(whole(200, info.to_string()));
         }
         "/v1/models" => {
             return Ok(whole(200, r#"{"object":"list","data":[{"id":"mock"}]}"#));
@@ -282,10 +290,9 @@ async fn measure(
     name: &str,
     arm: &Arm,
     workers: &[Arc<Worker>],
-    users: usize,
+    (users, cache_tokens): (usize, usize),
     names_session: bool,
 ) -> Value {
-    workers.iter().for_each(|worker| worker.reset());
     let seconds = setting("ROUTER_BENCH_ROUTING_SECONDS", 20) as f64;
     let from = Instant::now() + Duration::from_secs_f64(seconds / 4.0);
     let until = from + Duration::from_secs_f64(seconds);
@@ -316,7 +323,7 @@ async fn measure(
     let whole = Quantiles::new(samples.iter().map(|sample| sample.1 * 1e3).collect());
     let count = samples.len();
     println!(
-        "routing, {users} users  {name:<22} hits {hit:.3}  first token p50 {:.0} p90 {:.0} p99 {:.0} ms  whole p50 {:.0} p90 {:.0} ms  computed max/mean {uneven:.2}  {count} requests",
+        "routing, {users} users, caches of {cache_tokens}  {name:<22} hits {hit:.3}  first token p50 {:.0} p90 {:.0} p99 {:.0} ms  whole p50 {:.0} p90 {:.0} ms  computed max/mean {uneven:.2}  {count} requests",
         first.at(0.5),
         first.at(0.9),
         first.at(0.99),
@@ -324,7 +331,7 @@ async fn measure(
         whole.at(0.9),
     );
     json!({
-        "what": "routing", "users": users, "arm": name, "hit_rate": hit, "requests": count,
+        "what": "routing", "users": users, "cache_tokens": cache_tokens, "arm": name, "hit_rate": hit, "requests": count,
         "computed_max_over_mean": uneven,
         "first_ms": {"p50": first.at(0.5), "p90": first.at(0.9), "p99": first.at(0.99)},
         "whole_ms": {"p50": whole.at(0.5), "p90": whole.at(0.9)},
@@ -359,15 +366,19 @@ async fn all() -> Vec<Value> {
         ("sglang-router", stock(Router::Sglang), false),
     ];
     let mut results = Vec::new();
-    for users in USERS {
+    for load in LOADS {
         for (name, (router, config), names_session) in &arms {
-            if !wanted(&format!("routing, {name}")) {
+            if !wanted(&format!(
+                "routing, {} users, caches of {}, {name}",
+                load.0, load.1
+            )) {
                 continue;
             }
+            workers.iter().for_each(|worker| worker.reset(load.1));
             // A new process for each, so that none knows what the caches held.
             let arm = start(*router, &urls, false, config.clone(), "cache_aware").await;
             if let Some(arm) = arm {
-                results.push(measure(name, &arm, &workers, users, *names_session).await);
+                results.push(measure(name, &arm, &workers, load, *names_session).await);
             }
         }
     }

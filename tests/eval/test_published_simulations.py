@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 import re
 import statistics
 from itertools import pairwise
@@ -124,6 +125,33 @@ def table_cells(runs: list[dict[str, str]]) -> list[str]:
         f"{mean('cached_share'):.2f}",
         str(sum(int(run["unanswered"]) for run in runs)),
     ]
+
+
+def test_what_terms_changed_follows_from_their_runs() -> None:
+    runs = {
+        (row["variant"], *(row[key] for key in ("residency", "sessions", "prefills", "draw"))): row
+        for row in read_rows(PAGE.parent / "simulated/elastic-terms.csv")
+    }
+    columns = ("ttft_mean_s", "request_mean_s", "moved_share", "worst_gap_p90_s")
+
+    def change(variant: str, fleet: tuple[str, ...]) -> str:
+        pairs = [
+            (row, runs["as it is", *key[1:]])
+            for key, row in runs.items()
+            if key[0] == variant and key[1:4] == fleet
+        ]
+        cells = [f"| {variant} | {', '.join(fleet)} | {len(pairs)}"]
+        for column in columns:
+            changes = [float(row[column]) / float(base[column]) - 1 for row, base in pairs]
+            error = 2 * statistics.stdev(changes) / math.sqrt(len(changes))
+            cells.append(f"{statistics.fmean(changes):+.1%} ± {error:.1%}".replace("%", " %"))
+        return " | ".join(cells) + " |"
+
+    text = (PAGE.parent / "simulated-weights.md").read_text()
+    tried = dict.fromkeys((key[0], key[1:4]) for key in runs if key[0] != "as it is")
+    assert len(tried) > 10
+    for variant, fleet in tried:
+        assert change(variant, fleet) in text, change(variant, fleet)
 
 
 def test_the_table_of_weights_follows_from_its_runs() -> None:

@@ -84,6 +84,8 @@ impl Quantiles {
 pub enum Router {
     Direct,
     Ours,
+    /// This router as another commit has it.
+    Before,
     Sglang,
     Smg,
 }
@@ -160,8 +162,8 @@ fn pinned(command: &[String]) -> Command {
 }
 
 /// Starts a router before workers, the first of which prefills for the others if `separated`; none where
-/// that router is not installed, or does not start. `ours` is this router's configuration beyond that,
-/// `stock_policy` the policy of the others.
+/// that router is not there, or does not start. `ours` is this router's configuration beyond that,
+/// `stock_policy` the policy of the stock ones.
 pub async fn start(
     router: Router,
     workers: &[&str],
@@ -180,11 +182,12 @@ pub async fn start(
             });
         }
         Router::Ours => "deltaserve",
+        Router::Before => "deltaserve before",
         Router::Sglang => "sglang-router",
         Router::Smg => "smg",
     };
     let command: Vec<String> = match router {
-        Router::Ours => {
+        Router::Ours | Router::Before => {
             let specs: Vec<Value> = workers
                 .iter()
                 .enumerate()
@@ -200,8 +203,11 @@ pub async fn start(
             config["port"] = port.into();
             config["workers"] = specs.into();
             config["threads"] = 1.into();
-            let own = std::env::current_exe().ok()?.display().to_string();
-            vec![own, SERVE.to_owned(), config.to_string()]
+            let program = match router {
+                Router::Before => std::env::var("ROUTER_BENCH_BEFORE").ok()?,
+                _ => std::env::current_exe().ok()?.display().to_string(),
+            };
+            vec![program, SERVE.to_owned(), config.to_string()]
         }
         _ => {
             let (variable, module) = match router {

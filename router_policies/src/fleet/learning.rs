@@ -4,7 +4,8 @@ use super::State;
 use super::batch::{BatchTime, MeanBatch};
 use super::prefills::Step;
 use super::rates::{self, Computed, Decoded, Prior, Topic};
-use super::reservation::{Share, Usage};
+use super::reservation::Usage;
+use super::share::Share;
 use crate::policy::{Rates, Route};
 
 /// Answers in whose time more was prefilled on their worker, as a share of it, say little of how long a

@@ -1,21 +1,17 @@
-//! Placing requests: the gate says where a request may go, the policy chooses, the choice is reserved
+//! Asking for a place: the gate says where a request may go, the policy chooses, the choice is reserved
 //! and logged, in one step under the fleet's lock. A turn that has to wait for room gets a [`Ticket`].
 
-use super::log::{self, DecisionRecord, Event, PrefixSource, Reserved};
-use super::prefix::hash::Unit;
-use super::reservation::{Noted, Reservation, Share};
+use super::affinity::session_key;
+use super::choosing::Choice;
+use super::commit::{Begun, Entry, Way};
+use super::reservation::Reservation;
 use super::residency::footprint::Coarse;
-use super::residency::queue::{Admitted, Progress, WaitingTurn};
+use super::residency::queue::{Progress, WaitingTurn};
 use super::residency::sessions::Identity;
-use super::residency::{
-    Asked, Go, Residence, ResidencyRecord, Seat, Site, WaitReason, Wake, site_of,
-};
+use super::residency::{Asked, Site, WaitReason, Wake, site_of};
 use super::whole::{self, Separable};
-use super::{
-    COMPLAINT_INTERVAL_S, ESTIMATE_BLOCK_TOKENS, Fleet, Request, SGLANG_GROUP, State,
-    can_serve_whole, check_candidates, session_key,
-};
-use crate::policy::{Decision, Policy, Refusal, Route, View};
+use super::{ESTIMATE_BLOCK_TOKENS, Fleet, Request, State, can_serve_whole};
+use crate::policy::{Decision, Policy, Refusal, View};
 use parking_lot::MutexGuard;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -65,38 +61,6 @@ impl Drop for Ticket {
             self.fleet.settle(state);
         }
     }
-}
-
-/// How a request comes to its worker.
-enum Way {
-    /// Past the gate.
-    Past,
-    Gate(Go),
-    /// It has waited, and its room is booked.
-    Booked(Admitted),
-}
-
-struct Entry {
-    way: Way,
-    identity: Identity,
-    /// The workers that may answer, where they have been looked at.
-    sites: Vec<Site>,
-    /// To be booked for its answer.
-    output_tokens: u64,
-    waited_s: f64,
-}
-
-/// A policy's choice among the facts that are filled in.
-struct Choice {
-    decision: Decision,
-    facts: crate::policy::RequestFacts,
-}
-
-/// When a placement began: by the wall, for how long it takes, and by the fleet's clock.
-#[derive(Clone, Copy)]
-struct Begun {
-    at: Instant,
-    now_s: f64,
 }
 
 impl Fleet {
@@ -435,237 +399,6 @@ impl Fleet {
         let choice = self.choose(&mut guard, request, None, whole::decide(request.separable))?;
         self.commit(guard, begun, request, choice, entry)
     }
-
-    /// Asks for the policy's choice, among `slots` if there are some.
-    fn choose(
-        &self,
-        state: &mut State,
-        request: &Request,
-        slots: Option<&[usize]>,
-        choose: impl FnOnce(&dyn Policy, &View<'_>) -> Result<Decision, Refusal>,
-    ) -> Result<Choice, Refusal> {
-        for facts in &mut state.facts {
-            facts.admits = slots.is_none();
-        }
-        for &slot in slots.unwrap_or_default() {
-            state.facts[slot].admits = true;
-        }
-        let session_key = request.session_id.as_deref().map(session_key);
-        let facts = state.request_facts(request, session_key);
-        let random = state.random.u64(..);
-        let view = View {
-            workers: &state.facts,
-            request: &facts,
-            sequence: state.sequence,
-            random,
-            separated_inflight: state.separated_inflight,
-        };
-        let decision = choose(self.policy.as_ref(), &view)?;
-        if let Err(refusal) = check_candidates(&view, &decision.route) {
-            self.complain(state, decision.route);
-            return Err(refusal);
-        }
-        Ok(Choice { decision, facts })
-    }
-
-    /// Says in the log that the policy chose workers that are no candidates; not at every request, for it
-    /// may be every request that it does so for.
-    fn complain(&self, state: &State, route: Route) {
-        let mut complaints = self.complaints.lock();
-        complaints.unsaid += 1;
-        let now_s = self.now_s();
-        if complaints
-            .last_s
-            .is_some_and(|last_s| now_s - last_s < COMPLAINT_INTERVAL_S)
-        {
-            return;
-        }
-        let times = std::mem::take(&mut complaints.unsaid);
-        complaints.last_s = Some(now_s);
-        let name = |slot: usize| match state.workers.get(slot) {
-            Some(Some(worker)) => format!("worker {}", worker.spec.id),
-            _ => format!("slot {slot}, which has no worker"),
-        };
-        let chosen = match route {
-            Route::Local { worker } => name(worker),
-            Route::PrefillDecode { prefill, decode } => {
-                format!(
-                    "{} to prefill and {} to decode",
-                    name(prefill),
-                    name(decode)
-                )
-            }
-        };
-        ::log::error!(
-            "policy {}: chose {chosen}: no candidate ({times} since the last such line)",
-            self.policy_name
-        );
-    }
-
-    /// Reserves what was chosen, and logs it.
-    fn commit(
-        self: &Arc<Self>,
-        mut guard: MutexGuard<'_, State>,
-        begun: Begun,
-        request: &Request,
-        choice: Choice,
-        entry: Entry,
-    ) -> Result<Reservation, Refusal> {
-        let now_s = begun.now_s;
-        let state = &mut *guard;
-        let Choice { decision, facts } = choice;
-        let view = View {
-            workers: &state.facts,
-            request: &facts,
-            sequence: state.sequence,
-            random: 0,
-            separated_inflight: state.separated_inflight,
-        };
-        state.sequence += 1;
-        let answering = decision.route.answering();
-        let prefilling = decision.route.prefilling();
-        let new_tokens = view.new_tokens(&state.facts[prefilling]);
-        let prefix_source = match (request.prompt.unit, &state.workers[prefilling]) {
-            (Unit::Tokens, Some(worker)) => worker.prefix_source,
-            _ => PrefixSource::Estimate,
-        };
-        let cached_tokens: Vec<(usize, u64)> = state
-            .facts
-            .iter()
-            .filter(|worker| worker.routable && worker.cached_tokens > 0)
-            .map(|worker| (worker.slot, worker.cached_tokens))
-            .collect();
-        let until_token_s = match decision.route {
-            Route::Local { worker } => view.local_prefill_s(&state.facts[worker]),
-            Route::PrefillDecode { prefill, decode } => {
-                view.separated_s(&state.facts[prefill], &state.facts[decode])
-            }
-        };
-        let delta_tokens = view.new_tokens(&state.facts[answering]);
-        // SGLang's prefill workers answer once the KV is sent, vLLM's once it is there to be sent.
-        let is_sent_by_end = state.facts[prefilling].transfer_group == SGLANG_GROUP;
-        let mut share = Share {
-            id: state.sequence,
-            route: decision.route,
-            input_tokens: facts.input_tokens,
-            new_tokens,
-            prompts: facts.prompts,
-            answers: request.answers,
-            new_pairs: view.pairs(state.facts[prefilling].cached_tokens, new_tokens),
-            delta_tokens,
-            delta_after_prefill: (!is_sent_by_end).then_some(delta_tokens),
-            lacks_room: state.facts[answering].lacking_tokens(facts.input_tokens) > 0,
-            found_no_queue: false,
-            found_decodes: false,
-            until_token_s,
-            untold_until_us: (!request.stream).then_some(((now_s + until_token_s) * 1e6) as u64),
-            key: entry.identity.key,
-            turn: 0,
-        };
-        let (seat, residency) = state.sit_down(request, entry, decision.route, now_s)?;
-        share.turn = seat.turn;
-        state.reserve(&mut share, now_s);
-        for slot in [prefilling, answering] {
-            if let Some(worker) = state.worker_mut(slot) {
-                worker.circuit.placed(now_s);
-            }
-        }
-        let session = request.session_id.as_deref().map(session_key);
-        let session = session.map(|key| (key, state.note_session(key, answering, now_s)));
-        let prompt = state.note_prompt(&request.prompt, decision.route);
-
-        let name = |slot: usize| {
-            let spec = state.workers[slot].as_ref().map(|w| Arc::clone(&w.spec));
-            spec.ok_or(Refusal::OutsideCandidates)
-        };
-        let answering_spec = name(answering)?;
-        let prefill_spec = match decision.route {
-            Route::Local { .. } => None,
-            Route::PrefillDecode { prefill, .. } => Some(name(prefill)?),
-        };
-        let named = |route: Route| -> Result<log::NamedRoute, Refusal> {
-            Ok(match route {
-                Route::Local { worker } => log::NamedRoute::Local {
-                    worker: name(worker)?,
-                },
-                Route::PrefillDecode { prefill, decode } => log::NamedRoute::PrefillDecode {
-                    prefill: name(prefill)?,
-                    decode: name(decode)?,
-                },
-            })
-        };
-        let alternatives = decision
-            .alternatives
-            .iter()
-            .map(|a| Ok((named(a.route)?, a.predicted_s, a.cost)))
-            .collect::<Result<_, Refusal>>()?;
-        let cached_tokens = cached_tokens
-            .into_iter()
-            .map(|(slot, tokens)| Ok((name(slot)?, tokens)))
-            .collect::<Result<_, Refusal>>()?;
-        let route = named(decision.route)?;
-        let reserved = match &prefill_spec {
-            None => vec![Reserved {
-                worker: Arc::clone(&answering_spec),
-                prefill_tokens: new_tokens,
-                decode_tokens: facts.input_tokens,
-            }],
-            Some(prefill) => vec![
-                Reserved {
-                    worker: Arc::clone(prefill),
-                    prefill_tokens: new_tokens,
-                    decode_tokens: 0,
-                },
-                Reserved {
-                    worker: Arc::clone(&answering_spec),
-                    prefill_tokens: 0,
-                    decode_tokens: facts.input_tokens,
-                },
-            ],
-        };
-        let decision_id = format!("{:016x}", state.random.u64(..));
-        let signs = state.signs([prefilling, answering]);
-        let of_answering = state.worker_mut(answering);
-        let begun_at = of_answering.map_or_else(Default::default, |worker| worker.batch_time);
-        self.settle(guard);
-
-        let record = Arc::new(DecisionRecord {
-            decision_id: decision_id.clone(),
-            ts_unix_s: log::unix_now_s(),
-            request_id: request.request_id.clone(),
-            session_id: request.session_id.clone(),
-            policy: self.policy_name.clone(),
-            route,
-            reason: decision.reason,
-            input_tokens: facts.input_tokens,
-            new_tokens,
-            cached_tokens,
-            prefix_source,
-            alternatives,
-            predicted_s: decision.predicted_s,
-            cost: decision.cost,
-            reserved,
-            decision_us: begun.at.elapsed().as_secs_f64() * 1e6,
-            residency,
-        });
-        self.sink.send(Event::Decision(record));
-        let noted = Noted {
-            prompt,
-            session,
-            begun: begun_at,
-        };
-        let reservation = Reservation::new(
-            Arc::clone(self),
-            decision_id,
-            share,
-            seat,
-            answering_spec,
-            prefill_spec,
-            signs,
-            now_s,
-        );
-        Ok(reservation.having(noted, request.received_s))
-    }
 }
 
 /// Whether there is a worker that may answer and is not among `not_on`.
@@ -676,6 +409,25 @@ fn has_other(sites: &[Site], not_on: &[String]) -> bool {
 }
 
 impl State {
+    /// Lets in those of the waiting turns that there is room for.
+    pub(super) fn pump(&mut self, now_s: f64) {
+        if !self.residency.needs_pump() {
+            return;
+        }
+        self.end_untold(now_s);
+        let stale = self.residency.stale_waiters(now_s);
+        if !stale.is_empty() {
+            self.fill_facts(&[], now_s);
+        }
+        for (id, prompt) in stale {
+            let cached = self.cached_by_slot(&prompt);
+            self.residency.set_cached(id, cached, now_s);
+        }
+        let sites = self.sites(&[], now_s);
+        self.residency.pump(&sites, now_s);
+        self.spare_sites = sites;
+    }
+
     /// Tokens to be booked for all the answers that are made of a request.
     fn output_tokens(&self, request: &Request) -> u64 {
         let (limit, mean) = (request.max_output_tokens, self.mean_output_tokens);
@@ -713,93 +465,5 @@ impl State {
                 .arrive(identity.key, &prompt, &request.hints, now_s);
         }
         identity
-    }
-
-    /// Books a request's place on the worker that answers.
-    fn sit_down(
-        &mut self,
-        request: &Request,
-        entry: Entry,
-        route: Route,
-        now_s: f64,
-    ) -> Result<(Seat, ResidencyRecord), Refusal> {
-        let slot = route.answering();
-        let by_slot = self.facts.iter().map(|facts| facts.cached_tokens);
-        let cached = self.residency.cached(by_slot.collect());
-        let Entry {
-            way,
-            identity,
-            mut sites,
-            output_tokens,
-            waited_s,
-        } = entry;
-        if sites.is_empty() {
-            sites = match self.residency.gates() {
-                true => self.sites(&[], now_s),
-                false => self.site(slot, now_s).into_iter().collect(),
-            };
-        }
-        let site = site_of(&sites, slot).ok_or(Refusal::OutsideCandidates)?;
-        let prompt = Coarse::of(&request.prompt, self.residency.text_scale());
-        let asked = Asked {
-            key: identity.key,
-            has_session: identity.name.is_some(),
-            prompt,
-            output_tokens,
-            cached: &cached,
-            exclude: &[],
-            arrived_s: now_s - waited_s,
-            parent: None,
-        };
-        let is_booked = matches!(way, Way::Booked(_));
-        let (turn, state, gave_up) = match way {
-            Way::Past => {
-                let taken = self.residency.take_place(
-                    &asked,
-                    &identity,
-                    site,
-                    &sites,
-                    Residence::Ungated,
-                    &[],
-                    now_s,
-                );
-                (taken.0, Residence::Ungated, taken.1)
-            }
-            Way::Gate(go) => {
-                let taken = self.residency.take_place(
-                    &asked,
-                    &identity,
-                    site,
-                    &sites,
-                    go.state,
-                    &go.give_up,
-                    now_s,
-                );
-                (taken.0, go.state, taken.1)
-            }
-            Way::Booked(admitted) => (admitted.turn, admitted.state, admitted.gave_up),
-        };
-        if matches!(route, Route::PrefillDecode { .. }) {
-            // The worker has no prefill to do.
-            self.residency.prefill_over(slot, identity.key, turn);
-        }
-        let text_tokens = (request.prompt.unit == Unit::Bytes).then(|| request.prompt.tokens());
-        let seat = self.residency.seat(
-            site,
-            &identity,
-            &prompt,
-            turn,
-            output_tokens,
-            request.hints.clone(),
-            text_tokens,
-        );
-        self.spare_sites = sites;
-        let state = if turn == 0 { Residence::Ungated } else { state };
-        let record = ResidencyRecord {
-            state,
-            waited_s: if is_booked { waited_s } else { 0.0 },
-            gave_up,
-        };
-        Ok((seat, record))
     }
 }

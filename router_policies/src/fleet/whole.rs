@@ -68,7 +68,7 @@ fn restricted(
         ..*view
     };
     if let Ok(decision) = policy.decide(&rest)
-        && super::check_candidates(&rest, &decision.route).is_ok()
+        && super::view::check_candidates(&rest, &decision.route).is_ok()
     {
         return Ok(decision);
     }

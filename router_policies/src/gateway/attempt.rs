@@ -2,9 +2,10 @@
 //! needs, and the answer's beginning is waited for.
 
 use super::apis::Api;
-use super::body::{self, Pieces};
+use super::body;
 use super::dispatch::Exchange;
 use super::fault::{Failure, Fault, Kind, status_of};
+use super::splice::{Pieces, bootstrap_fields, splice};
 use super::stream::PrefillHalf;
 use super::{describe, mooncake, reuse, sse};
 use crate::config::{Connector, Engine, WorkerSpec};
@@ -82,11 +83,11 @@ impl Exchange<'_> {
             (Engine::Sglang, _) => {
                 let host = prefill.bootstrap_host.as_deref().unwrap_or_default();
                 let room = fastrand::u64(..) >> 1;
-                let mut fields = body::bootstrap_fields(host, prefill.bootstrap_port, room);
+                let mut fields = bootstrap_fields(host, prefill.bootstrap_port, room);
                 if self.strips_keys() {
                     fields += r#","bootstrap_pair_key":null,"decode_tp_size":null,"disagg_prefill_dp_rank":null"#;
                 }
-                let payload = body::splice(&self.bytes, &self.scanned, fields);
+                let payload = splice(&self.bytes, &self.scanned, fields);
                 let payloads = (payload.clone(), payload, None);
                 self.attempt_at_once(reservation, prefill, payloads).await
             }
@@ -116,7 +117,7 @@ impl Exchange<'_> {
         if fields.is_empty() {
             return Pieces::from(self.bytes.clone());
         }
-        body::splice(&self.bytes, &self.scanned, fields.join(","))
+        splice(&self.bytes, &self.scanned, fields.join(","))
     }
 
     async fn within_deadline<T>(
@@ -182,7 +183,7 @@ impl Exchange<'_> {
         let fields = self.vllm_prefill_fields(
             r#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#,
         );
-        let payload = body::splice(&self.bytes, &self.scanned, fields);
+        let payload = splice(&self.bytes, &self.scanned, fields);
         let prefilled = async {
             match self.head(prefill, payload, Opening::IsAnswer).await {
                 Ok(Head::Whole(answer)) if status_of(&answer).is_success() => {
@@ -204,7 +205,7 @@ impl Exchange<'_> {
                 Failure::Prefill(Fault::broken("no kv_transfer_params in the answer"))
             })?;
         let fields = format!("\"kv_transfer_params\":{}", params.get());
-        let payload = body::splice(&self.bytes, &self.scanned, fields);
+        let payload = splice(&self.bytes, &self.scanned, fields);
         let head = self.head(reservation.answering(), payload, Opening::IsHeld);
         Ok((self.within_deadline(head).await?, None))
     }
@@ -239,8 +240,8 @@ impl Exchange<'_> {
         });
         let fields = self.vllm_prefill_fields(&for_prefill.to_string());
         Ok((
-            body::splice(&self.bytes, &self.scanned, fields),
-            body::splice(
+            splice(&self.bytes, &self.scanned, fields),
+            splice(
                 &self.bytes,
                 &self.scanned,
                 format!("\"kv_transfer_params\":{for_decode}"),

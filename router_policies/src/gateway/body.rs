@@ -1,6 +1,6 @@
-//! Request bodies: what routing needs is scanned out of the bytes in one pass, no tree is built, and
-//! the PD fields are spliced in front of the closing brace. A long prompt's token ids, which take most
-//! of that time, are read while the rest of the body is on its way.
+//! Request bodies: what routing needs is scanned out of the bytes in one pass, and no tree is built. A
+//! long prompt's token ids, which take most of that time, are read while the rest of the body is on its
+//! way.
 //!
 //! Bodies are otherwise forwarded byte for byte. The scan follows JSON's structure but leaves the
 //! validation of values that routing does not need to the engine.
@@ -10,13 +10,11 @@ pub use super::apis::Api;
 use super::apis::PromptKeys;
 pub use super::cursor::Malformed;
 use super::cursor::{Cursor, TokenRun};
+use super::prompts::{Conversation, Prompts};
 use super::session;
-use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
-use bytes::Bytes;
+use crate::fleet::prefix::hash::PromptHashes;
 use smallvec::SmallVec;
 use std::ops::Range;
-use std::pin::Pin;
-use std::task::{Context, Poll};
 
 /// What routing needs of a body.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,8 +43,8 @@ pub struct Scanned {
     /// The body has keys by which clients could steer the moving of KV; ours override them.
     pub has_transfer_keys: bool,
     /// Position of the outer object's closing brace.
-    close: usize,
-    is_empty: bool,
+    pub(super) close: usize,
+    pub(super) is_empty: bool,
 }
 
 /// Keys of bodies by which engines are told where KV comes from and goes to. They are the router's to
@@ -60,140 +58,6 @@ pub(super) const SGLANG_TRANSFER_KEYS: [&str; 6] = [
     "disagg_prefill_dp_rank",
 ];
 pub(super) const VLLM_TRANSFER_KEYS: [&str; 2] = ["kv_transfer_params", "ec_transfer_params"];
-
-/// The parts of a conversation, in whatever order its keys come.
-#[derive(Default)]
-struct Conversation<'a> {
-    before: SmallVec<[&'a [u8]; 2]>,
-    turns: Option<&'a [u8]>,
-}
-
-impl<'a> Conversation<'a> {
-    /// Takes the value if the key is one of a conversation's. The last of equal keys counts.
-    fn take(
-        &mut self,
-        cursor: &mut Cursor<'a>,
-        key: &[u8],
-        before: &[&str],
-        turns: &str,
-    ) -> Result<bool, Malformed> {
-        if let Some(at) = before.iter().position(|name| key == name.as_bytes()) {
-            self.before.resize(before.len(), &[]);
-            self.before[at] = cursor.value()?;
-            return Ok(true);
-        }
-        if key != turns.as_bytes() {
-            return Ok(false);
-        }
-        self.turns = Some(match cursor.peek() {
-            Some(b'"') => cursor.string()?,
-            Some(b'[') => {
-                // Without the brackets, so that a longer conversation extends a shorter one.
-                let raw = cursor.value()?;
-                &raw[1..raw.len() - 1]
-            }
-            _ => return cursor.fail("a list of messages"),
-        });
-        Ok(true)
-    }
-
-    fn finish(self, text_block: usize) -> Option<PromptHashes> {
-        let turns = self.turns?;
-        if self.before.iter().all(|part| part.is_empty()) {
-            return Some(PromptHashes::of_text(turns, text_block));
-        }
-        let mut whole = self.before.concat();
-        whole.extend_from_slice(turns);
-        Some(PromptHashes::of_text(&whole, text_block))
-    }
-}
-
-#[derive(Default)]
-struct Prompts {
-    first: Option<PromptHashes>,
-    count: usize,
-    more: usize,
-    largest_token: Option<u32>,
-    texts: SmallVec<[Range<usize>; 1]>,
-}
-
-impl Prompts {
-    fn add_tokens(&mut self, hasher: TokenHasher) {
-        self.largest_token = self.largest_token.max(hasher.largest());
-        self.add(hasher.finish());
-    }
-
-    fn add(&mut self, prompt: PromptHashes) {
-        self.count += 1;
-        if self.first.is_some() {
-            self.more += prompt.length;
-        } else {
-            self.first = Some(prompt);
-        }
-    }
-
-    fn one(prompt: PromptHashes) -> Self {
-        let mut prompts = Self::default();
-        prompts.add(prompt);
-        prompts
-    }
-
-    fn add_text(&mut self, cursor: &mut Cursor<'_>, text_block: usize) -> Result<(), Malformed> {
-        let text = cursor.string()?;
-        self.texts.push(cursor.at - text.len() - 2..cursor.at);
-        self.add(PromptHashes::of_text(text, text_block));
-        Ok(())
-    }
-
-    /// A prompt, or a list of prompts, each a string or a list of token ids.
-    fn read(
-        cursor: &mut Cursor<'_>,
-        block: usize,
-        text_block: usize,
-        bytes: usize,
-    ) -> Result<Self, Malformed> {
-        match cursor.peek() {
-            Some(b'"') => {
-                let mut prompts = Self::default();
-                prompts.add_text(cursor, text_block)?;
-                Ok(prompts)
-            }
-            Some(b'[') => {
-                let start = cursor.at;
-                cursor.at += 1;
-                let inner = cursor.peek();
-                cursor.at = start;
-                if !matches!(inner, Some(b'[' | b'"')) {
-                    let begun = cursor.run.take_if(|run| run.start == start);
-                    let mut run = begun.unwrap_or_else(|| {
-                        // Few prompts have fewer than six bytes a token.
-                        let room = bytes.saturating_sub(start) / 6;
-                        TokenRun::new(start, TokenHasher::with_capacity(block, room))
-                    });
-                    if let Err(malformed) = cursor.tokens(&mut run) {
-                        cursor.run = Some(run);
-                        return Err(malformed);
-                    }
-                    let mut prompts = Self::default();
-                    prompts.add_tokens(run.hasher);
-                    return Ok(prompts);
-                }
-                let mut prompts = Self::default();
-                cursor.array(|cursor| {
-                    if cursor.peek() == Some(b'"') {
-                        return prompts.add_text(cursor, text_block);
-                    }
-                    let mut run = TokenRun::new(cursor.at, TokenHasher::new(block));
-                    cursor.tokens(&mut run)?;
-                    prompts.add_tokens(run.hasher);
-                    Ok(())
-                })?;
-                Ok(prompts)
-            }
-            _ => cursor.fail("a string or a list of token ids"),
-        }
-    }
-}
 
 fn unsigned(raw: &[u8]) -> Option<u64> {
     std::str::from_utf8(raw).ok()?.parse().ok()
@@ -414,71 +278,11 @@ impl Scanner {
     }
 }
 
-/// `body` with `fields` (`"key":value` pairs joined by commas) at the end of the outer object. The
-/// pieces share the body's memory. Keys that the client sent too are overridden: every engine's
-/// parser takes the last of equal keys.
-pub fn splice(body: &Bytes, scanned: &Scanned, fields: String) -> Pieces {
-    let mut tail = fields;
-    if !scanned.is_empty {
-        tail.insert(0, ',');
-    }
-    Pieces([
-        body.slice(..scanned.close),
-        Bytes::from(tail),
-        body.slice(scanned.close..),
-    ])
-}
-
-/// A request body of up to three pieces that are sent one after the other.
-#[derive(Clone, Debug, Default)]
-pub struct Pieces([Bytes; 3]);
-
-impl From<Bytes> for Pieces {
-    fn from(body: Bytes) -> Self {
-        Self([body, Bytes::new(), Bytes::new()])
-    }
-}
-
-impl Pieces {
-    /// All bytes, joined.
-    pub fn concat(&self) -> Vec<u8> {
-        self.0.concat()
-    }
-}
-
-impl http_body::Body for Pieces {
-    type Data = Bytes;
-    type Error = std::convert::Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<http_body::Frame<Bytes>, Self::Error>>> {
-        let piece = self.0.iter_mut().find(|piece| !piece.is_empty());
-        Poll::Ready(piece.map(|piece| Ok(http_body::Frame::data(std::mem::take(piece)))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.0.iter().all(Bytes::is_empty)
-    }
-
-    fn size_hint(&self) -> http_body::SizeHint {
-        http_body::SizeHint::with_exact(self.0.iter().map(|piece| piece.len() as u64).sum())
-    }
-}
-
-/// The fields by which SGLang's prefill and decode workers find each other.
-pub fn bootstrap_fields(host: &str, port: Option<u16>, room: u64) -> String {
-    let host = serde_json::Value::from(host);
-    let port = port.map_or_else(|| "null".to_owned(), |port| port.to_string());
-    format!("\"bootstrap_host\":{host},\"bootstrap_port\":{port},\"bootstrap_room\":{room}")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     fn scan16(api: Api, body: &[u8]) -> Result<Scanned, Malformed> {
         scan(api, body, 16, 16)
@@ -583,35 +387,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn our_fields_override_the_clients() {
-        let body = Bytes::from_static(b"{\"text\":\"a\",\"bootstrap_room\":1 }\n");
-        let scanned = scan16(Api::Generate, &body).expect("valid");
-        let spliced = splice(&body, &scanned, bootstrap_fields("h", Some(8998), 5)).concat();
-        let value: Value = serde_json::from_slice(&spliced).expect("JSON");
-        assert_eq!(
-            value,
-            json!({"text": "a", "bootstrap_room": 5, "bootstrap_host": "h", "bootstrap_port": 8998})
-        );
-    }
-
-    fn any_json() -> impl Strategy<Value = Value> {
-        let leaf = prop_oneof![
-            Just(Value::Null),
-            any::<bool>().prop_map(Value::from),
-            any::<i32>().prop_map(Value::from),
-            Just(Value::from(-1.5e-3)),
-            ".{0,12}".prop_map(Value::from),
-        ];
-        leaf.prop_recursive(4, 32, 4, |inner| {
-            prop_oneof![
-                proptest::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-                proptest::collection::vec((".{0,6}", inner), 0..4)
-                    .prop_map(|pairs| Value::Object(pairs.into_iter().collect())),
-            ]
-        })
-    }
-
     proptest! {
         #[test]
         fn token_ids_are_read_as_serde_reads_them(
@@ -657,31 +432,6 @@ mod tests {
                 scanner.scan_ahead(&body[..cut], body.len());
             }
             prop_assert_eq!(scanner.scan(&body), scan(Api::Completions, &body, 2, 16));
-        }
-
-        #[test]
-        fn splicing_any_object_adds_exactly_our_fields(
-            extra in proptest::collection::vec(("[a-z\"\\\\]{0,6}", any_json()), 0..5),
-            pretty in any::<bool>(),
-        ) {
-            let mut object: serde_json::Map<String, Value> = extra.into_iter().collect();
-            for key in ["input_ids", "sampling_params", "stream", "rid", "user"] {
-                object.remove(key);
-            }
-            object.insert("text".to_owned(), "hello".into());
-            let value = Value::Object(object.clone());
-            let body = Bytes::from(if pretty {
-                serde_json::to_vec_pretty(&value).expect("JSON")
-            } else {
-                serde_json::to_vec(&value).expect("JSON")
-            });
-            let scanned = scan16(Api::Generate, &body).expect("valid");
-            let spliced = splice(&body, &scanned, bootstrap_fields("h", None, u64::MAX >> 1));
-            object.insert("bootstrap_host".to_owned(), "h".into());
-            object.insert("bootstrap_port".to_owned(), Value::Null);
-            object.insert("bootstrap_room".to_owned(), (u64::MAX >> 1).into());
-            let read: Value = serde_json::from_slice(&spliced.concat()).expect("JSON");
-            prop_assert_eq!(read, Value::Object(object));
         }
 
         #[test]

@@ -3,9 +3,9 @@
 //! They take no part in routing: nothing is cached for them, and what they cost a worker is small beside
 //! generation. They go to the worker with the fewest requests, and to another if that one fails.
 
-use super::body::Pieces;
 use super::dispatch::forwarded_headers;
 use super::fault::{Fault, from_worker};
+use super::splice::Pieces;
 use super::{Gateway, Reply, apis, error, keys, reuse};
 use crate::config::WorkerSpec;
 use crate::policy::Role;

@@ -4,7 +4,7 @@
 //! then breaks without an answer, which says nothing of the worker or the request: it is sent once more.
 //! On a new connection the same thing is a failure.
 
-use super::body::Pieces;
+use super::splice::Pieces;
 use hyper::body::Incoming;
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper::{Request, Response, Uri};

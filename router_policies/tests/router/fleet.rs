@@ -590,12 +590,13 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_interleaving_leaves_every_counter_at_zero_and_picks_only_candidates(
+    fn any_interleaving_reserves_what_runs_and_picks_only_candidates(
         policy in 0usize..policy::TABLE.len(),
         steps in proptest::collection::vec(step(), 1..80),
     ) {
         let fleet = fleet(policy::TABLE[policy].name, &ROLES);
-        let mut running: Vec<Reservation> = Vec::new();
+        // With whether the first token is there: the prefill worker is free from then on.
+        let mut running: Vec<(Reservation, bool)> = Vec::new();
         for step in steps {
             let count = running.len().max(1);
             match step {
@@ -611,19 +612,20 @@ proptest! {
                             prop_assert!(up.contains(&prefill.id));
                             prop_assert_ne!(&prefill.id, &reservation.answering().id);
                         }
-                        running.push(reservation);
+                        running.push((reservation, false));
                     }
                 }
                 Step::FirstToken(i) => {
-                    if let Some(reservation) = running.get_mut(i % count) {
+                    if let Some((reservation, has_token)) = running.get_mut(i % count) {
                         reservation.streams();
                         reservation.output(1);
+                        *has_token = true;
                     }
                 }
                 Step::Finish(i, outcome) if !running.is_empty() => {
                     let outcome = [Outcome::Ok, Outcome::WorkerError, Outcome::Timeout,
                         Outcome::Rejected][usize::from(outcome % 4)];
-                    running.swap_remove(i % count).finish(outcome, None, None);
+                    running.swap_remove(i % count).0.finish(outcome, None, None);
                 }
                 Step::Disconnect(i) if !running.is_empty() => drop(running.swap_remove(i % count)),
                 Step::Health(w, up) => fleet.report_health(&format!("w{w}"), up),
@@ -645,6 +647,14 @@ proptest! {
                     fleet.report_load(&format!("w{w}"), load);
                 }
                 Step::Finish(..) | Step::Disconnect(_) => {}
+            }
+            for worker in fleet.snapshot() {
+                let its = |spec: &Arc<WorkerSpec>| Arc::ptr_eq(spec, &worker.spec);
+                let on_it = running.iter().filter(|(reservation, has_token)| {
+                    let prefills = !has_token && reservation.prefill().is_some_and(its);
+                    prefills || its(reservation.answering())
+                });
+                prop_assert_eq!(worker.load.requests as usize, on_it.count());
             }
         }
         running.clear();

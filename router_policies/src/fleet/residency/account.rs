@@ -40,7 +40,7 @@ impl Residency {
     pub fn identify(&mut self, name: Option<&str>, prompt: &Coarse<'_>) -> Identity {
         match name {
             Some(name) => Identity {
-                key: crate::fleet::session_key(name),
+                key: crate::fleet::affinity::session_key(name),
                 name: Some(name.into()),
             },
             None => Identity {
@@ -56,7 +56,8 @@ impl Residency {
         self.endings.settle(&mut self.sessions, now_s, most_s);
         let known = self.sessions.of(key);
         if let Some(parent) = &hints.parent_session {
-            known.parent = Some(crate::fleet::session_key(parent)).filter(|&parent| parent != key);
+            known.parent =
+                Some(crate::fleet::affinity::session_key(parent)).filter(|&parent| parent != key);
             self.has_parents = true;
         }
         if let Some(ended_s) = known.ended_s

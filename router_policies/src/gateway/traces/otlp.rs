@@ -3,8 +3,8 @@
 //! The protocol is one POST of one JSON object (`/v1/traces`, opentelemetry-proto 1.x), so no SDK stands
 //! between: OpenTelemetry's would bring its own queue, clock and client for it.
 
-use crate::gateway::body::Pieces;
 use crate::gateway::reuse::{self, WorkerClient};
+use crate::gateway::splice::Pieces;
 use crate::gateway::{MAX_REPORT_BYTES, describe};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Limited};

@@ -1,0 +1,140 @@
+//! Prompts as they stand in a body: token ids, texts, or a conversation, hashed as they are read.
+
+use super::cursor::{Cursor, Malformed, TokenRun};
+use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
+use smallvec::SmallVec;
+use std::ops::Range;
+
+/// The parts of a conversation, in whatever order its keys come.
+#[derive(Default)]
+pub(super) struct Conversation<'a> {
+    before: SmallVec<[&'a [u8]; 2]>,
+    turns: Option<&'a [u8]>,
+}
+
+impl<'a> Conversation<'a> {
+    /// Takes the value if the key is one of a conversation's. The last of equal keys counts.
+    pub fn take(
+        &mut self,
+        cursor: &mut Cursor<'a>,
+        key: &[u8],
+        before: &[&str],
+        turns: &str,
+    ) -> Result<bool, Malformed> {
+        if let Some(at) = before.iter().position(|name| key == name.as_bytes()) {
+            self.before.resize(before.len(), &[]);
+            self.before[at] = cursor.value()?;
+            return Ok(true);
+        }
+        if key != turns.as_bytes() {
+            return Ok(false);
+        }
+        self.turns = Some(match cursor.peek() {
+            Some(b'"') => cursor.string()?,
+            Some(b'[') => {
+                // Without the brackets, so that a longer conversation extends a shorter one.
+                let raw = cursor.value()?;
+                &raw[1..raw.len() - 1]
+            }
+            _ => return cursor.fail("a list of messages"),
+        });
+        Ok(true)
+    }
+
+    pub fn finish(self, text_block: usize) -> Option<PromptHashes> {
+        let turns = self.turns?;
+        if self.before.iter().all(|part| part.is_empty()) {
+            return Some(PromptHashes::of_text(turns, text_block));
+        }
+        let mut whole = self.before.concat();
+        whole.extend_from_slice(turns);
+        Some(PromptHashes::of_text(&whole, text_block))
+    }
+}
+
+#[derive(Default)]
+pub(super) struct Prompts {
+    pub first: Option<PromptHashes>,
+    pub count: usize,
+    pub more: usize,
+    pub largest_token: Option<u32>,
+    pub texts: SmallVec<[Range<usize>; 1]>,
+}
+
+impl Prompts {
+    fn add_tokens(&mut self, hasher: TokenHasher) {
+        self.largest_token = self.largest_token.max(hasher.largest());
+        self.add(hasher.finish());
+    }
+
+    fn add(&mut self, prompt: PromptHashes) {
+        self.count += 1;
+        if self.first.is_some() {
+            self.more += prompt.length;
+        } else {
+            self.first = Some(prompt);
+        }
+    }
+
+    pub fn one(prompt: PromptHashes) -> Self {
+        let mut prompts = Self::default();
+        prompts.add(prompt);
+        prompts
+    }
+
+    fn add_text(&mut self, cursor: &mut Cursor<'_>, text_block: usize) -> Result<(), Malformed> {
+        let text = cursor.string()?;
+        self.texts.push(cursor.at - text.len() - 2..cursor.at);
+        self.add(PromptHashes::of_text(text, text_block));
+        Ok(())
+    }
+
+    /// A prompt, or a list of prompts, each a string or a list of token ids.
+    pub fn read(
+        cursor: &mut Cursor<'_>,
+        block: usize,
+        text_block: usize,
+        bytes: usize,
+    ) -> Result<Self, Malformed> {
+        match cursor.peek() {
+            Some(b'"') => {
+                let mut prompts = Self::default();
+                prompts.add_text(cursor, text_block)?;
+                Ok(prompts)
+            }
+            Some(b'[') => {
+                let start = cursor.at;
+                cursor.at += 1;
+                let inner = cursor.peek();
+                cursor.at = start;
+                if !matches!(inner, Some(b'[' | b'"')) {
+                    let begun = cursor.run.take_if(|run| run.start == start);
+                    let mut run = begun.unwrap_or_else(|| {
+                        // Few prompts have fewer than six bytes a token.
+                        let room = bytes.saturating_sub(start) / 6;
+                        TokenRun::new(start, TokenHasher::with_capacity(block, room))
+                    });
+                    if let Err(malformed) = cursor.tokens(&mut run) {
+                        cursor.run = Some(run);
+                        return Err(malformed);
+                    }
+                    let mut prompts = Self::default();
+                    prompts.add_tokens(run.hasher);
+                    return Ok(prompts);
+                }
+                let mut prompts = Self::default();
+                cursor.array(|cursor| {
+                    if cursor.peek() == Some(b'"') {
+                        return prompts.add_text(cursor, text_block);
+                    }
+                    let mut run = TokenRun::new(cursor.at, TokenHasher::new(block));
+                    cursor.tokens(&mut run)?;
+                    prompts.add_tokens(run.hasher);
+                    Ok(())
+                })?;
+                Ok(prompts)
+            }
+            _ => cursor.fail("a string or a list of token ids"),
+        }
+    }
+}
