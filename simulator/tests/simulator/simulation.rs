@@ -417,19 +417,35 @@ fn a_wrong_plan_is_named() {
 fn a_host_tier_that_others_will_fill_is_not_counted_on() {
     let folder = folder("host-tier");
     sessions(&folder.join("planned.jsonl"), 10, 12, 12_000, 4.0);
-    let served = |host_kv_tokens: u64| {
+    let served = |rule: &str, host_kv_tokens: u64| {
         let changes = json!({
             "workers": [{"id": "w", "kv_tokens": 50_000, "host_kv_tokens": host_kv_tokens}],
-            "router": {"policy": "unified", "residency": {"rule": "priced"}, "kv_events": true},
+            "router": {"policy": "unified", "residency": {"rule": rule}, "kv_events": true},
             "load": {"max_inflight_sessions": 10, "max_think_s": 5, "timeout_s": 1e6},
         });
         let (report, lines) = simulate(&plan(&folder, &changes), &folder, "run");
         assert_eq!(report.failed, 0);
-        sum(&lines, "cached_tokens") as f64 / sum(&lines, "input_length") as f64
+        let cached = sum(&lines, "cached_tokens") as f64 / sum(&lines, "input_length") as f64;
+        let ends = lines.iter().filter_map(|line| line["finished_s"].as_f64());
+        (cached, ends.fold(0.0, f64::max))
     };
     // Ten sessions of 12,000 tokens and more want twice what this tier holds: what leaves the GPU is
-    // gone when it comes back, and places are worth no less than without the tier.
-    let (without, with) = (served(0), served(60_000));
-    println!("simulated: {without:.3} from the cache without a tier, {with:.3} with one");
-    assert!(with >= without - 0.05, "{with} against {without}");
+    // gone when it comes back, unless few take turns among themselves.
+    let (off, without, with) = (
+        served("off", 60_000),
+        served("priced", 0),
+        served("priced", 60_000),
+    );
+    println!(
+        "simulated, from the cache and seconds until all are served: off {off:.3?}, priced {with:.3?}, \
+         without a tier {without:.3?}"
+    );
+    assert!(
+        with.0 >= off.0 + 0.1,
+        "it collapses: {with:?} against {off:?}"
+    );
+    assert!(
+        with.1 <= without.1,
+        "the tier costs time: {with:?} against {without:?}"
+    );
 }

@@ -33,6 +33,13 @@ struct Limits {
     budget_tokens: Option<u64>,
 }
 
+impl Limits {
+    /// Whether turns may go to the worker at all, and to which one.
+    fn serves(self) -> (u64, bool, bool) {
+        (self.serial, self.routable, self.prefills)
+    }
+}
+
 impl Default for Looks {
     fn default() -> Self {
         Self {
@@ -46,7 +53,7 @@ impl Default for Looks {
 
 impl Residency {
     /// The sites that a round at `now_s` looks at, as their places among `sites`, in order; none for
-    /// all of them. Counts as looking at them.
+    /// all of them, as on a small fleet, and where a worker has come or gone. Counts as looking at them.
     pub(super) fn next_looks(&mut self, sites: &[Site], now_s: f64) -> Option<Vec<usize>> {
         if sites.len() <= self.looks.small {
             return None;
@@ -59,6 +66,7 @@ impl Residency {
         self.looks.next = (first + due) % count;
         self.looks.last_s = now_s;
         let gathers_at = self.gathers.map(|(_, slot)| slot);
+        let mut homes_change = false;
         for (at, site) in sites.iter().enumerate() {
             let limits = Limits {
                 serial: site.serial,
@@ -70,14 +78,17 @@ impl Residency {
             if self.looks.seen.len() <= site.slot {
                 self.looks.seen.resize(site.slot + 1, None);
             }
-            let is_new = self.looks.seen[site.slot].replace(limits) != Some(limits);
+            let before = self.looks.seen[site.slot].replace(limits);
+            let is_new = before != Some(limits);
+            homes_change |= before.is_none_or(|before| before.serves() != limits.serves());
             let hold = self.holds.get_mut(site.slot);
             let has_changed = hold.is_some_and(|hold| std::mem::take(&mut hold.changed));
             if is_due || is_new || has_changed || gathers_at == Some(site.slot) {
                 looked.push(at);
             }
         }
-        Some(looked)
+        // Whose home has come or gone may go elsewhere now, or no longer.
+        (!homes_change).then_some(looked)
     }
 
     /// `looked`, and the sites where places have changed since [`Residency::next_looks`]. The next round
@@ -287,7 +298,7 @@ mod tests {
         let sites = state.sites(&[], 0.0);
         let residency = &mut state.residency;
         let all: Vec<usize> = (0..WORKERS).collect();
-        assert_eq!(residency.next_looks(&sites, 0.0), Some(all.clone()));
+        assert_eq!(residency.next_looks(&sites, 0.0), None, "all are new");
         assert_eq!(residency.next_looks(&sites, 0.0), Some(Vec::new()));
         residency.hold(7).changed = true;
         assert_eq!(*residency.look_where_changed(&sites, &[2]), [2, 7]);
@@ -301,6 +312,12 @@ mod tests {
         assert_eq!(both, all, "all of them within the interval");
         let mut other = sites.clone();
         other[3].routable = false;
+        assert_eq!(
+            residency.next_looks(&other, 2.0 * half),
+            None,
+            "for those whose home it was"
+        );
+        other[3].kv_capacity_tokens = Some(50_000);
         assert_eq!(residency.next_looks(&other, 2.0 * half), Some(vec![3]));
         residency.looks.small = WORKERS;
         assert_eq!(residency.next_looks(&sites, 1.0), None);
