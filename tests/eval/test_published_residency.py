@@ -25,6 +25,16 @@ TABLES = (
     ),
     ("engines-sglang-1", "engines-sglang-2", "engines-vllm-residency"),
     ("backfill-off", "backfill-residency", "backfill-lease", "backfill-host-residency"),
+    ("again-residency", "tier-off", "tier-residency-1", "tier-residency-2"),
+    ("two-off-1", "two-off-2", "two-off-3", "two-residency"),
+)
+# By column of the README's table, the runs that stand in it.
+README = (
+    ("backfill-off",),
+    ("backfill-residency", "again-residency"),
+    ("backfill-lease",),
+    ("tier-off",),
+    ("tier-residency-1", "tier-residency-2"),
 )
 COLUMNS = [(table, at) for table, arms in enumerate(TABLES) for at in range(len(arms))]
 
@@ -35,9 +45,8 @@ def lines(arm: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in text]
 
 
-def row(table: int, label: str) -> list[str]:
-    text = (DOCS / "residency.md").read_text()
-    found = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", text, re.M)
+def row(table: int, label: str, page: Path = DOCS / "residency.md") -> list[str]:
+    found = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", page.read_text(), re.M)
     return [cell.strip() for cell in found[table].split("|")]
 
 
@@ -85,6 +94,31 @@ def test_every_figure_of_an_arm_comes_from_its_lines(table: int, at: int) -> Non
     assert int(row(table, "sessions that got an answer in the window")[at]) == len(sessions)
 
 
+def test_the_readme_repeats_the_page() -> None:
+    """Each column's runs one after another, without intervals and units."""
+    labels = {
+        "prompt tokens from cache": "prompt tokens from cache",
+        "time to first token (TTFT), p50 of turns": "TTFT p50 of turns",
+        "turns with a first token within 10 s": "turns with a first token within 10 s",
+        "requests/s": "requests/s",
+        "sessions that got an answer": "sessions that got an answer in the window",
+    }
+    where = {arm: (table, at) for table, arms in enumerate(TABLES) for at, arm in enumerate(arms)}
+    for label, of_page in labels.items():
+        cells = row(0, label, DOCS.parents[1] / "README.md")
+        for cell, arms in zip(cells, README, strict=True):
+            said = [row(where[arm][0], of_page)[where[arm][1]] for arm in arms]
+            assert cell == ", ".join(re.sub(r" (\[.*\]|s\b.*)$", "", text) for text in said)
+
+
+def test_what_is_said_of_two_sessions_that_fit() -> None:
+    for at, arm in enumerate(TABLES[4]):
+        measured = [r for r in lines(arm) if r["phase"] == "measure"]
+        waits_s = [r["first_token_s"] - r["scheduled_s"] for r in measured]
+        p90_s = float(np.quantile(waits_s, 0.9))
+        assert number(row(0, "TTFT p90 of turns")[at]) == pytest.approx(p90_s, abs=0.0051)
+
+
 def test_what_is_said_of_the_run_that_was_cut_off() -> None:
     """In the seconds of the window that it has lines for, beside the same seconds of others."""
     arms = ("engines-vllm-cut-off", "engines-sglang-1", "engines-sglang-2")
@@ -126,14 +160,19 @@ def test_what_is_said_of_the_noise_and_of_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arm", "least_s", "most_s", "count"), [("residency", 95, 228, 9), ("lease", 235, 373, 3)]
+    ("arm", "least_s", "most_s", "count"),
+    [
+        ("backfill-residency", 95, 228, 9),
+        ("backfill-lease", 235, 373, 3),
+        ("again-residency", 121, 208, 7),
+    ],
 )
 def test_how_long_the_unanswered_had_waited(
     arm: str, least_s: float, most_s: float, count: int
 ) -> None:
     """By the end of a drain of 80 s."""
-    window = json.loads((DOCS / "residency" / f"backfill-{arm}.phases.json").read_text())
+    window = json.loads((DOCS / "residency" / f"{arm}.phases.json").read_text())
     over_s = window["window_end_s"] + window["drain_s"]
-    failed = [r for r in lines(f"backfill-{arm}") if r["phase"] == "measure" and r["error"]]
+    failed = [r for r in lines(arm) if r["phase"] == "measure" and r["error"]]
     waited_s = sorted(round(over_s - r["scheduled_s"]) for r in failed)
     assert (waited_s[0], waited_s[-1], len(waited_s)) == (least_s, most_s, count)
