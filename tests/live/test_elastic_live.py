@@ -410,7 +410,7 @@ async def test_a_more_important_request_pushes_others_out_and_they_come_back(
             assert answer["output_ids"] == await fleet.truth([9 + i] * 40, 300)
         await waiting
 
-        # Every prompt is told to the prefill worker here: each transfer arrives.
+        # The prefill worker is told of every prompt and never dies: each transfer has to arrive.
         sessions = Sessions(
             fleet,
             random.Random(SEED + 4),
