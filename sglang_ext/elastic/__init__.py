@@ -72,22 +72,21 @@ def _queue(
 
 def _next_batch(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
     worker = _worker(scheduler)
-    return (
-        original(scheduler, running_batch)
-        if worker is None
-        else worker.steps.next_batch(running_batch)
-    )
+    if worker is None:
+        return original(scheduler, running_batch)
+    plan = worker.steps.next_batch(running_batch)
+    # In each turn of the loop: what is counted while nobody is served has no step to wait for.
+    worker.export()
+    return plan
 
 
 def _prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
     worker = _worker(scheduler)
-    if worker is None:
-        return original(scheduler, running_batch)
-    held = len(worker.quarantine)
-    plan = worker.steps.prefill(original, running_batch)
-    if held:
-        worker.export()
-    return plan
+    return (
+        original(scheduler, running_batch)
+        if worker is None
+        else worker.steps.prefill(original, running_batch)
+    )
 
 
 def _process_decode_queue(original: Callable[..., None], scheduler: Any) -> None:
@@ -109,7 +108,6 @@ def _learn(_result: None, scheduler: Any, batch: Any, result: Any) -> None:
     worker = _worker(scheduler)
     if worker is not None:
         worker.paced.processed(batch, result)
-        worker.export()
 
 
 def _abort(original: Callable[..., None], scheduler: Any, request: Any) -> None:

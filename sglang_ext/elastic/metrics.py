@@ -26,6 +26,7 @@ class Exporter:
         self._worker = worker
         self._labels = labels
         self._exported: dict[str, int] = {}
+        self._exported_quarantine: int | None = None
         self._events: Any = Counter(
             "deltaserve_elastic_events",
             "Requests and events of the elastic worker since its start, by kind.",
@@ -39,13 +40,17 @@ class Exporter:
         )
 
     def export(self) -> None:
-        """Brings Prometheus up to date."""
-        for event, count in self._worker.counts.items():
-            new = count - self._exported.get(event, 0)
-            if new:
-                self._events.labels(**self._labels, event=event).inc(new)
-                self._exported[event] = count
-        self._quarantine.labels(**self._labels).set(len(self._worker.quarantine))
+        """Brings Prometheus up to date; costs next to nothing where nothing has changed."""
+        counts = self._worker.counts
+        if counts != self._exported:
+            for event, count in counts.items():
+                if new := count - self._exported.get(event, 0):
+                    self._events.labels(**self._labels, event=event).inc(new)
+            self._exported = dict(counts)
+        quarantined = len(self._worker.quarantine)
+        if quarantined != self._exported_quarantine:
+            self._quarantine.labels(**self._labels).set(quarantined)
+            self._exported_quarantine = quarantined
 
 
 def exporter_of(worker: ElasticWorker) -> Exporter | None:

@@ -5,10 +5,10 @@ prefill worker; clients give up in between, and the prefill worker dies and come
 path, the tokens are those of a colocated worker, and in the end all memory is accounted for. So are
 those of a colocated worker whose prefill is paced.
 
-Each release that is pinned runs them where it is installed, the newer one with 200 sessions and the
-other with 60: its adapter has seen the most runs. ``DELTASERVE_LIVE_SESSIONS`` sets the number for
-both, ``DELTASERVE_LIVE_SEED`` the sessions' seed; ``DELTASERVE_LIVE_ENGINE`` names the Python of
-another environment with SGLang and NIXL, which then runs them alone.
+Each release that is pinned runs them where it is installed. The sessions with deaths are 200 on the
+newer one and 60 on the other, whose adapter has seen the most runs. ``DELTASERVE_LIVE_SESSIONS``
+sets their number for both, ``DELTASERVE_LIVE_SEED`` the seed of all. ``DELTASERVE_LIVE_ENGINE``
+names the Python of another environment with SGLang and NIXL, which then runs them alone.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ async def test_pages_of_64_overlap_retraction_and_a_pool_that_is_nearly_exhauste
         SGLANG_TEST_RETRACT_INTERVAL="7",
     ) as fleet:
         sessions = Sessions(fleet, random.Random(SEED + 2), longest_tokens=1800)
-        await sessions.run(max(8, SESSIONS[workers.version] // 4), at_once=12)
+        await sessions.run(16, at_once=12)
         prompt = sessions.tokens(1500)
         assert await fleet.tokens_during(prompt) >= len(prompt) / 256
         state = await fleet.check_accounts()
@@ -361,8 +361,7 @@ async def test_what_was_evicted_comes_back_from_host_memory_on_either_path(
             assert answer["output_ids"] == await fleet.truth(longer, 6)
             assert answer["meta_info"]["cached_tokens"] >= len(prompt) - 1
 
-        count = max(16, SESSIONS[workers.version] // 4)
-        running = asyncio.create_task(sessions.run(count, at_once=14))
+        running = asyncio.create_task(sessions.run(24, at_once=14))
         while sessions.seen["separated"] < 12 and not running.done():
             await asyncio.sleep(0.05)
         fleet.prefill.kill()
@@ -411,13 +410,22 @@ async def test_a_more_important_request_pushes_others_out_and_they_come_back(
             assert answer["output_ids"] == await fleet.truth([9 + i] * 40, 300)
         await waiting
 
+        # The prefill worker is told of every prompt and never dies: each transfer has to arrive.
         sessions = Sessions(
-            fleet, random.Random(SEED + 4), longest_tokens=1200, priorities=(0, 3, 50)
+            fleet,
+            random.Random(SEED + 4),
+            longest_tokens=1200,
+            mute_share=0,
+            priorities=(0, 3, 50),
         )
-        await sessions.run(max(8, SESSIONS[workers.version] // 5))
-        await fleet.check_accounts()
+        for _ in range(5):  # in a few sessions it may be that nobody is pushed out
+            await sessions.run(12)
+            if sessions.seen["retractions"]:
+                break
+        state = await fleet.check_accounts()
+    print(dict(sessions.seen), state["counts"], file=sys.stderr)
     assert not sessions.wrong, sessions.wrong[:5]
-    print(dict(sessions.seen), file=sys.stderr)
+    assert "fallback_timeout" not in state["counts"], "a transfer was lost"
     assert sessions.seen["retractions"] > 0
     assert sessions.seen["local"] > 0
     assert sessions.seen["separated"] > 0

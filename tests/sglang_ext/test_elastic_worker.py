@@ -416,3 +416,19 @@ def test_only_more_important_prompts_go_before_a_retracted_request(
     step(scheduler)
     assert scheduler.formed[-1].admitted == ["urgent"]
     assert [req.rid for req in scheduler.waiting_queue] == ["equal"]
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def test_what_is_counted_in_a_turn_without_a_batch_is_exported(
+    make_scheduler: MakeScheduler,
+) -> None:
+    """A transfer that ends where nobody is served: no step comes that would export it later."""
+    scheduler = make_scheduler()
+    worker = scheduler.deltaserve_elastic
+    exported: list[dict[str, int]] = []
+    worker.exporter = SimpleNamespace(export=lambda: exported.append(dict(worker.counts)))
+    scheduler._add_request_to_queue(Req("A", prompt(100), room=7))
+    assert step(scheduler) is None
+    assert exported[-1] == {"separated": 1}
