@@ -10,7 +10,9 @@
 //! ROUTER_BENCH_SECONDS (3) is the length of one measurement, ROUTER_BENCH_REPEATS (3) how often the
 //! arms take turns, ROUTER_BENCH_SOAK (0) how many requests the memory test sends, ROUTER_BENCH_ROUNDS
 //! (1000) how many requests of each arm the added latency is taken from, and ROUTER_BENCH_ONLY leaves
-//! out every measurement whose name does not contain it. Every router runs
+//! out every measurement whose name does not contain it. With ROUTER_BENCH_INSTRUCTIONS set to a folder
+//! our routers run under valgrind's callgrind, and what is counted is instructions a request, which other work on
+//! the machine does not change (times mean nothing then); the folder keeps the profiles. Every router runs
 //! pinned to one core where `taskset` exists; load and mock workers run on the others. CPU time a
 //! request is the router process's own, from /proc, and is what to compare on a busy machine.
 
@@ -192,13 +194,22 @@ fn scans() -> Value {
 struct Measured {
     rps: f64,
     cpu_us: f64,
+    /// In user space, a request, where they are counted.
+    instructions: f64,
     first_s: Vec<f64>,
     whole_s: Vec<f64>,
     failed: usize,
 }
 
 /// A closed loop of `connections` clients.
-async fn measure(arm: &Arm, body: &Bytes, connections: usize, seconds: f64) -> Measured {
+async fn measure(
+    arm: &Arm,
+    case: &str,
+    body: &Bytes,
+    connections: usize,
+    seconds: f64,
+) -> Measured {
+    arm.instructions(case);
     let until = Instant::now() + Duration::from_secs_f64(seconds);
     let cpu_before_s = arm.cpu_s();
     let begun = Instant::now();
@@ -236,6 +247,7 @@ async fn measure(arm: &Arm, body: &Bytes, connections: usize, seconds: f64) -> M
     Measured {
         rps: count / elapsed_s,
         cpu_us: (arm.cpu_s() - cpu_before_s) / count * 1e6,
+        instructions: arm.instructions(case).unwrap_or(f64::NAN) / count,
         first_s: answers.iter().map(|answer| answer.first_s).collect(),
         whole_s: answers.iter().map(|answer| answer.whole_s).collect(),
         failed,
@@ -318,7 +330,7 @@ async fn gateways() -> Vec<Value> {
             let mut measured: Vec<Vec<Measured>> = arms.iter().map(|_| Vec::new()).collect();
             for _ in 0..repeats {
                 for (arm, runs) in arms.iter().zip(&mut measured) {
-                    runs.push(measure(arm, body, *connections, seconds).await);
+                    runs.push(measure(arm, case, body, *connections, seconds).await);
                 }
             }
             for (arm, runs) in arms.iter().zip(&measured) {
@@ -333,10 +345,11 @@ async fn gateways() -> Vec<Value> {
                     )
                 };
                 let (rps, cpu_us) = (median(|run| run.rps), median(|run| run.cpu_us));
+                let instructions = median(|run| run.instructions);
                 let (first, whole) = (all(|run| &run.first_s), all(|run| &run.whole_s));
                 let failed: usize = runs.iter().map(|run| run.failed).sum();
                 println!(
-                    "{case:<36} {:<26} {rps:>8.0} req/s  {cpu_us:>7.0} µs CPU  first p50 {:.2} p99 {:.2} ms  whole p50 {:.2} p99 {:.2} ms  {failed} failed  {:.0} MiB",
+                    "{case:<36} {:<26} {rps:>8.0} req/s  {cpu_us:>7.0} µs CPU  first p50 {:.2} p99 {:.2} ms  whole p50 {:.2} p99 {:.2} ms  {failed} failed  {:.0} MiB  {instructions:.0} instructions",
                     arm.name,
                     first.at(0.5) * 1e3,
                     first.at(0.99) * 1e3,
@@ -346,6 +359,7 @@ async fn gateways() -> Vec<Value> {
                 );
                 results.push(json!({
                     "what": case, "arm": arm.name, "rps": rps, "cpu_us": cpu_us, "failed": failed,
+                    "instructions": instructions,
                     "first_ms": {"p50": first.at(0.5) * 1e3, "p99": first.at(0.99) * 1e3},
                     "whole_ms": {"p50": whole.at(0.5) * 1e3, "p99": whole.at(0.99) * 1e3},
                     "rss_mib": arm.rss_mib(),
@@ -450,7 +464,7 @@ async fn memory(arm: &Arm, body: &Bytes, requests: u64) -> Value {
     let mut sent = 0.0;
     while sent < requests as f64 {
         let seconds = 5.0;
-        sent += measure(arm, body, 32, seconds).await.rps * seconds;
+        sent += measure(arm, "memory", body, 32, seconds).await.rps * seconds;
         mib.push(arm.rss_mib());
     }
     println!(

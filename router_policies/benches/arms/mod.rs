@@ -12,6 +12,7 @@ use hyper_util::rt::TokioIo;
 use router_policies::config::Config;
 use router_policies::gateway::Server;
 use serde_json::{Value, json};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -61,6 +62,13 @@ fn serve(config: &str) {
             let server = Server::bind(config).await.expect("binds");
             server.serve(std::future::pending()).await;
         });
+}
+
+/// Where routers of ours run under callgrind, which counts their instructions: the folder of its files.
+fn counted_in() -> Option<PathBuf> {
+    Some(PathBuf::from(std::env::var_os(
+        "ROUTER_BENCH_INSTRUCTIONS",
+    )?))
 }
 
 pub struct Quantiles(Vec<f64>);
@@ -123,6 +131,30 @@ impl Arm {
         (ticks(11) + ticks(12)) / 100.0
     }
 
+    /// Instructions in user space since this was asked last, where they are counted: also left for
+    /// `callgrind_annotate` as a file of this arm and `part`.
+    pub fn instructions(&self, part: &str) -> Option<f64> {
+        let process = self.process.as_ref()?.id();
+        let folder = counted_in()?;
+        let control = Command::new("callgrind_control")
+            .args(["--dump", &process.to_string()])
+            .output()
+            .ok()?;
+        control.status.success().then_some(())?;
+        let dump = format!("{process}.out.");
+        let files = std::fs::read_dir(&folder).ok()?.flatten();
+        let is_dump = |name: &std::ffi::OsStr| name.to_string_lossy().starts_with(&dump);
+        let dumped = files
+            .map(|file| file.path())
+            .find(|path| path.file_name().is_some_and(is_dump))?;
+        let kept = format!("{} {part}", self.name).replace([',', ' '], "_");
+        let kept = folder.join(kept);
+        std::fs::rename(dumped, &kept).ok()?;
+        let text = std::fs::read_to_string(kept).ok()?;
+        let total = text.lines().find_map(|line| line.strip_prefix("totals: "));
+        total?.trim().parse().ok()
+    }
+
     pub fn rss_mib(&self) -> f64 {
         let Some(process) = &self.process else {
             return 0.0;
@@ -146,14 +178,26 @@ fn free_port() -> u16 {
     listener.local_addr().expect("bound").port()
 }
 
-fn pinned(command: &[String]) -> Command {
+/// `command` on the routers' core, its instructions counted in files of `folder` if there is one.
+fn pinned(command: &[String], folder: Option<PathBuf>) -> Command {
     let has_taskset = Command::new("taskset").arg("--version").output().is_ok();
     let mut line = Vec::new();
     if has_taskset {
         line.extend(["taskset", "-c", ROUTER_CORE].map(str::to_owned));
     }
+    let is_counted = folder.is_some();
+    if let Some(folder) = folder {
+        let file = folder.join("%p.out").display().to_string();
+        line.extend(["valgrind", "--tool=callgrind"].map(str::to_owned));
+        line.push(format!("--callgrind-out-file={file}"));
+    }
     line.extend_from_slice(command);
     let mut command = Command::new(&line[0]);
+    if is_counted {
+        // Else a large copy counts as one instruction for each of its bytes.
+        let tunable = "glibc.cpu.x86_rep_movsb_threshold=1073741824";
+        command.env("GLIBC_TUNABLES", tunable);
+    }
     command
         .args(&line[1..])
         .stdout(Stdio::null())
@@ -203,6 +247,11 @@ pub async fn start(
             config["port"] = port.into();
             config["workers"] = specs.into();
             config["threads"] = 1.into();
+            if counted_in().is_some() {
+                // Counted, a second has few requests, and what the router does every second is not theirs.
+                config["load_interval_s"] = 0.into();
+                config["health_interval_s"] = 3600.into();
+            }
             let program = match router {
                 Router::Before => std::env::var("ROUTER_BENCH_BEFORE").ok()?,
                 _ => std::env::current_exe().ok()?.display().to_string(),
@@ -234,10 +283,12 @@ pub async fn start(
             command
         }
     };
+    let is_ours = matches!(router, Router::Ours | Router::Before);
+    let folder = counted_in().filter(|_| is_ours);
     let mut arm = Arm {
         name: name.to_owned(),
         url,
-        process: Some(pinned(&command).spawn().ok()?),
+        process: Some(pinned(&command, folder).spawn().ok()?),
     };
     let deadline = Instant::now() + Duration::from_secs(90);
     while Instant::now() < deadline {

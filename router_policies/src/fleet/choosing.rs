@@ -2,8 +2,11 @@
 
 use super::affinity::session_key;
 use super::view::check_candidates;
-use super::{COMPLAINT_INTERVAL_S, Fleet, Request, State};
+use super::{Fleet, Request, State};
 use crate::policy::{Decision, Policy, Refusal, RequestFacts, Route, View};
+
+/// How often, at most, the log says that a policy's choice is no candidate.
+const COMPLAINT_INTERVAL_S: f64 = 10.0;
 
 /// A policy's choice among the facts that are filled in.
 pub(super) struct Choice {

@@ -2,9 +2,9 @@
 
 use super::State;
 use super::batch::{BatchTime, MeanBatch};
+use super::outcome::Usage;
 use super::prefills::Step;
 use super::rates::{self, Computed, Decoded, Prior, Topic};
-use super::reservation::Usage;
 use super::share::Share;
 use crate::policy::{Rates, Route};
 

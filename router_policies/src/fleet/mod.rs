@@ -15,6 +15,7 @@ mod kinds;
 mod learning;
 mod liveness;
 pub mod log;
+mod outcome;
 mod placing;
 mod prefills;
 pub mod prefix;
@@ -30,9 +31,10 @@ mod whole;
 mod worker;
 
 use affinity::Session;
+pub use outcome::{Outcome, Usage};
 pub use placing::{Admit, Refused, Ticket};
 pub(crate) use reports::EventsBegin;
-pub use reservation::{Outcome, PrefillWatch, Reservation, Usage};
+pub use reservation::{PrefillWatch, Reservation};
 pub use which::Which;
 pub use whole::Separable;
 pub(crate) use worker::SGLANG_GROUP;
@@ -61,7 +63,7 @@ pub const ESTIMATE_BLOCK_TOKENS: usize = 16;
 /// Assumed where neither the configuration nor the engine says: bounds the estimate's memory.
 pub const DEFAULT_KV_CAPACITY_TOKENS: u64 = 1 << 20;
 const SESSIONS: usize = 1 << 17;
-const COMPLAINT_INTERVAL_S: f64 = 10.0;
+
 /// A request, as the gateway parsed it.
 #[derive(Clone, Debug, Default)]
 pub struct Request {

@@ -297,7 +297,9 @@ impl Fleet {
 
     /// Pumps, releases the lock, and does what has to be done without it.
     pub(super) fn settle(&self, mut state: MutexGuard<'_, State>) {
-        state.pump(self.now_s());
+        if state.residency.needs_pump() {
+            state.pump(self.now_s());
+        }
         let outbox = state.residency.take_outbox();
         drop(state);
         outbox
@@ -410,10 +412,7 @@ fn has_other(sites: &[Site], not_on: &[String]) -> bool {
 
 impl State {
     /// Lets in those of the waiting turns that there is room for.
-    pub(super) fn pump(&mut self, now_s: f64) {
-        if !self.residency.needs_pump() {
-            return;
-        }
+    fn pump(&mut self, now_s: f64) {
         self.end_untold(now_s);
         let stale = self.residency.stale_waiters(now_s);
         if !stale.is_empty() {

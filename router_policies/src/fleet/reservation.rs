@@ -4,27 +4,14 @@ use super::affinity::Session;
 use super::batch::BatchTime;
 use super::liveness::Signs;
 use super::log::{Event, FinishRecord, unix_now_s};
+use super::outcome::{Outcome, Usage};
 use super::residency::Seat;
 use super::residency::book::Served;
 use super::share::Share;
 use super::{Fleet, State};
 use crate::config::{Engine, WorkerSpec};
 use crate::policy::Route;
-use serde::Serialize;
 use std::sync::{Arc, OnceLock};
-
-/// How a request ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Outcome {
-    Ok,
-    ClientDisconnect,
-    WorkerError,
-    Rejected,
-    Timeout,
-    /// The router itself could not send the request: it has no descriptor left, or finds no address.
-    RouterError,
-}
 
 /// What a decision noted besides: to be taken back if the request was not run.
 #[derive(Clone, Copy, Debug, Default)]
@@ -35,15 +22,6 @@ pub(super) struct Noted {
     pub session: Option<(u64, Option<Session>)>,
     /// What the answering worker had done by then.
     pub begun: BatchTime,
-}
-
-/// What an engine reported about a request.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    pub prompt_tokens: Option<u64>,
-    pub cached_tokens: Option<u64>,
-    /// Tokens of all its answers.
-    pub output_tokens: Option<u64>,
 }
 
 /// Tells the fleet when a request's prefill worker is done, which is before the first token comes from

@@ -2,8 +2,8 @@
 //! decodes, it has ended.
 
 use super::State;
+use super::outcome::{Outcome, Usage};
 use super::prefills::{Left, Step, Transfer};
-use super::reservation::{Outcome, Usage};
 use crate::config::WorkerSpec;
 use crate::policy::{Route, attention_pairs};
 use std::sync::Arc;

@@ -72,12 +72,12 @@ impl Exchange<'_> {
         };
         match (prefill.engine, prefill.kv_connector) {
             (Engine::Vllm, None | Some(Connector::Nixl)) => {
-                self.attempt_in_turn(reservation, prefill).await
+                // Boxed, so that other requests do not carry the room for it.
+                Box::pin(self.attempt_in_turn(reservation, prefill)).await
             }
             (Engine::Vllm, Some(Connector::Mooncake)) => {
-                let payloads = self
-                    .within_deadline(self.mooncake_payloads(prefill))
-                    .await?;
+                let payloads = Box::pin(self.mooncake_payloads(prefill));
+                let payloads = self.within_deadline(payloads).await?;
                 self.attempt_at_once(reservation, prefill, payloads).await
             }
             (Engine::Sglang, _) => {

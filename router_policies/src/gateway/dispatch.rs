@@ -7,6 +7,7 @@ use super::attempt::Head;
 use super::body::{Scanned, Scanner};
 use super::client::Client;
 use super::fault::{Failure, Fault, Suspects, excerpt, from_worker, is_refusal, relay, status_of};
+use super::headers::{REQUEST_ID, forwarded, header};
 use super::session;
 use super::stream::{Answer, Held, PrefillHalf, usage_of_whole};
 use super::traces::RequestTrace;
@@ -21,21 +22,14 @@ use crate::policy::{Decision, Reason, Refusal, Route};
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::Incoming;
-use hyper::header::{
-    ACCEPT_ENCODING, CONNECTION, CONTENT_ENCODING, CONTENT_LENGTH, EXPECT, HOST, HeaderMap,
-    HeaderName, HeaderValue, PROXY_AUTHORIZATION, TRANSFER_ENCODING,
-};
+use hyper::header::{CONTENT_ENCODING, HeaderMap, HeaderName, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const DECISION_ID: HeaderName = HeaderName::from_static("x-deltaserve-decision-id");
-/// SGLang (0.5.17) lets headers of this kind override fields of the body.
-const OVERRIDES: &str = "x-override-";
-
 /// What a client is told at its request's deadline.
 pub(super) const TIME_IS_OVER: &str = "the request's time is over";
 
@@ -172,7 +166,7 @@ async fn serve(
             if gateway.keys.are_needed() {
                 keys::remove(&mut headers);
             }
-            forwarded_headers(headers, &placement.request_id, strips)
+            forwarded(headers, &placement.request_id, strips)
         },
         bytes,
         scanned,
@@ -190,62 +184,6 @@ async fn serve(
     }
     gateway.buffers.give_back(exchange.bytes);
     response
-}
-
-/// A header's value, if it is there and not empty.
-pub(super) fn header(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
-    let value = headers.get(name)?.to_str().ok()?;
-    (!value.is_empty()).then(|| value.to_owned())
-}
-
-/// The client's headers, less those that belong to its connection or to the router alone and, if
-/// `strips`, those by which engines let fields of the body be overridden.
-pub(super) fn forwarded_headers(
-    mut headers: HeaderMap,
-    request_id: &str,
-    strips: bool,
-) -> HeaderMap {
-    // What `Connection` names belongs to the connection too.
-    let named: Vec<HeaderName> = headers
-        .get_all(CONNECTION)
-        .iter()
-        .filter_map(|value| value.to_str().ok())
-        .flat_map(|value| value.split(','))
-        .filter_map(|name| name.trim().parse().ok())
-        .collect();
-    for name in named {
-        headers.remove(name);
-    }
-    for name in [
-        HOST,
-        CONTENT_LENGTH,
-        TRANSFER_ENCODING,
-        CONNECTION,
-        EXPECT,
-        PROXY_AUTHORIZATION,
-        // Errors, ends of streams and token counts are read in answers, and written into them.
-        ACCEPT_ENCODING,
-    ] {
-        headers.remove(name);
-    }
-    session::remove_hints(&mut headers);
-    for name in ["keep-alive", "te", "trailer", "upgrade", "proxy-connection"] {
-        headers.remove(name);
-    }
-    if strips {
-        let names = headers.keys();
-        let overrides: Vec<HeaderName> = names
-            .filter(|name| name.as_str().starts_with(OVERRIDES))
-            .cloned()
-            .collect();
-        for name in overrides {
-            headers.remove(name);
-        }
-    }
-    if let Ok(value) = HeaderValue::from_str(request_id) {
-        headers.insert(REQUEST_ID, value);
-    }
-    headers
 }
 
 /// What cannot be prefilled on one worker and decoded on another stays whole: a transfer carries one
@@ -494,42 +432,55 @@ impl Exchange<'_> {
         reservation: &Reservation,
         exclude: &[String],
     ) -> (Vec<String>, Reservation) {
-        let fleet = &self.gateway.fleet;
         let mut alarms = self.gateway.alarms.subscribe();
         loop {
-            let workers = [Some(reservation.answering()), reservation.prefill()];
-            let doubtful = workers
-                .into_iter()
-                .flatten()
-                .filter(|w| fleet.is_doubtful(*w));
-            let silent: Vec<String> = doubtful.map(|worker| worker.id.clone()).collect();
-            if silent.is_empty() {
-                if alarms.changed().await.is_err() {
-                    // The router ends.
-                    return std::future::pending().await;
+            let silent = self.silent_workers(reservation);
+            if !silent.is_empty() {
+                // Apart from the request's own state, which every request would be larger by.
+                if let Some(next) = Box::pin(self.leave(&silent, exclude)).await {
+                    return (silent, next);
                 }
-                continue;
+            } else if alarms.changed().await.is_err() {
+                // The router ends.
+                return std::future::pending().await;
             }
-            let exclude = [exclude, &silent].concat();
-            if fleet.could_place_elsewhere(&exclude) {
-                // It keeps its permit: it may still be answered where it is.
-                let (request, deadline) = (&self.placement, self.deadline);
-                let room = waiting::place(self.gateway, request, &exclude, None, deadline);
-                let recovery = async {
-                    while silent.iter().any(|id| fleet.is_doubtful(id)) {
-                        tokio::time::sleep(LOOK_ELSEWHERE).await;
-                    }
-                };
-                tokio::select! {
-                    biased;
-                    placed = room => if let Ok(next) = placed {
-                        return (silent, next);
-                    },
-                    () = recovery => continue,
-                }
-            }
-            tokio::time::sleep(LOOK_ELSEWHERE).await;
         }
+    }
+
+    /// Ids of the reservation's workers that are down or suspected to hang.
+    fn silent_workers(&self, reservation: &Reservation) -> Vec<String> {
+        let workers = [Some(reservation.answering()), reservation.prefill()];
+        let doubtful = workers
+            .into_iter()
+            .flatten()
+            .filter(|worker| self.gateway.fleet.is_doubtful(*worker));
+        doubtful.map(|worker| worker.id.clone()).collect()
+    }
+
+    /// Places the request on others than the `silent` workers, if that comes about before they give a sign
+    /// of life.
+    async fn leave(&self, silent: &[String], exclude: &[String]) -> Option<Reservation> {
+        let fleet = &self.gateway.fleet;
+        let exclude = [exclude, silent].concat();
+        if fleet.could_place_elsewhere(&exclude) {
+            // It keeps its permit: it may still be answered where it is.
+            let (request, deadline) = (&self.placement, self.deadline);
+            let room = waiting::place(self.gateway, request, &exclude, None, deadline);
+            let recovery = async {
+                while silent.iter().any(|id| fleet.is_doubtful(id)) {
+                    tokio::time::sleep(LOOK_ELSEWHERE).await;
+                }
+            };
+            tokio::select! {
+                biased;
+                placed = room => if let Ok(next) = placed {
+                    return Some(next);
+                },
+                () = recovery => return None,
+            }
+        }
+        tokio::time::sleep(LOOK_ELSEWHERE).await;
+        None
     }
 
     fn error(&self, status: StatusCode, kind: &str, message: &str) -> Response<Reply> {

@@ -1,13 +1,11 @@
 //! What workers do instead of serving, and whose fault that is.
 
-use super::{Reply, describe, error, sse};
+use super::{Reply, describe, error, headers, sse};
 use crate::config::WorkerSpec;
 use crate::fleet::{Fleet, Outcome};
 use bytes::Bytes;
 use http_body_util::Full;
-use hyper::header::{
-    CONNECTION, CONTENT_LENGTH, HeaderName, HeaderValue, RETRY_AFTER, TRANSFER_ENCODING, UPGRADE,
-};
+use hyper::header::{HeaderName, HeaderValue, RETRY_AFTER};
 use hyper::{Response, StatusCode};
 use smallvec::SmallVec;
 use std::io::ErrorKind;
@@ -216,10 +214,7 @@ pub(super) fn relay(worker: &str, fault: Fault) -> Response<Reply> {
 /// The answer without the headers that belong to the worker's connection, and with the worker's id.
 pub(super) fn from_worker(mut response: Response<Reply>, worker: &str) -> Response<Reply> {
     let headers = response.headers_mut();
-    for name in [CONNECTION, TRANSFER_ENCODING, CONTENT_LENGTH, UPGRADE] {
-        headers.remove(name);
-    }
-    headers.remove("keep-alive");
+    headers::remove_workers_own(headers);
     if let Ok(value) = HeaderValue::from_str(worker) {
         headers.insert(WORKER, value);
     }

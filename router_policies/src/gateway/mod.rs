@@ -18,6 +18,7 @@ mod encoder;
 mod engine_info;
 mod fault;
 mod guard;
+mod headers;
 mod health;
 mod keys;
 mod kv_events;
@@ -29,6 +30,7 @@ mod passthrough;
 mod pieces;
 mod prompts;
 mod reuse;
+mod seam;
 mod session;
 mod short_ids;
 mod silence;
@@ -302,12 +304,13 @@ impl Gateway {
             (&Method::POST, Some(api)) => {
                 dispatch::handle(&self, client, deadline, api, request).await
             }
+            // Boxed, so that the requests above do not carry the room for these.
             (&Method::POST, None) if passthrough::is_passed_on(path) => {
-                passthrough::handle(&self, deadline, request).await
+                Box::pin(passthrough::handle(&self, deadline, request)).await
             }
             (_, Some(_)) => not_allowed("POST"),
             _ if passthrough::is_passed_on(path) => not_allowed("POST"),
-            _ => tokio::time::timeout_at(deadline, admin::handle(&self, request))
+            _ => tokio::time::timeout_at(deadline, Box::pin(admin::handle(&self, request)))
                 .await
                 .unwrap_or_else(|_| {
                     error(

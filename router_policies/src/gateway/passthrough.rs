@@ -3,8 +3,8 @@
 //! They take no part in routing: nothing is cached for them, and what they cost a worker is small beside
 //! generation. They go to the worker with the fewest requests, and to another if that one fails.
 
-use super::dispatch::forwarded_headers;
 use super::fault::{Fault, from_worker};
+use super::headers::forwarded;
 use super::splice::Pieces;
 use super::{Gateway, Reply, apis, error, keys, reuse};
 use crate::config::WorkerSpec;
@@ -97,7 +97,7 @@ pub(super) async fn handle(
     if gateway.keys.are_needed() {
         keys::remove(&mut headers);
     }
-    let headers = forwarded_headers(headers, &request_id, strips);
+    let headers = forwarded(headers, &request_id, strips);
     let until = deadline.min(Instant::now() + PATIENCE);
     let mut last = None;
     let mut workers = candidates(gateway);

@@ -7,25 +7,18 @@
 //! Codex sends `session-id`, earlier `session_id`, and `prompt_cache_key` in the body
 //! (raine/claude-code-proxy pull request 156); OpenCode sends `x-session-affinity`.
 
-use super::dispatch::header;
+use super::headers::{ENDS, IDLE, PARENT, header, is_hint};
 use crate::fleet::Hints;
 use hyper::header::{HeaderMap, HeaderName};
 use serde_json::Value;
 
-const HEADERS: [HeaderName; 6] = [
+static HEADERS: [HeaderName; 6] = [
     HeaderName::from_static("x-session-id"),
     HeaderName::from_static("x-smg-routing-key"),
     HeaderName::from_static("x-claude-code-session-id"),
     HeaderName::from_static("session-id"),
     HeaderName::from_static("session_id"),
     HeaderName::from_static("x-session-affinity"),
-];
-
-const ENDS: HeaderName = HeaderName::from_static("x-session-end");
-const IDLE: HeaderName = HeaderName::from_static("x-session-idle-s");
-const PARENT: [HeaderName; 2] = [
-    HeaderName::from_static("x-parent-session"),
-    HeaderName::from_static("x-session-parent"),
 ];
 
 /// Longer ids are kept as what names them: their beginning and a hash.
@@ -35,12 +28,17 @@ const KEPT_BYTES: usize = 64;
 
 /// The session that the headers name, else the one that the body names.
 pub(super) fn of(headers: &HeaderMap, in_body: Option<String>) -> Option<String> {
-    let named = HEADERS.iter().find_map(|name| header(headers, name));
+    let is_named = headers.keys().any(|name| HEADERS.contains(name));
+    let find = || HEADERS.iter().find_map(|name| header(headers, name));
+    let named = is_named.then(find).flatten();
     named.or(in_body).map(bounded)
 }
 
 /// What the client says of its session, for residency. What cannot be read says nothing.
 pub(super) fn hints(headers: &HeaderMap) -> Hints {
+    if !headers.keys().any(is_hint) {
+        return Hints::default();
+    }
     let is_said = |value: String| matches!(value.as_str(), "1" | "true");
     let seconds = header(headers, &IDLE).and_then(|value| value.parse().ok());
     let parent = PARENT.iter().find_map(|name| header(headers, name));
@@ -49,13 +47,6 @@ pub(super) fn hints(headers: &HeaderMap) -> Hints {
         idle_s: seconds.filter(|seconds: &f64| seconds.is_finite() && *seconds >= 0.0),
         // As the parent's own requests name it.
         parent_session: parent.map(bounded),
-    }
-}
-
-/// Takes out what is said to the router alone.
-pub(super) fn remove_hints(headers: &mut HeaderMap) {
-    for name in [&ENDS, &IDLE].into_iter().chain(&PARENT) {
-        headers.remove(name);
     }
 }
 

@@ -3,11 +3,13 @@
 //! A line ends with LF, CR LF or CR, as the standard (WHATWG) has it. Nothing here depends on how
 //! the bytes were cut on their way.
 
+use super::seam::Seam;
 use hyper::StatusCode;
 use memchr::memchr2;
-use memchr::memmem;
+use memchr::memmem::{self, Finder};
 use serde_json::Value;
 use smallvec::SmallVec;
+use std::sync::LazyLock;
 
 /// Follows an event stream without parsing what is in it: counts events that carry data, and
 /// remembers whether the stream has come to its proper end and whether it carried an error.
@@ -28,8 +30,8 @@ pub struct SseProgress {
     /// Such an event has come.
     has_ended: bool,
     has_error: bool,
-    /// The end of what came before, where an abort's mark may begin.
-    seam: SmallVec<[u8; 2 * ABORT.len()]>,
+    /// An abort's mark may lie across two pieces.
+    seam: Seam<{ ABORT.len() - 1 }>,
     /// The names of the events by which streams end; those of most APIs end with `[DONE]` alone.
     ends: &'static [&'static str],
 }
@@ -40,6 +42,8 @@ const LINE_BYTES: usize = 48;
 /// SGLang's finish reason of a request that its scheduler gave up. Engines escape quotes in text, so
 /// that it cannot come from the model.
 const ABORT: &[u8] = b"\"type\":\"abort\"";
+/// Made once: to make it takes longer than to look through a piece of a stream.
+static ABORTS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(ABORT));
 
 impl SseProgress {
     /// For an API whose streams end with an event of one of these names.
@@ -53,7 +57,7 @@ impl SseProgress {
     /// Takes the next bytes; returns the number of events, other than `[DONE]`, that they end.
     pub fn feed(&mut self, mut data: &[u8]) -> u64 {
         let mut events = 0;
-        self.look_for_abort(data);
+        self.has_error |= self.seam.feed(data, is_abort) || is_abort(data);
         loop {
             if self.after_return && !data.is_empty() {
                 self.after_return = false;
@@ -63,23 +67,18 @@ impl SseProgress {
                 self.extend_line(data);
                 return events;
             };
-            self.extend_line(&data[..end]);
-            events += u64::from(self.end_line());
+            let is_event = if self.line_bytes == 0 {
+                // Nearly every line comes in one piece.
+                self.end_line(&data[..end.min(LINE_BYTES)], end)
+            } else {
+                self.extend_line(&data[..end]);
+                let line = std::mem::take(&mut self.line);
+                let line_bytes = std::mem::take(&mut self.line_bytes);
+                self.end_line(&line, line_bytes)
+            };
+            events += u64::from(is_event);
             self.after_return = data[end] == b'\r';
             data = &data[end + 1..];
-        }
-    }
-
-    fn look_for_abort(&mut self, data: &[u8]) {
-        const KEPT: usize = ABORT.len() - 1;
-        self.seam.extend_from_slice(&data[..data.len().min(KEPT)]);
-        self.has_error |= is_abort(&self.seam) || is_abort(data);
-        if data.len() > KEPT {
-            self.seam.clear();
-            self.seam.extend_from_slice(&data[data.len() - KEPT..]);
-        } else {
-            let surplus = self.seam.len().saturating_sub(KEPT);
-            self.seam.drain(..surplus);
         }
     }
 
@@ -89,21 +88,19 @@ impl SseProgress {
         self.line_bytes += bytes.len();
     }
 
-    /// Whether the line ends an event other than `[DONE]`.
-    fn end_line(&mut self) -> bool {
-        let is_empty = self.line_bytes == 0;
-        if let Some(value) = self.line.strip_prefix(b"data:") {
-            let is_whole = self.line_bytes <= LINE_BYTES;
+    /// Takes a line of `line_bytes` that begins with `line`. Whether it ends an event other than `[DONE]`.
+    fn end_line(&mut self, line: &[u8], line_bytes: usize) -> bool {
+        let is_empty = line_bytes == 0;
+        if let Some(value) = line.strip_prefix(b"data:") {
+            let is_whole = line_bytes <= LINE_BYTES;
             self.has_data = true;
             self.last_is_done = is_whole && value.trim_ascii() == b"[DONE]";
             self.has_error |= begins_as_error(value);
-        } else if let Some(name) = self.line.strip_prefix(b"event:") {
+        } else if let Some(name) = line.strip_prefix(b"event:") {
             let name = name.trim_ascii();
             self.has_error |= name == b"error";
             self.is_named_end = self.ends.iter().any(|end| end.as_bytes() == name);
         }
-        self.line.clear();
-        self.line_bytes = 0;
         self.has_begun = !is_empty;
         if !is_empty {
             return false;
@@ -138,34 +135,28 @@ impl SseProgress {
 
 /// Whether a worker's answer, or a piece of one, says that it gave the request up.
 pub(super) fn is_abort(data: &[u8]) -> bool {
-    memmem::find(data, ABORT).is_some()
+    ABORTS.find(data).is_some()
 }
 
 /// Whether an event's data, of which this is the beginning, is an error object.
 fn begins_as_error(data: &[u8]) -> bool {
-    let mut bytes = data
-        .iter()
-        .copied()
-        .filter(|byte| !byte.is_ascii_whitespace());
-    let mut begins_with = |expected: &[u8]| expected.iter().all(|&byte| bytes.next() == Some(byte));
-    if !begins_with(b"{\"") {
+    let visible = data.iter().filter(|byte| !byte.is_ascii_whitespace());
+    let mut bytes = visible.copied();
+    if !goes_on_with(&mut bytes, b"{\"") {
         return false;
     }
     match bytes.next() {
         // Some engines have a key "error" that is null in every event.
-        Some(b'e') => {
-            let rest: SmallVec<[u8; LINE_BYTES]> = bytes.collect();
-            rest.strip_prefix(b"rror\":")
-                .is_some_and(|value| !value.starts_with(b"null"))
-        }
-        Some(b'o') => bytes
-            .collect::<SmallVec<[u8; LINE_BYTES]>>()
-            .starts_with(b"bject\":\"error\""),
-        Some(b't') => bytes
-            .collect::<SmallVec<[u8; LINE_BYTES]>>()
-            .starts_with(b"ype\":\"error\""),
+        Some(b'e') => goes_on_with(&mut bytes, b"rror\":") && !goes_on_with(&mut bytes, b"null"),
+        Some(b'o') => goes_on_with(&mut bytes, b"bject\":\"error\""),
+        Some(b't') => goes_on_with(&mut bytes, b"ype\":\"error\""),
         _ => false,
     }
+}
+
+/// Takes from `bytes` as long as they are the `expected` ones; whether all were.
+fn goes_on_with(bytes: &mut impl Iterator<Item = u8>, expected: &[u8]) -> bool {
+    expected.iter().all(|&byte| bytes.next() == Some(byte))
 }
 
 /// The data of the first event that has any, once that event has ended.

@@ -4,16 +4,18 @@ use super::admission::Permit;
 use super::apis::Api;
 use super::client::Client;
 use super::dispatch::TIME_IS_OVER;
+use super::seam::Seam;
 use super::sse::SseProgress;
 use super::traces::RequestTrace;
 use crate::fleet::{Outcome, Reservation, Usage};
 use bytes::Bytes;
 use http_body::Frame;
 use hyper::body::Incoming;
+use memchr::memmem::Finder;
 use smallvec::SmallVec;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::sync::oneshot;
@@ -27,6 +29,8 @@ const LINGER: Duration = Duration::from_secs(1);
 impl PrefillHalf {
     pub fn spawn(half: impl Future<Output = ()> + Send + 'static) -> Self {
         let (sender, receiver) = oneshot::channel();
+        // Boxed here: a task is copied several times on its way to the runtime.
+        let half = Box::pin(half);
         tokio::spawn(async move {
             let over = async {
                 if receiver.await.is_ok() {
@@ -74,19 +78,26 @@ pub(crate) struct Held {
     pub trace: Option<Box<RequestTrace>>,
 }
 
+/// How the keys of all counts of tokens end. Made once: to make it takes longer than to look for it.
+const COUNT: &[u8] = b"_tokens\":";
+static COUNTS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(COUNT));
+
 /// What an engine says of prompt and cached tokens, found without parsing: engines escape quotes in
 /// text, so the keys cannot come from the model. The last of equal keys counts.
 pub(super) fn usage_in(data: &[u8]) -> Usage {
-    let number = |key: &[u8]| {
-        memchr::memmem::find_iter(data, key)
-            .filter_map(|at| leading_number(&data[at + key.len()..]))
-            .last()
-    };
-    Usage {
-        prompt_tokens: number(b"\"prompt_tokens\":"),
-        cached_tokens: number(b"\"cached_tokens\":"),
-        output_tokens: None,
+    let mut usage = Usage::default();
+    for at in COUNTS.find_iter(data) {
+        let (before, after) = (&data[..at], &data[at + COUNT.len()..]);
+        let count = if before.ends_with(b"\"prompt") {
+            &mut usage.prompt_tokens
+        } else if before.ends_with(b"\"cached") {
+            &mut usage.cached_tokens
+        } else {
+            continue;
+        };
+        *count = leading_number(after).or(*count);
     }
+    usage
 }
 
 /// What an answer in one piece says of prompt, cached and output tokens.
@@ -101,13 +112,14 @@ pub(super) fn usage_of_whole(data: &[u8]) -> Usage {
 
 /// Every count of output tokens, by the name that the API gives it.
 fn output_tokens_in(data: &[u8]) -> impl DoubleEndedIterator<Item = u64> {
-    let counts = |key: &'static [u8]| {
-        let found = memchr::memmem::find_iter(data, key);
-        found.filter_map(move |at| leading_number(&data[at + key.len()..]))
+    let counts = |name: &'static [u8]| {
+        let found = COUNTS.find_iter(data);
+        let found = found.filter(move |&at| data[..at].ends_with(name));
+        found.filter_map(|at| leading_number(&data[at + COUNT.len()..]))
     };
-    let of_openai: SmallVec<[u64; 2]> = counts(b"\"completion_tokens\":").collect();
+    let of_openai: SmallVec<[u64; 2]> = counts(b"\"completion").collect();
     let of_others: SmallVec<[u64; 2]> = match of_openai.is_empty() {
-        true => counts(b"\"output_tokens\":").collect(),
+        true => counts(b"\"output").collect(),
         false => of_openai,
     };
     of_others.into_iter()
@@ -145,8 +157,7 @@ fn leading_number(text: &[u8]) -> Option<u64> {
 /// event, vLLM (0.26.0) names the cached tokens in the last one alone.
 #[derive(Debug, Default)]
 struct UsageReader {
-    /// The end of what came before.
-    tail: SmallVec<[u8; 2 * SEAM_BYTES]>,
+    seam: Seam<SEAM_BYTES>,
     is_complete: bool,
 }
 
@@ -159,18 +170,8 @@ impl UsageReader {
         if self.is_complete {
             return Usage::default();
         }
-        self.tail
-            .extend_from_slice(&data[..data.len().min(SEAM_BYTES)]);
-        let across = usage_in(&self.tail);
+        let across = self.seam.feed(data, usage_in);
         let within = usage_in(data);
-        if data.len() > SEAM_BYTES {
-            self.tail.clear();
-            self.tail
-                .extend_from_slice(&data[data.len() - SEAM_BYTES..]);
-        } else {
-            let kept = self.tail.len().saturating_sub(SEAM_BYTES);
-            self.tail.drain(..kept);
-        }
         let usage = Usage {
             prompt_tokens: within.prompt_tokens.or(across.prompt_tokens),
             cached_tokens: within.cached_tokens.or(across.cached_tokens),

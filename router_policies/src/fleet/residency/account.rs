@@ -52,7 +52,7 @@ impl Residency {
 
     /// Notes that a turn came at `now_s`, once however long it waits.
     pub fn arrive(&mut self, key: Key, prompt: &Coarse<'_>, hints: &Hints, now_s: f64) {
-        let most_s = self.gaps.nearly_all_s();
+        let most_s = || self.gaps.nearly_all_s();
         self.endings.settle(&mut self.sessions, now_s, most_s);
         let known = self.sessions.of(key);
         if let Some(parent) = &hints.parent_session {

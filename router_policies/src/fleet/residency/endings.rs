@@ -17,7 +17,7 @@ const AWAITED: usize = 1 << 17;
 
 /// Answers that are likely to be their session's last alike: whether requests name the session, and
 /// whether it has had more than this one.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind(usize);
 
 impl Kind {
@@ -92,8 +92,13 @@ impl Endings {
         seen.note(false);
     }
 
-    /// Counts answers after which nothing has come for `most_s` as their session's last.
-    pub fn settle(&mut self, sessions: &mut Sessions, now_s: f64, most_s: f64) {
+    /// Counts answers after which nothing has come for `most_s` as their session's last. It is asked for
+    /// only where one is awaited: to work it out takes longer than the rest.
+    pub fn settle(&mut self, sessions: &mut Sessions, now_s: f64, most_s: impl FnOnce() -> f64) {
+        if self.awaited.is_empty() {
+            return;
+        }
+        let most_s = most_s();
         while let Some(&(since_s, key)) = self.awaited.front()
             && now_s - since_s > most_s
         {
@@ -128,9 +133,9 @@ mod tests {
         for key in 0..60 {
             answer(&mut endings, &mut sessions, key, key as f64);
         }
-        endings.settle(&mut sessions, 59.0, 100.0);
+        endings.settle(&mut sessions, 59.0, || 100.0);
         assert_eq!(share(&endings), 0.05, "they may come back yet");
-        endings.settle(&mut sessions, 200.0, 100.0);
+        endings.settle(&mut sessions, 200.0, || 100.0);
         assert!(share(&endings) > 0.9, "{}", share(&endings));
         assert_eq!(
             endings.last_share(Kind::new(true, 1)),
@@ -145,7 +150,7 @@ mod tests {
         for turn in 0..200 {
             let now_s = f64::from(turn) * 60.0;
             answer(&mut endings, &mut sessions, 1, now_s);
-            endings.settle(&mut sessions, now_s + 30.0, 10.0);
+            endings.settle(&mut sessions, now_s + 30.0, || 10.0);
             let awaited = sessions.of(1).awaited.take().expect("an answer");
             assert!(awaited.given_up);
             endings.returned(awaited);
@@ -158,16 +163,16 @@ mod tests {
     fn an_answer_counts_once_however_often_it_is_looked_at() {
         let (mut endings, mut sessions) = (Endings::default(), Sessions::default());
         answer(&mut endings, &mut sessions, 1, 0.0);
-        endings.settle(&mut sessions, 20.0, 10.0);
+        endings.settle(&mut sessions, 20.0, || 10.0);
         let share = endings.last_share(Kind(SINGLE));
-        endings.settle(&mut sessions, 900.0, 10.0);
+        endings.settle(&mut sessions, 900.0, || 10.0);
         assert_eq!(endings.last_share(Kind(SINGLE)), share);
         // A later answer of the same session stands for itself.
         answer(&mut endings, &mut sessions, 1, 900.0);
         let awaited = sessions.of(1).awaited.take().expect("an answer");
         assert!(!awaited.given_up);
         endings.returned(awaited);
-        endings.settle(&mut sessions, 2_000.0, 10.0);
+        endings.settle(&mut sessions, 2_000.0, || 10.0);
         assert!(endings.last_share(Kind(SINGLE)) < share);
     }
 }

@@ -330,9 +330,10 @@ impl Residency {
                 backfilled: occupant.backfilled && !self.queue.is_empty(),
                 waits_for_children: busy.contains(&key),
                 gaps: known.map(|known| known.gaps.clone()).unwrap_or_default(),
+                // One that was forgotten is as one that was never seen.
                 last_share: self
                     .endings
-                    .last_share(known.map(Known::kind).unwrap_or_default()),
+                    .last_share(known.map_or_else(|| Known::default().kind(), Known::kind)),
                 recompute_s: site.rates.compute_s(unshared_tokens, pairs),
                 host_share: in_host.get(&key).copied().unwrap_or(0.0),
             }
