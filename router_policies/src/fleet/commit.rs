@@ -261,16 +261,17 @@ impl State {
                 (taken.0, Residence::Ungated, taken.1)
             }
             Way::Gate(go) => {
+                let state = go.state(slot);
                 let taken = self.residency.take_place(
                     &asked,
                     &identity,
                     site,
                     &sites,
-                    go.state,
-                    &go.give_up,
+                    state,
+                    go.give_up(slot),
                     now_s,
                 );
-                (taken.0, go.state, taken.1)
+                (taken.0, state, taken.1)
             }
             Way::Booked(admitted) => (admitted.turn, admitted.state, admitted.gave_up),
         };

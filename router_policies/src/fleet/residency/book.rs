@@ -146,6 +146,11 @@ impl Hold {
         idle.map(|o| o.tokens() + o.growth_tokens).sum()
     }
 
+    pub fn turns_in_flight(&self) -> usize {
+        let turns = self.occupants.values().map(|occupant| occupant.turns.len());
+        turns.sum()
+    }
+
     /// Tokens booked for turns in flight, shared ones counted for each.
     pub fn in_flight_tokens(&self) -> u64 {
         let turns = self.occupants.values().flat_map(|occupant| &occupant.turns);

@@ -31,9 +31,27 @@ pub(in crate::fleet) struct Asked<'a> {
 pub(in crate::fleet) struct Go {
     /// Any of these.
     pub slots: SmallVec<[usize; 8]>,
-    /// First these give up their places on the one of `slots`.
-    pub give_up: Vec<(Key, GiveUp)>,
-    pub state: Residence,
+    /// On which of them whose places are given up first; nobody's on the others.
+    give_up: SmallVec<[(usize, Vec<(Key, GiveUp)>); 1]>,
+    state: Residence,
+    /// Where the session was before; anywhere else it moves to.
+    was_at: Option<usize>,
+}
+
+impl Go {
+    /// What the turn's session is to that worker if it goes there.
+    pub fn state(&self, slot: usize) -> Residence {
+        match self.was_at {
+            Some(old) if old != slot => Residence::Moved,
+            _ => self.state,
+        }
+    }
+
+    /// Those who give up their places if the turn goes to this worker.
+    pub fn give_up(&self, slot: usize) -> &[(Key, GiveUp)] {
+        let at = self.give_up.iter().find(|(of, _)| *of == slot);
+        at.map_or(&[], |(_, keys)| keys)
+    }
 }
 
 /// What a round of decisions has in common. What it has worked out holds until places change:
@@ -112,6 +130,9 @@ impl Round {
     }
 }
 
+/// A worker, and who gives up a place there.
+type Plan<'a> = (&'a Site, Vec<(Key, GiveUp)>);
+
 /// Whether a turn fits on one worker.
 enum Fit {
     Yes,
@@ -130,10 +151,14 @@ impl Residency {
         sites: &[Site],
         round: &mut Round,
     ) -> Result<Go, WaitReason> {
-        if let Some(site) = self.residence_of(asked, sites) {
-            return self.grow(asked, site, round.now_s);
+        let Some(home) = self.residence_of(asked, sites) else {
+            return self.enter(asked, sites, round);
+        };
+        let mut go = self.grow(asked, home, round.now_s)?;
+        if go.state == Residence::Resident && self.is_better_off_elsewhere(asked, home) {
+            self.add_idle_others(&mut go, asked, sites, round);
         }
-        self.enter(asked, sites, round)
+        Ok(go)
     }
 
     /// As [`Residency::ask`], for one that comes now.
@@ -202,8 +227,9 @@ impl Residency {
     fn grow(&self, asked: &Asked<'_>, site: &Site, now_s: f64) -> Result<Go, WaitReason> {
         let go = |give_up, state| Go {
             slots: smallvec![site.slot],
-            give_up,
+            give_up: smallvec![(site.slot, give_up)],
             state,
+            was_at: Some(site.slot),
         };
         let Some(budget) = self.budget_tokens(site) else {
             return Ok(go(Vec::new(), Residence::Ungated));
@@ -275,7 +301,7 @@ impl Residency {
             _ => true,
         };
         let mut reason = WaitReason::NoRoom;
-        let (mut fits, mut plans) = (SmallVec::<[&Site; 8]>::new(), Vec::new());
+        let (mut fits, mut plans) = (SmallVec::<[&Site; 8]>::new(), Vec::<Plan<'_>>::new());
         // At home it is looked first: where it fits there, the others do not matter.
         let mut at_home = home
             .filter(|home| is_gated(home))
@@ -316,43 +342,29 @@ impl Residency {
         let has_fitting = !fits.is_empty() || !plans.is_empty();
         fits.retain(|site| may_move(site));
         plans.retain(|(site, _)| may_move(site));
-        let moved = |slot: usize| match self.sessions.get(asked.key).and_then(|k| k.home) {
-            Some((old, _)) if old != slot => Residence::Moved,
-            _ => Residence::Admitted,
-        };
+        let was_at = self.sessions.get(asked.key).and_then(|known| known.home);
+        let was_at = was_at.map(|(slot, _)| slot);
         if self.manner.placement == Placement::MostRoom {
             let room = |site: &&Site| self.room_tokens(site);
             fits = fits.iter().copied().max_by_key(room).into_iter().collect();
         }
-        if !fits.is_empty() || !ungated.is_empty() {
-            let state = match (fits.first(), ungated.first()) {
-                (Some(site), _) => moved(site.slot),
-                _ => Residence::Ungated,
+        let has_room = !fits.is_empty() || !ungated.is_empty();
+        let plans = self.offered(asked, plans, has_room.then_some(&fits), home);
+        if has_room || !plans.is_empty() {
+            let (state, was_at) = match has_room && fits.is_empty() {
+                false => (Residence::Admitted, was_at),
+                true => (Residence::Ungated, None),
             };
-            let slots = fits.iter().map(|site| site.slot).chain(ungated).collect();
-            let give_up = Vec::new();
+            let with_room = fits.iter().map(|site| site.slot).chain(ungated);
+            let freed = plans.iter().map(|(site, _)| site.slot);
+            let mut slots: SmallVec<[usize; 8]> = with_room.chain(freed).collect();
+            slots.sort_unstable();
+            let give_up = plans.into_iter();
             return Ok(Go {
                 slots,
-                give_up,
+                give_up: give_up.map(|(site, plan)| (site.slot, plan)).collect(),
                 state,
-            });
-        }
-        // At home first, then where the least is given up.
-        let least = plans.into_iter().min_by_key(|(site, plan)| {
-            let keys: Vec<Key> = plan.iter().map(|(key, _)| *key).collect();
-            let is_home = home.is_some_and(|home| home.slot == site.slot);
-            (
-                !is_home,
-                self.holds[site.slot].freed_by(&keys, &asked.prompt),
-            )
-        });
-        if let Some((site, give_up)) = least {
-            let slots = smallvec![site.slot];
-            let state = moved(site.slot);
-            return Ok(Go {
-                slots,
-                give_up,
-                state,
+                was_at,
             });
         }
         if self.fits_nowhere(asked, gated())
@@ -366,6 +378,80 @@ impl Residency {
             _ if self.fits_nowhere(asked, gated()) => WaitReason::Alone,
             _ => reason,
         })
+    }
+
+    /// Of workers where places would have to be given up, those that a turn may go to, beside those with
+    /// room, if any have. Places to which nobody is expected back in time cost nothing, and the policy
+    /// knows best which worker is least busy: where others have room, fewer turns have to run there than on
+    /// any of those. Were only one worker offered, all new sessions would go there, behind each other's
+    /// prompts, while sessions that ended without a word hold the places of idle workers.
+    fn offered<'a>(
+        &self,
+        asked: &Asked<'_>,
+        mut plans: Vec<Plan<'a>>,
+        with_room: Option<&SmallVec<[&Site; 8]>>,
+        home: Option<&Site>,
+    ) -> Vec<Plan<'a>> {
+        let is_free = |plan: &Plan<'_>| {
+            self.manner.placement == Placement::WaitOrMove && nobody_returns(&plan.1)
+        };
+        if let Some(fits) = with_room {
+            let fewest = fits.iter().map(|site| self.turns_on(site)).min();
+            let fewest = fewest.unwrap_or(0);
+            plans.retain(|plan| self.turns_on(plan.0) < fewest && is_free(plan));
+            return plans;
+        }
+        let is_home = |plan: &Plan<'_>| home.is_some_and(|home| home.slot == plan.0.slot);
+        if !plans.iter().any(is_home) && plans.iter().any(is_free) {
+            plans.retain(is_free);
+            return plans;
+        }
+        // At home first, then where the least is given up.
+        let least = plans.into_iter().min_by_key(|plan| {
+            let keys: Vec<Key> = plan.1.iter().map(|(key, _)| *key).collect();
+            let freed = self.holds[plan.0.slot].freed_by(&keys, &asked.prompt);
+            (!is_home(plan), freed)
+        });
+        least.into_iter().collect()
+    }
+
+    /// Whether computing the whole prompt anew on an idle worker may take less time than waiting at home,
+    /// where a cold prompt runs that is likely to be longer.
+    fn is_better_off_elsewhere(&self, asked: &Asked<'_>, home: &Site) -> bool {
+        let hold = self.holds.get(home.slot);
+        let is_alone = hold
+            .and_then(|hold| hold.occupant(asked.key))
+            .is_some_and(|own| own.turns.is_empty());
+        let is_short = asked.prompt.tokens < self.settings.cold_tokens;
+        is_short
+            && is_alone
+            && self.manner.placement == Placement::WaitOrMove
+            && !self.is_open_to_cold(home)
+    }
+
+    /// Adds idle workers with room, or where nobody is expected back in time, to where a turn may go.
+    fn add_idle_others(&self, go: &mut Go, asked: &Asked<'_>, sites: &[Site], round: &mut Round) {
+        let places = round.looked.clone();
+        for site in chosen(sites, places.as_deref()) {
+            let may_go = site.routable && !asked.exclude.contains(&site.spec.id);
+            let is_closed = Some(site.slot) == round.closed || go.slots.contains(&site.slot);
+            if !may_go || is_closed || self.turns_on(site) > 0 {
+                continue;
+            }
+            match self.fit(asked, site, round) {
+                Fit::Yes => {}
+                Fit::AfterGivingUp(plan) if nobody_returns(&plan) => {
+                    go.give_up.push((site.slot, plan));
+                }
+                _ => continue,
+            }
+            go.slots.push(site.slot);
+        }
+        go.slots.sort_unstable();
+    }
+
+    fn turns_on(&self, site: &Site) -> usize {
+        self.holds.get(site.slot).map_or(0, Hold::turns_in_flight)
     }
 
     /// Where the turn's session is taken to be cached: by the rule where it was before, else where a
@@ -612,10 +698,16 @@ impl Residency {
         let give_up = others.into_iter().map(|key| (key, GiveUp::ForOneAlone));
         Some(Go {
             slots: smallvec![site.slot],
-            give_up: give_up.collect(),
+            give_up: smallvec![(site.slot, give_up.collect())],
             state: Residence::Alone,
+            was_at: None,
         })
     }
+}
+
+fn nobody_returns(plan: &[(Key, GiveUp)]) -> bool {
+    let mut reasons = plan.iter().map(|(_, reason)| *reason);
+    reasons.all(|reason| matches!(reason, GiveUp::Ended | GiveUp::ReturnsLate))
 }
 
 /// Seconds of computing what of a turn is not cached on `site`.

@@ -335,20 +335,21 @@ impl Residency {
         let Some(site) = chosen.max_by_key(|site| (cached(site), self.room_tokens(site))) else {
             return;
         };
-        let (turn, gave_up) =
-            self.take_place(asked, identity, site, sites, go.state, &go.give_up, now_s);
+        let state = go.state(site.slot);
+        let give_up = go.give_up(site.slot);
+        let (turn, gave_up) = self.take_place(asked, identity, site, sites, state, give_up, now_s);
         round.forget_all();
         let admitted = Admitted {
             slot: site.slot,
             serial: site.serial,
             turn,
-            state: go.state,
+            state,
             gave_up,
             at_s: now_s,
         };
         match self.gathers {
             Some((head, _)) if head == id => self.gather_at(None),
-            Some((_, slot)) if slot == site.slot && go.state != Residence::Resident => {
+            Some((_, slot)) if slot == site.slot && state != Residence::Resident => {
                 if let Some(occupant) = self.holds[slot].occupant_mut(asked.key) {
                     occupant.backfilled = true;
                 }
