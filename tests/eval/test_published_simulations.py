@@ -160,19 +160,37 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
         assert line in lines
 
 
+GPU_HEAD = "| measured, simulated (off by) | `off`"
+CPU_HEAD = "| measured, simulated (off by) | SGLang, all fits"
+# Windows of 300 s, and of 75 s from 0 on.
+ON_GPUS, ON_A_CPU = (60.0, 360.0, 440.0), (0.0, 75.0, math.inf)
+
+
 @pytest.mark.parametrize(
-    ("column", "measured", "simulated"),
-    [(1, "off", "off"), (2, "lease", "lease"), (3, "residency", "priced")],
+    ("head", "column", "measured", "simulated", "window"),
+    [
+        (GPU_HEAD, 1, "residency/backfill-off", "validation-off", ON_GPUS),
+        (GPU_HEAD, 2, "residency/backfill-lease", "validation-lease", ON_GPUS),
+        (GPU_HEAD, 3, "residency/backfill-residency", "validation-priced", ON_GPUS),
+        *(
+            (CPU_HEAD, at, f"simulated/cpu-{arm}-measured", f"cpu-{arm}-simulated", ON_A_CPU)
+            for at, arm in enumerate(
+                ("sglang-fits", "sglang", "pd", "elastic", "vllm-fits", "vllm"), 1
+            )
+        ),
+    ],
 )
-def test_the_validation_follows_from_both_runs(column: int, measured: str, simulated: str) -> None:
-    """Of the load in which the cache helps, in docs/simulator.md."""
+def test_the_validation_follows_from_both_runs(
+    head: str, column: int, measured: str, simulated: str, window: tuple[float, float, float]
+) -> None:
+    """Of the load in which the cache helps, and of fleets on a CPU, in docs/simulator.md."""
     runs = (
-        PAGE.parent / f"residency/backfill-{measured}.requests.jsonl.zst",
-        PAGE.parent / f"simulated/validation-{simulated}.requests.jsonl.zst",
+        PAGE.parent / f"{measured}.requests.jsonl.zst",
+        PAGE.parent / f"simulated/{simulated}.requests.jsonl.zst",
     )
-    found, other = (measures(read_lines(path), 60.0, 360.0, 440.0) for path in runs)
+    found, other = (measures(read_lines(path), *window) for path in runs)
     text = (PAGE.parents[1] / "simulator.md").read_text()
-    compared = text[text.index("| measured, simulated (off by) | `off`") :]
+    compared = text[text.index(head) :]
     for label, name, is_share in VALIDATED:
         row = next(line for line in compared.splitlines() if line.startswith(f"| {label} |"))
         cell = row.strip("|").split("|")[column].strip()

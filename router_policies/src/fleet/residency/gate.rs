@@ -26,13 +26,16 @@ pub(in crate::fleet) struct Asked<'a> {
     pub parent: Option<Key>,
 }
 
+/// Who gives up a place, and why.
+type Leaving = Vec<(Key, GiveUp)>;
+
 /// Where a turn may go.
 #[derive(Debug)]
 pub(in crate::fleet) struct Go {
     /// Any of these.
     pub slots: SmallVec<[usize; 8]>,
     /// On which of them whose places are given up first; nobody's on the others.
-    give_up: SmallVec<[(usize, Vec<(Key, GiveUp)>); 1]>,
+    give_up: SmallVec<[(usize, Leaving); 1]>,
     state: Residence,
     /// Where the session was before; anywhere else it moves to.
     was_at: Option<usize>,
@@ -79,7 +82,7 @@ pub(super) struct Round {
 }
 
 struct Eligible {
-    keys: Vec<(Key, GiveUp)>,
+    keys: Leaving,
     most_tokens: u64,
 }
 
@@ -131,12 +134,12 @@ impl Round {
 }
 
 /// A worker, and who gives up a place there.
-type Plan<'a> = (&'a Site, Vec<(Key, GiveUp)>);
+type Plan<'a> = (&'a Site, Leaving);
 
 /// Whether a turn fits on one worker.
 enum Fit {
     Yes,
-    AfterGivingUp(Vec<(Key, GiveUp)>),
+    AfterGivingUp(Leaving),
     No(WaitReason),
 }
 
@@ -169,7 +172,7 @@ impl Residency {
     }
 
     /// Idle sessions that no longer fit beside what is in flight.
-    pub(super) fn excess_idle(&self, site: &Site, now_s: f64) -> Vec<(Key, GiveUp)> {
+    pub(super) fn excess_idle(&self, site: &Site, now_s: f64) -> Leaving {
         let hold = &self.holds[site.slot];
         let excess = self
             .budget_tokens(site)
@@ -641,7 +644,7 @@ impl Residency {
     }
 
     /// Who may be given up on `site` for one that waits, in the rule's order.
-    pub(super) fn eligible_keys(&self, site: &Site, round: &mut Round) -> Vec<(Key, GiveUp)> {
+    pub(super) fn eligible_keys(&self, site: &Site, round: &mut Round) -> Leaving {
         self.eligible(site, round).keys.clone()
     }
 
@@ -727,7 +730,7 @@ fn growth_of(hold: &Hold, keys: &[Key]) -> u64 {
 fn cheapest(
     others: &[(Key, GiveUp)],
     enough: impl Fn(&[Key]) -> bool,
-) -> Option<Vec<(Key, GiveUp)>> {
+) -> Option<Leaving> {
     let all: Vec<Key> = others.iter().map(|(key, _)| *key).collect();
     let count = (1..=all.len()).find(|&count| enough(&all[..count]))?;
     let mut plan = others[..count].to_vec();
