@@ -58,10 +58,14 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Fits of both kinds of step; either is None where too few such steps were recorded."""
+    """Fits of both kinds of step; either is None where too few such steps were recorded.
+
+    `attends_all`: the prefills' attention runs over the whole sequence, its cached prefix too.
+    """
 
     prefill: Fit | None
     decode: Fit | None
+    attends_all: bool = False
 
     def constants(self) -> dict[str, float]:
         """By their names in a plan of the simulator."""
@@ -115,13 +119,15 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def fit(steps: list[dict[str, Any]]) -> Calibration:
-    """Fits both formulas on the steps of one or several workers of a kind.
+    """Fits both formulas on the steps of one or several workers of a kind; a prefill's with the
+    pairs of its new tokens, or of the whole sequence where that is off by less than half as much.
 
     What a step took is the time from the end of the step before it (or its own start, where the
     worker was idle until then) to its end: with overlap scheduling a step is launched while the one
     before it still runs, so that `duration_s` covers both.
     """
     prefill: list[tuple[float, float, float, float]] = []
+    whole: list[tuple[float, float, float, float]] = []
     decode: list[tuple[float, float, float, float]] = []
     for before, step, took_s in _intervals(steps):
         if took_s < _LEAST_STEP_S:
@@ -131,10 +137,14 @@ def fit(steps: list[dict[str, Any]]) -> Calibration:
             new = float(step["prefill_tokens"])
             pairs = new * (step["prefix_tokens"] + new / 2)
             prefill.append((1.0, new, pairs, took_s))
+            whole.append((1.0, new, (step["prefix_tokens"] + new) ** 2 / 2, took_s))
         elif kind == "decode" and before["forward_mode"] == "decode":
             used = float(step["kv_used_tokens"])
             decode.append((1.0, float(step["decode_requests"]), used, took_s))
-    return Calibration(_fit(prefill, _PREFILL_TRIM), _fit(decode, _DECODE_TRIM))
+    of_new, of_all = _fit(prefill, _PREFILL_TRIM), _fit(whole, _PREFILL_TRIM)
+    # Steps without much of a prefix cannot tell the two apart: then it is as on a GPU.
+    attends_all = bool(of_new and of_all and 2 * of_all.median_error < of_new.median_error)
+    return Calibration(of_all if attends_all else of_new, _fit(decode, _DECODE_TRIM), attends_all)
 
 
 def _intervals(
@@ -189,6 +199,8 @@ def to_toml(calibration: Calibration, name: str, sources: list[str]) -> str:
     """A calibration file: the constants, and what the fit leaves unexplained."""
     lines = [f'name = "{name}"', ""]
     lines += [f"{key} = {value:.6g}" for key, value in calibration.constants().items()]
+    if calibration.attends_all:
+        lines.append("attends_all = true")
     for title, fitted in (("prefill", calibration.prefill), ("decode", calibration.decode)):
         lines += ["", f"[fit.{title}]"]
         if fitted is None:

@@ -14,6 +14,9 @@ pub struct Calibration {
     pub prefill_overhead_s: f64,
     pub prefill_tokens_per_s: f64,
     pub prefill_pairs_per_s: f64,
+    /// A prefill makes the pairs of the whole sequence, its cached prefix too, as SGLang's attention
+    /// on a CPU does (`torch_native`).
+    pub attends_all: bool,
     /// A decode step takes `base + per_request · requests + per_context_token · their contexts`.
     pub decode_base_s: f64,
     pub decode_per_request_s: f64,
@@ -36,6 +39,7 @@ impl Default for Calibration {
             prefill_overhead_s: 0.0196062,
             prefill_tokens_per_s: 214_511.0,
             prefill_pairs_per_s: 6.81115e8,
+            attends_all: false,
             decode_base_s: 3.5837e-3,
             decode_per_request_s: 0.760759e-3,
             decode_per_context_token_s: 2.31269e-8,
@@ -48,12 +52,17 @@ impl Default for Calibration {
     }
 }
 
-/// Pairs of tokens that attention looks at when `new` tokens follow `before`.
-pub fn attention_pairs(before: u64, new: u64) -> f64 {
-    new as f64 * (before as f64 + new as f64 / 2.0)
-}
-
 impl Calibration {
+    /// Pairs of tokens that attention looks at when `new` tokens follow `before`.
+    pub fn pairs(&self, before: u64, new: u64) -> f64 {
+        let (before, new) = (before as f64, new as f64);
+        if self.attends_all {
+            (before + new) * (before + new) / 2.0
+        } else {
+            new * (before + new / 2.0)
+        }
+    }
+
     /// Seconds of a step that prefills `tokens` with `pairs`, and decodes for `requests` with
     /// `context_tokens` between them; the part of the decodes' base is in the prefill's overhead.
     pub fn mixed_s(&self, tokens: u64, pairs: f64, requests: usize, context_tokens: u64) -> f64 {

@@ -23,7 +23,9 @@ TRUE = {
 }
 
 
-def made_steps(seed: int, noise: float, overlap: bool) -> list[dict[str, Any]]:
+def made_steps(
+    seed: int, noise: float, overlap: bool, attends_all: bool = False
+) -> list[dict[str, Any]]:
     """Steps of two workers by the formulas: cold prefills in chunks, then decodes; one step in 200
     is a pause of seconds."""
     draws = np.random.default_rng(seed)
@@ -41,7 +43,8 @@ def made_steps(seed: int, noise: float, overlap: bool) -> list[dict[str, Any]]:
             for kind, before, new in kinds:
                 if kind == "extend":
                     took_s = TRUE["prefill_overhead_s"] + new / TRUE["prefill_tokens_per_s"]
-                    took_s += new * (before + new / 2) / TRUE["prefill_pairs_per_s"]
+                    pairs = (before + new) ** 2 / 2 if attends_all else new * (before + new / 2)
+                    took_s += pairs / TRUE["prefill_pairs_per_s"]
                 else:
                     took_s = TRUE["decode_base_s"] + TRUE["decode_per_request_s"] * requests
                     took_s += TRUE["decode_per_context_token_s"] * context
@@ -73,6 +76,17 @@ def test_the_constants_are_found_again(noise: float, within: float, overlap: boo
     assert found.keys() == TRUE.keys()
     for name, true in TRUE.items():
         assert found[name] == pytest.approx(true, rel=within), name
+
+
+def test_attention_over_the_whole_sequence_is_recognised() -> None:
+    whole = fit(made_steps(3, 0.05, False, attends_all=True))
+    assert whole.attends_all
+    found = tomllib.loads(to_toml(whole, "a CPU", ["r1"]))
+    assert found["attends_all"] is True
+    assert found["prefill_pairs_per_s"] == pytest.approx(TRUE["prefill_pairs_per_s"], rel=0.06)
+    of_new = fit(made_steps(3, 0.05, False))
+    assert not of_new.attends_all
+    assert "attends_all" not in tomllib.loads(to_toml(of_new, "a GPU", ["r1"]))
 
 
 def test_what_the_fit_leaves_unexplained_is_said() -> None:

@@ -162,6 +162,8 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
 
 GPU_HEAD = "| measured, simulated (off by) | `off`"
 CPU_HEAD = "| measured, simulated (off by) | SGLang, all fits"
+ALL_HEAD = "| measured, simulated (off by) | SGLang (fitted"
+CPU_FLEETS = ("sglang-fits", "sglang", "pd", "elastic", "vllm-fits", "vllm")
 # Windows of 300 s, and of 75 s from 0 on.
 ON_GPUS, ON_A_CPU = (60.0, 360.0, 440.0), (0.0, 75.0, math.inf)
 
@@ -174,9 +176,11 @@ ON_GPUS, ON_A_CPU = (60.0, 360.0, 440.0), (0.0, 75.0, math.inf)
         (GPU_HEAD, 3, "residency/backfill-residency", "validation-priced", ON_GPUS),
         *(
             (CPU_HEAD, at, f"simulated/cpu-{arm}-measured", f"cpu-{arm}-simulated", ON_A_CPU)
-            for at, arm in enumerate(
-                ("sglang-fits", "sglang", "pd", "elastic", "vllm-fits", "vllm"), 1
-            )
+            for at, arm in enumerate(CPU_FLEETS, 1)
+        ),
+        *(
+            (ALL_HEAD, at, f"simulated/cpu-{arm}-measured", f"cpu-{arm}-attends-all", ON_A_CPU)
+            for at, arm in enumerate(CPU_FLEETS[:4], 1)
         ),
     ],
 )

@@ -13,7 +13,7 @@
 use super::batch::Sequence;
 use super::scheduler::{Core, Prefill, Scheduler, let_all_in};
 use super::{Emission, JobId, Limits, Order, Part};
-use crate::calibration::{Calibration, attention_pairs};
+use crate::calibration::Calibration;
 
 /// `CLIP_MAX_NEW_TOKENS`: more is never reserved for one answer.
 const CLIP_NEW_TOKENS: u64 = 4096;
@@ -57,9 +57,9 @@ struct Batch {
 }
 
 impl Batch {
-    /// A request computes `part` tokens behind its first `before`.
-    fn add(&mut self, job: JobId, before: u64, part: u64) {
-        self.work.pairs += attention_pairs(before, part);
+    /// A request computes `part` tokens, in whose attention there are so many pairs.
+    fn add(&mut self, job: JobId, part: u64, pairs: f64) {
+        self.work.pairs += pairs;
         self.work.tokens += part;
         self.chunk_left -= part;
         self.input_left = self.input_left.saturating_sub(part);
@@ -161,14 +161,16 @@ impl Sglang {
             return most;
         };
         let line = self.in_line(most);
+        let calibration = &self.core.calibration;
         let step_s = |tokens: u64| {
             let (mut left, mut pairs) = (tokens, 0.0);
             for &(before, new) in &line {
                 let part = left.min(new);
-                pairs += attention_pairs(before, part);
+                if part > 0 {
+                    pairs += calibration.pairs(before, part);
+                }
                 left -= part;
             }
-            let calibration = &self.core.calibration;
             calibration.mixed_s(tokens - left, pairs, requests, context)
         };
         let least = LEAST_CHUNK_TOKENS.min(most);
@@ -228,7 +230,8 @@ impl Sglang {
         if !sequence.is_prefilling() {
             batch.promised += answer_tokens(sequence) as f64;
         }
-        batch.add(sequence.job.id, before, part);
+        let pairs = self.core.calibration.pairs(before, part);
+        batch.add(sequence.job.id, part, pairs);
         true
     }
 
@@ -258,7 +261,8 @@ impl Sglang {
         if !sequence.is_prefilling() {
             batch.promised += answer as f64;
         }
-        batch.add(sequence.job.id, before, part);
+        let pairs = self.core.calibration.pairs(before, part);
+        batch.add(sequence.job.id, part, pairs);
         batch.work.reload += reload;
         self.core.queues.running.push(sequence);
         true

@@ -4,7 +4,7 @@
 
 use super::scheduler::{Core, Prefill, Scheduler, let_all_in};
 use super::{Emission, JobId, Limits};
-use crate::calibration::{Calibration, attention_pairs};
+use crate::calibration::Calibration;
 
 pub struct Vllm {
     core: Core,
@@ -59,7 +59,7 @@ impl Vllm {
                 batch.context += before;
             } else {
                 batch.work.tokens += part;
-                batch.work.pairs += attention_pairs(before, part);
+                batch.work.pairs += self.core.calibration.pairs(before, part);
             }
             at += 1;
         }
@@ -86,7 +86,7 @@ impl Vllm {
         let part = (target - sequence.computed).min(batch.budget);
         batch.work.reload += reload;
         batch.work.tokens += part;
-        batch.work.pairs += attention_pairs(sequence.computed, part);
+        batch.work.pairs += self.core.calibration.pairs(sequence.computed, part);
         let taken = self.core.pool.take(&mut sequence, part);
         debug_assert!(taken, "room was checked");
         batch.jobs.push(sequence.job.id);

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use simulator::Eviction;
-use simulator::calibration::{Calibration, attention_pairs};
+use simulator::calibration::Calibration;
 use simulator::engine::{Emission, Job, Limits, Order, Part, Sglang, Vllm, Worker};
 use std::collections::HashMap;
 
@@ -72,7 +72,7 @@ fn a_request_alone_takes_what_the_formula_says() {
         for (before, new) in [(0, 512), (512, 512), (1024, 176)] {
             expected_s += calibration.prefill_overhead_s
                 + new as f64 / calibration.prefill_tokens_per_s
-                + attention_pairs(before, new) / calibration.prefill_pairs_per_s;
+                + calibration.pairs(before, new) / calibration.prefill_pairs_per_s;
         }
         let tokens = told
             .iter()
@@ -99,8 +99,12 @@ fn a_request_alone_takes_what_the_formula_says() {
         worker.submit(job(1, 0, 1400, 1), 100.0);
         let told = finish(worker.as_mut());
         let cached = 1204 / BLOCK * BLOCK;
-        let seconds =
-            calibration.mixed_s(1400 - cached, attention_pairs(cached, 1400 - cached), 0, 0);
+        let seconds = calibration.mixed_s(
+            1400 - cached,
+            calibration.pairs(cached, 1400 - cached),
+            0,
+            0,
+        );
         assert!((told[0].0 - 100.0 - seconds).abs() < 1e-9);
         let ended = Emission::Finished {
             job: 1,

@@ -3,7 +3,7 @@
 
 use crate::common::{BLOCK, folder, lines, plan, sessions, simulate, sum};
 use serde_json::{Value, json};
-use simulator::calibration::{Calibration, attention_pairs};
+use simulator::calibration::Calibration;
 use simulator::engine::Counters;
 use simulator::plan::Plan;
 use simulator::{Report, WorkerReport};
@@ -130,7 +130,7 @@ fn a_session_alone_takes_what_the_formula_says() {
         let mut computed = seen / BLOCK * BLOCK;
         while computed < input {
             let part = (input - computed).min(8_192);
-            expected_s += calibration.mixed_s(part, attention_pairs(computed, part), 0, 0);
+            expected_s += calibration.mixed_s(part, calibration.pairs(computed, part), 0, 0);
             computed += part;
         }
         let first_s = line["first_token_s"].as_f64().expect("a time");
@@ -184,7 +184,7 @@ fn a_separated_session_alone_takes_what_the_formula_says() {
             let (mut computed, mut sent, mut link_free_s) = (prefilled, held, 0.0_f64);
             while computed < input {
                 let part = (input - computed).min(8_192);
-                now_s += calibration.mixed_s(part, attention_pairs(computed, part), 0, 0);
+                now_s += calibration.mixed_s(part, calibration.pairs(computed, part), 0, 0);
                 computed += part;
                 let new = computed.saturating_sub(sent);
                 sent = sent.max(computed);

@@ -727,10 +727,7 @@ fn growth_of(hold: &Hold, keys: &[Key]) -> u64 {
 }
 
 /// As few of `others`, from the first on, as are `enough`; none where all are not.
-fn cheapest(
-    others: &[(Key, GiveUp)],
-    enough: impl Fn(&[Key]) -> bool,
-) -> Option<Leaving> {
+fn cheapest(others: &[(Key, GiveUp)], enough: impl Fn(&[Key]) -> bool) -> Option<Leaving> {
     let all: Vec<Key> = others.iter().map(|(key, _)| *key).collect();
     let count = (1..=all.len()).find(|&count| enough(&all[..count]))?;
     let mut plan = others[..count].to_vec();
