@@ -53,10 +53,10 @@ impl Default for Calibration {
 }
 
 impl Calibration {
-    /// Pairs of tokens that attention looks at when `new` tokens follow `before`.
+    /// Pairs of tokens that attention looks at when `new` tokens follow `before`; without new ones none.
     pub fn pairs(&self, before: u64, new: u64) -> f64 {
         let (before, new) = (before as f64, new as f64);
-        if self.attends_all {
+        if self.attends_all && new > 0.0 {
             (before + new) * (before + new) / 2.0
         } else {
             new * (before + new / 2.0)

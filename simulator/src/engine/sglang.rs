@@ -166,9 +166,7 @@ impl Sglang {
             let (mut left, mut pairs) = (tokens, 0.0);
             for &(before, new) in &line {
                 let part = left.min(new);
-                if part > 0 {
-                    pairs += calibration.pairs(before, part);
-                }
+                pairs += calibration.pairs(before, part);
                 left -= part;
             }
             calibration.mixed_s(tokens - left, pairs, requests, context)

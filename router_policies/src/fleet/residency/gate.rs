@@ -26,6 +26,13 @@ pub(in crate::fleet) struct Asked<'a> {
     pub parent: Option<Key>,
 }
 
+impl Asked<'_> {
+    /// Whether the worker takes requests, and this one is not to go elsewhere.
+    fn may_go(&self, site: &Site) -> bool {
+        site.routable && !self.exclude.contains(&site.spec.id)
+    }
+}
+
 /// Who gives up a place, and why.
 type Leaving = Vec<(Key, GiveUp)>;
 
@@ -197,8 +204,7 @@ impl Residency {
         let site = site_of(sites, slot)?;
         let occupant = self.holds.get(slot)?.occupant(asked.key)?;
         let is_bound = asked.has_session || occupant.turns.is_empty();
-        let may_go = site.routable && !asked.exclude.contains(&site.spec.id);
-        (is_bound && may_go && site.serial == serial).then_some(site)
+        (is_bound && asked.may_go(site) && site.serial == serial).then_some(site)
     }
 
     /// Whether a session that has been idle for a while is no longer cached where it has its place,
@@ -275,7 +281,7 @@ impl Residency {
         sites: &'s [Site],
         round: &mut Round,
     ) -> Result<Go, WaitReason> {
-        let may_go = |site: &&Site| site.routable && !asked.exclude.contains(&site.spec.id);
+        let may_go = |site: &&Site| asked.may_go(site);
         let candidates = || sites.iter().filter(may_go);
         if candidates().next().is_none() {
             return Err(WaitReason::NoWorker);
@@ -436,9 +442,8 @@ impl Residency {
     fn add_idle_others(&self, go: &mut Go, asked: &Asked<'_>, sites: &[Site], round: &mut Round) {
         let places = round.looked.clone();
         for site in chosen(sites, places.as_deref()) {
-            let may_go = site.routable && !asked.exclude.contains(&site.spec.id);
             let is_closed = Some(site.slot) == round.closed || go.slots.contains(&site.slot);
-            if !may_go || is_closed || self.turns_on(site) > 0 {
+            if !asked.may_go(site) || is_closed || self.turns_on(site) > 0 {
                 continue;
             }
             match self.fit(asked, site, round) {
