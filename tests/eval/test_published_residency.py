@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
+
+from eval.records import read_run
+from eval.steady import State, steadiness
 
 DOCS = Path(__file__).parents[2] / "docs" / "results"
 # By table of the page, the arms of its columns.
@@ -27,6 +31,7 @@ TABLES = (
     ("backfill-off", "backfill-residency", "backfill-lease", "backfill-host-residency"),
     ("again-residency", "tier-off", "tier-residency-1", "tier-residency-2"),
     ("two-off-1", "two-off-2", "two-off-3", "two-residency"),
+    ("longer-off-1", "longer-off-2", "longer-off-3", "longer-residency"),
 )
 # By column of the README's table, the runs that stand in it.
 README = (
@@ -111,12 +116,27 @@ def test_the_readme_repeats_the_page() -> None:
             assert cell == ", ".join(re.sub(r" (\[.*\]|s\b.*)$", "", text) for text in said)
 
 
-def test_what_is_said_of_two_sessions_that_fit() -> None:
-    for at, arm in enumerate(TABLES[4]):
+@pytest.mark.parametrize("table", [4, 5])
+def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
+    for at, arm in enumerate(TABLES[table]):
         measured = [r for r in lines(arm) if r["phase"] == "measure"]
         waits_s = [r["first_token_s"] - r["scheduled_s"] for r in measured]
         p90_s = float(np.quantile(waits_s, 0.9))
-        assert number(row(0, "TTFT p90 of turns")[at]) == pytest.approx(p90_s, abs=0.0051)
+        assert number(row(table - 4, "TTFT p90 of turns")[at]) == pytest.approx(p90_s, abs=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("table", "state"), [(3, State.STEADY), (4, State.NOT_ASSESSED), (5, State.STEADY)]
+)
+def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
+    for arm in TABLES[table]:
+        folder = tmp_path / arm
+        folder.mkdir()
+        manifest = {"arm": {"name": arm}, "state": "complete"}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "requests.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in lines(arm)))
+        shutil.copy(DOCS / "residency" / f"{arm}.phases.json", folder / "phases.json")
+        assert steadiness(read_run(folder)).state is state
 
 
 def test_what_is_said_of_the_run_that_was_cut_off() -> None:
