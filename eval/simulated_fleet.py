@@ -110,7 +110,6 @@ def _worker(
         "radix_eviction_policy": keys.radix_eviction_policy,
         "schedule_policy": keys.schedule_policy,
     }
-    is_paced = group.role == "elastic" or bool(topology.pacing_keys(group).paced)
     return {
         "id": name,
         "count": group.count,
@@ -119,11 +118,40 @@ def _worker(
         "kv_tokens": tokens,
         "host_kv_tokens": host_tokens if given_host else simulate.host_kv_tokens,
         "mixed_chunks": topology.mixed_chunk,
-        "target_itl_s": _TARGET_ITL_S if is_paced else None,
+        "target_itl_s": _target_itl_s(topology, group),
         "prefix_cache": group.role != "decode" or topology.decode_radix_cache,
         "calibration": dict(calibration),
         **{key: value for key, value in chosen.items() if value is not None},
     }
+
+
+def _target_itl_s(topology: Topology, group: WorkerGroup) -> float | None:
+    """How long a step that prefills beside decodes may take, in seconds; None where nothing paces
+    prefill. The plugin's variables say it (docs/elastic-worker.md). Raises `InputError` for a
+    target that is no time."""
+    if group.role == "elastic":
+        prefix = "DELTASERVE_ELASTIC_"
+    elif topology.pacing_keys(group).paced:
+        prefix = "DELTASERVE_PACED_"
+    else:
+        return None
+    given = topology.environment | group.environment
+    how = given.get(f"{prefix}INTERFERENCE") or "itl"
+    if how == "stock":
+        return None
+    if how != "itl":
+        raise InputError(f"{prefix}INTERFERENCE={how}: only itl and stock can be simulated")
+    name = f"{prefix}TARGET_ITL_MS"
+    text = given.get(name)
+    if not text:
+        return _TARGET_ITL_S
+    try:
+        target_ms = float(text)
+    except ValueError:
+        target_ms = math.nan
+    if not (math.isfinite(target_ms) and target_ms >= 1):
+        raise InputError(f"{name}={text!r}: expected a number of at least 1")
+    return target_ms / 1000
 
 
 def options(trace: Path, folder: Path, replay: Replay, phases: Phases | None) -> RunOptions:

@@ -216,6 +216,30 @@ def test_what_cannot_be_simulated_names_its_arm(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("environment", "target_itl_s"),
+    [
+        ({}, 0.08),
+        ({"DELTASERVE_PACED_TARGET_ITL_MS": "300"}, 0.3),
+        ({"DELTASERVE_PACED_INTERFERENCE": "stock"}, None),
+        ({"DELTASERVE_ELASTIC_TARGET_ITL_MS": "300"}, 0.08),
+    ],
+)
+def test_prefill_is_paced_as_the_workers_variables_say(
+    environment: dict[str, str], target_itl_s: float | None, experiment: Path, tmp_path: Path
+) -> None:
+    given = [f"set.environment.{name}={value!r}" for name, value in environment.items()]
+    run(experiment, tmp_path / "out", "set.paced=true", "repeats=1", *given, only=["off"])
+    plan = orjson.loads((tmp_path / "out" / "off" / "r1" / "plan.json").read_bytes())
+    assert [worker["target_itl_s"] for worker in plan["workers"]] == [target_itl_s]
+
+
+def test_a_pace_that_is_no_time_names_its_variable(experiment: Path, tmp_path: Path) -> None:
+    given = ("set.paced=true", "set.environment.DELTASERVE_PACED_TARGET_ITL_MS='soon'")
+    with pytest.raises(InputError, match="off: DELTASERVE_PACED_TARGET_ITL_MS='soon': expected"):
+        run(experiment, tmp_path / "out", *given, only=["off"])
+
+
 def test_a_capacity_that_nobody_says_names_its_arm(experiment: Path, tmp_path: Path) -> None:
     experiment.write_text(experiment.read_text().replace("kv_tokens = 60000", ""))
     with pytest.raises(InputError, match="arm off: its KV capacity"):
