@@ -288,8 +288,10 @@ impl Worker {
     }
 
     fn recent_migrations(&self, now_s: f64) -> u32 {
-        let is_old = |then: &f64| now_s - then > MIGRATION_WINDOW_S;
-        (self.migrations.len() - self.migrations.partition_point(is_old)) as u32
+        // Few are old: the last one that came took away those that were.
+        let is_old = |then: &&f64| now_s - **then > MIGRATION_WINDOW_S;
+        let old = self.migrations.iter().take_while(is_old).count();
+        (self.migrations.len() - old) as u32
     }
 
     /// KV that requests of others hold: their part of what is in use, by number. A report that comes

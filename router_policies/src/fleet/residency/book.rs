@@ -6,6 +6,7 @@ use super::rules::GiveUp;
 use super::sessions::Name;
 use crate::fleet::prefix::estimate::StateMap;
 use smallvec::SmallVec;
+use std::cell::Cell;
 
 /// A session's name among all, hashed; families by prefix have numbers of their own.
 pub type Key = u64;
@@ -46,6 +47,8 @@ pub struct Occupant {
     pub backfilled: bool,
     /// Its worker went away while a turn was in flight.
     lost: bool,
+    /// Tokens that it alone held after so many of the worker's changes.
+    unshared: Cell<Option<(u64, u64)>>,
 }
 
 impl Occupant {
@@ -91,11 +94,21 @@ pub struct Hold {
     growing: usize,
     pub cold_in_flight: u32,
     pub given_up: u64,
-    /// What may go here may be other than when the gate looked last.
-    pub changed: bool,
+    changes: u64,
 }
 
 impl Hold {
+    /// How often it has changed. As long as that is the same, no turn that had no room has any now, but
+    /// for what time and other workers do.
+    pub fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// Who may go here, or what is held, may be other than before.
+    pub fn note_change(&mut self) {
+        self.changes += 1;
+    }
+
     /// Booked for what is held and in flight.
     pub fn firm_tokens(&self) -> u64 {
         self.blocks.tokens() + self.loose_tokens
@@ -117,7 +130,7 @@ impl Hold {
     }
 
     pub fn occupant_mut(&mut self, key: Key) -> Option<&mut Occupant> {
-        self.changed = true;
+        self.note_change();
         self.occupants.get_mut(&key)
     }
 
@@ -127,7 +140,7 @@ impl Hold {
 
     /// Notes whether the next turn of `key`, if it has a place, waits for room to grow.
     pub fn set_waits(&mut self, key: Key, waits: bool) {
-        self.changed = true;
+        self.note_change();
         if let Some(occupant) = self.occupants.get_mut(&key) {
             self.growing -= usize::from(occupant.waits);
             self.growing += usize::from(waits);
@@ -191,7 +204,7 @@ impl Hold {
         output_tokens: u64,
         now_s: f64,
     ) -> &mut Occupant {
-        self.changed = true;
+        self.note_change();
         let occupant = self.occupants.entry(key).or_insert_with(|| Occupant {
             admitted_s: now_s,
             ..Occupant::default()
@@ -262,7 +275,7 @@ impl Hold {
     }
 
     fn turn_mut(&mut self, key: Key, id: u64) -> Option<&mut Turn> {
-        self.changed = true;
+        self.note_change();
         let turns = &mut self.occupants.get_mut(&key)?.turns;
         turns.iter_mut().find(|turn| turn.id == id)
     }
@@ -276,7 +289,7 @@ impl Hold {
         output_tokens: u64,
         now_s: f64,
     ) -> bool {
-        self.changed = true;
+        self.note_change();
         self.end_cold(key, id);
         let Some(occupant) = self.occupants.get_mut(&key) else {
             return false;
@@ -331,7 +344,7 @@ impl Hold {
     /// in tokens, or none where it had no place.
     pub fn remove(&mut self, key: Key) -> Option<u64> {
         let occupant = self.occupants.remove(&key)?;
-        self.changed = true;
+        self.note_change();
         self.growing -= usize::from(occupant.waits);
         let before = self.firm_tokens();
         self.growth_tokens -= occupant.growth_tokens;
@@ -350,7 +363,7 @@ impl Hold {
     /// The worker's cache is gone: idle sessions lose their places; the others keep one if the turn
     /// that is in flight is served all the same. Returns who loses theirs; [`Hold::remove`] takes it.
     pub fn lose_all(&mut self) -> Vec<Key> {
-        self.changed = true;
+        self.note_change();
         let mut idle = Vec::new();
         for (&key, occupant) in &mut self.occupants {
             occupant.lost = true;
@@ -363,7 +376,7 @@ impl Hold {
 
     /// Books `wanted_tokens` for the next turns of `key`, or as much of that as there is room for.
     pub fn reserve_growth(&mut self, key: Key, wanted_tokens: u64, budget_tokens: u64) {
-        self.changed = true;
+        self.note_change();
         let room = budget_tokens.saturating_sub(self.booked_tokens());
         if let Some(occupant) = self.occupants.get_mut(&key) {
             self.growth_tokens -= occupant.growth_tokens;
@@ -397,8 +410,20 @@ impl Hold {
         self.blocks.freed_by(chains, prompt) + growth
     }
 
-    /// Tokens that nobody but this occupant holds.
+    /// Tokens that nobody but this occupant holds. They are counted once for each state of the book: the
+    /// gate asks for them far more often than they change.
     pub fn unshared_tokens(&self, occupant: &Occupant) -> u64 {
+        if let Some((changes, tokens)) = occupant.unshared.get()
+            && changes == self.changes
+        {
+            return tokens;
+        }
+        let tokens = self.count_unshared_tokens(occupant);
+        occupant.unshared.set(Some((self.changes, tokens)));
+        tokens
+    }
+
+    fn count_unshared_tokens(&self, occupant: &Occupant) -> u64 {
         let own = |chain: &Chain| {
             let own = chain.states.len() - self.blocks.shared(chain);
             own as u64 * u64::from(chain.block_tokens) + chain.tail_tokens
@@ -433,5 +458,91 @@ impl Hold {
                 .occupants
                 .values()
                 .all(|o| o.turns.is_empty() && !o.waits)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::prefix::hash::PromptHashes;
+    use proptest::prelude::*;
+
+    const BUDGET_TOKENS: u64 = 20_000;
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        /// Its first `shared` blocks of 256 tokens are those of all sessions.
+        Begin {
+            key: Key,
+            shared: u32,
+            own: u32,
+        },
+        End(usize, Served),
+        Lengthen(usize),
+        Remove(Key),
+        Reserve(Key),
+        LoseAll,
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let key = || 1u64..6;
+        let served = prop_oneof![
+            4 => Just(Served::Yes), 1 => Just(Served::No), 1 => Just(Served::Failed)
+        ];
+        prop_oneof![
+            6 => (key(), 0u32..4, 0u32..1_500)
+                .prop_map(|(key, shared, own)| Step::Begin { key, shared, own }),
+            5 => (any::<usize>(), served).prop_map(|(at, served)| Step::End(at, served)),
+            1 => any::<usize>().prop_map(Step::Lengthen),
+            1 => key().prop_map(Step::Remove),
+            1 => key().prop_map(Step::Reserve),
+            1 => Just(Step::LoseAll),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn what_one_alone_holds_is_as_if_it_were_counted_each_time(
+            steps in proptest::collection::vec(step(), 1..80),
+        ) {
+            let mut hold = Hold::default();
+            let mut running: Vec<(Key, u64)> = Vec::new();
+            for (at, step) in steps.into_iter().enumerate() {
+                let now_s = at as f64;
+                match step {
+                    Step::Begin { key, shared, own } => {
+                        let (common, first) = (shared * 256, 1_000_000 * key as u32);
+                        let tokens: Vec<u32> = (0..common).chain(first..first + own).collect();
+                        let prompt = PromptHashes::of_tokens(&tokens, 16);
+                        let id = at as u64 + 1;
+                        hold.begin(key, id, &Coarse::of(&prompt, 1.0), 100, now_s);
+                        running.push((key, id));
+                    }
+                    Step::End(which, served) if !running.is_empty() => {
+                        let (key, id) = running.swap_remove(which % running.len());
+                        hold.end(key, id, served, 60, now_s);
+                    }
+                    Step::Lengthen(which) if !running.is_empty() => {
+                        let (key, id) = running[which % running.len()];
+                        hold.lengthen(key, id, 40);
+                    }
+                    Step::Remove(key) => {
+                        hold.remove(key);
+                    }
+                    Step::Reserve(key) => hold.reserve_growth(key, 500, BUDGET_TOKENS),
+                    Step::LoseAll => {
+                        for key in hold.lose_all() {
+                            hold.remove(key);
+                        }
+                    }
+                    _ => {}
+                }
+                for (key, occupant) in hold.occupants() {
+                    let tokens = hold.unshared_tokens(occupant);
+                    prop_assert_eq!(tokens, hold.count_unshared_tokens(occupant), "of {}", key);
+                    prop_assert_eq!(tokens, hold.unshared_tokens(occupant), "again, of {}", key);
+                }
+            }
+        }
     }
 }

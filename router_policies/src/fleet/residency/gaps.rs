@@ -50,6 +50,30 @@ pub struct Gaps {
     weights: [f64; BINS],
     /// Grows instead of every weight shrinking.
     unit: f64,
+    sums: Sums,
+}
+
+/// What follows from the weights, for it is asked for far more often than a gap is noted.
+#[derive(Clone, Debug)]
+struct Sums {
+    /// The weight of all gaps from each bin on; of none at the end.
+    from: [f64; BINS + 1],
+    /// Each bin's part of [`FLEET_WEIGHT`].
+    shares: [f64; BINS],
+}
+
+impl Sums {
+    fn of(weights: &[f64; BINS]) -> Self {
+        let mut from = [0.0; BINS + 1];
+        for (bin, weight) in weights.iter().enumerate() {
+            from[..=bin].iter_mut().for_each(|sum| *sum += weight);
+        }
+        let all = from[0];
+        Self {
+            from,
+            shares: weights.map(|weight| FLEET_WEIGHT * weight / all),
+        }
+    }
 }
 
 impl Default for Gaps {
@@ -57,7 +81,11 @@ impl Default for Gaps {
         let assumed = bin(ASSUMED_MOST_S) + 1;
         let mut weights = [0.0; BINS];
         weights[..assumed].fill(ASSUMED_GAPS / assumed as f64);
-        Self { weights, unit: 1.0 }
+        Self {
+            sums: Sums::of(&weights),
+            weights,
+            unit: 1.0,
+        }
     }
 }
 
@@ -69,6 +97,10 @@ fn bin(gap_s: f64) -> usize {
 /// The middles of the bins, by ratio.
 static MIDDLES_S: LazyLock<[f64; BINS]> =
     LazyLock::new(|| std::array::from_fn(|bin| edge_s(bin as f64 + 0.5)));
+
+/// The bins' upper ends.
+static ENDS_S: LazyLock<[f64; BINS]> =
+    LazyLock::new(|| std::array::from_fn(|bin| edge_s(bin as f64 + 1.0)));
 
 fn edge_s(bins: f64) -> f64 {
     LEAST_S * (bins / BINS_AN_OCTAVE).exp2()
@@ -84,14 +116,13 @@ impl Gaps {
                 .for_each(|weight| *weight /= self.unit);
             self.unit = 1.0;
         }
+        self.sums = Sums::of(&self.weights);
     }
 
     /// What gaps longer than `idle_s` weigh; the fleet's whole histogram weighs [`FLEET_WEIGHT`].
     fn longer(&self, own: &OwnGaps, idle_s: f64) -> f64 {
-        let all: f64 = self.weights.iter().sum();
-        let of_fleet = MIDDLES_S.iter().zip(&self.weights);
-        let of_fleet = of_fleet.filter(|(gap_s, _)| **gap_s > idle_s);
-        let of_fleet: f64 = of_fleet.map(|(_, weight)| weight).sum();
+        let first = MIDDLES_S.partition_point(|gap_s| *gap_s <= idle_s);
+        let (of_fleet, all) = (self.sums.from[first], self.sums.from[0]);
         let own = own.0.iter().filter(|&&gap_s| f64::from(gap_s) > idle_s);
         FLEET_WEIGHT * of_fleet / all + own.count() as f64
     }
@@ -103,12 +134,12 @@ impl Gaps {
 
     /// The time, in seconds, within which nearly all sessions that come back do.
     pub fn nearly_all_s(&self) -> f64 {
-        let mut beyond = LONGEST_SHARE * self.weights.iter().sum::<f64>();
+        let mut beyond = LONGEST_SHARE * self.sums.from[0];
         let last = self.weights.iter().rposition(|weight| {
             beyond -= weight;
             beyond < 0.0
         });
-        edge_s(last.map_or(0.0, |bin| bin as f64 + 1.0)).min(MOST_S)
+        last.map_or(LEAST_S, |bin| ENDS_S[bin]).min(MOST_S)
     }
 
     /// Whether it pays to keep what the session holds for some time yet, where its return is worth
@@ -117,20 +148,19 @@ impl Gaps {
     /// One that has been away for longer than nearly every gap seen has most likely had its last
     /// answer, and is not waited for; `last_share` of such answers are.
     pub fn keeping_pays(&self, own: &OwnGaps, last_share: f64, idle_s: f64, worth_s: f64) -> bool {
-        let all: f64 = self.weights.iter().sum();
-        let mut weights = self.weights.map(|weight| FLEET_WEIGHT * weight / all);
+        let first = ENDS_S.partition_point(|end_s| *end_s <= idle_s);
+        if first == BINS || idle_s >= MOST_S {
+            return false;
+        }
+        let mut weights = self.sums.shares;
         for &gap_s in &own.0 {
             weights[bin(f64::from(gap_s))] += 1.0;
         }
         let gone = own.gone(last_share);
-        let first = (0..BINS).find(|&bin| edge_s(bin as f64 + 1.0) > idle_s);
-        let Some(first) = first.filter(|_| idle_s < MOST_S) else {
-            return false;
-        };
         let mut left = weights[first..].iter().sum::<f64>() + gone;
         let (mut returned, mut kept_s) = (0.0, 0.0);
         for bin in first..BINS {
-            let until_s = edge_s(bin as f64 + 1.0) - idle_s;
+            let until_s = ENDS_S[bin] - idle_s;
             let away_s = (MIDDLES_S[bin] - idle_s).max(0.0);
             returned += weights[bin];
             left -= weights[bin];
@@ -220,6 +250,26 @@ mod tests {
         let seen_s = fleet(&[1.0, 100.0]).nearly_all_s();
         assert!((100.0..130.0).contains(&seen_s), "{seen_s}");
         assert_eq!(fleet(&[5_000.0]).nearly_all_s(), MOST_S);
+    }
+
+    #[test]
+    fn what_is_asked_for_often_is_as_if_it_were_worked_out_anew() {
+        let mut gaps = Gaps::default();
+        for turn in 0..30_000u32 {
+            if turn % 1_000 < 2 {
+                let all: f64 = gaps.weights.iter().sum();
+                for bin in 0..BINS {
+                    let from: f64 = gaps.weights[bin..].iter().sum();
+                    assert_eq!(gaps.sums.from[bin], from);
+                    assert_eq!(
+                        gaps.sums.shares[bin],
+                        FLEET_WEIGHT * gaps.weights[bin] / all
+                    );
+                }
+            }
+            gaps.note(f64::from(turn % 97));
+        }
+        assert!(gaps.unit < 1e12, "weights were made smaller in between");
     }
 
     #[test]

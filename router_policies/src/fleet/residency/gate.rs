@@ -187,7 +187,7 @@ impl Residency {
         if excess == 0 || !self.manner.by_tokens || self.manner.residents_always_go {
             return Vec::new();
         }
-        let places = self.places(site, now_s, &self.busy_parents(now_s));
+        let places = self.idle_places(site, now_s, &self.busy_parents(now_s));
         let idle = self
             .rule
             .may_give_up(&self.view(site, &places, now_s), Demand::Growth);
@@ -249,7 +249,7 @@ impl Residency {
         if excess <= 0 || !self.manner.by_tokens || self.manner.residents_always_go {
             return Ok(go(Vec::new(), Residence::Resident));
         }
-        let places = self.places(site, now_s, &self.busy_parents(now_s));
+        let places = self.idle_places(site, now_s, &self.busy_parents(now_s));
         let mut others = self
             .rule
             .may_give_up(&self.view(site, &places, now_s), Demand::Growth);
@@ -632,7 +632,7 @@ impl Residency {
                 .busy
                 .get_or_insert_with(|| Rc::new(self.busy_parents(round.now_s))),
         );
-        let places = self.places(site, round.now_s, &busy);
+        let places = self.idle_places(site, round.now_s, &busy);
         let demand = round.demand();
         let keys = self
             .rule

@@ -5,6 +5,7 @@
 //! room there has none now: a round looks where places or limits have changed, and at so many others,
 //! in turn, that time has its effect on every worker within [`LOOK_INTERVAL_S`].
 
+use super::book::Hold;
 use super::{Residency, Site};
 use std::rc::Rc;
 
@@ -24,13 +25,15 @@ pub(super) struct Looks {
     small: usize,
 }
 
-/// What limits who may go to a worker, beside the places on it.
+/// What limits who may go to a worker.
 #[derive(Clone, Copy, PartialEq)]
 struct Limits {
     serial: u64,
     routable: bool,
     prefills: bool,
     budget_tokens: Option<u64>,
+    /// [`Hold::changes`] of the places on it.
+    changes: u64,
 }
 
 impl Limits {
@@ -73,6 +76,7 @@ impl Residency {
                 routable: site.routable,
                 prefills: site.prefills,
                 budget_tokens: self.budget_tokens(site),
+                changes: self.changes_at(site.slot),
             };
             let is_due = (at + count - first) % count < due;
             if self.looks.seen.len() <= site.slot {
@@ -81,9 +85,7 @@ impl Residency {
             let before = self.looks.seen[site.slot].replace(limits);
             let is_new = before != Some(limits);
             homes_change |= before.is_none_or(|before| before.serves() != limits.serves());
-            let hold = self.holds.get_mut(site.slot);
-            let has_changed = hold.is_some_and(|hold| std::mem::take(&mut hold.changed));
-            if is_due || is_new || has_changed || gathers_at == Some(site.slot) {
+            if is_due || is_new || gathers_at == Some(site.slot) {
                 looked.push(at);
             }
         }
@@ -94,7 +96,10 @@ impl Residency {
     /// `looked`, and the sites where places have changed since [`Residency::next_looks`]. The next round
     /// looks there as well: whoever was asked about before has not been tried there.
     pub(super) fn look_where_changed(&self, sites: &[Site], looked: &[usize]) -> Rc<[usize]> {
-        let changed = |site: &Site| self.holds.get(site.slot).is_some_and(|hold| hold.changed);
+        let changed = |site: &Site| {
+            let seen = self.looks.seen.get(site.slot).copied().flatten();
+            seen.is_none_or(|seen| seen.changes != self.changes_at(site.slot))
+        };
         let changed = sites.iter().enumerate().filter(|(_, site)| changed(site));
         let mut all: Vec<usize> = changed
             .map(|(at, _)| at)
@@ -103,6 +108,10 @@ impl Residency {
         all.sort_unstable();
         all.dedup();
         all.into()
+    }
+
+    fn changes_at(&self, slot: usize) -> u64 {
+        self.holds.get(slot).map_or(0, Hold::changes)
     }
 }
 
@@ -300,7 +309,7 @@ mod tests {
         let all: Vec<usize> = (0..WORKERS).collect();
         assert_eq!(residency.next_looks(&sites, 0.0), None, "all are new");
         assert_eq!(residency.next_looks(&sites, 0.0), Some(Vec::new()));
-        residency.hold(7).changed = true;
+        residency.hold(7).note_change();
         assert_eq!(*residency.look_where_changed(&sites, &[2]), [2, 7]);
         assert_eq!(residency.next_looks(&sites, 0.0), Some(vec![7]));
         let half = LOOK_INTERVAL_S / 2.0;

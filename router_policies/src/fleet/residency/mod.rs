@@ -303,6 +303,21 @@ impl Residency {
 
     /// The places on a worker, as rules see them; `busy` are those of [`Residency::busy_parents`].
     fn places(&self, site: &Site, now_s: f64, busy: &HashSet<Key>) -> Vec<Place> {
+        self.places_of(site, now_s, busy, |_| true)
+    }
+
+    /// Those of idle sessions alone: nobody else is ever given up for one that waits or has grown.
+    fn idle_places(&self, site: &Site, now_s: f64, busy: &HashSet<Key>) -> Vec<Place> {
+        self.places_of(site, now_s, busy, book::Occupant::is_idle)
+    }
+
+    fn places_of(
+        &self,
+        site: &Site,
+        now_s: f64,
+        busy: &HashSet<Key>,
+        is_asked_for: impl Fn(&book::Occupant) -> bool,
+    ) -> Vec<Place> {
         let Some(hold) = self.holds.get(site.slot) else {
             return Vec::new();
         };
@@ -338,7 +353,8 @@ impl Residency {
                 host_share: in_host.get(&key).copied().unwrap_or(0.0),
             }
         };
-        hold.occupants().map(place).collect()
+        let asked_for = hold.occupants().filter(|(_, o)| is_asked_for(o));
+        asked_for.map(place).collect()
     }
 
     /// Which share of each session's prefix the worker's host tier is taken to hold: it keeps what was

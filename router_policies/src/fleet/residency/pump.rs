@@ -433,7 +433,7 @@ impl Residency {
         if let Some((_, old)) = std::mem::replace(&mut self.gathers, new)
             && new.is_none_or(|(_, slot)| slot != old)
         {
-            self.hold(old).changed = true;
+            self.hold(old).note_change();
         }
     }
 

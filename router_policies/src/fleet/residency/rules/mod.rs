@@ -189,7 +189,8 @@ pub trait Rule: Send {
         None
     }
 
-    /// The idle sessions that may be given up for `demand`, in the order in which they go.
+    /// The idle sessions that may be given up for `demand`, in the order in which they go. The view need
+    /// not have the places of others.
     fn may_give_up(&self, view: &WorkerView<'_>, demand: Demand) -> Vec<(Key, GiveUp)>;
 
     /// Whether [`Rule::occupied_tokens`] says what is taken, instead of the book.
@@ -334,5 +335,46 @@ pub(super) mod testing {
 
     pub fn keys(chosen: Vec<(Key, GiveUp)>) -> Vec<Key> {
         chosen.into_iter().map(|(key, _)| key).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::{WAITING, view};
+    use super::*;
+    use proptest::prelude::*;
+
+    fn place(key: Key) -> impl Strategy<Value = Place> {
+        let facts = (1u64..40_000, 0.0f64..700.0, 0.0f64..700.0, 0.0f64..1.0);
+        (facts, any::<[bool; 4]>()).prop_map(
+            move |((tokens, tenure_s, idle_s, last_share), flags)| Place {
+                is_idle: flags[0],
+                tenure_s,
+                ended: flags[1] && flags[2],
+                backfilled: flags[2],
+                waits_for_children: flags[3],
+                last_share: last_share * 0.9,
+                ..testing::idle(key, tokens, idle_s)
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn who_may_be_given_up_does_not_depend_on_those_who_are_busy(
+            places in (0u64..8).prop_flat_map(|count| (0..count).map(place).collect::<Vec<_>>()),
+        ) {
+            let gaps = Gaps::default();
+            let idle: Vec<Place> = places.iter().filter(|place| place.is_idle).cloned().collect();
+            let all = view(&places, &gaps);
+            let of_idle = WorkerView { places: &idle, ..view(&places, &gaps) };
+            for info in TABLE {
+                let rule = (info.build)(serde_json::json!({})).expect("a rule");
+                for demand in [WAITING, Demand::Growth] {
+                    let chosen = rule.may_give_up(&of_idle, demand);
+                    prop_assert_eq!(rule.may_give_up(&all, demand), chosen, "{}", info.name);
+                }
+            }
+        }
     }
 }
