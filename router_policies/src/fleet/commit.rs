@@ -10,7 +10,7 @@ use super::residency::queue::Admitted;
 use super::residency::sessions::Identity;
 use super::residency::{Asked, Go, Residence, ResidencyRecord, Seat, Site, site_of};
 use super::share::Share;
-use super::{Fleet, Request, SGLANG_GROUP, State};
+use super::{Fleet, Request, SGLANG_GROUP, State, random_id};
 use crate::policy::{Refusal, Route, View};
 use parking_lot::MutexGuard;
 use std::sync::Arc;
@@ -164,7 +164,7 @@ impl Fleet {
                 },
             ],
         };
-        let decision_id = format!("{:016x}", state.random.u64(..));
+        let decision_id = random_id(state.random.u64(..));
         let signs = state.signs([prefilling, answering]);
         let of_answering = state.worker_mut(answering);
         let begun_at = of_answering.map_or_else(Default::default, |worker| worker.batch_time);

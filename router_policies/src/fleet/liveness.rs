@@ -186,10 +186,8 @@ impl Fleet {
 
     /// Whether nothing should be expected of the worker: it is down, or suspected to hang.
     pub fn is_doubtful<'a>(&self, which: impl Into<Which<'a>>) -> bool {
-        self.with_worker(which, |worker| {
-            !worker.healthy || worker.liveness.is_suspect()
-        })
-        .unwrap_or_default()
+        self.with_worker(which, |worker| worker.is_doubtful())
+            .unwrap_or_default()
     }
 
     /// What the workers are up to, in one line: what an operator looks for where no request can be

@@ -109,7 +109,7 @@ pub(crate) struct State {
     next_serial: u64,
     separated_inflight: u32,
     /// Prefills whose end nothing will tell, by when they are predicted to end (µs) and id.
-    untold: BTreeMap<(u64, u64), Share>,
+    untold: BTreeMap<(u64, u64), Box<Share>>,
     mean_output_tokens: f64,
     kinds: Kinds,
     random: fastrand::Rng,
@@ -227,6 +227,15 @@ impl Fleet {
     }
 }
 
+/// A random number as the id of a decision or a request: 16 hexadecimal digits.
+pub(crate) fn random_id(random: u64) -> String {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let digit = |at: usize| DIGITS[(random >> (60 - 4 * at) & 15) as usize];
+    // Formatting takes some five times as long.
+    let digits: [u8; 16] = std::array::from_fn(digit);
+    std::str::from_utf8(&digits).unwrap_or_default().to_owned()
+}
+
 /// What holds where nothing is said of residency: a fleet without a gate.
 fn ungated() -> Chosen {
     let off = serde_json::json!({"rule": "off"});
@@ -250,5 +259,14 @@ pub(crate) fn abilities(spec: &WorkerSpec) -> (bool, bool, bool) {
         Role::Prefill => (false, true, false),
         Role::Decode => (false, false, true),
         Role::Elastic => (true, false, true),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn random_ids_are_as_long_whatever_the_number() {
+        assert_eq!(super::random_id(0x01f), "000000000000001f");
+        assert_eq!(super::random_id(0xfedc_ba98_7654_3210), "fedcba9876543210");
     }
 }

@@ -206,6 +206,17 @@ pub(crate) struct Decoded {
     pub context_tokens: f64,
 }
 
+/// The rates of decoding: a macro, for parts of other rates are borrowed beside them.
+macro_rules! of_decoding {
+    ($rates:expr) => {
+        (
+            &mut $rates.decode_base_s,
+            &mut $rates.decode_per_request_s,
+            &mut $rates.decode_per_context_token_s,
+        )
+    };
+}
+
 impl Decoded {
     fn parts<'a>(
         &self,
@@ -263,12 +274,7 @@ pub(crate) fn observe_whole(
         parts.extend(Part::prefill(speeds, prior, tokens, pairs));
     }
     if let Some(decoded) = decoded {
-        let of_step = (
-            &mut rates.decode_base_s,
-            &mut rates.decode_per_request_s,
-            &mut rates.decode_per_context_token_s,
-        );
-        parts.extend(decoded.parts(of_step, prior));
+        parts.extend(decoded.parts(of_decoding!(rates), prior));
     }
     blame(&mut parts, seconds);
     drop(parts);
@@ -344,24 +350,14 @@ pub(crate) fn observe_arrival(
         ));
     }
     if let Some(decoded) = decoded {
-        let of_step = (
-            &mut rates.decode_base_s,
-            &mut rates.decode_per_request_s,
-            &mut rates.decode_per_context_token_s,
-        );
-        parts.extend(decoded.parts(of_step, prior));
+        parts.extend(decoded.parts(of_decoding!(rates), prior));
     }
     blame(&mut parts, seconds);
 }
 
 /// So much was decoded in `seconds` in which nothing else ran.
 pub(crate) fn observe_decode(rates: &mut Rates, prior: &Prior, decoded: Decoded, seconds: f64) {
-    let of_step = (
-        &mut rates.decode_base_s,
-        &mut rates.decode_per_request_s,
-        &mut rates.decode_per_context_token_s,
-    );
-    blame(&mut decoded.parts(of_step, prior), seconds);
+    blame(&mut decoded.parts(of_decoding!(rates), prior), seconds);
 }
 
 #[cfg(test)]

@@ -165,6 +165,25 @@ impl Reservation {
         self.prefill.as_ref()
     }
 
+    /// Ids of its workers that are down or suspected to hang.
+    pub fn silent_workers(&self) -> Vec<String> {
+        let state = self.fleet.state.lock();
+        let route = self.share.route;
+        let workers = [
+            Some((route.answering(), &self.answering)),
+            self.prefill.as_ref().map(|spec| (route.prefilling(), spec)),
+        ];
+        let is_silent = |&(slot, spec): &(usize, &Arc<WorkerSpec>)| {
+            let worker = state.workers.get(slot).and_then(Option::as_ref);
+            // Requests on one that was removed run to their end, and its slot may be another's by now.
+            worker.is_some_and(|worker| {
+                Arc::ptr_eq(&worker.spec, spec) && !worker.removed && worker.is_doubtful()
+            })
+        };
+        let silent = workers.into_iter().flatten().filter(is_silent);
+        silent.map(|(_, spec)| spec.id.clone()).collect()
+    }
+
     /// Notes that `count` more pieces of the answer arrived; the first ends the prefill.
     pub fn output(&mut self, count: u64) {
         if count == 0 {

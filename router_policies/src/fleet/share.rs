@@ -102,7 +102,8 @@ impl State {
             worker.came_tokens += share.input_tokens;
         }
         if let Some(until_us) = share.untold_until_us {
-            self.untold.insert((until_us, share.id), *share);
+            // Boxed, for the tree moves what is in it.
+            self.untold.insert((until_us, share.id), Box::new(*share));
         }
     }
 

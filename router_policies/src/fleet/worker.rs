@@ -233,6 +233,11 @@ impl Worker {
         self.healthy && !self.draining && !self.removed && !exclude.contains(&self.spec.id)
     }
 
+    /// Whether nothing should be expected of it: it is down, or suspected to hang.
+    pub fn is_doubtful(&self) -> bool {
+        !self.healthy || self.liveness.is_suspect()
+    }
+
     /// How much longer the prefills reserved here take than they would alone.
     pub fn slowdown(&self) -> f64 {
         match self.load.decoding {

@@ -14,9 +14,10 @@ use crate::policy::Role;
 use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
-use hyper::header::{CONTENT_TYPE, HeaderName, HeaderValue};
-use hyper::{Request, Response, StatusCode};
-use std::pin::pin;
+use hyper::header::{CONTENT_TYPE, HOST, HeaderName, HeaderValue};
+use hyper::http::uri::Scheme;
+use hyper::{Method, Request, Response, StatusCode, Uri};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::oneshot;
@@ -44,14 +45,15 @@ const ELASTIC_PATIENCE: Duration = Duration::from_secs(20);
 
 /// What a worker answered, as far as it has to be looked at before the client gets it.
 pub(super) enum Head {
-    Whole(Response<Bytes>),
+    /// With its status, as [`status_of`] has it.
+    Whole(Response<Bytes>, StatusCode),
     Stream(Response<Incoming>, Bytes),
 }
 
 impl Head {
     pub fn status(&self) -> StatusCode {
         match self {
-            Self::Whole(answer) => status_of(answer),
+            Self::Whole(_, status) => *status,
             Self::Stream(answer, _) => answer.status(),
         }
     }
@@ -142,7 +144,7 @@ impl Exchange<'_> {
         let watch = reservation.prefill_watch();
         let (guard, failed) = self.send_prefill(prefill, for_prefill, rank, watch);
         let head = self.within_deadline(async {
-            let mut head = pin!(self.head(answering, for_decode, Opening::IsHeld));
+            let mut head = self.head(answering, for_decode, Opening::IsHeld);
             let fault = tokio::select! {
                 head = &mut head => return head,
                 fault = failure_of(failed) => fault,
@@ -186,10 +188,8 @@ impl Exchange<'_> {
         let payload = splice(&self.bytes, &self.scanned, fields);
         let prefilled = async {
             match self.head(prefill, payload, Opening::IsAnswer).await {
-                Ok(Head::Whole(answer)) if status_of(&answer).is_success() => {
-                    Ok(answer.into_body())
-                }
-                Ok(Head::Whole(answer)) => Err(Fault::answered(answer)),
+                Ok(Head::Whole(answer, status)) if status.is_success() => Ok(answer.into_body()),
+                Ok(Head::Whole(answer, _)) => Err(Fault::answered(answer)),
                 Ok(Head::Stream(..)) => Err(Fault::broken("answered with a stream")),
                 Err(Failure::Answering(fault) | Failure::Prefill(fault)) => Err(fault),
                 Err(Failure::Timeout) => return Err(Failure::Timeout),
@@ -250,16 +250,28 @@ impl Exchange<'_> {
         ))
     }
 
+    /// The client's request as the worker gets it. Put together of parts that are parsed already, and
+    /// with its `Host`: to have the URL written and parsed, and the header made of it again, takes longer
+    /// than all else here.
     fn request(&self, spec: &WorkerSpec, payload: Pieces) -> Result<Request<Pieces>, String> {
-        let query = self
-            .query
-            .as_deref()
-            .map_or(String::new(), |query| format!("?{query}"));
-        let mut request = Request::post(format!("{}{}{query}", spec.url, self.api.path()))
-            .body(payload)
+        let authority = spec.authority();
+        let scheme = match spec.url.starts_with("https:") {
+            true => Scheme::HTTPS,
+            false => Scheme::HTTP,
+        };
+        let uri = Uri::builder()
+            .scheme(scheme)
+            .authority(authority)
+            .path_and_query(self.target.clone())
+            .build()
             .map_err(|error| error.to_string())?;
         let mut headers = self.headers.clone();
+        let host = HeaderValue::from_str(authority).map_err(|error| error.to_string())?;
+        headers.insert(HOST, host);
         super::authorise(&mut headers, spec);
+        let mut request = Request::new(payload);
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = uri;
         *request.headers_mut() = headers;
         Ok(request)
     }
@@ -315,8 +327,18 @@ impl Exchange<'_> {
         (half, receiver)
     }
 
-    /// The answer's head, with the first event of a stream or all of anything else.
-    async fn head(
+    /// The answer's head, with the first event of a stream or all of anything else. Boxed, for what waits
+    /// for it is copied several times on its way into the request's state.
+    fn head<'a>(
+        &'a self,
+        spec: &'a Arc<WorkerSpec>,
+        payload: Pieces,
+        opening: Opening,
+    ) -> Pin<Box<impl Future<Output = Result<Head, Failure>> + use<'a>>> {
+        Box::pin(self.unboxed_head(spec, payload, opening))
+    }
+
+    async fn unboxed_head(
         &self,
         spec: &Arc<WorkerSpec>,
         payload: Pieces,
@@ -365,7 +387,7 @@ fn judged(answer: Response<Bytes>) -> Result<Head, Failure> {
     if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
         return Err(Failure::Answering(Fault::answered(answer)));
     }
-    Ok(Head::Whole(answer))
+    Ok(Head::Whole(answer, status))
 }
 
 /// What becomes of the event that opens a chat's stream and has no text yet.

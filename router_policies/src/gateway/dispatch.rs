@@ -6,7 +6,7 @@ use super::apis::{Api, Separates};
 use super::attempt::Head;
 use super::body::{Scanned, Scanner};
 use super::client::Client;
-use super::fault::{Failure, Fault, Suspects, excerpt, from_worker, is_refusal, relay, status_of};
+use super::fault::{Failure, Fault, Suspects, excerpt, from_worker, is_refusal, relay};
 use super::headers::{REQUEST_ID, forwarded, header};
 use super::session;
 use super::stream::{Answer, Held, PrefillHalf, usage_of_whole};
@@ -16,14 +16,15 @@ use super::{Gateway, Reply, error_of, keys};
 use crate::config::WorkerSpec;
 use crate::fleet::{
     ESTIMATE_BLOCK_TOKENS, Outcome, Refused, Request as Placement, Reservation, SGLANG_GROUP,
-    Separable,
+    Separable, random_id,
 };
 use crate::policy::{Decision, Reason, Refusal, Route};
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_ENCODING, HeaderMap, HeaderName, HeaderValue};
-use hyper::{Request, Response, StatusCode};
+use hyper::http::uri::PathAndQuery;
+use hyper::{Request, Response, StatusCode, Uri};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -113,7 +114,7 @@ async fn serve(
         request_id: header(&parts.headers, &REQUEST_ID)
             .or_else(|| scanned.rid.clone())
             .map(session::bounded)
-            .unwrap_or_else(|| format!("{:016x}", fastrand::u64(..))),
+            .unwrap_or_else(|| random_id(fastrand::u64(..))),
         session_id: session::of(&parts.headers, scanned.session.take()),
         // Taken, not copied: a state a token is more than the body itself.
         prompt: std::mem::take(&mut scanned.prompt),
@@ -145,7 +146,9 @@ async fn serve(
         trace.event("admitted");
     }
     if let Some(encoder) = &gateway.encoder {
+        // Boxed, so that requests of routers that have none do not carry the room for it.
         let encoding = encoder.encode(api, &bytes, &scanned, gateway.fleet.token_block());
+        let encoding = Box::pin(encoding);
         // Past the deadline the first attempt ends the request.
         if let Ok(Some(prompt)) = tokio::time::timeout_at(deadline, encoding).await {
             placement.prompt = prompt;
@@ -160,7 +163,7 @@ async fn serve(
         gateway,
         client,
         api,
-        query: parts.uri.query().map(str::to_owned),
+        target: target_of(api, &parts.uri),
         headers: {
             let mut headers = parts.headers;
             if gateway.keys.are_needed() {
@@ -186,6 +189,21 @@ async fn serve(
     response
 }
 
+/// Where the worker gets a request that came to `uri`: at the API's own path, with the client's query.
+fn target_of(api: Api, uri: &Uri) -> PathAndQuery {
+    let own = || PathAndQuery::from_static(api.path());
+    match uri.path_and_query() {
+        // It is parsed already.
+        Some(asked) if asked.path() == api.path() => asked.clone(),
+        asked => match asked.and_then(PathAndQuery::query) {
+            Some(query) => format!("{}?{query}", api.path())
+                .parse()
+                .unwrap_or_else(|_| own()),
+            None => own(),
+        },
+    }
+}
+
 /// What cannot be prefilled on one worker and decoded on another stays whole: a transfer carries one
 /// prompt's KV for one answer. SGLang's carries a batch's too.
 fn separable(api: Api, scanned: &Scanned) -> Separable {
@@ -203,8 +221,8 @@ pub(super) struct Exchange<'a> {
     pub gateway: &'a Arc<Gateway>,
     client: Arc<Client>,
     pub api: Api,
-    /// Of the client's URL.
-    pub query: Option<String>,
+    /// Path and query at the worker.
+    pub target: PathAndQuery,
     pub headers: HeaderMap,
     pub bytes: Bytes,
     pub scanned: Scanned,
@@ -434,7 +452,7 @@ impl Exchange<'_> {
     ) -> (Vec<String>, Reservation) {
         let mut alarms = self.gateway.alarms.subscribe();
         loop {
-            let silent = self.silent_workers(reservation);
+            let silent = reservation.silent_workers();
             if !silent.is_empty() {
                 // Apart from the request's own state, which every request would be larger by.
                 if let Some(next) = Box::pin(self.leave(&silent, exclude)).await {
@@ -445,16 +463,6 @@ impl Exchange<'_> {
                 return std::future::pending().await;
             }
         }
-    }
-
-    /// Ids of the reservation's workers that are down or suspected to hang.
-    fn silent_workers(&self, reservation: &Reservation) -> Vec<String> {
-        let workers = [Some(reservation.answering()), reservation.prefill()];
-        let doubtful = workers
-            .into_iter()
-            .flatten()
-            .filter(|worker| self.gateway.fleet.is_doubtful(*worker));
-        doubtful.map(|worker| worker.id.clone()).collect()
     }
 
     /// Places the request on others than the `silent` workers, if that comes about before they give a sign
@@ -544,8 +552,7 @@ impl Exchange<'_> {
             mut reservation,
         } = success;
         let response = match head {
-            Head::Whole(response) => {
-                let status = status_of(&response);
+            Head::Whole(response, status) => {
                 let (outcome, error) = if status.is_success() {
                     reservation.output(1);
                     reservation.report(usage_of_whole(response.body()));

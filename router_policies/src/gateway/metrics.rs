@@ -1,22 +1,54 @@
 //! Prometheus metrics.
 
-use crate::fleet::WorkerSnapshot;
 use crate::fleet::log::{Event, FinishRecord};
+use crate::fleet::residency::Residence;
+use crate::fleet::{Outcome, WorkerSnapshot};
 use hyper::StatusCode;
 use prometheus::{
     Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
     IntGaugeVec, Opts, Registry, TextEncoder,
 };
+use serde::Serialize;
+use std::sync::OnceLock;
 
 /// Upper ends of the buckets that times are counted in.
 const SECONDS: [f64; 15] = [
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 ];
 
+/// As many variants as an enum has whose last one this is.
+const OUTCOMES: usize = Outcome::RouterError as usize + 1;
+const RESIDENCES: usize = Residence::Ungated as usize + 1;
+
+/// Counters by the variants of an enum, under the words that they are in JSON. Each is looked up when it
+/// counts first: every request counts some.
+struct Words<const COUNT: usize> {
+    all: IntCounterVec,
+    known: [OnceLock<IntCounter>; COUNT],
+}
+
+impl<const COUNT: usize> Words<COUNT> {
+    fn new(all: IntCounterVec) -> Self {
+        let known = std::array::from_fn(|_| OnceLock::new());
+        Self { all, known }
+    }
+
+    /// The counter of `variant`, which is number `index` of its enum.
+    fn of(&self, variant: impl Serialize, index: usize) -> &IntCounter {
+        self.known[index].get_or_init(|| self.all.with_label_values(&[&word(variant)]))
+    }
+}
+
+/// A variant's name as it is in JSON.
+fn word(variant: impl Serialize) -> String {
+    let value = serde_json::to_value(variant).unwrap_or_default();
+    value.as_str().unwrap_or_default().to_owned()
+}
+
 /// Everything that `/metrics` shows.
 pub(crate) struct Metrics {
     registry: Registry,
-    finished: IntCounterVec,
+    finished: Words<OUTCOMES>,
     refused: IntCounterVec,
     retries: IntCounter,
     first_token_s: Histogram,
@@ -28,7 +60,7 @@ pub(crate) struct Metrics {
     prediction_error_tokens: IntCounter,
     waiting: IntGauge,
     waited_s: Histogram,
-    admissions: IntCounterVec,
+    admissions: Words<RESIDENCES>,
     given_up: IntCounterVec,
     recomputed_tokens: IntCounterVec,
     unlogged: IntCounter,
@@ -56,11 +88,11 @@ impl Metrics {
             keep(&registry, IntCounterVec::new(Opts::new(name, help), labels))
         };
         Self {
-            finished: counters(
+            finished: Words::new(counters(
                 "deltaserve_requests_total",
                 "Placed requests by how they ended.",
                 &["outcome"],
-            ),
+            )),
             refused: counters(
                 "deltaserve_refused_total",
                 "Requests that were not placed, by HTTP status.",
@@ -125,11 +157,11 @@ impl Metrics {
                 "deltaserve_wait_seconds",
                 "Time that placed requests have waited for room, of those that had to.",
             ),
-            admissions: counters(
+            admissions: Words::new(counters(
                 "deltaserve_admissions_total",
                 "Placed requests by how they came to their worker.",
                 &["state"],
-            ),
+            )),
             given_up: counters(
                 "deltaserve_given_up_total",
                 "Places that sessions gave up, by reason.",
@@ -167,31 +199,27 @@ impl Metrics {
 
     /// Takes note of an event of the fleet.
     pub fn saw(&self, event: &Event) {
-        let word = |value: serde_json::Result<serde_json::Value>| value.unwrap_or_default();
         match event {
             Event::Finish(finish) => self.finished(finish),
             Event::Decision(decision) => {
                 let residency = &decision.residency;
-                let state = word(serde_json::to_value(residency.state));
-                let state = state.as_str().unwrap_or_default();
-                self.admissions.with_label_values(&[state]).inc();
+                let state = residency.state;
+                self.admissions.of(state, state as usize).inc();
                 if residency.waited_s > 0.0 {
                     self.waited_s.observe(residency.waited_s);
                 }
             }
             Event::GiveUp(given_up) => {
-                let reason = word(serde_json::to_value(given_up.reason));
-                let reason = reason.as_str().unwrap_or_default();
-                self.given_up.with_label_values(&[reason]).inc();
+                let reason = word(given_up.reason);
+                self.given_up.with_label_values(&[&reason]).inc();
             }
             Event::Wait(_) => {}
         }
     }
 
     fn finished(&self, finish: &FinishRecord) {
-        let outcome = serde_json::to_value(finish.outcome).unwrap_or_default();
-        let outcome = outcome.as_str().unwrap_or_default();
-        self.finished.with_label_values(&[outcome]).inc();
+        let outcome = finish.outcome;
+        self.finished.of(outcome, outcome as usize).inc();
         let labels = [finish.worker.id.as_str(), finish.kind];
         if let Some(seconds) = finish.first_token_s {
             self.first_token_s.observe(seconds);
@@ -305,10 +333,10 @@ mod tests {
     fn shown() -> String {
         let metrics = Metrics::new("elastic");
         for counters in [
-            &metrics.finished,
+            &metrics.finished.all,
             &metrics.refused,
             &metrics.cached_tokens,
-            &metrics.admissions,
+            &metrics.admissions.all,
             &metrics.given_up,
             &metrics.recomputed_tokens,
         ] {

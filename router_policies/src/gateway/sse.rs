@@ -6,7 +6,7 @@
 use super::seam::Seam;
 use hyper::StatusCode;
 use memchr::memchr2;
-use memchr::memmem::{self, Finder};
+use memchr::memmem::Finder;
 use serde_json::Value;
 use smallvec::SmallVec;
 use std::sync::LazyLock;
@@ -42,8 +42,12 @@ const LINE_BYTES: usize = 48;
 /// SGLang's finish reason of a request that its scheduler gave up. Engines escape quotes in text, so
 /// that it cannot come from the model.
 const ABORT: &[u8] = b"\"type\":\"abort\"";
-/// Made once: to make it takes longer than to look through a piece of a stream.
+/// Made once: to make one takes longer than to look through a piece of a stream.
 static ABORTS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(ABORT));
+static ERRORS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"error\""));
+static FAILURES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"response.failed\""));
+static ROLES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"role\""));
+static DELTAS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"delta\""));
 
 impl SseProgress {
     /// For an API whose streams end with an event of one of these names.
@@ -192,8 +196,7 @@ pub(super) fn events(stream: &[u8]) -> impl Iterator<Item = Vec<u8>> {
 
 /// Whether an event is the one that opens a chat's stream: it names the role and has no text yet.
 pub(super) fn is_opening(data: &[u8]) -> bool {
-    let has = |mark: &[u8]| memmem::find(data, mark).is_some();
-    if !has(b"\"role\"") || !has(b"\"delta\"") {
+    if ROLES.find(data).is_none() || DELTAS.find(data).is_none() {
         return false;
     }
     let Ok(event) = serde_json::from_slice::<Value>(data) else {
@@ -229,8 +232,7 @@ pub(super) struct EventError {
 
 /// The error that an event's data is, if it is one.
 pub(super) fn error_in(data: &[u8]) -> Option<EventError> {
-    let has = |mark: &[u8]| memmem::find(data, mark).is_some();
-    if !has(b"\"error\"") && !is_abort(data) && !has(b"\"response.failed\"") {
+    if ERRORS.find(data).is_none() && !is_abort(data) && FAILURES.find(data).is_none() {
         return None;
     }
     let Ok(event) = serde_json::from_slice::<Value>(data) else {

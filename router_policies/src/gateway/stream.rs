@@ -12,7 +12,6 @@ use bytes::Bytes;
 use http_body::Frame;
 use hyper::body::Incoming;
 use memchr::memmem::Finder;
-use smallvec::SmallVec;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, LazyLock};
@@ -80,49 +79,58 @@ pub(crate) struct Held {
 
 /// How the keys of all counts of tokens end. Made once: to make it takes longer than to look for it.
 const COUNT: &[u8] = b"_tokens\":";
+/// What stands before that where output tokens are counted, by OpenAI's APIs and by the others.
+const OF_OPENAI: &[u8] = b"\"completion";
+const OF_OTHERS: &[u8] = b"\"output";
 static COUNTS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(COUNT));
 
 /// What an engine says of prompt and cached tokens, found without parsing: engines escape quotes in
 /// text, so the keys cannot come from the model. The last of equal keys counts.
-pub(super) fn usage_in(data: &[u8]) -> Usage {
+fn usage_in(data: &[u8]) -> Usage {
+    Usage {
+        output_tokens: None,
+        ..usage_of_whole(data)
+    }
+}
+
+/// What an answer in one piece says of prompt, cached and output tokens. SGLang's answer to a batch has a
+/// count of output tokens for each prompt, the others one for all.
+pub(super) fn usage_of_whole(data: &[u8]) -> Usage {
     let mut usage = Usage::default();
+    let mut of_others = None;
     for at in COUNTS.find_iter(data) {
         let (before, after) = (&data[..at], &data[at + COUNT.len()..]);
-        let count = if before.ends_with(b"\"prompt") {
-            &mut usage.prompt_tokens
+        let (count, is_output) = if before.ends_with(b"\"prompt") {
+            (&mut usage.prompt_tokens, false)
         } else if before.ends_with(b"\"cached") {
-            &mut usage.cached_tokens
+            (&mut usage.cached_tokens, false)
+        } else if before.ends_with(OF_OPENAI) {
+            (&mut usage.output_tokens, true)
+        } else if before.ends_with(OF_OTHERS) {
+            (&mut of_others, true)
         } else {
             continue;
         };
-        *count = leading_number(after).or(*count);
+        let Some(found) = leading_number(after) else {
+            continue;
+        };
+        *count = Some(match *count {
+            Some(earlier) if is_output => u64::saturating_add(earlier, found),
+            _ => found,
+        });
     }
+    usage.output_tokens = usage.output_tokens.or(of_others);
     usage
 }
 
-/// What an answer in one piece says of prompt, cached and output tokens.
-pub(super) fn usage_of_whole(data: &[u8]) -> Usage {
-    // SGLang's answer to a batch has a count for each prompt, the others one for all.
-    let output_tokens = output_tokens_in(data).reduce(|one, other| one.saturating_add(other));
-    Usage {
-        output_tokens,
-        ..usage_in(data)
-    }
-}
-
-/// Every count of output tokens, by the name that the API gives it.
-fn output_tokens_in(data: &[u8]) -> impl DoubleEndedIterator<Item = u64> {
-    let counts = |name: &'static [u8]| {
-        let found = COUNTS.find_iter(data);
-        let found = found.filter(move |&at| data[..at].ends_with(name));
-        found.filter_map(|at| leading_number(&data[at + COUNT.len()..]))
-    };
-    let of_openai: SmallVec<[u64; 2]> = counts(b"\"completion").collect();
-    let of_others: SmallVec<[u64; 2]> = match of_openai.is_empty() {
-        true => counts(b"\"output").collect(),
-        false => of_openai,
-    };
-    of_others.into_iter()
+/// The last count of this name. Looked for from the end, where it stands.
+fn last_count(data: &[u8], name: &[u8]) -> Option<u64> {
+    let mut ends = memchr::memrchr_iter(b':', data);
+    ends.find_map(|end| {
+        let key = data[..=end].strip_suffix(COUNT)?;
+        key.ends_with(name).then_some(())?;
+        leading_number(&data[end + 1..])
+    })
 }
 
 /// The end of a stream, as far as it has come: engines count the answer's tokens there, and one piece
@@ -136,13 +144,20 @@ const END_BYTES: usize = 768;
 impl End {
     fn feed(&mut self, data: &[u8]) {
         let data = &data[data.len().saturating_sub(END_BYTES)..];
-        let surplus = (self.0.len() + data.len()).saturating_sub(END_BYTES);
-        self.0.drain(..surplus.min(self.0.len()));
+        // As much again, so that what is kept is not moved for each event.
+        const ROOM: usize = 2 * END_BYTES;
+        if self.0.len() + data.len() > ROOM {
+            let surplus = (self.0.len() + data.len()).saturating_sub(END_BYTES);
+            self.0.drain(..surplus.min(self.0.len()));
+        }
+        if self.0.capacity() == 0 {
+            self.0.reserve_exact(ROOM);
+        }
         self.0.extend_from_slice(data);
     }
 
     fn output_tokens(&self) -> Option<u64> {
-        output_tokens_in(&self.0).next_back()
+        last_count(&self.0, OF_OPENAI).or_else(|| last_count(&self.0, OF_OTHERS))
     }
 }
 
@@ -345,6 +360,17 @@ mod tests {
     }
 
     #[test]
+    fn the_last_count_of_a_messages_stream_counts() {
+        let mut end = End::default();
+        end.feed(br#"data: {"usage":{"input_tokens":40,"output_tokens":1}}"#);
+        assert_eq!(end.output_tokens(), Some(1));
+        end.feed(b"\n\ndata: {\"usage\":{\"output_tokens\": 9}}\n\ndata: {\"text\":\"a: b\"}\n\n");
+        assert_eq!(end.output_tokens(), Some(9));
+        end.feed(b"data: {\"usage\":{\"output_tokens\":");
+        assert_eq!(end.output_tokens(), Some(9), "the next is not there yet");
+    }
+
+    #[test]
     fn a_streams_output_tokens_stand_at_its_end_however_it_is_cut() {
         let mut text: String = (1..=30)
             .map(|i| {
@@ -359,7 +385,7 @@ mod tests {
                 .chunks(size)
                 .for_each(|piece| end.feed(piece));
             assert_eq!(end.output_tokens(), Some(120), "pieces of {size} bytes");
-            assert!(end.0.len() <= END_BYTES);
+            assert!(end.0.len() <= 2 * END_BYTES);
         }
     }
 

@@ -4,7 +4,7 @@
 use super::admission::{NotAdmitted, Permit};
 use super::apis::Api;
 use super::{Gateway, Reply, error_of};
-use crate::fleet::{Admit, Refused, Request, Reservation};
+use crate::fleet::{Admit, Refused, Request, Reservation, Ticket};
 use crate::policy::Refusal;
 use hyper::header::{HeaderValue, RETRY_AFTER};
 use hyper::{Response, StatusCode};
@@ -44,20 +44,38 @@ pub(super) async fn place(
     gateway: &Arc<Gateway>,
     request: &Request,
     exclude: &[String],
-    mut permit: Option<&mut Option<Permit>>,
+    permit: Option<&mut Option<Permit>>,
     deadline: Instant,
 ) -> Result<Reservation, NotPlaced> {
     let room = Arc::new(Notify::new());
     let wake = Arc::clone(&room);
-    let mut admit = gateway
+    let admit = gateway
         .fleet
         .admit(request, exclude, move || wake.notify_one());
+    match admit {
+        Admit::Placed(reservation) => Ok(reservation),
+        Admit::Refused(refused) => Err(NotPlaced::Refused(refused)),
+        Admit::Waiting(ticket) => {
+            // Boxed, so that requests that need not wait do not carry the room for it.
+            Box::pin(wait(
+                gateway, request, exclude, permit, deadline, &room, ticket,
+            ))
+            .await
+        }
+    }
+}
+
+/// Waits until the turn of `ticket` is let in; `room` is notified when that is worth a look.
+async fn wait(
+    gateway: &Arc<Gateway>,
+    request: &Request,
+    exclude: &[String],
+    mut permit: Option<&mut Option<Permit>>,
+    deadline: Instant,
+    room: &Notify,
+    mut ticket: Ticket,
+) -> Result<Reservation, NotPlaced> {
     loop {
-        let ticket = match admit {
-            Admit::Placed(reservation) => return Ok(reservation),
-            Admit::Refused(refused) => return Err(NotPlaced::Refused(refused)),
-            Admit::Waiting(ticket) => ticket,
-        };
         if let Some(permit) = &mut permit {
             **permit = None;
         }
@@ -71,7 +89,11 @@ pub(super) async fn place(
             let turn = gateway.admission.enter(patience, deadline).await;
             **permit = Some(turn.map_err(NotPlaced::NotAdmitted)?);
         }
-        admit = gateway.fleet.place_ticket(ticket, request, exclude);
+        ticket = match gateway.fleet.place_ticket(ticket, request, exclude) {
+            Admit::Placed(reservation) => return Ok(reservation),
+            Admit::Refused(refused) => return Err(NotPlaced::Refused(refused)),
+            Admit::Waiting(ticket) => ticket,
+        };
     }
 }
 

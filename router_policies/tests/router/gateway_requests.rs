@@ -70,6 +70,10 @@ async fn queries_are_passed_on_and_slashes_at_the_end_are_not() {
         assert_eq!(router.post(path, body).await.0, StatusCode::OK, "{path}");
         let seen = mock.behaviour.targets.lock().pop();
         assert_eq!(seen.as_deref(), Some(expected));
+        let headers = mock.behaviour.headers.lock().pop().expect("a request");
+        let hosts: Vec<_> = headers.get_all("host").iter().collect();
+        let authority = mock.url.trim_start_matches("http://");
+        assert_eq!(hosts, [authority], "the worker's own, not the router's");
     }
 }
 

@@ -311,41 +311,33 @@ impl Residency {
         };
         let mut reason = WaitReason::NoRoom;
         let (mut fits, mut plans) = (SmallVec::<[&Site; 8]>::new(), Vec::<Plan<'_>>::new());
-        // At home it is looked first: where it fits there, the others do not matter.
-        let mut at_home = home
-            .filter(|home| is_gated(home))
-            .map(|home| self.fit(asked, home, round));
-        if let (Some(Fit::Yes), Some(home)) = (&at_home, home) {
-            fits.push(home);
-        } else {
-            let mut look_at = |site: &'s Site, round: &mut Round| {
-                let fit = match home {
-                    Some(home) if home.slot == site.slot => match at_home.take() {
-                        Some(fit) => Some(fit),
-                        None => return,
-                    },
-                    _ if !round.says_why && !may_move(site) => return,
-                    _ => None,
-                };
-                match fit.unwrap_or_else(|| self.fit(asked, site, round)) {
-                    Fit::Yes => fits.push(site),
-                    // Nobody gives up a place for one that passes another.
-                    Fit::AfterGivingUp(_) if Some(site.slot) == closed => {
-                        reason = WaitReason::BehindOthers;
-                    }
-                    Fit::AfterGivingUp(plan) => plans.push((site, plan)),
-                    Fit::No(why) => reason = why,
-                }
-            };
-            let least_new = asked.prompt.tokens.saturating_sub(asked.cached.most());
-            let is_cold = least_new >= self.settings.cold_tokens;
-            for site in looked() {
-                if round.says_why || !is_cold || self.is_open_to_cold(site) {
-                    look_at(site, round);
-                }
+        let mut sort = |site: &'s Site, fit: Fit| match fit {
+            Fit::Yes => fits.push(site),
+            // Nobody gives up a place for one that passes another.
+            Fit::AfterGivingUp(_) if Some(site.slot) == closed => {
+                reason = WaitReason::BehindOthers;
             }
-            if let Some(home) = home {
-                look_at(home, round);
+            Fit::AfterGivingUp(plan) => plans.push((site, plan)),
+            Fit::No(why) => reason = why,
+        };
+        // At home it is looked first: where it fits there, the others do not matter.
+        let gated_home = home.filter(|home| is_gated(home));
+        match gated_home.map(|home| (home, self.fit(asked, home, round))) {
+            Some((home, Fit::Yes)) => sort(home, Fit::Yes),
+            at_home => {
+                let least_new = asked.prompt.tokens.saturating_sub(asked.cached.most());
+                let is_cold = least_new >= self.settings.cold_tokens;
+                let is_home = |site: &Site| home.is_some_and(|home| home.slot == site.slot);
+                for site in looked().filter(|site| !is_home(site)) {
+                    let is_open = !is_cold || self.is_open_to_cold(site);
+                    if round.says_why || (is_open && may_move(site)) {
+                        sort(site, self.fit(asked, site, round));
+                    }
+                }
+                // Last, for where it is at home a turn has the best reason to wait.
+                if let Some((home, fit)) = at_home {
+                    sort(home, fit);
+                }
             }
         }
         let has_fitting = !fits.is_empty() || !plans.is_empty();
