@@ -45,7 +45,7 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
             text(StatusCode::OK, "ok\n")
         }
         (&Method::GET | &Method::HEAD, "/readyz" | "/readiness") => {
-            if gateway.fleet.is_ready() {
+            if gateway.is_ready() {
                 text(StatusCode::OK, "ready\n")
             } else {
                 let message = "no worker can take a request now";

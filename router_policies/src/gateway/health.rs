@@ -13,8 +13,10 @@ const FAILURES: u32 = 3;
 /// How often an engine that shows no trouble is asked whether it is still the one that it was.
 const ENGINE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Checks the worker's health every `health_interval_s`, more often while it is down.
-pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>) {
+/// Checks the worker's health every `health_interval_s`, more often while it is down; `unasked` is dropped
+/// after the first check.
+pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked: Arc<()>) {
+    let mut unasked = Some(unasked);
     let mut failures = 0;
     let mut is_up = false;
     let mut asked = Instant::now();
@@ -50,6 +52,7 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>) {
                 failures += 1;
             }
         }
+        drop(unasked.take());
         if failures == FAILURES && !is_up {
             log::warn!("worker {}: {} does not answer /health", spec.id, spec.url);
         }

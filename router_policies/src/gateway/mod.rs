@@ -92,6 +92,9 @@ const KEEPALIVE_PROBES: u32 = 3;
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a router that ends waits for the last of its traces to be taken.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(2);
+/// For so long a router that has just started waits for workers that have not answered yet before it says
+/// that it is ready.
+const FIRST_CHECKS: Duration = Duration::from_secs(5);
 /// What a worker may say of itself, at most: metrics of large engines are some hundred kB.
 const MAX_REPORT_BYTES: usize = 16 << 20;
 
@@ -115,6 +118,9 @@ pub(crate) struct Gateway {
     pub is_loopback: bool,
     /// Something looks again and again at the requests that wait for room.
     pub is_pumping: waiting::IsPumping,
+    began: Instant,
+    /// Held by all that watch a worker which they have not asked yet.
+    unasked: Arc<()>,
 }
 
 /// Bodies that the gateway answers with.
@@ -256,7 +262,17 @@ impl Gateway {
             encoder,
             is_loopback,
             is_pumping: waiting::IsPumping::default(),
+            began: Instant::now(),
+            unasked: Arc::default(),
         }))
+    }
+
+    /// Whether clients may come: the policy could place a request, and, when the router has just started,
+    /// every worker has been asked once. Before that the first worker to answer would get requests
+    /// for models that only another serves, and all sessions would begin on it.
+    pub fn is_ready(&self) -> bool {
+        let all_asked = Arc::strong_count(&self.unasked) == 1;
+        (all_asked || self.began.elapsed() >= FIRST_CHECKS) && self.fleet.is_ready()
     }
 
     /// Adds a worker and starts watching its health.
@@ -273,7 +289,8 @@ impl Gateway {
                 endpoint,
             ));
         }
-        tokio::spawn(health::watch(Arc::downgrade(self), spec));
+        let unasked = Arc::clone(&self.unasked);
+        tokio::spawn(health::watch(Arc::downgrade(self), spec, unasked));
         Ok(())
     }
 

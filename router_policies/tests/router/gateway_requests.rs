@@ -1,6 +1,6 @@
 //! Small print of requests and answers: trickling uploads, queries, ids of failures, what metrics count.
 
-use crate::mock::router::{Router, generate, text, worker};
+use crate::mock::router::{Router, generate, text, until, worker};
 use crate::mock::{Fault, MockWorker};
 use hyper::StatusCode;
 use router_policies::config::Config;
@@ -184,6 +184,34 @@ async fn several_models_and_adapters_are_served_behind_one_router() {
     let body = json!({"model": "large", "messages": [{"role": "user", "content": "hi"}]});
     let (status, _) = router.post("/v1/chat/completions", body).await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+}
+
+#[tokio::test]
+async fn it_is_ready_once_every_worker_has_been_asked_what_it_serves() {
+    let (slow, quick) = (MockWorker::start().await, MockWorker::start().await);
+    slow.behaviour
+        .hangs
+        .store(true, std::sync::atomic::Ordering::SeqCst);
+    let router = Router::begin(Config {
+        policy: "round_robin".to_owned(),
+        workers: vec![
+            worker(&slow, "slow", "colocated"),
+            worker(&quick, "quick", "colocated"),
+        ],
+        ..Config::default()
+    })
+    .await;
+    until("the quick one is up", || router.fleet.is_ready()).await;
+    assert_eq!(
+        router.get("/readyz").await.0,
+        StatusCode::SERVICE_UNAVAILABLE,
+        "the other may serve what this one does not"
+    );
+    drop(slow);
+    // That it is gone is an answer too.
+    while router.get("/readyz").await.0 != StatusCode::OK {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 /// Engines keep the KV of adapters, and of salted prompts, apart: what was sent for one is cached for no

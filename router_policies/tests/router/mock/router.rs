@@ -46,6 +46,16 @@ impl Router {
     }
 
     pub async fn with(config: Config) -> Self {
+        let router = Self::begin(config).await;
+        until("all workers are up", || {
+            router.fleet.snapshot().iter().all(|w| w.healthy)
+        })
+        .await;
+        router
+    }
+
+    /// One that has only just started.
+    pub async fn begin(config: Config) -> Self {
         let config = Config {
             port: 0,
             drain_timeout_s: 1.0,
@@ -54,17 +64,12 @@ impl Router {
         let server = Server::bind(config).await.expect("binds");
         let url = format!("http://{}", server.address().expect("bound"));
         let fleet = server.fleet();
-        let router = Self {
+        Self {
             url,
-            fleet: Arc::clone(&fleet),
+            fleet,
             client: Client::builder(TokioExecutor::new()).build_http(),
             task: tokio::spawn(server.serve(std::future::pending())),
-        };
-        until("all workers are up", || {
-            fleet.snapshot().iter().all(|w| w.healthy)
-        })
-        .await;
-        router
+        }
     }
 
     pub async fn send(
