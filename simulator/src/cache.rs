@@ -7,6 +7,7 @@
 //! everything above it, stays on the device.
 
 use crate::ids::IdMap;
+use router_policies::fleet::prefix::events::Tier;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
@@ -26,14 +27,16 @@ pub enum Eviction {
     Fifo,
 }
 
-/// One change of what the device holds, in the order in which they happened.
+/// One change of what a tier holds, in the order in which they happened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     Stored {
+        tier: Tier,
         parent: Option<u64>,
         blocks: Vec<u64>,
     },
     Removed {
+        tier: Tier,
         blocks: Vec<u64>,
     },
 }
@@ -379,15 +382,29 @@ impl Cache {
         let (count, parent) = (node.blocks.len() as u64, node.parent);
         self.device_blocks += count;
         self.totals.stored += count;
-        if let Some(changes) = &mut self.changes {
-            let blocks = self.nodes[id as usize].blocks.clone();
-            let parent = self.nodes[parent as usize].blocks.last().copied();
-            changes.push(Change::Stored { parent, blocks });
-        }
+        self.log_stored(Tier::Device, id);
         self.delist(parent);
         self.nodes[parent as usize].device_children += 1;
         self.enlist(parent);
         self.enlist(id);
+    }
+
+    fn log_stored(&mut self, tier: Tier, id: NodeId) {
+        if let Some(changes) = &mut self.changes {
+            let node = &self.nodes[id as usize];
+            changes.push(Change::Stored {
+                tier,
+                parent: self.nodes[node.parent as usize].blocks.last().copied(),
+                blocks: node.blocks.clone(),
+            });
+        }
+    }
+
+    fn log_removed(&mut self, tier: Tier, id: NodeId) {
+        if let Some(changes) = &mut self.changes {
+            let blocks = self.nodes[id as usize].blocks.clone();
+            changes.push(Change::Removed { tier, blocks });
+        }
     }
 
     /// Brings what host memory holds up to `id` onto the device; there must be room.
@@ -427,6 +444,7 @@ impl Cache {
             node.on_host = true;
             let parent = node.parent;
             self.host_blocks += count;
+            self.log_stored(Tier::Host, id);
             self.delist(parent);
             self.nodes[parent as usize].host_children += 1;
             self.enlist(parent);
@@ -452,6 +470,7 @@ impl Cache {
         let (count, parent, gone) = (node.blocks.len() as u64, node.parent, !node.on_device);
         self.host_blocks -= count;
         self.totals.host_evicted += count;
+        self.log_removed(Tier::Host, id);
         self.delist(parent);
         self.nodes[parent as usize].host_children -= 1;
         self.enlist(parent);
@@ -487,10 +506,7 @@ impl Cache {
         let (count, parent, kept) = (node.blocks.len() as u64, node.parent, node.on_host);
         self.device_blocks -= count;
         self.totals.evicted += count;
-        if let Some(changes) = &mut self.changes {
-            let blocks = self.nodes[id as usize].blocks.clone();
-            changes.push(Change::Removed { blocks });
-        }
+        self.log_removed(Tier::Device, id);
         self.delist(parent);
         self.nodes[parent as usize].device_children -= 1;
         self.enlist(parent);

@@ -142,14 +142,19 @@ impl Router {
         let events: Vec<KvEvent> = changes
             .into_iter()
             .map(|change| match change {
-                Change::Stored { parent, blocks } => KvEvent::Stored {
+                Change::Stored {
+                    tier,
+                    parent,
+                    blocks,
+                } => KvEvent::Stored {
+                    tier,
                     tokens: prompts::block_tokens(&blocks, self.block_tokens),
                     blocks,
                     parent,
                     block_size: self.block_tokens as usize,
                     namespace: Namespace::default(),
                 },
-                Change::Removed { blocks } => KvEvent::Removed { blocks },
+                Change::Removed { tier, blocks } => KvEvent::Removed { tier, blocks },
             })
             .collect();
         let applied = self.fleet.apply_kv_events(&self.ids[worker], &events);

@@ -18,7 +18,7 @@ impl State {
             its.map(|(block, tree)| tree.held_blocks(slot) * *block as u64)
                 .sum::<u64>()
         } else {
-            (self.exact.held_blocks(slot) * worker.page_size) as u64
+            (self.exact.device_blocks(slot) * worker.page_size) as u64
         };
         tokens
     }

@@ -2,7 +2,7 @@
 //! what its KV events tell of its cache.
 
 use super::log::PrefixSource;
-use super::prefix::events::KvEvent;
+use super::prefix::events::{KvEvent, Tier};
 use super::which::Which;
 use super::worker::{EngineLoad, Worker};
 use super::{Fleet, State, circuit};
@@ -83,10 +83,14 @@ impl Fleet {
     /// The events tell how large the engine's pages are, whatever the configuration says.
     fn learn_page_size(&self, state: &mut State, slot: usize, events: &[KvEvent]) {
         let told = events.iter().find_map(|event| match event {
-            KvEvent::Stored { block_size, .. } => Some((*block_size).max(1)),
+            KvEvent::Stored {
+                tier: Tier::Device,
+                block_size,
+                ..
+            } => Some((*block_size).max(1)),
             _ => None,
         });
-        if state.exact.held_blocks(slot) > 0 {
+        if state.exact.device_blocks(slot) > 0 {
             return;
         }
         if let (Some(told), Some(worker)) = (told, &mut state.workers[slot])

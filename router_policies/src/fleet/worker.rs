@@ -191,9 +191,12 @@ impl Worker {
         self.needs_estimate() || is_untold
     }
 
+    /// Tokens of prompts that it keeps, in either tier: engines write through to host memory, so that it
+    /// holds what the device does too.
     pub fn estimate_capacity_tokens(&self) -> u64 {
-        self.kv_capacity_tokens
-            .unwrap_or(DEFAULT_KV_CAPACITY_TOKENS)
+        let device = self.kv_capacity_tokens;
+        let device = device.unwrap_or(DEFAULT_KV_CAPACITY_TOKENS);
+        device.max(self.spec.host_kv_tokens.unwrap_or(0))
     }
 
     /// Takes over an engine's report. What it has beyond our reservations is someone else's, and

@@ -158,12 +158,13 @@ fn what_was_sent_to_a_worker_is_believed_cached_there_until_it_goes_down() {
 
 #[test]
 fn kv_events_replace_the_estimate_and_are_exact_to_the_page() {
-    use router_policies::fleet::prefix::events::KvEvent;
+    use router_policies::fleet::prefix::events::{KvEvent, Tier};
     let fleet = fleet("unified", &["colocated", "colocated"]);
     assert!(fleet.begin_kv_events("w1", 1));
     assert_eq!(fleet.token_block(), 1);
     let blocks: Vec<u64> = (1..=37).collect();
     let stored = KvEvent::Stored {
+        tier: Tier::Device,
         blocks,
         parent: None,
         tokens: (0..37).collect(),
@@ -184,6 +185,7 @@ fn kv_events_replace_the_estimate_and_are_exact_to_the_page() {
     assert!(fleet.apply_kv_events(
         "w1",
         &[KvEvent::Removed {
+            tier: Tier::Device,
             blocks: (31..=37).collect()
         }]
     ));
@@ -249,11 +251,12 @@ fn what_no_worker_ran_is_neither_believed_nor_a_turn() {
 
 #[test]
 fn kv_events_tell_the_size_of_their_pages() {
-    use router_policies::fleet::prefix::events::KvEvent;
+    use router_policies::fleet::prefix::events::{KvEvent, Tier};
     let fleet = fleet("unified", &["colocated", "colocated"]);
     // As where the file says nothing of it and the engine is vLLM.
     assert!(fleet.begin_kv_events("w1", 1));
     let stored = KvEvent::Stored {
+        tier: Tier::Device,
         blocks: vec![1, 2, 3],
         parent: None,
         tokens: (0..48).collect(),
@@ -273,7 +276,7 @@ fn kv_events_tell_the_size_of_their_pages() {
 
 #[test]
 fn where_kv_events_are_missing_the_estimate_counts_as_well() {
-    use router_policies::fleet::prefix::events::KvEvent;
+    use router_policies::fleet::prefix::events::{KvEvent, Tier};
     let fleet = fleet("unified", &["colocated", "colocated"]);
     assert!(fleet.begin_kv_events("w1", 1));
     let others = ["w0".to_owned()];
@@ -289,6 +292,7 @@ fn where_kv_events_are_missing_the_estimate_counts_as_well() {
     assert_eq!(cached(0..400), 0);
     assert_eq!(cached(0..400), 0, "events have told nothing of it");
     let orphan = KvEvent::Stored {
+        tier: Tier::Device,
         blocks: vec![2],
         parent: Some(1),
         tokens: vec![5],

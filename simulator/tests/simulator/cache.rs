@@ -1,6 +1,7 @@
 //! The cache against a plain model of it, under any interleaving of operations.
 
 use proptest::prelude::*;
+use router_policies::fleet::prefix::events::Tier;
 use simulator::{Cache, Change, Eviction, ROOT};
 use std::collections::HashSet;
 
@@ -41,36 +42,57 @@ fn operation() -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// What KV events say is on the device.
+/// What KV events say is held: on the device, and in host memory.
 #[derive(Default)]
-struct Told(HashSet<u64>);
+struct Told {
+    device: HashSet<u64>,
+    host: HashSet<u64>,
+}
 
 impl Told {
+    fn tier(&mut self, tier: Tier) -> &mut HashSet<u64> {
+        match tier {
+            Tier::Device => &mut self.device,
+            Tier::Host => &mut self.host,
+        }
+    }
+
     fn take(&mut self, cache: &mut Cache) {
         let mut changes = Vec::new();
         cache.take_changes(&mut changes);
         for change in changes {
             match change {
-                Change::Stored { parent, blocks } => {
-                    assert!(parent.is_none_or(|parent| self.0.contains(&parent)));
+                Change::Stored {
+                    tier,
+                    parent,
+                    blocks,
+                } => {
+                    let held = self.tier(tier);
+                    assert!(parent.is_none_or(|parent| held.contains(&parent)));
                     for block in blocks {
-                        assert!(self.0.insert(block), "stored twice");
+                        assert!(held.insert(block), "stored twice");
                     }
                 }
-                Change::Removed { blocks } => {
+                Change::Removed { tier, blocks } => {
                     for block in blocks {
-                        assert!(self.0.remove(&block), "removed without being there");
+                        let was_there = self.tier(tier).remove(&block);
+                        assert!(was_there, "removed without being there");
                     }
                 }
             }
         }
     }
 
+    /// Blocks at the beginning that the device holds.
     fn beginning(&self, blocks: &[u64]) -> usize {
-        blocks
-            .iter()
-            .take_while(|block| self.0.contains(block))
-            .count()
+        let held = |block: &&u64| self.device.contains(block);
+        blocks.iter().take_while(held).count()
+    }
+
+    /// Blocks at the beginning that either tier holds.
+    fn anywhere(&self, blocks: &[u64]) -> usize {
+        let held = |block: &&u64| self.device.contains(block) || self.host.contains(block);
+        blocks.iter().take_while(held).count()
     }
 }
 
@@ -102,6 +124,7 @@ proptest! {
                     let found = cache.find(&blocks);
                     prop_assert_eq!(found.device_blocks, told.beginning(&blocks));
                     prop_assert_eq!(found.device_blocks + found.host_blocks, peeked);
+                    prop_assert_eq!(peeked, told.anywhere(&blocks));
                     prop_assert!(host > 0 || found.host_blocks == 0);
                 }
                 Operation::Reload { branch, length } => {
@@ -136,7 +159,8 @@ proptest! {
                 }
             }
             told.take(&mut cache);
-            prop_assert_eq!(cache.device_blocks(), told.0.len() as u64);
+            prop_assert_eq!(cache.device_blocks(), told.device.len() as u64);
+            prop_assert_eq!(cache.host_blocks(), told.host.len() as u64);
             prop_assert!(cache.host_blocks() <= host);
             for (_, blocks) in &locked {
                 prop_assert_eq!(told.beginning(blocks), blocks.len(), "locked, and evicted");

@@ -2,35 +2,65 @@
 //!
 //! Engines name a block by a hash of their own and tell its tokens and its parent, so every block is
 //! translated once into the state of [`super::hash`]: a prompt's states can then be looked up
-//! whatever the engine hashes with. A worker holds a block only if it holds the blocks before it
-//! (engines evict leaves first), so its match in a prompt is found by bisection, for all workers of
-//! one page size together.
+//! whatever the engine hashes with. A worker holds a block, on its device or in its host tier, only if it
+//! holds the blocks before it (engines evict leaves first), so its match in a prompt is found by
+//! bisection, for all workers of one page size together.
 
 use super::estimate::StateMap;
 use super::hash::{Namespace, PromptHashes, TokenChain, digits, step};
 use rmpv::Value;
 use smallvec::SmallVec;
 
+/// Where a worker holds a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Tier {
+    #[default]
+    Device,
+    /// Host memory, from where it comes back in a small part of the time that computing it takes.
+    Host,
+}
+
+impl Tier {
+    /// By an engine's word for it: SGLang's `StorageMedium`, vLLM's `medium`. None for what lies further
+    /// away, on disks or in pools that others share.
+    fn named(medium: Option<&Value>) -> Option<Self> {
+        let Some(medium) = medium.and_then(Value::as_str) else {
+            return Some(Self::Device);
+        };
+        [
+            ("gpu", Self::Device),
+            ("cpu", Self::Host),
+            ("cpu_pinned", Self::Host),
+        ]
+        .into_iter()
+        .find_map(|(name, tier)| medium.eq_ignore_ascii_case(name).then_some(tier))
+    }
+}
+
 /// One change of a worker's cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KvEvent {
     Stored {
+        tier: Tier,
         blocks: Vec<u64>,
         parent: Option<u64>,
+        /// Of a host tier vLLM (0.26.0) may tell none: the blocks are then those that the device had by
+        /// the same names.
         tokens: Vec<u32>,
         block_size: usize,
         /// Of what is stored at the root; what has a parent is of its parent's.
         namespace: Namespace,
     },
     Removed {
+        tier: Tier,
         blocks: Vec<u64>,
     },
     Cleared,
 }
 
 /// Reads a published batch: `[timestamp, events, …]`, each event an array that starts with its
-/// type (SGLang 0.5.17) or a map with a key `type` (vLLM, SGLang 0.5.23). Events of other media than the
-/// device, of adapters without a name, and of unknown types are left out.
+/// type (SGLang 0.5.17) or a map with a key `type` (vLLM, SGLang 0.5.23). Events of media beyond the
+/// device and host memory, of adapters without a name, and of unknown types are left out.
 ///
 /// SGLang 0.5.17 does not say whose adapter's a block is, nor that it is one's: it then looks like any other.
 ///
@@ -69,19 +99,13 @@ fn event(value: &Value) -> Option<KvEvent> {
         Value::Array(items) => items.first()?.as_str()?,
         _ => field(&[], "type")?.as_str()?,
     };
-    let on_device = |medium: Option<&Value>| {
-        medium
-            .and_then(Value::as_str)
-            .is_none_or(|medium| medium.eq_ignore_ascii_case("gpu"))
-    };
     let other_group = |value: Option<&Value>| value.and_then(Value::as_u64).is_some_and(|g| g > 0);
     match kind {
         "BlockStored" => {
             let get = |name| field(&STORED, name);
             let adapter = field(&[], "lora_name").and_then(Value::as_str);
             let is_known = adapter.is_some() || get("lora_id").is_none_or(Value::is_nil);
-            let is_plain =
-                is_known && on_device(get("medium")) && !other_group(field(&[], "group_idx"));
+            let is_plain = is_known && !other_group(field(&[], "group_idx"));
             // vLLM has it among what it hashes the first block with, behind the adapter's name.
             let salt = field(&[], "cache_salt")
                 .and_then(Value::as_str)
@@ -92,7 +116,9 @@ fn event(value: &Value) -> Option<KvEvent> {
                 });
             let tokens: Option<Vec<u32>> =
                 get("token_ids")?.as_array()?.iter().map(token).collect();
-            is_plain.then_some(KvEvent::Stored {
+            let tier = Tier::named(get("medium")).filter(|_| is_plain)?;
+            Some(KvEvent::Stored {
+                tier,
                 blocks: hashes(get("block_hashes")?)?,
                 parent: get("parent_block_hash").and_then(engine_hash),
                 tokens: tokens?,
@@ -102,10 +128,10 @@ fn event(value: &Value) -> Option<KvEvent> {
         }
         "BlockRemoved" => {
             const REMOVED: [&str; 2] = ["block_hashes", "medium"];
-            let is_plain =
-                on_device(field(&REMOVED, "medium")) && !other_group(field(&[], "group_idx"));
+            let is_plain = !other_group(field(&[], "group_idx"));
+            let tier = Tier::named(field(&REMOVED, "medium")).filter(|_| is_plain)?;
             let blocks = hashes(field(&REMOVED, "block_hashes")?)?;
-            is_plain.then_some(KvEvent::Removed { blocks })
+            Some(KvEvent::Removed { tier, blocks })
         }
         "AllBlocksCleared" => Some(KvEvent::Cleared),
         _ => None,
@@ -144,94 +170,143 @@ fn engine_hash(value: &Value) -> Option<u64> {
 struct Block {
     chain: TokenChain,
     namespace: Namespace,
-    /// vLLM may hold one content in several blocks.
+    /// On the device: vLLM may hold one content in several blocks.
     copies: u32,
+    on_host: bool,
 }
 
 impl Block {
+    fn is_held(&self) -> bool {
+        self.copies > 0 || self.on_host
+    }
+
     fn state(&self) -> u64 {
         self.namespace.state(self.chain.state())
     }
+}
+
+/// The blocks of one worker, on its device or in its host tier.
+#[derive(Default)]
+struct Held {
+    blocks: StateMap<Block>,
+    on_device: usize,
 }
 
 /// The blocks of all workers that publish events.
 #[derive(Default)]
 pub struct ExactIndex {
     holders: StateMap<SmallVec<[u32; 4]>>,
-    workers: Vec<StateMap<Block>>,
+    workers: Vec<Held>,
 }
 
 impl ExactIndex {
-    /// Applies one event. False when a stored block's parent is unknown: events were missed.
+    /// Applies one event. False when the parent of a block stored on the device is unknown: events were
+    /// missed.
     pub fn apply(&mut self, worker: usize, event: &KvEvent) -> bool {
         if self.workers.len() <= worker {
-            self.workers.resize_with(worker + 1, StateMap::default);
+            self.workers.resize_with(worker + 1, Held::default);
         }
         match event {
             KvEvent::Stored {
+                tier,
                 blocks,
                 parent,
                 tokens,
                 block_size,
                 namespace,
             } => {
-                let known = &self.workers[worker];
-                let mut last = match parent {
+                let known = &self.workers[worker].blocks;
+                let mut last = match parent.map(|parent| known.get(&parent)) {
                     None => Block {
                         chain: TokenChain::default(),
                         namespace: *namespace,
                         copies: 0,
+                        on_host: false,
                     },
-                    Some(parent) => match known.get(parent) {
-                        Some(block) => Block {
-                            copies: 0,
-                            ..*block
-                        },
-                        None => return false,
+                    Some(Some(block)) => Block {
+                        copies: 0,
+                        on_host: false,
+                        ..*block
                     },
+                    // A host tier may tell of blocks in any order (vLLM).
+                    Some(None) if *tier == Tier::Host => return true,
+                    Some(None) => return false,
                 };
-                for (hash, tokens) in blocks.iter().zip(tokens.chunks((*block_size).max(1))) {
-                    tokens
-                        .iter()
-                        .for_each(|&token| last.chain.push(digits(token)));
-                    let block = self.workers[worker].entry(*hash).or_insert(last);
-                    block.copies += 1;
-                    if block.copies == 1 {
-                        let holders = self.holders.entry(last.state());
-                        holders.or_default().push(worker as u32);
-                    }
+                let mut tokens = tokens.chunks((*block_size).max(1));
+                for hash in blocks {
+                    let told = tokens.next().map(|tokens| {
+                        let digits = tokens.iter().map(|&token| digits(token));
+                        digits.for_each(|digits| last.chain.push(digits));
+                        last
+                    });
+                    self.store(worker, *tier, *hash, told);
                 }
             }
-            KvEvent::Removed { blocks } => {
-                for hash in blocks {
-                    let Some(block) = self.workers[worker].get_mut(hash) else {
-                        continue;
-                    };
-                    block.copies -= 1;
-                    if block.copies == 0 {
-                        let state = block.state();
-                        self.workers[worker].remove(hash);
-                        self.release(state, worker);
-                    }
-                }
+            KvEvent::Removed { tier, blocks } => {
+                blocks
+                    .iter()
+                    .for_each(|hash| self.remove(worker, *tier, *hash));
             }
             KvEvent::Cleared => self.clear(worker),
         }
         true
     }
 
+    /// Adds a block to a tier; `told` is what the event says of it, without which it has to be known.
+    fn store(&mut self, worker: usize, tier: Tier, hash: u64, told: Option<Block>) {
+        let held = &mut self.workers[worker];
+        let block = match told {
+            Some(told) => held.blocks.entry(hash).or_insert(told),
+            None => match held.blocks.get_mut(&hash) {
+                Some(block) if tier == Tier::Host => block,
+                _ => return,
+            },
+        };
+        let was_held = block.is_held();
+        match tier {
+            Tier::Device => {
+                held.on_device += usize::from(block.copies == 0);
+                block.copies += 1;
+            }
+            Tier::Host => block.on_host = true,
+        }
+        if !was_held {
+            let holders = self.holders.entry(block.state()).or_default();
+            holders.push(worker as u32);
+        }
+    }
+
+    fn remove(&mut self, worker: usize, tier: Tier, hash: u64) {
+        let held = &mut self.workers[worker];
+        let Some(block) = held.blocks.get_mut(&hash) else {
+            return;
+        };
+        match tier {
+            Tier::Device => {
+                held.on_device -= usize::from(block.copies == 1);
+                block.copies = block.copies.saturating_sub(1);
+            }
+            Tier::Host => block.on_host = false,
+        }
+        if !block.is_held() {
+            let state = block.state();
+            held.blocks.remove(&hash);
+            self.release(state, worker);
+        }
+    }
+
     /// Forgets all that the worker holds.
     pub fn clear(&mut self, worker: usize) {
-        if let Some(blocks) = self.workers.get_mut(worker) {
-            for block in std::mem::take(blocks).into_values() {
+        if let Some(held) = self.workers.get_mut(worker) {
+            for block in std::mem::take(held).blocks.into_values() {
                 self.release(block.state(), worker);
             }
         }
     }
 
-    /// Blocks that the worker holds.
-    pub fn held_blocks(&self, worker: usize) -> usize {
-        self.workers.get(worker).map_or(0, StateMap::len)
+    /// Blocks that the worker holds on its device.
+    pub fn device_blocks(&self, worker: usize) -> usize {
+        self.workers.get(worker).map_or(0, |held| held.on_device)
     }
 
     fn release(&mut self, state: u64, worker: usize) {
@@ -289,6 +364,7 @@ impl ExactIndex {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::collections::BTreeSet;
 
     fn pack(value: &Value) -> Vec<u8> {
         let mut bytes = Vec::new();
@@ -330,6 +406,7 @@ mod tests {
                 Value::Array(vec!["BlockRemoved".into(), ints(&[8]), "GPU".into()]),
                 Value::Array(vec!["AllBlocksCleared".into()]),
                 Value::Array(vec!["BlockRemoved".into(), ints(&[8]), "CPU_PINNED".into()]),
+                Value::Array(vec!["BlockRemoved".into(), ints(&[8]), "DISK".into()]),
             ]),
             Value::from(0),
         ]);
@@ -352,18 +429,31 @@ mod tests {
                     pair("medium", "GPU".into()),
                 ]),
                 Value::Map(vec![pair("type", "AllBlocksCleared".into())]),
+                Value::Map(vec![
+                    pair("type", "BlockRemoved".into()),
+                    pair("block_hashes", ints(&[8])),
+                    pair("medium", "CPU".into()),
+                ]),
             ]),
         ]);
         let expected = vec![
             KvEvent::Stored {
+                tier: Tier::Device,
                 blocks: vec![-7i64 as u64, 8],
                 parent: None,
                 tokens: vec![1, 2, 3, 4],
                 block_size: 2,
                 namespace: Namespace::default(),
             },
-            KvEvent::Removed { blocks: vec![8] },
+            KvEvent::Removed {
+                tier: Tier::Device,
+                blocks: vec![8],
+            },
             KvEvent::Cleared,
+            KvEvent::Removed {
+                tier: Tier::Host,
+                blocks: vec![8],
+            },
         ];
         assert_eq!(decode(&pack(&sglang)).expect("valid"), expected);
         assert_eq!(decode(&pack(&vllm)).expect("valid"), expected);
@@ -471,6 +561,7 @@ mod tests {
     fn a_block_with_an_unknown_parent_is_reported_and_not_believed() {
         let mut index = ExactIndex::default();
         let orphan = KvEvent::Stored {
+            tier: Tier::Device,
             blocks: vec![2],
             parent: Some(1),
             tokens: vec![5],
@@ -478,7 +569,7 @@ mod tests {
             namespace: Namespace::default(),
         };
         assert!(!index.apply(0, &orphan));
-        assert_eq!(index.held_blocks(0), 0);
+        assert_eq!(index.device_blocks(0), 0);
     }
 
     #[test]
@@ -494,11 +585,49 @@ mod tests {
         }
     }
 
-    /// A radix cache with pages of `page` tokens that publishes as engines do.
+    #[test]
+    fn a_host_tier_may_name_blocks_without_their_tokens() {
+        let named = |tier, tokens: &[u32]| KvEvent::Stored {
+            tier,
+            blocks: vec![7],
+            parent: None,
+            tokens: tokens.to_vec(),
+            block_size: tokens.len(),
+            namespace: Namespace::default(),
+        };
+        let removed = |tier| KvEvent::Removed {
+            tier,
+            blocks: vec![7],
+        };
+        let mut index = ExactIndex::default();
+        let mut after = |event| {
+            assert!(index.apply(0, &event));
+            (held(&index, &[1, 2], 2, 0), index.device_blocks(0))
+        };
+        assert_eq!(after(named(Tier::Host, &[])), (0, 0), "of nothing known");
+        assert_eq!(after(named(Tier::Device, &[1, 2])), (2, 1));
+        assert_eq!(after(named(Tier::Host, &[])), (2, 1));
+        assert_eq!(after(removed(Tier::Device)), (2, 0));
+        assert_eq!(after(removed(Tier::Device)), (2, 0), "told twice");
+        assert_eq!(after(removed(Tier::Host)), (0, 0));
+        let orphan = KvEvent::Stored {
+            tier: Tier::Host,
+            blocks: vec![2],
+            parent: Some(1),
+            tokens: vec![5],
+            block_size: 1,
+            namespace: Namespace::default(),
+        };
+        assert_eq!(after(orphan), (0, 0), "no sign of missed events");
+    }
+
+    /// A radix cache of two tiers with pages of `page` tokens that publishes as engines do: what is stored
+    /// is written through to the host tier, and leaves that tier only once it has left the device.
     #[derive(Default)]
     struct Engine {
         /// Prefixes held, by whole pages.
-        held: std::collections::BTreeSet<Vec<u32>>,
+        device: BTreeSet<Vec<u32>>,
+        host: BTreeSet<Vec<u32>>,
     }
 
     impl Engine {
@@ -508,42 +637,54 @@ mod tests {
                 .fold(99, |state, &token| step(state, u64::from(token) + 1))
         }
 
-        fn store(&mut self, tokens: &[u32], page: usize) -> Vec<KvEvent> {
+        fn store(&mut self, tokens: &[u32], page: usize, with_host: bool) -> Vec<KvEvent> {
             let mut events = Vec::new();
             for end in (page..=tokens.len()).step_by(page) {
                 let start = end - page;
-                if self.held.insert(tokens[..end].to_vec()) {
-                    events.push(KvEvent::Stored {
-                        blocks: vec![Self::name(&tokens[..end])],
-                        parent: (start > 0).then(|| Self::name(&tokens[..start])),
-                        tokens: tokens[start..end].to_vec(),
-                        block_size: page,
-                        namespace: Namespace::default(),
-                    });
+                let stored = |tier| KvEvent::Stored {
+                    tier,
+                    blocks: vec![Self::name(&tokens[..end])],
+                    parent: (start > 0).then(|| Self::name(&tokens[..start])),
+                    tokens: tokens[start..end].to_vec(),
+                    block_size: page,
+                    namespace: Namespace::default(),
+                };
+                if self.device.insert(tokens[..end].to_vec()) {
+                    events.push(stored(Tier::Device));
+                }
+                if with_host && self.host.insert(tokens[..end].to_vec()) {
+                    events.push(stored(Tier::Host));
                 }
             }
             events
         }
 
         fn evict(&mut self, pick: usize) -> Vec<KvEvent> {
-            let leaves: Vec<_> = self
-                .held
-                .iter()
-                .filter(|a| {
-                    !self
-                        .held
-                        .iter()
-                        .any(|b| b.len() > a.len() && b.starts_with(a))
-                })
-                .cloned()
-                .collect();
-            if leaves.is_empty() {
+            let leaf = |held: &BTreeSet<Vec<u32>>, may_go: &dyn Fn(&Vec<u32>) -> bool| {
+                let has_none_behind = |a: &&Vec<u32>| {
+                    let mut all = held.iter();
+                    !all.any(|b| b.len() > a.len() && b.starts_with(a))
+                };
+                let leaves: Vec<_> = held.iter().filter(has_none_behind).collect();
+                let leaves: Vec<_> = leaves.into_iter().filter(|leaf| may_go(leaf)).collect();
+                let leaf = leaves.get(pick % leaves.len().max(1));
+                leaf.map(|leaf| (*leaf).clone())
+            };
+            let of_host = leaf(&self.host, &|leaf| !self.device.contains(leaf));
+            let (tier, gone) = match of_host.filter(|_| pick % 2 == 0) {
+                Some(gone) => (Tier::Host, Some(gone)),
+                None => (Tier::Device, leaf(&self.device, &|_| true)),
+            };
+            let Some(gone) = gone else {
                 return Vec::new();
+            };
+            self.device.remove(&gone);
+            if tier == Tier::Host {
+                self.host.remove(&gone);
             }
-            let leaf = &leaves[pick % leaves.len()];
-            self.held.remove(leaf);
             vec![KvEvent::Removed {
-                blocks: vec![Self::name(leaf)],
+                tier,
+                blocks: vec![Self::name(&gone)],
             }]
         }
     }
@@ -552,6 +693,7 @@ mod tests {
         #[test]
         fn the_index_equals_the_engine_to_the_page(
             page in 1usize..4,
+            with_host in any::<bool>(),
             steps in proptest::collection::vec(
                 (0u32..3, any::<bool>(), proptest::collection::vec(0u32..3, 1..14)), 1..40),
             probe in proptest::collection::vec(0u32..3, 1..14),
@@ -563,7 +705,7 @@ mod tests {
                 let events = if *evict {
                     engine.evict(tokens.len())
                 } else {
-                    engine.store(tokens, page)
+                    engine.store(tokens, page, with_host)
                 };
                 for event in &events {
                     prop_assert!(index.apply(*worker as usize, event));
@@ -571,9 +713,12 @@ mod tests {
             }
             for (worker, engine) in engines.iter().enumerate() {
                 let longest = (page..=probe.len()).step_by(page)
-                    .filter(|&end| engine.held.contains(&probe[..end])).max().unwrap_or(0);
+                    .filter(|&end| {
+                        engine.device.contains(&probe[..end]) || engine.host.contains(&probe[..end])
+                    })
+                    .max().unwrap_or(0);
                 prop_assert_eq!(held(&index, &probe, page, worker as u32), longest);
-                prop_assert_eq!(index.held_blocks(worker), engine.held.len());
+                prop_assert_eq!(index.device_blocks(worker), engine.device.len());
             }
             for worker in 0..3 {
                 index.clear(worker);
