@@ -4,11 +4,12 @@ use crate::common::{folder, plan, sessions, simulate};
 use serde_json::json;
 use std::path::Path;
 
-/// Requests answered in a window of 300 s, with so many sessions in flight before so many workers.
-fn answered(folder: &Path, rule: &str, in_flight: usize, workers: usize) -> usize {
+/// Requests answered in a window of 300 s, with so many sessions in flight before so many workers, with
+/// so many tokens in the host tier of each.
+fn answered(folder: &Path, rule: &str, in_flight: usize, workers: usize, host: u64) -> usize {
     let ids = (0..workers).map(|at| format!("w{at}"));
     let workers: Vec<_> = ids
-        .map(|id| json!({"id": id, "kv_tokens": 281_888}))
+        .map(|id| json!({"id": id, "kv_tokens": 281_888, "host_kv_tokens": host}))
         .collect();
     let changes = json!({
         "load": {"max_inflight_sessions": in_flight},
@@ -29,7 +30,7 @@ fn single_prompts_lose_little_by_residency() {
     let folder = folder("single-prompts");
     sessions(&folder.join("planned.jsonl"), 400, 1, 20_000, 0.0);
     // Room for 13 of 24.
-    let [off, priced] = ["off", "priced"].map(|rule| answered(&folder, rule, 24, 1));
+    let [off, priced] = ["off", "priced"].map(|rule| answered(&folder, rule, 24, 1, 0));
     println!("simulated, single prompts answered: off {off}, priced {priced}");
     assert!(
         priced as f64 >= 0.95 * off as f64,
@@ -41,10 +42,35 @@ fn single_prompts_lose_little_by_residency() {
 fn short_sessions_use_all_workers_of_a_fleet() {
     let folder = folder("short-sessions");
     sessions(&folder.join("planned.jsonl"), 3_000, 2, 12_000, 5.0);
-    let [off, priced] = ["off", "priced"].map(|rule| answered(&folder, rule, 12, 6));
+    let [off, priced] = ["off", "priced"].map(|rule| answered(&folder, rule, 12, 6, 0));
     println!("simulated, turns of short sessions answered: off {off}, priced {priced}");
     assert!(
         priced as f64 >= 0.95 * off as f64,
         "{priced} of {off}: they go behind each other's prompts to the last worker with room"
+    );
+}
+
+#[test]
+fn places_of_sessions_that_ended_long_ago_are_no_reason_to_leave_workers_idle() {
+    let folder = folder("ended-long-ago");
+    sessions(&folder.join("planned.jsonl"), 3_000, 2, 8_000, 5.0);
+    let [off, priced] = ["off", "priced"].map(|rule| answered(&folder, rule, 8, 8, 0));
+    println!("simulated, turns answered by a fleet with room: off {off}, priced {priced}");
+    assert!(
+        priced as f64 >= 0.95 * off as f64,
+        "{priced} of {off}: new ones crowd where room is left"
+    );
+}
+
+#[test]
+fn sessions_stay_where_the_host_tier_holds_them() {
+    let folder = folder("host-tier");
+    sessions(&folder.join("planned.jsonl"), 60, 60, 60_000, 5.0);
+    // Six on a worker whose device holds four of them, and whose host tier holds eight.
+    let [off, priced] = ["off", "priced"].map(|rule| answered(&folder, rule, 24, 4, 600_000));
+    println!("simulated, turns answered with a host tier: off {off}, priced {priced}");
+    assert!(
+        priced as f64 >= 0.9 * off as f64,
+        "{priced} of {off}: they compute anew elsewhere what their home holds"
     );
 }

@@ -302,11 +302,16 @@ impl Residency {
         let home = self.home_of(asked, at);
         let waited_s = round.now_s - asked.arrived_s;
         let home_s = home.map(|home| compute_s(asked, home));
-        // Elsewhere than at home only once waiting has cost as much as moving does.
+        // Elsewhere than at home only once waiting has cost as much as moving does, and where nothing
+        // runs: on a busy worker the prompt's computation takes time from other turns, and where all
+        // are busy and all move, most of the fleet's time goes into prompts that were cached.
         let may_move = |site: &Site| match (home, home_s) {
             (Some(home), _) if home.slot == site.slot => true,
             (Some(_), _) if self.manner.placement == Placement::HomeOnly => false,
-            (Some(_), Some(home_s)) => waited_s >= (compute_s(asked, site) - home_s).max(0.0),
+            (Some(_), Some(home_s)) => {
+                let costs_more_s = compute_s(asked, site) - home_s;
+                costs_more_s <= 0.0 || (waited_s >= costs_more_s && self.turns_on(site) == 0)
+            }
             _ => true,
         };
         let mut reason = WaitReason::NoRoom;

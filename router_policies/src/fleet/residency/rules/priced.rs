@@ -165,10 +165,11 @@ impl Rule for Priced {
                 return None;
             };
             let worth_s = self.worth_s(view, place);
-            if place.tenure_s >= self.share_s(worth_s, oldest_wait_s, bound_scale) {
-                Some(GiveUp::HadItsShare)
-            } else if !view.keeping_pays(place, self.late_factor * worth_s) {
+            // This first: where nobody is expected back a place costs nothing, however old it is.
+            if !view.keeping_pays(place, self.late_factor * worth_s) {
                 Some(GiveUp::ReturnsLate)
+            } else if place.tenure_s >= self.share_s(worth_s, oldest_wait_s, bound_scale) {
+                Some(GiveUp::HadItsShare)
             } else {
                 None
             }
@@ -277,6 +278,19 @@ mod tests {
             all.last(),
             Some(&(1, GiveUp::HadItsShare)),
             "the dearest last"
+        );
+    }
+
+    #[test]
+    fn a_place_to_which_nobody_comes_back_is_free_however_old_it_is() {
+        let rule = (INFO.build)(json!({})).expect("a rule");
+        let gaps = Gaps::default();
+        let mut gone = idle(1, 25_000, 1_000.0);
+        gone.tenure_s = 2_000.0;
+        let places = [gone];
+        assert_eq!(
+            rule.may_give_up(&view(&places, &gaps), WAITING),
+            [(1, GiveUp::ReturnsLate)]
         );
     }
 
