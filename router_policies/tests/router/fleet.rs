@@ -157,6 +157,58 @@ fn what_was_sent_to_a_worker_is_believed_cached_there_until_it_goes_down() {
 }
 
 #[test]
+fn what_a_host_tier_keeps_is_believed_cached_with_and_without_events() {
+    use router_policies::fleet::prefix::events::{KvEvent, Tier};
+    let fleet = fleet("unified", &[]);
+    for (id, host) in [("device", None), ("tier", Some(10_000))] {
+        let mut spec = spec(id, "colocated");
+        (spec.kv_capacity_tokens, spec.host_kv_tokens) = (Some(1_000), host);
+        fleet.add_worker(spec).expect("a new id");
+    }
+    let cached = |prompt: std::ops::Range<u32>| {
+        let reservation = fleet.decide(&request(&fleet, prompt), &[]);
+        reservation
+            .expect("a decision")
+            .finish(Outcome::Ok, Some(1), None);
+        let decision = fleet.sink().recent(1)[0].clone();
+        decision.cached_tokens.iter().map(|(_, n)| *n).sum::<u64>()
+    };
+    for (only, expected) in [("device", 0), ("tier", 799)] {
+        for id in ["device", "tier"] {
+            fleet.report_health(id, id == only);
+        }
+        for prompt in [0..800, 1_000..1_800] {
+            assert_eq!(cached(prompt), 0);
+        }
+        assert_eq!(cached(0..800), expected, "{only}");
+    }
+    // By its events: stored, written through, evicted from the device, brought back by nobody.
+    assert!(fleet.begin_kv_events("tier", 1));
+    let stored = |tier| KvEvent::Stored {
+        tier,
+        blocks: (1..=40).collect(),
+        parent: None,
+        tokens: (5_000..5_040).collect(),
+        block_size: 1,
+        namespace: Namespace::default(),
+    };
+    let removed = |tier| KvEvent::Removed {
+        tier,
+        blocks: (31..=40).collect(),
+    };
+    let events = [
+        (stored(Tier::Device), 40),
+        (stored(Tier::Host), 40),
+        (removed(Tier::Device), 40),
+        (removed(Tier::Host), 30),
+    ];
+    for (event, expected) in events {
+        assert!(fleet.apply_kv_events("tier", &[event]));
+        assert_eq!(cached(5_000..5_100), expected);
+    }
+}
+
+#[test]
 fn kv_events_replace_the_estimate_and_are_exact_to_the_page() {
     use router_policies::fleet::prefix::events::{KvEvent, Tier};
     let fleet = fleet("unified", &["colocated", "colocated"]);
