@@ -671,7 +671,7 @@ mod tests {
                 leaf.map(|leaf| (*leaf).clone())
             };
             let of_host = leaf(&self.host, &|leaf| !self.device.contains(leaf));
-            let (tier, gone) = match of_host.filter(|_| pick % 2 == 0) {
+            let (tier, gone) = match of_host.filter(|_| pick.is_multiple_of(2)) {
                 Some(gone) => (Tier::Host, Some(gone)),
                 None => (Tier::Device, leaf(&self.device, &|_| true)),
             };
