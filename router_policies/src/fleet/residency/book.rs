@@ -90,6 +90,8 @@ pub struct Hold {
     /// Tokens of tails and of answers in flight.
     loose_tokens: u64,
     growth_tokens: u64,
+    /// Turns of all occupants. The gate asks for it on every worker: it is counted as turns come and go.
+    in_flight: usize,
     /// Occupants whose next turns wait for room to grow.
     growing: usize,
     pub cold_in_flight: u32,
@@ -160,8 +162,7 @@ impl Hold {
     }
 
     pub fn turns_in_flight(&self) -> usize {
-        let turns = self.occupants.values().map(|occupant| occupant.turns.len());
-        turns.sum()
+        self.in_flight
     }
 
     /// Tokens booked for turns in flight, shared ones counted for each.
@@ -238,6 +239,7 @@ impl Hold {
         self.growing -= usize::from(std::mem::take(&mut occupant.waits));
         occupant.returns_s = None;
         occupant.ended = false;
+        self.in_flight += 1;
         occupant.turns.push(Turn {
             id,
             chain,
@@ -303,6 +305,7 @@ impl Hold {
             output_tokens: booked,
             ..
         } = occupant.turns.swap_remove(at);
+        self.in_flight -= 1;
         let most_tail_tokens = self.blocks.tokens() + chain.tail_tokens + booked;
         self.loose_tokens -= chain.tail_tokens + booked;
         match (served, before) {
@@ -346,6 +349,7 @@ impl Hold {
         let occupant = self.occupants.remove(&key)?;
         self.note_change();
         self.growing -= usize::from(occupant.waits);
+        self.in_flight -= occupant.turns.len();
         let before = self.firm_tokens();
         self.growth_tokens -= occupant.growth_tokens;
         if let Some(chain) = &occupant.held {
@@ -448,16 +452,12 @@ impl Hold {
         self.occupants.is_empty()
             && self.blocks.is_empty()
             && self.booked_tokens() == 0
-            && self.cold_in_flight == 0
+            && self.is_quiet()
     }
 
-    /// Whether nothing is in flight.
+    /// Whether nothing is in flight, nor about to be: no occupant's next turn waits for room to grow.
     pub fn is_quiet(&self) -> bool {
-        self.cold_in_flight == 0
-            && self
-                .occupants
-                .values()
-                .all(|o| o.turns.is_empty() && !o.waits)
+        self.cold_in_flight == 0 && self.in_flight == 0 && !self.has_growing()
     }
 }
 
@@ -481,6 +481,7 @@ mod tests {
         Lengthen(usize),
         Remove(Key),
         Reserve(Key),
+        Waits(Key, bool),
         LoseAll,
     }
 
@@ -496,13 +497,14 @@ mod tests {
             1 => any::<usize>().prop_map(Step::Lengthen),
             1 => key().prop_map(Step::Remove),
             1 => key().prop_map(Step::Reserve),
+            1 => (key(), any::<bool>()).prop_map(|(key, waits)| Step::Waits(key, waits)),
             1 => Just(Step::LoseAll),
         ]
     }
 
     proptest! {
         #[test]
-        fn what_one_alone_holds_is_as_if_it_were_counted_each_time(
+        fn what_is_kept_is_as_if_it_were_counted_each_time(
             steps in proptest::collection::vec(step(), 1..80),
         ) {
             let mut hold = Hold::default();
@@ -530,6 +532,7 @@ mod tests {
                         hold.remove(key);
                     }
                     Step::Reserve(key) => hold.reserve_growth(key, 500, BUDGET_TOKENS),
+                    Step::Waits(key, waits) => hold.set_waits(key, waits),
                     Step::LoseAll => {
                         for key in hold.lose_all() {
                             hold.remove(key);
@@ -537,6 +540,10 @@ mod tests {
                     }
                     _ => {}
                 }
+                let turns: usize = hold.occupants().map(|(_, o)| o.turns.len()).sum();
+                prop_assert_eq!(hold.turns_in_flight(), turns);
+                let is_quiet = hold.occupants().all(|(_, o)| o.turns.is_empty() && !o.waits());
+                prop_assert_eq!(hold.is_quiet(), is_quiet);
                 for (key, occupant) in hold.occupants() {
                     let tokens = hold.unshared_tokens(occupant);
                     prop_assert_eq!(tokens, hold.count_unshared_tokens(occupant), "of {}", key);

@@ -520,7 +520,7 @@ impl Residency {
             if !hold.has_growing() {
                 continue;
             }
-            let runs = hold.occupants().any(|(_, o)| !o.turns.is_empty());
+            let runs = hold.turns_in_flight() > 0;
             let waiting = hold
                 .occupants()
                 .filter(|(_, o)| o.waits() && o.turns.is_empty());
