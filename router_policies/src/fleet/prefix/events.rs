@@ -12,9 +12,8 @@ use rmpv::Value;
 use smallvec::SmallVec;
 
 /// Where a worker holds a block.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tier {
-    #[default]
     Device,
     /// Host memory, from where it comes back in a small part of the time that computing it takes.
     Host,
