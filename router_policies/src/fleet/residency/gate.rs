@@ -222,8 +222,8 @@ impl Residency {
             return false;
         };
         let believed = asked.prompt.tokens_of(held.common(&asked.prompt));
-        // Events tell of the GPU's cache. What was evicted there and is in the host tier comes back
-        // from it, so the session's home is where it was.
+        // Where events tell of the GPU's cache alone, what was evicted there may be in the host tier and
+        // come back from it, so that the session's home is where it was.
         let host_share = self.host_shares(site, now_s).get(&asked.key).copied();
         let in_host = (believed as f64 * host_share.unwrap_or(0.0)) as u64;
         let on_gpu = asked.cached.on(site.slot);
