@@ -90,7 +90,7 @@ impl Fleet {
             } => Some((*block_size).max(1)),
             _ => None,
         });
-        if state.exact.device_blocks(slot) > 0 {
+        if state.exact.held_blocks(slot) > 0 {
             return;
         }
         if let (Some(told), Some(worker)) = (told, &mut state.workers[slot])

@@ -280,7 +280,7 @@ fn kv_events_never_leave_the_index_inconsistent() {
             }
         }
         index.matched(&prompt, 1, &[0, 1], |worker, _| {
-            assert!(index.device_blocks(worker as usize) > 0);
+            assert!(index.held_blocks(worker as usize) > 0);
         });
         index.clear(0);
         index.clear(1);

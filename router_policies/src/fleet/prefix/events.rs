@@ -303,6 +303,11 @@ impl ExactIndex {
         }
     }
 
+    /// Blocks that the worker holds, in either tier.
+    pub fn held_blocks(&self, worker: usize) -> usize {
+        self.workers.get(worker).map_or(0, |held| held.blocks.len())
+    }
+
     /// Blocks that the worker holds on its device.
     pub fn device_blocks(&self, worker: usize) -> usize {
         self.workers.get(worker).map_or(0, |held| held.on_device)
@@ -556,19 +561,23 @@ mod tests {
         assert_eq!(tokens, &[1, 2]);
     }
 
-    #[test]
-    fn a_block_with_an_unknown_parent_is_reported_and_not_believed() {
-        let mut index = ExactIndex::default();
-        let orphan = KvEvent::Stored {
-            tier: Tier::Device,
+    /// A block whose parent nothing was told of.
+    fn orphan(tier: Tier) -> KvEvent {
+        KvEvent::Stored {
+            tier,
             blocks: vec![2],
             parent: Some(1),
             tokens: vec![5],
             block_size: 1,
             namespace: Namespace::default(),
-        };
-        assert!(!index.apply(0, &orphan));
-        assert_eq!(index.device_blocks(0), 0);
+        }
+    }
+
+    #[test]
+    fn a_block_with_an_unknown_parent_is_reported_and_not_believed() {
+        let mut index = ExactIndex::default();
+        assert!(!index.apply(0, &orphan(Tier::Device)));
+        assert_eq!(index.held_blocks(0), 0);
     }
 
     #[test]
@@ -609,15 +618,11 @@ mod tests {
         assert_eq!(after(removed(Tier::Device)), (2, 0));
         assert_eq!(after(removed(Tier::Device)), (2, 0), "told twice");
         assert_eq!(after(removed(Tier::Host)), (0, 0));
-        let orphan = KvEvent::Stored {
-            tier: Tier::Host,
-            blocks: vec![2],
-            parent: Some(1),
-            tokens: vec![5],
-            block_size: 1,
-            namespace: Namespace::default(),
-        };
-        assert_eq!(after(orphan), (0, 0), "no sign of missed events");
+        assert_eq!(
+            after(orphan(Tier::Host)),
+            (0, 0),
+            "no sign of missed events"
+        );
     }
 
     /// A radix cache of two tiers with pages of `page` tokens that publishes as engines do: what is stored
