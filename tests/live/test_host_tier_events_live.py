@@ -10,9 +10,8 @@ import pytest
 
 from launch import fleet, load_topology
 from tests.live.conftest import DEFAULT, NEWER, generate, installed
-from tests.live.test_router_live import get, router
+from tests.live.test_router_live import Publishing, get, router
 
-PAGE_TOKENS = 1
 PROMPT_TOKENS = 3000
 POOL = ["max_total_tokens=10000", "context_tokens=8192", "host_kv_tokens=16000"]
 """Room for three prompts on the device and five in host memory, which holds copies of the three."""
@@ -26,14 +25,8 @@ def test_what_is_left_in_the_host_tier_alone_is_believed_cached(
     installed("sglang", version)
     overrides = ["base_port=0", "router.kind=none", "kv_events=true", f"engine.version={version}"]
     with fleet(load_topology("laptop-sglang-1", [*overrides, *POOL]), tmp_path / "run") as running:
-        (process,) = running.plan.workers
-        ports = [
-            f"{name}=tcp://127.0.0.1:{process.ports[name]}"
-            for name in ("kv_events", "kv_events_replay")
-        ]
-        flags = ",".join([f"{running.workers[0].url},id=w,page_size={PAGE_TOKENS}", *ports])
         prompts = [prompt(PROMPT_TOKENS) for _ in range(8)]
-        with router(flags) as url:
+        with router(Publishing(running, "sglang").flags) as url:
 
             def ask(tokens: list[int]) -> tuple[int, int]:
                 """Tokens that the router believed cached, and that the engine found."""

@@ -25,40 +25,49 @@ fn answered(folder: &Path, rule: &str, in_flight: usize, workers: usize, host: u
     answered.count()
 }
 
+/// Asserts that the fleet answers with `priced` at least `share` of what it answers with `off`; else
+/// `because` is what has gone wrong.
+fn priced_answers(
+    share: f64,
+    folder: &Path,
+    (in_flight, workers, host): (usize, usize, u64),
+    because: &str,
+) {
+    let [off, priced] =
+        ["off", "priced"].map(|rule| answered(folder, rule, in_flight, workers, host));
+    println!("simulated, turns answered: off {off}, priced {priced}");
+    assert!(
+        priced as f64 >= share * off as f64,
+        "{priced} of {off}: {because}"
+    );
+}
+
 #[test]
 fn single_prompts_lose_little_by_residency() {
     let folder = folder("single-prompts");
     sessions(&folder.join("planned.jsonl"), 400, 1, 20_000, 0.0);
     // Room for 13 of 24.
-    let [off, priced] = ["off", "priced"].map(|rule| answered(&folder, rule, 24, 1, 0));
-    println!("simulated, single prompts answered: off {off}, priced {priced}");
-    assert!(
-        priced as f64 >= 0.95 * off as f64,
-        "{priced} of {off}: they wait for each other behind places to which nobody comes back"
-    );
+    let because = "they wait for each other behind places to which nobody comes back";
+    priced_answers(0.95, &folder, (24, 1, 0), because);
 }
 
 #[test]
 fn short_sessions_use_all_workers_of_a_fleet() {
     let folder = folder("short-sessions");
     sessions(&folder.join("planned.jsonl"), 3_000, 2, 12_000, 5.0);
-    let [off, priced] = ["off", "priced"].map(|rule| answered(&folder, rule, 12, 6, 0));
-    println!("simulated, turns of short sessions answered: off {off}, priced {priced}");
-    assert!(
-        priced as f64 >= 0.95 * off as f64,
-        "{priced} of {off}: they go behind each other's prompts to the last worker with room"
-    );
+    let because = "they go behind each other's prompts to the last worker with room";
+    priced_answers(0.95, &folder, (12, 6, 0), because);
 }
 
 #[test]
 fn places_of_sessions_that_ended_long_ago_are_no_reason_to_leave_workers_idle() {
     let folder = folder("ended-long-ago");
     sessions(&folder.join("planned.jsonl"), 3_000, 2, 8_000, 5.0);
-    let [off, priced] = ["off", "priced"].map(|rule| answered(&folder, rule, 8, 8, 0));
-    println!("simulated, turns answered by a fleet with room: off {off}, priced {priced}");
-    assert!(
-        priced as f64 >= 0.95 * off as f64,
-        "{priced} of {off}: new ones crowd where room is left"
+    priced_answers(
+        0.95,
+        &folder,
+        (8, 8, 0),
+        "new ones crowd where room is left",
     );
 }
 
@@ -67,10 +76,6 @@ fn sessions_stay_where_the_host_tier_holds_them() {
     let folder = folder("host-tier");
     sessions(&folder.join("planned.jsonl"), 60, 60, 60_000, 5.0);
     // Six on a worker whose device holds four of them, and whose host tier holds eight.
-    let [off, priced] = ["off", "priced"].map(|rule| answered(&folder, rule, 24, 4, 600_000));
-    println!("simulated, turns answered with a host tier: off {off}, priced {priced}");
-    assert!(
-        priced as f64 >= 0.9 * off as f64,
-        "{priced} of {off}: they compute anew elsewhere what their home holds"
-    );
+    let because = "they compute anew elsewhere what their home holds";
+    priced_answers(0.9, &folder, (24, 4, 600_000), because);
 }
