@@ -20,8 +20,11 @@ from launch.topology import Topology, WorkerGroup
 from replay.options import RunOptions, preset_values
 from replay.plays import Order
 
-# The calibration of arms that serve this model on GPUs, unless the experiment names another.
-_DEFAULT = ("qwen3-coder-30b-a3b", "qwen3-coder-30b-a3b-h200-sglang")
+# The calibrations of arms that serve this model on GPUs, unless the experiment names another.
+_MODEL = "qwen3-coder-30b-a3b"
+_CALIBRATION = "qwen3-coder-30b-a3b-h200-sglang"
+_CALIBRATION_FP8_KV = "qwen3-coder-30b-a3b-h200-sglang-fp8"
+_FP8 = {"fp8_e4m3", "fp8_e5m2"}
 
 # `sglang_ext.settings`' default: how long a step that prefills beside decodes may take.
 _TARGET_ITL_S = 0.08
@@ -51,12 +54,13 @@ def check_topology(topology: Any) -> None:
 
 
 def calibration_name(topology: Topology, simulate: Simulate) -> str:
-    """Which calibration the topology's workers run under: the experiment's, else that of its model.
-    Raises `InputError` where neither is known."""
+    """Which calibration the topology's workers run under: the experiment's, else that of its model
+    and, where all workers have FP8 KV, of that. Raises `InputError` where neither is known."""
     if simulate.calibration is not None:
         return simulate.calibration
-    if topology.model == _DEFAULT[0] and topology.device == "cuda":
-        return _DEFAULT[1]
+    if topology.model == _MODEL and topology.device == "cuda":
+        kinds = {topology.kv_keys(group).kv_cache_dtype for group in topology.workers}
+        return _CALIBRATION_FP8_KV if kinds <= _FP8 else _CALIBRATION
     raise InputError(
         f"simulate.calibration: none is known for {topology.model} on {topology.device}; name one "
         "that was fitted by deltaserve eval calibrate"

@@ -32,6 +32,7 @@ TABLES = (
     ("again-residency", "tier-off", "tier-residency-1", "tier-residency-2"),
     ("two-off-1", "two-off-2", "two-off-3", "two-residency"),
     ("longer-off-1", "longer-off-2", "longer-off-3", "longer-residency"),
+    ("fp8-eight-1", "fp8-eight-2", "fp8-twelve"),
 )
 # By column of the README's table, the runs that stand in it.
 README = (
@@ -40,6 +41,7 @@ README = (
     ("backfill-lease",),
     ("tier-off",),
     ("tier-residency-1", "tier-residency-2"),
+    ("fp8-twelve",),
 )
 COLUMNS = [(table, at) for table, arms in enumerate(TABLES) for at in range(len(arms))]
 
@@ -126,7 +128,8 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "state"), [(3, State.STEADY), (4, State.NOT_ASSESSED), (5, State.STEADY)]
+    ("table", "state"),
+    [(3, State.STEADY), (4, State.NOT_ASSESSED), (5, State.STEADY), (6, State.STEADY)],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
     for arm in TABLES[table]:
@@ -196,3 +199,37 @@ def test_how_long_the_unanswered_had_waited(
     failed = [r for r in lines(arm) if r["phase"] == "measure" and r["error"]]
     waited_s = sorted(round(over_s - r["scheduled_s"]) for r in failed)
     assert (waited_s[0], waited_s[-1], len(waited_s)) == (least_s, most_s, count)
+
+
+def test_what_is_said_of_the_turns_outside_the_objective() -> None:
+    """With FP8 KV and a host tier: late first tokens, gaps over 1 s, slow answers, any of them."""
+    found = []
+    for arm in ("fp8-eight-1", "fp8-eight-2"):
+        measured = [r for r in lines(arm) if r["phase"] == "measure"]
+        late, gap, slow = set(), set(), set()
+        for r in measured:
+            new = r["prompt_tokens"] - min(r["best_cached_tokens"], r["prompt_tokens"])
+            if r["first_token_s"] - r["scheduled_s"] > 3.0 + 0.0001 * new:
+                late.add(r["request_id"])
+            times_s = [at_s for at_s, _ in r["arrivals"]]
+            if max(np.diff(times_s), default=0.0) > 1.0:
+                gap.add(r["request_id"])
+            if (times_s[-1] - times_s[0]) / max(1, r["output_tokens"] - 1) > 0.05:
+                slow.add(r["request_id"])
+        outside = late | gap | slow
+        found.append((len(late), len(gap), len(slow), len(outside)))
+    assert found == [(6, 20, 0, 26), (6, 22, 1, 28)]
+
+
+def test_what_is_said_of_prompt_tokens_a_second() -> None:
+    rates, lengths = [], []
+    for arm in TABLES[6]:
+        window = json.loads((DOCS / "residency" / f"{arm}.phases.json").read_text())
+        start_s, end_s = window["window_start_s"], window["window_end_s"]
+        requests = [r for r in lines(arm) if r["phase"] != "prime" and not r["error"]]
+        ended = [r for r in requests if start_s <= r["finished_s"] < end_s]
+        rates.append(sum(r["prompt_tokens"] for r in ended) / (end_s - start_s))
+        answered = [r for r in requests if r["phase"] == "measure"]
+        lengths.append(sum(r["prompt_tokens"] for r in answered) / len(answered))
+    assert rates == pytest.approx([39_300, 39_500, 38_600], abs=51)
+    assert lengths == pytest.approx([60_000, 60_000, 79_000], rel=0.015)

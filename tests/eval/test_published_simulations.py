@@ -161,11 +161,13 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
 
 
 GPU_HEAD = "| measured, simulated (off by) | `off`"
+FP8_HEAD = "| measured, simulated (off by) | eight in flight"
 CPU_HEAD = "| measured, simulated (off by) | SGLang, all fits"
 ALL_HEAD = "| measured, simulated (off by) | SGLang (fitted"
 CPU_FLEETS = ("sglang-fits", "sglang", "pd", "elastic", "vllm-fits", "vllm")
-# Windows of 300 s, and of 75 s from 0 on.
+# Windows of 300 s, of 240 s with eight and with twelve sessions, and of 75 s from 0 on.
 ON_GPUS, ON_A_CPU = (60.0, 360.0, 440.0), (0.0, 75.0, math.inf)
+EIGHT, TWELVE = (60.0, 300.0, 345.0), (60.0, 303.0, 348.0)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +176,9 @@ ON_GPUS, ON_A_CPU = (60.0, 360.0, 440.0), (0.0, 75.0, math.inf)
         (GPU_HEAD, 1, "residency/backfill-off", "validation-off", ON_GPUS),
         (GPU_HEAD, 2, "residency/backfill-lease", "validation-lease", ON_GPUS),
         (GPU_HEAD, 3, "residency/backfill-residency", "validation-priced", ON_GPUS),
+        (FP8_HEAD, 1, "residency/fp8-eight-1", "validation-fp8-eight", EIGHT),
+        (FP8_HEAD, 2, "residency/fp8-eight-2", "validation-fp8-eight", EIGHT),
+        (FP8_HEAD, 3, "residency/fp8-twelve", "validation-fp8-twelve", TWELVE),
         *(
             (CPU_HEAD, at, f"simulated/cpu-{arm}-measured", f"cpu-{arm}-simulated", ON_A_CPU)
             for at, arm in enumerate(CPU_FLEETS, 1)

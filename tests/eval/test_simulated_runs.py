@@ -17,6 +17,7 @@ from eval.experiment_files import load_experiment
 from eval.progress import Progress
 from eval.records import read_run
 from eval.report import find_runs, find_searches, gather, write_report
+from eval.simulate import read_calibration
 from eval.simulated_runs import simulate_experiment
 from eval.validation import read_lines
 from replay.lanes import Lanes, Start
@@ -232,6 +233,22 @@ def test_prefill_is_paced_as_the_workers_variables_say(
     run(experiment, tmp_path / "out", "set.paced=true", "repeats=1", *given, only=["off"])
     plan = orjson.loads((tmp_path / "out" / "off" / "r1" / "plan.json").read_bytes())
     assert [worker["target_itl_s"] for worker in plan["workers"]] == [target_itl_s]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ((), "qwen3-coder-30b-a3b-h200-sglang"),
+        (("set.kv_cache_dtype='fp8_e4m3'",), "qwen3-coder-30b-a3b-h200-sglang-fp8"),
+        (("set.kv_cache_dtype='auto'",), "qwen3-coder-30b-a3b-h200-sglang"),
+    ],
+)
+def test_workers_with_fp8_kv_have_constants_of_their_own(
+    given: tuple[str, ...], name: str, experiment: Path, tmp_path: Path
+) -> None:
+    run(experiment, tmp_path / "out", "repeats=1", *given, only=["off"])
+    plan = orjson.loads((tmp_path / "out" / "off" / "r1" / "plan.json").read_bytes())
+    assert [worker["calibration"] for worker in plan["workers"]] == [read_calibration(name)]
 
 
 def test_a_pace_that_is_no_time_names_its_variable(experiment: Path, tmp_path: Path) -> None:
