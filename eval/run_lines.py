@@ -3,10 +3,48 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
+from eval.records import Run
+
 Row = dict[str, str]
+
+
+def cell(value: float, form: str = ".4f") -> str:
+    """A number as a cell; nothing where it is none, or beyond every bound."""
+    return f"{value:{form}}" if math.isfinite(value) else ""
+
+
+def figures(run: Run) -> Row:
+    """The figures of a run that every page of many runs wants, of turns scheduled in its window
+    (requests/s: of those that ended in it). Times in seconds."""
+    table = run.requests
+    counted = table[table["ok"] | table["failed"]]
+    answered = counted[counted["ok"]]
+    start_s, end_s = run.span_s
+
+    def quantile(column: str, share: float) -> str:
+        # Between two turns that were never answered there is nothing to interpolate.
+        with np.errstate(invalid="ignore"):
+            value = float(counted[column].fillna(0.0).quantile(share)) if len(counted) else math.nan
+        return cell(value, ".4g")
+
+    cached, prompt = answered["cached_tokens"].sum(), answered["prompt_tokens"].sum()
+    ended = run.all_requests["finished_s"].between(start_s, end_s) & run.all_requests["ok"]
+    ended &= run.all_requests["phase"].ne("prime")
+    return {
+        "measured_turns": str(len(counted)),
+        "requests_per_s": cell(float(ended.sum()) / (end_s - start_s)),
+        "cached_share": cell(cached / prompt if prompt else math.nan),
+        "ttft_p50_s": quantile("ttft_s", 0.5),
+        "ttft_p90_s": quantile("ttft_s", 0.9),
+        "tpot_p50_s": quantile("tpot_s", 0.5),
+        "worst_gap_p90_s": quantile("worst_gap_s", 0.9),
+    }
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:

@@ -25,7 +25,7 @@ from eval.outcomes import good
 from eval.plot import Axis, Chart, Heat, svg
 from eval.progress import Progress
 from eval.records import Run, read_run
-from eval.run_lines import Row, read_rows, write_rows
+from eval.run_lines import Row, cell, figures, read_rows, write_rows
 from eval.simulate import read_calibration
 from eval.simulated_runs import simulate_experiment
 
@@ -51,8 +51,8 @@ tokens), and no more; or also 50 ms a token and no gap over 1 s, or over 0.3 s."
 GPUS = 8
 """Of every arm of the experiment."""
 _COLOCATED = ("colocated", "paced")
-# An arm carries a load where so many turns keep the objective.
-_ATTAINMENT = 0.9
+ATTAINMENT = 0.9
+"""An arm carries a load where so many turns keep the objective."""
 # Few long turns need a longer window than many short ones.
 _LONG_TURN_TOKENS = 8_000
 _LONG_WINDOW_S = 600.0
@@ -168,26 +168,12 @@ def _simulate_arm(task: tuple[Experiment, str, Path]) -> list[Row]:
 
 
 def row_of(run: Run, new_tokens: int, turns: int) -> Row:
-    """What is kept of a run: figures of turns scheduled in its window, and the share of them that
-    keeps each objective. Times in seconds; empty where beyond every bound."""
+    """What is kept of a run: its figures, and the share of turns that keeps each objective."""
     table = run.requests
     counted = table[table["ok"] | table["failed"]]
     answered = counted[counted["ok"]]
-    start_s, end_s = run.span_s
     assert run.load is not None
     replay = (run.manifest.get("replay") or {}).get("arguments") or {}
-
-    def quantile(column: str, share: float) -> str:
-        value = float(counted[column].fillna(0.0).quantile(share)) if len(counted) else math.nan
-        return f"{value:.4g}" if math.isfinite(value) else ""
-
-    def of(value: float) -> str:
-        return f"{value:.4f}" if math.isfinite(value) else ""
-
-    separated = float(answered["kind"].eq("prefill_decode").mean())
-    cached, prompt = answered["cached_tokens"].sum(), answered["prompt_tokens"].sum()
-    ended = run.all_requests["finished_s"].between(start_s, end_s) & run.all_requests["ok"]
-    ended &= run.all_requests["phase"].ne("prime")
     return {
         "new_tokens": str(new_tokens),
         "turns": str(turns),
@@ -195,18 +181,9 @@ def row_of(run: Run, new_tokens: int, turns: int) -> Row:
         "load": f"{load_share(run.load):g}",
         "sessions": str(replay.get("max_inflight_sessions", "")),
         "draw": str(run.repeat),
-        "measured_turns": str(len(counted)),
-        "requests_per_s": of(float(ended.sum()) / (end_s - start_s)),
-        "cached_share": of(cached / prompt if prompt else math.nan),
-        "separated_share": of(separated if len(answered) else math.nan),
-        "ttft_p50_s": quantile("ttft_s", 0.5),
-        "ttft_p90_s": quantile("ttft_s", 0.9),
-        "tpot_p50_s": quantile("tpot_s", 0.5),
-        "worst_gap_p90_s": quantile("worst_gap_s", 0.9),
-        **{
-            name: of(float(good(counted, slo).mean()) if len(counted) else math.nan)
-            for name, slo in OBJECTIVES.items()
-        },
+        **figures(run),
+        "separated_share": cell(float(answered["kind"].eq("prefill_decode").mean())),
+        **{name: cell(float(good(counted, slo).mean())) for name, slo in OBJECTIVES.items()},
     }
 
 
@@ -215,11 +192,11 @@ def carried(rows: Sequence[Row], objective: str) -> float:
     turns that keep the objective falls through 0.9, on straight lines between levels. 0 where the
     lowest level misses it already, the highest level where none does."""
     levels = sorted((float(row["sessions"]), float(row[objective] or 0)) for row in rows)
-    if levels[0][1] < _ATTAINMENT:
+    if levels[0][1] < ATTAINMENT:
         return 0.0
     for (low, above), (high, below) in pairwise(levels):
-        if below < _ATTAINMENT:
-            return low + (high - low) * (above - _ATTAINMENT) / (above - below)
+        if below < ATTAINMENT:
+            return low + (high - low) * (above - ATTAINMENT) / (above - below)
     return levels[-1][0]
 
 

@@ -1,0 +1,166 @@
+"""How a GPU fares as more sessions come: what is kept of a run, and the page made of that."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from typer.testing import CliRunner
+
+from deltaserve.errors import InputError
+from eval.experiment_files import load_experiment
+from eval.records import read_run
+from eval.run_lines import Row, read_rows
+from eval.sessions_a_gpu import MEASURES, app, picture, row_of, rows_in, summary, table
+from tests.eval.conftest import Recipe, write_run
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+PAGE = RESULTS / "agents-a-gpu.md"
+SIMULATED = RESULTS / "simulated" / "sessions-a-gpu.csv"
+MEASURED = RESULTS / "residency" / "sessions-a-gpu.csv"
+# The raw lines of the measured runs, by arm and sessions in flight, in the order of the repeats.
+RUNS = {
+    ("sglang", 2): ("longer-off-1", "longer-off-2", "longer-off-3"),
+    ("sglang", 12): ("engines-sglang-1", "engines-sglang-2", "backfill-off"),
+    ("sglang-residency", 2): ("longer-residency",),
+    ("sglang-residency", 12): ("again-residency",),
+    ("sglang-host", 12): ("tier-off",),
+    ("sglang-host-residency", 12): ("tier-residency-1", "tier-residency-2"),
+    ("sglang-fp8-host-residency", 8): ("fp8-eight-1", "fp8-eight-2"),
+    ("sglang-fp8-host-residency", 12): ("fp8-twelve",),
+}
+
+
+def made(arm: str, sessions: int, within: float, rate: float, draw: int = 1) -> Row:
+    return {
+        "arm": arm,
+        "sessions": str(sessions),
+        "draw": str(draw),
+        "within_objective": str(within),
+        "requests_per_s": str(rate),
+        "cached_share": "0.5",
+    }
+
+
+ROWS = [
+    made("a", 2, 1.0, 0.2),
+    made("a", 4, 0.8, 0.4),
+    made("a", 2, 0.96, 0.2, draw=2),
+    made("a", 4, 0.84, 0.2, draw=2),
+    made("b", 2, 0.5, 0.1),
+]
+
+
+def test_a_line_says_what_the_run_was_and_how_many_turns_kept_the_objective(tmp_path: Path) -> None:
+    write_run(tmp_path, Recipe(arm="quick", load="8", ttft_s=0.2))
+    write_run(tmp_path, Recipe(arm="quick", load="2", repeat=2, ttft_s=30.0))
+    first, second = rows_in(tmp_path)
+    assert (first["arm"], first["sessions"], first["draw"]) == ("quick", "2", "2")
+    assert (second["arm"], second["sessions"], second["draw"]) == ("quick", "8", "1")
+    assert float(first["within_objective"]) == 0.0
+    assert float(second["within_objective"]) == 1.0
+    assert float(second["ttft_p50_s"]) == pytest.approx(0.2, rel=0.2)
+
+
+@pytest.mark.parametrize(("load", "words"), [("high", "load high"), (None, "load None")])
+def test_a_load_that_is_no_number_of_sessions_is_one_clear_error(
+    load: str | None, words: str, tmp_path: Path
+) -> None:
+    write_run(tmp_path, Recipe(load=load))
+    with pytest.raises(InputError, match=f"{words}: expected the sessions in flight"):
+        list(rows_in(tmp_path))
+
+
+def test_a_folder_without_runs_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no complete run"):
+        list(rows_in(tmp_path))
+
+
+def test_an_arm_carries_what_keeps_nine_turns_of_ten_within_the_objective() -> None:
+    """On a straight line between levels; each draw by itself, then their mean and their range."""
+    assert summary(ROWS)[2:] == [
+        "| `a` | 3.0 [3.0–3.0] | 0.30, 4 | 1.00 |",
+        "| `b` | 0.0 [0.0–0.0] | 0.10, 2 | 1.00 |",
+    ]
+    assert table(ROWS, "within_objective")[2:] == ["| `a` | 98 % | 82 % |", "| `b` | 50 % |  |"]
+    assert table(ROWS, "requests_per_s")[2:] == ["| `a` | 0.20 | 0.30 |", "| `b` | 0.10 |  |"]
+
+
+def test_the_picture_has_a_line_an_arm_and_a_dot_a_measured_run() -> None:
+    measured = [made("a", 4, 0.7, 0.3), made("a", 4, 0.8, 0.3), made("unknown", 4, 0.1, 0.1)]
+    drawn = picture(ROWS, measured)
+    assert drawn.count("<circle") == picture(ROWS, []).count("<circle") + 2
+    assert "carried: 90 %" in drawn
+
+
+def test_the_commands_keep_lines_and_show_them(tmp_path: Path) -> None:
+    for load in ("2", "4"):
+        write_run(tmp_path / "runs", Recipe(arm="x", load=load))
+    kept, drawn = tmp_path / "kept.csv", tmp_path / "drawn.svg"
+    runner = CliRunner()
+    assert runner.invoke(app, ["lines", str(tmp_path / "runs"), str(kept)]).exit_code == 0
+    shown = runner.invoke(
+        app, ["show", str(kept), "--measured", str(kept), "--picture", str(drawn)]
+    )
+    assert shown.exit_code == 0
+    assert "\n".join(table(read_rows(kept), "requests_per_s")) in shown.output
+    assert drawn.read_text() == picture(read_rows(kept), read_rows(kept))
+
+
+def test_arms_stand_in_the_order_of_the_experiment(tmp_path: Path) -> None:
+    for arm in ("another", "sglang-fp8-host", "sglang-host", "sglang"):
+        write_run(tmp_path, Recipe(arm=arm, load="2"))
+    order = [row["arm"] for row in rows_in(tmp_path)]
+    assert order == ["sglang", "sglang-host", "sglang-fp8-host", "another"]
+
+
+def test_the_experiment_names_its_loads_by_their_sessions_in_flight() -> None:
+    experiment, _ = load_experiment("sessions-a-gpu")
+    for load in experiment.loads:
+        assert load.replay == {"max_inflight_sessions": int(load.name)}
+
+
+def run_of(name: str, folder: Path) -> Any:
+    """The run that the raw lines of the docs are of."""
+    raw = RESULTS / "residency" / name
+    folder.mkdir()
+    with Path(f"{raw}.requests.jsonl.zst").open("rb") as packed:
+        text = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(packed)).read()
+    (folder / "requests.jsonl").write_text(text)
+    (folder / "phases.json").write_text(Path(f"{raw}.phases.json").read_text())
+    manifest = {"arm": {"name": name}, "state": "complete", "repeat": 1}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return read_run(folder)
+
+
+def test_the_measured_lines_follow_from_their_raw_lines(tmp_path: Path) -> None:
+    expected = [
+        {**row_of(run_of(name, tmp_path / name), arm, sessions), "draw": str(at)}
+        for (arm, sessions), names in RUNS.items()
+        for at, name in enumerate(names, 1)
+    ]
+    assert read_rows(MEASURED) == expected
+
+
+def test_the_page_follows_from_its_lines() -> None:
+    said = PAGE.read_text().splitlines()
+    simulated, measured = read_rows(SIMULATED), read_rows(MEASURED)
+    for lines in (summary(simulated), *(table(simulated, column) for column in MEASURES)):
+        assert [line for line in lines if line not in said] == []
+    for row in measured:
+        cells = [
+            f"{float(row['requests_per_s']):.3f}",
+            f"{float(row['cached_share']):.3f}",
+            f"{100 * float(row['within_objective']):.0f} %",
+        ]
+        start = re.escape(f"| `{row['arm']}` | {row['sessions']} |")
+        (found,) = [line for line in said if re.match(start, line)]
+        for cell, values in zip(cells, found.strip("|").split("|")[2:], strict=False):
+            assert cell in values
+    drawn = (RESULTS / "simulated" / "sessions-a-gpu.svg").read_text()
+    assert drawn == picture(simulated, measured)
