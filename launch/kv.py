@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ def vocab_size(model: str) -> int | None:
     return None
 
 
-def _model_config(model: str) -> dict[str, Any]:
+def _model_config(model: str) -> Mapping[str, Any]:
     if is_shape(model):
         return shape_config(model)
     try:

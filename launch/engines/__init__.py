@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,24 @@ class Environment:
         """The lock file: every package of the environment, with hashes."""
         return (resources.files(__name__) / f"{self.name}.lock").read_bytes()
 
+    @cached_property
+    def lock_sha256(self) -> str:
+        return hashlib.sha256(self.lock).hexdigest()
+
     @property
     def folder(self) -> Path:
         """Where the environment belongs; its name changes with the lock file."""
-        digest = hashlib.sha256(self.lock).hexdigest()[:12]
-        return cache_dir() / "engines" / f"{self.package}-{self.version}-{digest}"
+        return cache_dir() / "engines" / f"{self.package}-{self.version}-{self.lock_sha256[:12]}"
 
     @property
     def python(self) -> Path:
         return self.folder / "bin" / "python"
+
+    @property
+    def changed_ns(self) -> tuple[int, ...]:
+        """When its Python and its folder of packages were changed last."""
+        places = (self.python, *self.folder.glob("lib/python*/site-packages"))
+        return tuple(place.stat().st_mtime_ns for place in places if place.exists())
 
     @property
     def installed(self) -> bool:
@@ -166,7 +175,9 @@ def find(engine: str, device: str, python: Path | None, version: str | None, whe
             raise InputError(f"{where}: {error}") from None
         require(environment, where)
         python = environment.python
-    versions = _versions(python, where)
+        versions = dict(_pinned_versions(python, where, environment.changed_ns))
+    else:
+        versions = _versions(python, where)
     if engine not in versions and f"{engine}-cpu" not in versions:
         raise InputError(f"{where}: engine.python: {python} has no {engine} installed")
     found = Engine(name=engine, python=python, versions=versions)
@@ -205,7 +216,7 @@ def install(name: str, progress: Callable[[str], None]) -> Path:
             stamp = {
                 "name": name,
                 "version": environment.version,
-                "lock_sha256": hashlib.sha256(environment.lock).hexdigest(),
+                "lock_sha256": environment.lock_sha256,
                 "installed_unix_s": time.time(),
             }
             (building / _STAMP).write_bytes(orjson.dumps(stamp, option=orjson.OPT_INDENT_2))
@@ -286,6 +297,12 @@ def _locked(path: Path, progress: Callable[[str], None]) -> Iterator[None]:
             progress("Another installation of the same engine is running; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+# An experiment asks for each of its cells, which are more than a hundred.
+@lru_cache(maxsize=32)
+def _pinned_versions(python: Path, where: str, _changed_ns: tuple[int, ...]) -> Mapping[str, str]:
+    return _versions(python, where)
 
 
 def _versions(python: Path, where: str) -> dict[str, str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
+from collections.abc import Mapping
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -22,10 +24,12 @@ TOOL_CALL_PARSERS = {"sglang": "qwen25", "vllm": "hermes"}
 """What each engine calls the form in which shapes' chat templates have tool calls."""
 
 
-def shapes() -> list[str]:
+# What is shipped is as constant as the code beside it: read once, not once a worker.
+@cache
+def shapes() -> tuple[str, ...]:
     """Names of the shipped shapes, sorted."""
     files = resources.files(__name__).iterdir()
-    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
 
 
 def is_shape(model: str) -> bool:
@@ -38,15 +42,15 @@ def has_tokenizer(model: str) -> bool:
     return not is_shape(model) or _resource(f"{model}.merges").is_file()
 
 
-def shape_config(name: str) -> dict[str, Any]:
+@cache
+def shape_config(name: str) -> Mapping[str, Any]:
     """The Hugging Face configuration of a shipped shape."""
     return tomllib.loads(_resource(f"{name}.toml").read_text())
 
 
 def shape_folder(name: str) -> Path:
     """Where the model folder of a shipped shape belongs; its name changes with its content."""
-    digest = hashlib.sha256(b"\0".join(_files(name).values())).hexdigest()[:12]
-    return cache_dir() / "models" / f"{name}-{digest}"
+    return cache_dir() / "models" / f"{name}-{_digest(name)}"
 
 
 def write_shape(name: str) -> Path:
@@ -57,6 +61,11 @@ def write_shape(name: str) -> Path:
         if not (folder / file).exists():
             write_atomically(folder / file, content)
     return folder
+
+
+@cache
+def _digest(name: str) -> str:
+    return hashlib.sha256(b"\0".join(_files(name).values())).hexdigest()[:12]
 
 
 def _files(name: str) -> dict[str, bytes]:

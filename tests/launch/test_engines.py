@@ -132,3 +132,24 @@ def test_a_python_without_the_engine_is_an_error() -> None:
         find("vllm", "cpu", Path(sys.executable), None, "t.toml")
     with pytest.raises(InputError, match="/nowhere/python does not run"):
         find("vllm", "cpu", Path("/nowhere/python"), None, "t.toml")
+
+
+def test_an_installed_engine_is_asked_for_its_versions_when_its_packages_changed(
+    tmp_path: Path,
+) -> None:
+    environment = ENVIRONMENTS["sglang"]
+    packages = environment.folder / "lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    (environment.folder / "deltaserve-engine.json").touch()
+    environment.python.parent.mkdir()
+    environment.python.write_text(f"#!/bin/sh\ntee -a {tmp_path}/asked < {tmp_path}/versions\n")
+    environment.python.chmod(0o755)
+
+    def found(said: str) -> str:
+        (tmp_path / "versions").write_text(f'{{"sglang": "{said}"}}\n')
+        return find("sglang", "cpu", None, None, "t.toml").version
+
+    assert [found("1"), found("1")] == ["1", "1"]
+    assert (tmp_path / "asked").read_text().count("\n") == 1
+    (packages / "sglang-2.dist-info").mkdir()
+    assert found("2") == "2"
