@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import command_line
+
 DELTASERVE = [sys.executable, "-m", "deltaserve"]
 
 
@@ -67,3 +69,24 @@ def test_folders_of_our_packages_names_do_not_hide_them(tmp_path: Path) -> None:
 def test_help_says_how_to_have_commands_completed() -> None:
     done = subprocess.run([*DELTASERVE, "-h"], capture_output=True, text=True)
     assert "--install-completion" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["eval", "list", "--json"], 0),
+        (["eval", "run", "nothing"], 2),
+        (["launch", "logs", "nothing"], 2),
+        (["replay", "stats", "none.jsonl"], 2),
+        (["policy", "explain", "nothing"], 2),
+        (["route", "--check"], 2),
+    ],
+)
+def test_a_process_of_its_own_says_what_other_tests_ask_in_theirs(
+    arguments: list[str], status: int
+) -> None:
+    done = subprocess.run([*DELTASERVE, *arguments], capture_output=True, text=True)
+    here = command_line.deltaserve(*arguments)
+    assert done.returncode == here.returncode == status
+    assert (done.stdout, done.stderr) == (here.stdout, here.stderr)
+    assert "Traceback" not in done.stderr

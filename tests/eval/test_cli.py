@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from eval.matrix import level_run
 from eval.preview import preview
 from eval.records import Run
 from eval.site import launch_site
+from tests import command_line
 
 COMMANDS = (
     ["run"],
@@ -29,11 +29,7 @@ COMMANDS = (
 
 
 def deltaserve(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "deltaserve", "eval", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-    )
+    return command_line.deltaserve("eval", *arguments)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from eval.micro import cache_sweep, connector_tax, interference, lifecycle
 from eval.micro.driver import Bench, driver, smallest
 from eval.stats import Estimate
 from replay.results import Result
+from tests.command_line import deltaserve
 
 
 def stream(*arrivals: tuple[float, int]) -> Result:
@@ -220,11 +219,7 @@ async def test_the_driver_sends_cold_prompts_and_continues_them() -> None:
     ],
 )
 def test_wrong_input_is_answered_in_one_line(arguments: list[str], said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "deltaserve", "eval", "micro", *arguments],
-        capture_output=True,
-        text=True,
-    )
+    done = deltaserve("eval", "micro", *arguments)
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -12,10 +12,16 @@ from typing import Any
 
 import pytest
 
+from tests import command_line
 from tests.processes import wait_until
 
 
 def deltaserve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return command_line.deltaserve("launch", *arguments)
+
+
+def as_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`up` takes signals, and what it detaches outlives it: in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "deltaserve", "launch", *arguments],
         env=dict(os.environ),
@@ -79,7 +85,8 @@ def test_a_run_folder_at_or_below_a_file_is_answered_in_one_line(
     (tmp_path / "file").touch()
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
     folder = str(tmp_path / below)
-    done = deltaserve(*command, "laptop-sglang", *fakes, "--run-dir", folder)
+    called = as_process if command == ["up"] else deltaserve
+    done = called(*command, "laptop-sglang", *fakes, "--run-dir", folder)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {folder}: cannot be made a folder: ")
     assert done.stderr.count("\n") == 1
@@ -88,7 +95,7 @@ def test_a_run_folder_at_or_below_a_file_is_answered_in_one_line(
 def test_up_detached_then_status_then_down(fake_python: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
-    up = deltaserve(
+    up = as_process(
         "up", "laptop-sglang", *fakes, "--set", "base_port=0", "--run-dir", str(run_dir), "--detach"
     )
     assert up.returncode == 0, up.stderr
@@ -107,7 +114,7 @@ def test_up_detached_then_status_then_down(fake_python: Path, tmp_path: Path) ->
 
 def test_a_fleet_that_ended_is_listed_until_it_is_removed(fake_python: Path) -> None:
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
-    up = deltaserve("up", "laptop-sglang", *fakes, "--set", "base_port=0", "--detach")
+    up = as_process("up", "laptop-sglang", *fakes, "--set", "base_port=0", "--detach")
     assert up.returncode == 0, up.stderr
     assert deltaserve("down", "laptop-sglang").returncode == 0
     listed = deltaserve("status").stdout
@@ -120,7 +127,7 @@ def test_a_fleet_that_ended_is_listed_until_it_is_removed(fake_python: Path) -> 
 
 
 def test_up_exits_1_and_shows_the_log_when_a_worker_dies(fake_python: Path, tmp_path: Path) -> None:
-    done = deltaserve(
+    done = as_process(
         "up",
         "laptop-sglang",
         "--set",
@@ -173,7 +180,7 @@ def test_a_fleet_that_is_kept_serving_outlives_a_worker(fake_python: Path, tmp_p
     run_dir = tmp_path / "run"
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
     fakes += ["--set", "base_port=0", "--run-dir", str(run_dir)]
-    up = deltaserve("up", "laptop-sglang", *fakes, "--keep-serving", "--detach")
+    up = as_process("up", "laptop-sglang", *fakes, "--keep-serving", "--detach")
     assert up.returncode == 0, up.stderr
 
     def workers() -> list[dict[str, Any]]:

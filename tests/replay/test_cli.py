@@ -16,6 +16,7 @@ from replay.cli import app
 from replay.options import RunOptions
 from replay.results import read_results
 from replay.trace import Request, read_trace, write_trace
+from tests.command_line import deltaserve
 
 Engine = Callable[..., object]
 
@@ -84,15 +85,10 @@ def test_a_run_prints_its_summary(
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_status_2(
-    tmp_path: Path, arguments: list[str], words: str
+    tmp_path: Path, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "deltaserve", "replay", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
+    monkeypatch.chdir(tmp_path)
+    done = deltaserve("replay", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert words in done.stderr

@@ -15,10 +15,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.command_line import deltaserve
+
 COMMAND = [sys.executable, "-m", "deltaserve"]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def as_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A router that would serve takes signals and writes its log: in a process of its own."""
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60)
 
 
@@ -131,7 +134,7 @@ async def test_what_is_missing_is_a_warning_at_the_start_and_an_error_of_check(
     said = await said_until_listening(*arguments)
     assert (expected or "can place no request") in said or expected is None
     assert ("can place no request" in said) == (expected is not None)
-    checked = run("route", "--check", *arguments)
+    checked = deltaserve("route", "--check", *arguments)
     assert checked.returncode == (2 if expected else 0)
     assert (expected or "") in checked.stderr
     assert "listening" not in checked.stderr
@@ -141,9 +144,9 @@ def test_prefill_workers_make_the_policy_pd_unless_the_file_names_one(tmp_path: 
     pair = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
     config = tmp_path / "router.toml"
     config.write_text("threads = 1\n")
-    assert run("route", "--check", "--config", str(config), *pair).returncode == 0
+    assert deltaserve("route", "--check", "--config", str(config), *pair).returncode == 0
     config.write_text('policy = "unified"\n')
-    named = run("route", "--check", "--config", str(config), *pair)
+    named = deltaserve("route", "--check", "--config", str(config), *pair)
     assert named.returncode == 2
     assert "policy unified can place no request" in named.stderr
 
@@ -199,14 +202,14 @@ def test_a_wrong_file_is_named_with_its_line_and_field(tmp_path: Path) -> None:
         ('port = "x"', "router.toml:1: port: invalid type"),
     ]:
         config.write_text(text)
-        result = run("route", "--config", str(config))
+        result = as_process("route", "--config", str(config))
         assert result.returncode == 2
         assert result.stderr.count("\n") == 1
         assert expected in result.stderr
 
 
 def test_the_help_has_an_example_and_every_way_to_name_workers() -> None:
-    shown = run("route", "--help").stdout
+    shown = deltaserve("route", "--help").stdout
     for expected in [
         "Run the router until Ctrl-C or SIGTERM.",
         "deltaserve route --config router.toml\n",
@@ -215,8 +218,8 @@ def test_the_help_has_an_example_and_every_way_to_name_workers() -> None:
         "--decode URL",
     ]:
         assert expected in shown
-    assert "Run the router.\n" in run("--help").stdout
-    assert "Routing policies: list and explain." in run("policy", "--help").stdout
+    assert "Run the router.\n" in deltaserve("--help").stdout
+    assert "Routing policies: list and explain." in deltaserve("policy", "--help").stdout
 
 
 async def test_a_configuration_file_is_enough(tmp_path: Path, mock_worker: Any) -> None:
@@ -294,7 +297,7 @@ async def test_a_configuration_file_is_enough(tmp_path: Path, mock_worker: Any) 
     ],
 )
 def test_wrong_input_is_answered_in_one_line(arguments: list[str], expected: str) -> None:
-    result = run("route", *arguments)
+    result = as_process("route", *arguments)
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("\n") == 1
     assert expected in result.stderr
@@ -302,15 +305,15 @@ def test_wrong_input_is_answered_in_one_line(arguments: list[str], expected: str
 
 
 def test_residency_is_explained_and_its_wrong_settings_are_named() -> None:
-    everything = run("policy", "explain", "residency").stdout
+    everything = deltaserve("policy", "explain", "residency").stdout
     assert "priced" in everything
     assert "max_wait_s = 600" in everything
-    one = run("policy", "explain", "residency.lease").stdout
+    one = deltaserve("policy", "explain", "residency.lease").stdout
     assert "lease_s = 30" in one
     assert "3076" in one
-    rules = json.loads(run("policy", "explain", "residency", "--json").stdout)["rules"]
+    rules = json.loads(deltaserve("policy", "explain", "residency", "--json").stdout)["rules"]
     assert [rule["name"] for rule in rules][:2] == ["priced", "off"]
-    wrong = run("policy", "explain", "residency.lru")
+    wrong = deltaserve("policy", "explain", "residency.lru")
     assert wrong.returncode == 2
     assert "known rules: priced, off" in wrong.stderr
     worker = ("--worker", "http://127.0.0.1:1")
@@ -321,27 +324,27 @@ def test_residency_is_explained_and_its_wrong_settings_are_named() -> None:
         (("--residency", "cap", "--residency-param", "lease_s=1"), "residency: lease_s: unknown"),
         (("--residency-param", "fill"), "--residency-param fill: expected key=value"),
     ]:
-        refused = run("route", "--check", *worker, *flags)
+        refused = deltaserve("route", "--check", *worker, *flags)
         assert refused.returncode == 2, flags
         assert expected in refused.stderr, refused.stderr
     good = ("--residency", "cap", "--residency-param", "sessions=5")
-    assert run("route", "--check", *worker, *good).returncode == 0
+    assert deltaserve("route", "--check", *worker, *good).returncode == 0
 
 
 def test_the_address_of_a_collector_of_traces_is_a_flag_and_is_checked() -> None:
     worker = ["route", "--check", "--worker", "http://127.0.0.1:1"]
-    assert run(*worker, "--otlp-endpoint", "http://127.0.0.1:4318").returncode == 0
-    refused = run(*worker, "--otlp-endpoint", "127.0.0.1:4318")
+    assert deltaserve(*worker, "--otlp-endpoint", "http://127.0.0.1:4318").returncode == 0
+    refused = deltaserve(*worker, "--otlp-endpoint", "127.0.0.1:4318")
     assert refused.returncode == 2
     assert "otlp_endpoint: expected http://HOST:PORT" in refused.stderr
 
 
 def test_policies_are_listed_and_explained() -> None:
-    listed = json.loads(run("policy", "list", "--json").stdout)["policies"]
+    listed = json.loads(deltaserve("policy", "list", "--json").stdout)["policies"]
     assert {"round_robin", "unified", "pd"} <= {policy["name"] for policy in listed}
-    explained = run("policy", "explain", "unified").stdout
+    explained = deltaserve("policy", "explain", "unified").stdout
     assert "overload_factor = 1.3" in explained
-    wrong = run("policy", "explain", "x")
+    wrong = deltaserve("policy", "explain", "x")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: policy x: unknown; known: round_robin")
 
@@ -373,7 +376,7 @@ def test_a_policy_written_in_python_is_explained(tmp_path: Path) -> None:
         f"source    {tmp_path / 'mine.py'}",
     ]
     as_json = subprocess.run([*explain, "--json"], cwd=tmp_path, capture_output=True, text=True)
-    builtin = json.loads(run("policy", "explain", "unified", "--json").stdout)
+    builtin = json.loads(deltaserve("policy", "explain", "unified", "--json").stdout)
     assert json.loads(as_json.stdout).keys() == builtin.keys()
     wrong = subprocess.run([*explain[:-1], "mine:First"], cwd=tmp_path, capture_output=True)
     assert wrong.returncode == 2
@@ -441,7 +444,7 @@ def test_a_policy_that_cannot_be_loaded_is_named(
     (tmp_path / "broken_policies.py").write_text(BROKEN_POLICIES)
     (tmp_path / "not_python.py").write_text("(")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    result = run("route", "--policy", name)
+    result = as_process("route", "--policy", name)
     assert result.returncode == 2
     assert result.stderr == f"error: --policy {name}: {expected}\n"
 
