@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -106,25 +107,12 @@ def judge(level: Level, objective: Objective, seed: int = 0) -> Judgement:
     met = np.array([s.met for s in level.sessions], dtype=float)
     turns = np.array([s.turns for s in level.sessions], dtype=float)
     stretch = np.array([s.stretch for s in level.sessions], dtype=float)
-    rng = np.random.default_rng([seed, round(level.load * 1000)])
-    size = len(met)
-    if size == 0 or turns.sum() == 0:
+    if len(turns) == 0 or turns.sum() == 0:
         return Judgement(level.load, UNKNOWN, UNKNOWN, meets=False, sure=False)
-    picks = rng.integers(0, size, (_DRAWS, size))
-    attained = _interval(
-        float(met.sum() / turns.sum()),
-        met[picks].sum(axis=1) / np.maximum(turns[picks].sum(axis=1), 1),
-        int(turns.sum()),
+    attained, stretched = _intervals(
+        met.tobytes(), turns.tobytes(), stretch.tobytes(), (seed, round(level.load * 1000))
     )
-    attained = _widened(attained, met, turns)
-    # A session with a failed turn never completes: its stretch is endless, not unknown.
-    known = np.minimum(stretch[~np.isnan(stretch)], _ENDLESS)
-    stretched = UNKNOWN
-    if len(known):
-        resampled = known[rng.integers(0, len(known), (_DRAWS, len(known)))]
-        point = float(np.quantile(known, 0.9))
-        stretched = _interval(point, np.quantile(resampled, 0.9, axis=1), len(known))
-    bound = objective.stretch_p90 if len(known) else None
+    bound = objective.stretch_p90 if stretched.n else None
     meets = (
         level.sustained
         and attained.value >= objective.attainment
@@ -139,6 +127,33 @@ def judge(level: Level, objective: Objective, seed: int = 0) -> Judgement:
             or (bound is not None and stretched.low > bound)
         )
     return Judgement(level.load, attained, stretched, meets, sure)
+
+
+# A search judges every level again after each run, and only one of them has changed. Sessions come
+# as bytes, in which unknown stretches are alike.
+@lru_cache(maxsize=256)
+def _intervals(
+    met_bytes: bytes, turns_bytes: bytes, stretch_bytes: bytes, seed: tuple[int, int]
+) -> tuple[Estimate, Estimate]:
+    """Attainment and the 90 % quantile of stretch of a level's sessions."""
+    met, turns, stretch = map(np.frombuffer, (met_bytes, turns_bytes, stretch_bytes))
+    rng = np.random.default_rng(seed)
+    size = len(met)
+    picks = rng.integers(0, size, (_DRAWS, size))
+    attained = _interval(
+        float(met.sum() / turns.sum()),
+        met[picks].sum(axis=1) / np.maximum(turns[picks].sum(axis=1), 1),
+        int(turns.sum()),
+    )
+    attained = _widened(attained, met, turns)
+    # A session with a failed turn never completes: its stretch is endless, not unknown.
+    known = np.minimum(stretch[~np.isnan(stretch)], _ENDLESS)
+    stretched = UNKNOWN
+    if len(known):
+        resampled = known[rng.integers(0, len(known), (_DRAWS, len(known)))]
+        point = float(np.quantile(known, 0.9))
+        stretched = _interval(point, np.quantile(resampled, 0.9, axis=1), len(known))
+    return attained, stretched
 
 
 def _interval(point: float, draws: Array, n: int) -> Estimate:

@@ -38,6 +38,7 @@ from eval.traces import (
 from eval.validity import cold_checks, violations
 from launch.supervised import Supervised
 from replay.options import NOTHING_ANSWERED
+from replay.results import RESULTS_FILE, read_results
 from replay.trace import digest
 
 _LOOK_EVERY_S = 0.25
@@ -175,16 +176,14 @@ def cell_order(experiment: Experiment, run: PlannedRun) -> int:
 
 def _with_possible(folder: Path, trace: Path, replay: Replay, facts: TraceFacts) -> TraceFacts:
     """`facts` with what this run's own requests can have left in caches, by when they were sent."""
-    requests = read_run(folder).all_requests
-    sent = requests[requests["sent_s"].notna()]
-    answered = requests[requests["first_token_s"].notna()]
+    results = read_results(folder) if (folder / RESULTS_FILE).is_file() else []
     return dataclasses.replace(
         facts,
         possible_cached_tokens=possible_cached_tokens(
             trace,
             replay,
-            dict(zip(sent["request_id"], sent["sent_s"], strict=True)),
-            dict(zip(answered["request_id"], answered["first_token_s"], strict=True)),
+            {r.request_id: r.sent_s for r in results if r.sent_s is not None},
+            {r.request_id: r.first_token_s for r in results if r.first_token_s is not None},
         ),
     )
 

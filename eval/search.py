@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import orjson
 
 from eval.capacity import (
     Capacity,
-    Judgement,
     Level,
     Objective,
     Search,
@@ -29,7 +29,7 @@ from eval.experiment import WHOLE_LOADS, Arm, Experiment, Slo
 from eval.matrix import PlannedRun, level_run
 from eval.outcomes import MEASURES, by_session, estimates, sample
 from eval.records import Run, read_run
-from eval.stats import SessionBootstrap
+from eval.stats import Estimate, SessionBootstrap
 from eval.steady import not_sustained
 from eval.stretch import Alone, alone_from
 from launch.cache import write_atomically
@@ -52,30 +52,53 @@ _SHOWN = (
 )
 
 
+@dataclass(frozen=True)
+class Tried:
+    """All runs of one load, and what they say whatever other loads show."""
+
+    runs: Sequence[Run]
+    sustained: bool
+    violations: list[str]
+    """The rules of validity that they broke, by name."""
+    figures: Mapping[str, Estimate]
+
+
+def tried(runs: Sequence[Run], slo: Slo) -> Tried:
+    """What the repeats of one load say together."""
+    return Tried(
+        runs,
+        sustained=not_sustained(runs) is None,
+        violations=sorted(
+            {v["rule"] for run in runs for v in run.manifest.get("violations") or []}
+        ),
+        figures=_figures(runs, slo),
+    )
+
+
 def search_arm(experiment: Experiment, arm: Arm, output: Path, execute: Execute) -> Capacity | None:
     """Runs levels until the search is over, and returns the arm's capacity; None where a level
     failed, or time ran out, before any was measured."""
     assert experiment.search is not None
     search, over = bounds(experiment), experiment.search.over
-    done: dict[float, list[PlannedRun]] = {}
+    slo = experiment.slo
+    done: dict[float, Tried] = {}
     found: Capacity | None = None
     while True:
-        runs = {load: [read_run(output / run.folder) for run in done[load]] for load in done}
-        slo = experiment.slo
-        levels, alone = levels_of(runs, slo)
+        levels, alone = levels_of(done, slo)
         load = next_load(levels, search, objective(slo))
         if load is None and experiment.search.alone and 1.0 not in done:
             load = 1.0  # what every session's stretch is held against
         if levels:
             found = capacity(levels, search, objective(slo))
             head = {"arm": arm.name, "over": over, "finished": load is None}
-            _write(output / arm.name, head | _record(found, runs, slo, alone))
+            _write(output / arm.name, head | _record(found, done, slo, alone))
         if load is None:
             return found
-        run = level_run(experiment, arm, load, repeat=len(done.get(load, [])) + 1)
+        before = done[load].runs if load in done else []
+        run = level_run(experiment, arm, load, repeat=len(before) + 1)
         if not execute(run):
             return found
-        done.setdefault(load, []).append(run)
+        done[load] = tried([*before, read_run(output / run.folder)], slo)
 
 
 def bounds(experiment: Experiment) -> Search:
@@ -97,21 +120,22 @@ def objective(slo: Slo) -> Objective:
     return Objective(slo.attainment, slo.stretch_p90)
 
 
-def levels_of(runs: Mapping[float, Sequence[Run]], slo: Slo) -> tuple[list[Level], Alone | None]:
+def levels_of(done: Mapping[float, Tried], slo: Slo) -> tuple[list[Level], Alone | None]:
     """The runs of each load as levels, and what their sessions' stretch is held against."""
-    alone = alone_from([run for level in runs.values() for run in level])
-    return [level_of(level, load, slo, alone) for load, level in sorted(runs.items())], alone
+    alone = alone_from([run for level in done.values() for run in level.runs])
+    loads = sorted(done)
+    return [level_of(done[load], load, slo, alone) for load in loads], alone
 
 
-def level_of(runs: Sequence[Run], load: float, slo: Slo, alone: Alone | None) -> Level:
+def level_of(level: Tried, load: float, slo: Slo, alone: Alone | None) -> Level:
     """The outcomes of all repeats of one load, session by session."""
-    tables = [by_session(run, alone, slo) for run in runs]
+    tables = [by_session(run, alone, slo) for run in level.runs]
     sessions = [
         SessionOutcome(int(met), int(turns), float(stretch))
         for table in tables
         for met, turns, stretch in zip(table["met"], table["turns"], table["stretch"], strict=True)
     ]
-    return Level(load, sessions, sustained=not_sustained(runs) is None, repeats=len(runs))
+    return Level(load, sessions, level.sustained, repeats=len(level.runs))
 
 
 def judged_again(
@@ -119,16 +143,17 @@ def judged_again(
 ) -> dict[str, Any]:
     """What ``capacity.json`` would hold of these runs, by load, under another objective. Not
     `finished`: by that objective the search might have tried other levels."""
-    levels, alone = levels_of(runs, slo)
+    done = {load: tried(level, slo) for load, level in runs.items()}
+    levels, alone = levels_of(done, slo)
     # Of a search's bounds the answer rests on the grid of loads alone.
     found = capacity(levels, Search(start=1.0, whole=over in WHOLE_LOADS), objective(slo))
-    return {"arm": arm, "over": over, "finished": False} | _record(found, runs, slo, alone)
+    return {"arm": arm, "over": over, "finished": False} | _record(found, done, slo, alone)
 
 
 def _record(
-    found: Capacity, runs: Mapping[float, Sequence[Run]], slo: Slo, alone: Alone | None
+    found: Capacity, done: Mapping[float, Tried], slo: Slo, alone: Alone | None
 ) -> dict[str, Any]:
-    first = next(iter(runs.values()))[0]
+    first = next(iter(done.values())).runs[0]
     workers = len(first.manifest.get("workers") or [])
     return {
         "agents": found.value,
@@ -143,21 +168,20 @@ def _record(
         "levels": [
             {
                 "load": verdict.load,
-                "repeats": len(runs[verdict.load]),
+                "repeats": len(level.runs),
                 "meets": verdict.meets,
                 "sure": verdict.sure,
-                "sustained": not_sustained(runs[verdict.load]) is None,
-                "violations": _violations(runs[verdict.load]),
-                **_figures(verdict, runs[verdict.load], slo),
+                "sustained": level.sustained,
+                "violations": level.violations,
+                **_told(
+                    {"attainment": verdict.attainment, "stretch_p90": verdict.stretch_p90}
+                    | dict(level.figures)
+                ),
             }
             for verdict in found.judgements
+            for level in [done[verdict.load]]
         ],
     }
-
-
-def _violations(runs: Sequence[Run]) -> list[str]:
-    """The rules of validity that runs of one level broke, by name."""
-    return sorted({v["rule"] for run in runs for v in run.manifest.get("violations") or []})
 
 
 def _write(folder: Path, record: Mapping[str, Any]) -> None:
@@ -168,16 +192,21 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
     )
 
 
-def _figures(verdict: Judgement, runs: Sequence[Run], slo: Slo) -> dict[str, Any]:
-    """The level's measures by name, and their intervals beside them. Unknown ones, and those that
-    failures put beyond every bound, are null."""
+def _figures(runs: Sequence[Run], slo: Slo) -> dict[str, Estimate]:
+    """The measures that are shown of a level, by name."""
     names = [name for run in runs for name in run.all_requests["conversation"]]
     boot = SessionBootstrap(names, draws=_DRAWS)
-    found = {"attainment": verdict.attainment, "stretch_p90": verdict.stretch_p90}
+    found = {}
     for measure in MEASURES:
         if measure.key in _SHOWN:
             samples = [sample(run, measure, slo) for run in runs]
             [found[measure.key]] = estimates(boot, samples, [measure])
+    return found
+
+
+def _told(found: Mapping[str, Estimate]) -> dict[str, Any]:
+    """Measures by name, and their intervals beside them. Unknown ones, and those that failures put
+    beyond every bound, are null."""
     return {
         **{key: _finite(value.value) for key, value in found.items()},
         "intervals": {
