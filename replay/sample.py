@@ -111,7 +111,9 @@ def sample(
                 f"single turn, and --max-single-turn-ratio {max_single_turn_ratio:g} lets a sample "
                 "hold such only beside others; give --max-single-turn-ratio 1"
             )
-        if thin == "sessions":
+        if multi + single == len(eligible):
+            chosen = eligible  # every draw is of all
+        elif thin == "sessions":
             chosen = _draw_sessions(eligible, multi, single, generator)
         else:
             aim = _Aim(source_stats["block_sharing"], source_stats["input_tokens"]["mean"])
