@@ -195,7 +195,7 @@ def better_share(
 
 
 def _mean(runs: Sequence[Run], measure: Measure, names: frozenset[str] | None) -> pd.Series[float]:
-    table = pd.concat([run.requests for run in runs])
+    table = pd.concat([run.requests[["request_id", measure.column]] for run in runs])
     table = table[table[measure.column].notna()]
     if names is not None:
         table = table[table["request_id"].isin(names)]

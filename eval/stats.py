@@ -163,13 +163,13 @@ def _row_quantiles(cumulative: Array, values: Array, quantiles: Sequence[float])
     """Quantiles of sorted `values` for each row of cumulative counts: rows × quantiles."""
     total = cumulative[:, -1]
     out = np.full((len(cumulative), len(quantiles)), np.nan)
-    last = len(values) - 1
     for i, quantile in enumerate(quantiles):
         rank = (total - 1) * quantile
         lower = np.floor(rank + 1e-9)
         upper = np.minimum(lower + 1, total - 1)
-        below = values[np.minimum((cumulative <= lower[:, None]).sum(axis=1), last)]
-        above = values[np.minimum((cumulative <= upper[:, None]).sum(axis=1), last)]
+        # The first value that is counted beyond the rank; of a whole row the last one is.
+        below = values[(cumulative > lower[:, None]).argmax(axis=1)]
+        above = values[(cumulative > upper[:, None]).argmax(axis=1)]
         share = np.clip(rank - lower, 0, 1)
         # Between an answered and a failed request there is no middle: any share of it is infinite.
         # A share that is only rounding is none.

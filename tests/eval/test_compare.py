@@ -47,17 +47,22 @@ def made_series(
     run_spread: float,
     quantile: float,
     repeats: int,
+    by_round: bool,
 ) -> list[Series]:
     """One arm's repeats on `request` (sessions × turns, logarithms): sessions that suit the arm
-    more or less, runs that differ by `run_spread`, and requests that differ in each."""
+    more or less, runs that differ by `run_spread`, and requests that differ in each. What is
+    compared `by_round` is compared without the draws."""
+    sessions = boot.codes(NAMES)
     taste = rng.normal(0, 0.1, (SESSIONS, 1))
     found = []
     for _ in range(repeats):
         run = rng.normal(0, run_spread) + rng.normal(0, 0.3, (SESSIONS, TURNS))
         values = np.exp(request + taste + run + effect).ravel()
         point = math.log(quantile_points(values, [quantile])[0])
-        draws = boot.quantile_draws(NAMES, values, [quantile])[:, 0]
-        found.append(Series(point, np.log(draws)))
+        draws = np.empty(0)
+        if not by_round:
+            draws = np.log(boot.quantile_draws(sessions, values, [quantile])[:, 0])
+        found.append(Series(point, draws))
     return found
 
 
@@ -84,7 +89,7 @@ def simulate(
         return [
             made_series(
                 rng, boot, request, effect=shift, run_spread=run_spread, quantile=quantile,
-                repeats=repeats,
+                repeats=repeats, by_round=by_round,
             )
             for shift, run_spread in zip((0.0, effect), spreads, strict=True)
         ]  # fmt: skip

@@ -273,8 +273,10 @@ def test_no_quantile_stands_on_fewer_than_five_observations_beyond_it(
     assert summary_json(evidence)["cells"]["a"]["ttft_s"]["p90"] is None
 
 
-def test_every_table_is_written_as_csv_and_in_the_json(three_arms: Path, tmp_path: Path) -> None:
-    evidence = gather(find_runs([three_arms]), draws=50)
+def test_every_table_is_written_as_csv_and_in_the_json(
+    evidence_of_three: Evidence, tmp_path: Path
+) -> None:
+    evidence = evidence_of_three
     paths = write_csv(evidence, tmp_path / "csv")
     frames = {path.stem: pd.read_csv(path) for path in paths}
     assert {"arms", "cells", "comparison", "classes", "workers", "runs"} <= set(frames)
@@ -378,9 +380,9 @@ def test_the_objective_can_be_changed_after_the_fact(make_run: MakeRun, tmp_path
 
 
 def test_a_report_that_cannot_be_written_leaves_the_one_before(
-    three_arms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    evidence_of_three: Evidence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evidence = gather(find_runs([three_arms]), draws=20)
+    evidence = evidence_of_three
     html, markdown = write_report(evidence, tmp_path / "report")
     before = html.read_bytes(), markdown.read_bytes()
 
@@ -520,10 +522,10 @@ def test_folders_without_runs_are_named(tmp_path: Path) -> None:
         find_runs([tmp_path / "nowhere"])
 
 
-def test_a_picture_of_the_headline_is_drawn(three_arms: Path) -> None:
+def test_a_picture_of_the_headline_is_drawn(three_arms: Path, evidence_of_three: Evidence) -> None:
     from eval.picture import write_picture
 
-    evidence = gather(find_runs([three_arms]), draws=50)
+    evidence = evidence_of_three
     for name in ("headline.png", "headline.svg"):
         write_picture(evidence.cells, "A title", caption(evidence), three_arms / name)
         assert (three_arms / name).stat().st_size > 10_000
