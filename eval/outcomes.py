@@ -176,21 +176,14 @@ def sample(
     the measure is of single requests. `sessions` is the run's table of them (`by_session`), made
     here where it is not given."""
     if measure.kind == "sessions":
-        table = by_session(run) if sessions is None else sessions
-        known = table[table[measure.column].notna()]
-        return Sample(
-            known["conversation"].tolist(), np.asarray(known[measure.column], dtype=np.float64)
-        )
+        return _known(by_session(run) if sessions is None else sessions, measure.column)
     if measure.kind == "rate":
         return _rate(run, measure, slo)
     table = run.requests
     if requests is not None:
         table = table[table["request_id"].isin(requests)]
     if measure.kind == "quantile":
-        known = table[table[measure.column].notna()]
-        return Sample(
-            known["conversation"].tolist(), np.asarray(known[measure.column], dtype=np.float64)
-        )
+        return _known(table, measure.column)
     if measure.key == "attainment":
         counted = table[table["ok"] | table["failed"]]
         return Sample(
@@ -210,6 +203,19 @@ def sample(
     )
 
 
+def _known(table: pd.DataFrame, column: str) -> Sample:
+    """A column's values where they are known."""
+    values = np.asarray(table[column], dtype=np.float64)
+    known = ~np.isnan(values)
+    return Sample(_sessions(table, known), values[known])
+
+
+def _sessions(table: pd.DataFrame, kept: npt.NDArray[np.bool_]) -> list[str]:
+    # Of the column alone: a table of the rows kept would copy dozens that nobody asks for.
+    found: list[str] = table["conversation"].to_numpy()[kept].tolist()
+    return found
+
+
 def _rate(run: Run, measure: Measure, slo: Slo) -> Sample:
     """A sum over the seconds in which it was made. Tokens and completed requests count where they
     fell inside the window, whenever the request was scheduled; tokens of an answer that failed do
@@ -218,21 +224,19 @@ def _rate(run: Run, measure: Measure, slo: Slo) -> Sample:
     seconds = end_s - start_s
     if measure.per_gpu:
         seconds *= run.gpus if run.gpus is not None else float("nan")
-    values: Array
     if measure.column == "good":
-        table = run.requests
-        values = np.asarray(good(table, slo), dtype=np.float64)
+        values = np.asarray(good(run.requests, slo), dtype=np.float64)
+        return Sample(run.requests["conversation"].tolist(), values, float(seconds))
+    table = run.all_requests
+    answered = table["ok"] | table["error_kind"].eq("cancelled")
+    counted = (answered & table["phase"].ne("prime")).to_numpy(dtype=bool)
+    if measure.column == "completed":
+        inside = table["finished_s"].between(start_s, end_s)
+        done = table["ok"] & (inside | (run.window is None))
+        values = np.asarray(done, dtype=np.float64)[counted]
     else:
-        cancelled = run.all_requests["error_kind"].eq("cancelled")
-        table = run.all_requests[run.all_requests["ok"] | cancelled]
-        table = table[table["phase"].ne("prime")]
-        if measure.column == "completed":
-            inside = table["finished_s"].between(start_s, end_s)
-            done = table["ok"] & (inside | (run.window is None))
-            values = np.asarray(done, dtype=np.float64)
-        else:
-            values = np.asarray(table["window_tokens"], dtype=np.float64)
-    return Sample(table["conversation"].tolist(), values, float(seconds))
+        values = np.asarray(table["window_tokens"], dtype=np.float64)[counted]
+    return Sample(_sessions(table, counted), values, float(seconds))
 
 
 def estimates(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import zstandard
 
@@ -48,8 +49,8 @@ COLUMNS = [(table, at) for table, arms in enumerate(TABLES) for at in range(len(
 
 def lines(arm: str) -> list[dict[str, Any]]:
     with (DOCS / "residency" / f"{arm}.requests.jsonl.zst").open("rb") as packed:
-        text = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(packed))
-        return [json.loads(line) for line in text]
+        found = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(packed))
+        return [orjson.loads(line) for line in found]
 
 
 def row(table: int, label: str, page: Path = DOCS / "residency.md") -> list[str]:
@@ -137,7 +138,9 @@ def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: P
         folder.mkdir()
         manifest = {"arm": {"name": arm}, "state": "complete"}
         (folder / "manifest.json").write_text(json.dumps(manifest))
-        (folder / "requests.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in lines(arm)))
+        (folder / "requests.jsonl").write_bytes(
+            b"".join(orjson.dumps(line) + b"\n" for line in lines(arm))
+        )
         shutil.copy(DOCS / "residency" / f"{arm}.phases.json", folder / "phases.json")
         assert steadiness(read_run(folder)).state is state
 
