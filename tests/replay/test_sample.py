@@ -14,12 +14,14 @@ from replay.stats import describe
 from replay.synth import load_profile, synthesise
 from replay.trace import Request, read_trace, write_trace
 
+REQUESTS = 12_000
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sample") / "source.jsonl.zst"
     profile = load_profile("glm-agentic").model_copy(update={"requests_per_s": 20.0})
-    write_trace(path, synthesise(profile, 1, requests=12_000))
+    write_trace(path, synthesise(profile, 1, requests=REQUESTS))
     return path
 
 
@@ -132,6 +134,7 @@ def test_a_sample_that_lost_reuse_says_so(source: Path, tmp_path: Path) -> None:
         max_single_turn_ratio=1,
     )
     assert everything["warnings"] == []
+    assert sum(1 for _ in read_trace(tmp_path / "all.jsonl")) == REQUESTS
 
 
 def test_a_session_comes_with_the_sub_agents_that_it_waits_for(
