@@ -15,7 +15,7 @@ import sys
 import typer
 
 from deltaserve import __version__
-from deltaserve.errors import InputError
+from deltaserve.errors import told_in_one_line
 from deltaserve.rooms import prefer_ours
 
 # command → (module, attribute holding a typer.Typer, one-line help)
@@ -75,16 +75,14 @@ def main() -> None:
     prefer_ours()
     arguments = sys.argv[1:]
     try:
-        try:
-            if arguments[:1] == ["--version"]:
-                print(f"deltaserve {__version__}")
-                return
-            build_app(_called(arguments))(prog_name="deltaserve")
-        finally:
-            _flush()
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        with told_in_one_line():
+            try:
+                if arguments[:1] == ["--version"]:
+                    print(f"deltaserve {__version__}")
+                    return
+                build_app(_called(arguments))(prog_name="deltaserve")
+            finally:
+                _flush()
     except BrokenPipeError:  # whoever read our output has had enough
         sys.exit(1)
     except OSError as error:

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
+from deltaserve.errors import InputError
 from eval.records import Run
 
 Row = dict[str, str]
@@ -19,11 +21,16 @@ def cell(value: float, form: str = ".4f") -> str:
     return f"{value:{form}}" if math.isfinite(value) else ""
 
 
+def turns_of(run: Run) -> pd.DataFrame:
+    """The turns scheduled in a run's window that were answered or failed."""
+    table = run.requests
+    return table[table["ok"] | table["failed"]]
+
+
 def figures(run: Run) -> Row:
     """The figures of a run that every page of many runs wants, of turns scheduled in its window
     (requests/s: of those that ended in it). Times in seconds."""
-    table = run.requests
-    counted = table[table["ok"] | table["failed"]]
+    counted = turns_of(run)
     answered = counted[counted["ok"]]
     start_s, end_s = run.span_s
 
@@ -61,7 +68,16 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
             file.flush()
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of such a file."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def read_rows(path: Path, columns: Iterable[str] = ()) -> list[Row]:
+    """The rows of such a file. Raises `InputError` where it cannot be read, or lacks one of
+    `columns`."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    missing = [column for column in columns if column not in (reader.fieldnames or ())]
+    if missing:
+        raise InputError(f"{path}: has no column {missing[0]}")
+    return rows

@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 import typer
 
+from deltaserve.errors import told_in_one_line
 from eval.experiment import Replay
 from eval.run_lines import Row, read_rows, write_rows
 from eval.simulate import read_calibration, write_planned
@@ -186,4 +187,5 @@ def show(runs: Annotated[Path, typer.Argument(help="runs.csv, of `run`.")]) -> N
 
 
 if __name__ == "__main__":
-    app()
+    with told_in_one_line():
+        app()

@@ -19,13 +19,14 @@ from typing import Annotated, Any
 
 import typer
 
+from deltaserve.errors import told_in_one_line
 from eval.experiment import Experiment, Slo, Turns
 from eval.experiment_files import load_experiment
 from eval.outcomes import good
 from eval.plot import Axis, Chart, Heat, svg
 from eval.progress import Progress
 from eval.records import Run, read_run
-from eval.run_lines import Row, cell, figures, read_rows, write_rows
+from eval.run_lines import Row, cell, figures, read_rows, turns_of, write_rows
 from eval.simulate import read_calibration
 from eval.simulated_runs import simulate_experiment
 
@@ -169,8 +170,7 @@ def _simulate_arm(task: tuple[Experiment, str, Path]) -> list[Row]:
 
 def row_of(run: Run, new_tokens: int, turns: int) -> Row:
     """What is kept of a run: its figures, and the share of turns that keeps each objective."""
-    table = run.requests
-    counted = table[table["ok"] | table["failed"]]
+    counted = turns_of(run)
     answered = counted[counted["ok"]]
     assert run.load is not None
     replay = (run.manifest.get("replay") or {}).get("arguments") or {}
@@ -327,4 +327,5 @@ def show_command(
 
 
 if __name__ == "__main__":
-    app()
+    with told_in_one_line():
+        app()

@@ -13,13 +13,13 @@ from typing import Annotated
 
 import typer
 
-from deltaserve.errors import InputError
+from deltaserve.errors import InputError, told_in_one_line
 from eval.experiment import Slo
 from eval.experiment_files import load_experiment
 from eval.outcomes import good
 from eval.plot import PALETTE, Axis, Chart, Dots, Line, Rule, svg
 from eval.records import Run, read_run
-from eval.run_lines import Row, cell, figures, read_rows, write_rows
+from eval.run_lines import Row, cell, figures, read_rows, turns_of, write_rows
 from eval.separation import ATTAINMENT, carried
 
 EXPERIMENT = "sessions-a-gpu"
@@ -34,14 +34,12 @@ MEASURES = {
 def row_of(run: Run, arm: str, sessions: int) -> Row:
     """What is kept of a run of an arm with so many sessions in flight; the objective is the default
     one of experiments."""
-    table = run.requests
-    counted = table[table["ok"] | table["failed"]]
     return {
         "arm": arm,
         "sessions": str(sessions),
         "draw": str(run.repeat),
         **figures(run),
-        "within_objective": cell(float(good(counted, Slo()).mean())),
+        "within_objective": cell(float(good(turns_of(run), Slo()).mean())),
     }
 
 
@@ -176,13 +174,15 @@ def show_command(
     picture_path: Annotated[Path | None, typer.Option("--picture", help="SVG to write.")] = None,
 ) -> None:
     """Print the page's tables; with --picture also draw the share of turns within the objective."""
-    rows = read_rows(runs)
+    columns = ("arm", "sessions", "draw", *MEASURES)
+    rows = read_rows(runs, columns)
     for lines in (summary(rows), *(table(rows, column) for column in MEASURES)):
         typer.echo("\n".join(["", *lines]))
     if picture_path is not None:
-        beside = read_rows(measured) if measured is not None else []
+        beside = read_rows(measured, columns) if measured is not None else []
         picture_path.write_text(picture(rows, beside), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    app()
+    with told_in_one_line():
+        app()

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import orjson
 import typer
 
+from deltaserve.errors import told_in_one_line
 from eval.simulate import simulate
 
 _BLOCK_TOKENS = 64
@@ -149,4 +150,5 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with told_in_one_line():
+        typer.run(main)

@@ -17,7 +17,7 @@ import orjson
 import typer
 import zstandard
 
-from deltaserve.errors import InputError
+from deltaserve.errors import InputError, told_in_one_line
 
 Line = dict[str, Any]
 
@@ -99,4 +99,5 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with told_in_one_line():
+        typer.run(main)

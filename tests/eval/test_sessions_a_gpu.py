@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,23 @@ def test_the_commands_keep_lines_and_show_them(tmp_path: Path) -> None:
     assert shown.exit_code == 0
     assert "\n".join(table(read_rows(kept), "requests_per_s")) in shown.output
     assert drawn.read_text() == picture(read_rows(kept), read_rows(kept))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lines", "nowhere", "x.csv"], "error: nowhere: no complete run"),
+        (["show", "nowhere.csv"], "error: nowhere.csv: No such file or directory"),
+        (["show", "other.csv"], "error: other.csv: has no column sessions"),
+    ],
+)
+def test_a_wrong_file_is_one_line_and_exit_status_2(
+    arguments: list[str], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "other.csv").write_text("arm,draw\n")
+    command = [sys.executable, "-m", "eval.sessions_a_gpu", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"{words}\n")
 
 
 def test_arms_stand_in_the_order_of_the_experiment(tmp_path: Path) -> None:
