@@ -1,7 +1,6 @@
 //! How long sessions think between an answer's end and their next request: their own last gaps, and
 //! what all sessions do.
 
-use smallvec::SmallVec;
 use std::sync::LazyLock;
 
 /// Gaps of a session that are remembered.
@@ -21,21 +20,41 @@ const MOST_S: f64 = 600.0;
 /// All but this share of gaps are shorter than [`Gaps::nearly_all_s`].
 const LONGEST_SHARE: f64 = 0.01;
 
-/// A session's own last gaps, in seconds.
-#[derive(Clone, Debug, Default)]
-pub struct OwnGaps(SmallVec<[f32; OWN_GAPS]>);
+/// A session's own last gaps.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OwnGaps {
+    seconds: [f32; OWN_GAPS],
+    /// The bins that they are of: to find one takes a logarithm, and they are asked for far more often
+    /// than a gap is noted.
+    bins: [u8; OWN_GAPS],
+    count: u8,
+}
 
 impl OwnGaps {
     pub fn note(&mut self, gap_s: f64) {
-        if self.0.len() == OWN_GAPS {
-            self.0.remove(0);
+        if usize::from(self.count) == OWN_GAPS {
+            self.seconds.rotate_left(1);
+            self.bins.rotate_left(1);
+            self.count -= 1;
         }
-        self.0.push(gap_s as f32);
+        let at = usize::from(self.count);
+        self.seconds[at] = gap_s as f32;
+        self.bins[at] = bin(f64::from(self.seconds[at])) as u8;
+        self.count += 1;
+    }
+
+    fn seconds(&self) -> &[f32] {
+        &self.seconds[..usize::from(self.count)]
+    }
+
+    fn bins(&self) -> impl Iterator<Item = usize> {
+        let bins = &self.bins[..usize::from(self.count)];
+        bins.iter().map(|&bin| usize::from(bin))
     }
 
     /// What they and all sessions' gaps weigh together.
     fn weight(&self) -> f64 {
-        FLEET_WEIGHT + self.0.len() as f64
+        FLEET_WEIGHT + f64::from(self.count)
     }
 
     /// What no return at all weighs beside them, where `last_share` of answers are the last.
@@ -123,7 +142,8 @@ impl Gaps {
     fn longer(&self, own: &OwnGaps, idle_s: f64) -> f64 {
         let first = MIDDLES_S.partition_point(|gap_s| *gap_s <= idle_s);
         let (of_fleet, all) = (self.sums.from[first], self.sums.from[0]);
-        let own = own.0.iter().filter(|&&gap_s| f64::from(gap_s) > idle_s);
+        let own = own.seconds().iter();
+        let own = own.filter(|&&gap_s| f64::from(gap_s) > idle_s);
         FLEET_WEIGHT * of_fleet / all + own.count() as f64
     }
 
@@ -153,9 +173,7 @@ impl Gaps {
             return false;
         }
         let mut weights = self.sums.shares;
-        for &gap_s in &own.0 {
-            weights[bin(f64::from(gap_s))] += 1.0;
-        }
+        own.bins().for_each(|bin| weights[bin] += 1.0);
         let gone = own.gone(last_share);
         let mut left = weights[first..].iter().sum::<f64>() + gone;
         let (mut returned, mut kept_s) = (0.0, 0.0);
