@@ -219,8 +219,7 @@ impl State {
         now_s: f64,
     ) -> Result<(Seat, ResidencyRecord), Refusal> {
         let slot = route.answering();
-        let by_slot = self.facts.iter().map(|facts| facts.cached_tokens);
-        let cached = self.residency.cached(by_slot.collect());
+        let cached = self.cached_by_facts();
         let Entry {
             way,
             identity,

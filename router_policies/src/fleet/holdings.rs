@@ -3,6 +3,7 @@
 use super::log::PrefixSource;
 use super::prefix::estimate::{EstimateTree, strided};
 use super::prefix::hash::{PromptHashes, Unit};
+use super::residency::cached::Cached;
 use super::worker::Worker;
 use super::{ESTIMATE_BLOCK_TOKENS, State};
 use crate::policy::Route;
@@ -23,13 +24,19 @@ impl State {
         tokens
     }
 
-    /// Tokens of the prompt cached on each worker, by slot. The facts must be filled in.
-    pub(super) fn cached_by_slot(&mut self, prompt: &PromptHashes) -> Vec<u64> {
+    /// How much of the prompt is cached on each worker. The facts must be filled in.
+    pub(super) fn cached_of(&mut self, prompt: &PromptHashes) -> Cached {
         self.facts
             .iter_mut()
             .for_each(|facts| facts.cached_tokens = 0);
         self.fill_cached(prompt);
-        self.facts.iter().map(|facts| facts.cached_tokens).collect()
+        self.cached_by_facts()
+    }
+
+    /// The same, of the prompt that the facts are filled in for.
+    pub(super) fn cached_by_facts(&self) -> Cached {
+        let by_slot = self.facts.iter().map(|facts| facts.cached_tokens);
+        self.residency.cached(by_slot)
     }
 
     pub(super) fn fill_cached(&mut self, prompt: &PromptHashes) {

@@ -97,8 +97,7 @@ impl Fleet {
         }
         let sites = state.sites(exclude, now_s);
         let not_for = state.not_for(request, exclude);
-        let by_slot = state.facts.iter().map(|facts| facts.cached_tokens);
-        let cached = state.residency.cached(by_slot.collect());
+        let cached = state.cached_by_facts();
         let asked = Asked {
             key: identity.key,
             has_session: identity.name.is_some(),
@@ -419,7 +418,7 @@ impl State {
             self.fill_facts(&[], now_s);
         }
         for (id, prompt) in stale {
-            let cached = self.cached_by_slot(&prompt);
+            let cached = self.cached_of(&prompt);
             self.residency.set_cached(id, cached, now_s);
         }
         let sites = self.sites(&[], now_s);

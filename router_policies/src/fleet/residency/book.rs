@@ -68,6 +68,14 @@ impl Occupant {
             .sum();
         in_flight + self.held.as_ref().map_or(0, Chain::tokens)
     }
+
+    /// What it adds to [`Hold::idle_tokens`].
+    fn idle_tokens(&self) -> u64 {
+        match self.is_idle() {
+            true => self.tokens() + self.growth_tokens,
+            false => 0,
+        }
+    }
 }
 
 /// How a turn ended, as far as the worker's cache is concerned.
@@ -90,8 +98,11 @@ pub struct Hold {
     /// Tokens of tails and of answers in flight.
     loose_tokens: u64,
     growth_tokens: u64,
-    /// Turns of all occupants. The gate asks for it on every worker: it is counted as turns come and go.
+    /// Turns of all occupants, what is booked for them, and what idle occupants hold. The gate asks for
+    /// these on every worker: they are counted as turns come and go.
     in_flight: usize,
+    in_flight_tokens: u64,
+    idle_tokens: u64,
     /// Occupants whose next turns wait for room to grow.
     growing: usize,
     pub cold_in_flight: u32,
@@ -146,7 +157,9 @@ impl Hold {
         if let Some(occupant) = self.occupants.get_mut(&key) {
             self.growing -= usize::from(occupant.waits);
             self.growing += usize::from(waits);
+            self.idle_tokens -= occupant.idle_tokens();
             occupant.waits = waits;
+            self.idle_tokens += occupant.idle_tokens();
         }
     }
 
@@ -157,8 +170,7 @@ impl Hold {
 
     /// Tokens that idle occupants hold, shared ones counted for each, and what is booked for their growth.
     pub fn idle_tokens(&self) -> u64 {
-        let idle = self.occupants.values().filter(|o| o.is_idle());
-        idle.map(|o| o.tokens() + o.growth_tokens).sum()
+        self.idle_tokens
     }
 
     pub fn turns_in_flight(&self) -> usize {
@@ -167,16 +179,17 @@ impl Hold {
 
     /// Tokens booked for turns in flight, shared ones counted for each.
     pub fn in_flight_tokens(&self) -> u64 {
-        let turns = self.occupants.values().flat_map(|occupant| &occupant.turns);
-        turns
-            .map(|turn| turn.chain.tokens() + turn.output_tokens)
-            .sum()
+        self.in_flight_tokens
     }
 
-    /// By how much the firm booking grows when `key` sends this prompt and gets `output_tokens`.
-    /// Negative where it shrinks (a compacted session).
-    pub fn need_tokens(&self, key: Key, prompt: &Coarse<'_>, output_tokens: u64) -> i64 {
-        let occupant = self.occupants.get(&key);
+    /// By how much the firm booking grows when `occupant`, or somebody without a place, sends this prompt
+    /// and gets `output_tokens`. Negative where it shrinks (a compacted session).
+    pub fn need_tokens(
+        &self,
+        occupant: Option<&Occupant>,
+        prompt: &Coarse<'_>,
+        output_tokens: u64,
+    ) -> i64 {
         let held = occupant.and_then(|occupant| occupant.held.as_ref());
         let mut released = 0;
         let mut known = 0;
@@ -191,7 +204,7 @@ impl Hold {
                 released = gone + held.tail_tokens;
             }
         }
-        let new = prompt.blocks() - self.blocks.held(prompt, known);
+        let new = self.blocks.new_blocks(prompt, known);
         let added = prompt.tokens_of(new) + prompt.tail_tokens() + output_tokens;
         added as i64 - released as i64
     }
@@ -210,6 +223,7 @@ impl Hold {
             admitted_s: now_s,
             ..Occupant::default()
         });
+        self.idle_tokens -= occupant.idle_tokens();
         let extends = occupant
             .held
             .as_ref()
@@ -232,6 +246,9 @@ impl Hold {
         for at in chain.states.len()..prompt.blocks() {
             let state = prompt.state(at);
             self.blocks.add(state, prompt.block_tokens);
+            if at == 0 {
+                self.blocks.start(state, prompt.block_tokens);
+            }
             chain.states.push(state);
         }
         self.loose_tokens += chain.tail_tokens + output_tokens;
@@ -240,6 +257,7 @@ impl Hold {
         occupant.returns_s = None;
         occupant.ended = false;
         self.in_flight += 1;
+        self.in_flight_tokens += chain.tokens() + output_tokens;
         occupant.turns.push(Turn {
             id,
             chain,
@@ -273,6 +291,7 @@ impl Hold {
         if let Some(turn) = self.turn_mut(key, id) {
             turn.output_tokens += more_tokens;
             self.loose_tokens += more_tokens;
+            self.in_flight_tokens += more_tokens;
         }
     }
 
@@ -306,6 +325,7 @@ impl Hold {
             ..
         } = occupant.turns.swap_remove(at);
         self.in_flight -= 1;
+        self.in_flight_tokens -= chain.tokens() + booked;
         let most_tail_tokens = self.blocks.tokens() + chain.tail_tokens + booked;
         self.loose_tokens -= chain.tail_tokens + booked;
         match (served, before) {
@@ -335,6 +355,7 @@ impl Hold {
         }
         if occupant.turns.is_empty() {
             occupant.idle_since_s = now_s;
+            self.idle_tokens += occupant.idle_tokens();
             let is_gone = served == Served::Failed || occupant.lost;
             if (occupant.held.is_none() || is_gone) && !occupant.waits {
                 self.remove(key);
@@ -350,6 +371,7 @@ impl Hold {
         self.note_change();
         self.growing -= usize::from(occupant.waits);
         self.in_flight -= occupant.turns.len();
+        self.idle_tokens -= occupant.idle_tokens();
         let before = self.firm_tokens();
         self.growth_tokens -= occupant.growth_tokens;
         if let Some(chain) = &occupant.held {
@@ -359,6 +381,7 @@ impl Hold {
         for turn in &occupant.turns {
             self.blocks.release(&turn.chain);
             self.loose_tokens -= turn.chain.tail_tokens + turn.output_tokens;
+            self.in_flight_tokens -= turn.chain.tokens() + turn.output_tokens;
             self.cold_in_flight -= u32::from(turn.cold);
         }
         Some(before - self.firm_tokens())
@@ -384,8 +407,10 @@ impl Hold {
         let room = budget_tokens.saturating_sub(self.booked_tokens());
         if let Some(occupant) = self.occupants.get_mut(&key) {
             self.growth_tokens -= occupant.growth_tokens;
+            self.idle_tokens -= occupant.idle_tokens();
             occupant.growth_tokens = wanted_tokens.min(room + occupant.growth_tokens);
             self.growth_tokens += occupant.growth_tokens;
+            self.idle_tokens += occupant.idle_tokens();
         }
     }
 
@@ -400,7 +425,9 @@ impl Hold {
                 return;
             }
             let taken = occupant.growth_tokens.min(excess);
+            self.idle_tokens -= occupant.idle_tokens();
             occupant.growth_tokens -= taken;
+            self.idle_tokens += occupant.idle_tokens();
             self.growth_tokens -= taken;
             excess -= taken;
         }
@@ -482,6 +509,7 @@ mod tests {
         Remove(Key),
         Reserve(Key),
         Waits(Key, bool),
+        Trim,
         LoseAll,
     }
 
@@ -498,6 +526,7 @@ mod tests {
             1 => key().prop_map(Step::Remove),
             1 => key().prop_map(Step::Reserve),
             1 => (key(), any::<bool>()).prop_map(|(key, waits)| Step::Waits(key, waits)),
+            1 => Just(Step::Trim),
             1 => Just(Step::LoseAll),
         ]
     }
@@ -533,6 +562,7 @@ mod tests {
                     }
                     Step::Reserve(key) => hold.reserve_growth(key, 500, BUDGET_TOKENS),
                     Step::Waits(key, waits) => hold.set_waits(key, waits),
+                    Step::Trim => hold.trim_growth(BUDGET_TOKENS / 2),
                     Step::LoseAll => {
                         for key in hold.lose_all() {
                             hold.remove(key);
@@ -542,6 +572,12 @@ mod tests {
                 }
                 let turns: usize = hold.occupants().map(|(_, o)| o.turns.len()).sum();
                 prop_assert_eq!(hold.turns_in_flight(), turns);
+                let in_flight = hold.occupants().flat_map(|(_, o)| &o.turns);
+                let in_flight = in_flight.map(|turn| turn.chain.tokens() + turn.output_tokens);
+                prop_assert_eq!(hold.in_flight_tokens(), in_flight.sum::<u64>());
+                let idle = hold.occupants().filter(|(_, o)| o.is_idle());
+                let idle: u64 = idle.map(|(_, o)| o.tokens() + o.growth_tokens).sum();
+                prop_assert_eq!(hold.idle_tokens(), idle);
                 let is_quiet = hold.occupants().all(|(_, o)| o.turns.is_empty() && !o.waits());
                 prop_assert_eq!(hold.is_quiet(), is_quiet);
                 for (key, occupant) in hold.occupants() {

@@ -5,27 +5,33 @@ use smallvec::SmallVec;
 /// Tokens of a prompt that are cached on each worker.
 #[derive(Clone, Debug, Default)]
 pub struct Cached {
-    by_slot: Vec<u64>,
+    /// By slot, in their order, where there are some: on nearly all of many workers there are none.
+    held: SmallVec<[(usize, u64); 8]>,
     most: u64,
     /// The slots that hold a long part of it, in their order: few do, and they are asked for often.
     warm: SmallVec<[usize; 2]>,
 }
 
 impl Cached {
-    /// From tokens by slot; `long_tokens` of them are a long part.
-    pub fn new(by_slot: Vec<u64>, long_tokens: u64) -> Self {
-        let long = by_slot.iter().enumerate();
-        let warm = long.filter(|(_, tokens)| **tokens >= long_tokens);
-        Self {
-            warm: warm.map(|(slot, _)| slot).collect(),
-            most: by_slot.iter().copied().max().unwrap_or(0),
-            by_slot,
+    /// From the tokens of each slot; `long_tokens` of them are a long part.
+    pub fn new(by_slot: impl Iterator<Item = u64>, long_tokens: u64) -> Self {
+        let mut cached = Self::default();
+        for (slot, tokens) in by_slot.enumerate() {
+            if tokens > 0 {
+                cached.held.push((slot, tokens));
+                cached.most = cached.most.max(tokens);
+            }
+            if tokens >= long_tokens {
+                cached.warm.push(slot);
+            }
         }
+        cached
     }
 
     /// Tokens on the worker of a slot.
     pub fn on(&self, slot: usize) -> u64 {
-        self.by_slot.get(slot).copied().unwrap_or(0)
+        let at = self.held.binary_search_by_key(&slot, |(of, _)| *of);
+        at.map_or(0, |at| self.held[at].1)
     }
 
     /// Tokens on the worker that has most of it.

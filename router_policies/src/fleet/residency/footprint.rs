@@ -7,9 +7,12 @@
 
 use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::{BYTES_PER_TOKEN, PromptHashes, Unit};
+use smallvec::SmallVec;
 
 /// Tokens a coarse block (the nearest multiple of the prompt's own blocks).
 pub const COARSE_TOKENS: usize = 256;
+/// More different beginnings than this take longer to go through than one block to be looked up.
+const STARTS: usize = 32;
 
 /// A prompt, as the book sees it: its states at multiples of [`COARSE_TOKENS`].
 #[derive(Clone, Copy)]
@@ -111,11 +114,20 @@ struct Count {
     tokens: u32,
 }
 
+/// A first block, with its tokens, and how many chains begin with it.
+struct Start {
+    state: u64,
+    block_tokens: u32,
+    chains: u32,
+}
+
 /// The coarse blocks that are held on one worker, and by how many.
 #[derive(Default)]
 pub struct Blocks {
     counts: StateMap<Count>,
     tokens: u64,
+    /// With what chains begin: most workers hold nothing of a prompt, and the gate asks all of them.
+    starts: SmallVec<[Start; 4]>,
 }
 
 impl Blocks {
@@ -143,15 +155,52 @@ impl Blocks {
         }
     }
 
+    /// Another chain begins with this block.
+    pub fn start(&mut self, state: u64, block_tokens: u32) {
+        match self.starts.iter_mut().find(|start| start.state == state) {
+            Some(start) => start.chains += 1,
+            None => self.starts.push(Start {
+                state,
+                block_tokens,
+                chains: 1,
+            }),
+        }
+    }
+
     pub fn release(&mut self, chain: &Chain) {
         chain.states.iter().for_each(|&state| self.remove(state));
+        let first = chain.states.first();
+        let at = |starts: &[Start]| starts.iter().position(|start| Some(&start.state) == first);
+        if let Some(at) = at(&self.starts) {
+            self.starts[at].chains -= 1;
+            if self.starts[at].chains == 0 {
+                self.starts.swap_remove(at);
+            }
+        }
+    }
+
+    /// False where nobody holds anything of the prompt. Of prompts in blocks of other sizes that cannot be
+    /// told by their first.
+    fn may_hold(&self, prompt: &Coarse<'_>) -> bool {
+        self.starts.len() > STARTS
+            || self.starts.iter().any(|start| {
+                start.state == prompt.state(0) || start.block_tokens != prompt.block_tokens
+            })
+    }
+
+    /// Blocks of the prompt that would be new here, if at least `known` are held.
+    pub fn new_blocks(&self, prompt: &Coarse<'_>, known: usize) -> usize {
+        let blocks = prompt.blocks();
+        if known == 0 && (blocks == 0 || !self.may_hold(prompt)) {
+            return blocks;
+        }
+        blocks - self.held(prompt, known)
     }
 
     /// Blocks of the prompt's beginning that somebody holds, of which at least `known` are.
     pub fn held(&self, prompt: &Coarse<'_>, known: usize) -> usize {
         let known = known.min(prompt.blocks());
         let holds = |at: usize| self.counts.contains_key(&prompt.state(at));
-        // Most workers hold nothing of a prompt.
         if known < prompt.blocks() && !holds(known) {
             return known;
         }

@@ -1,6 +1,6 @@
 //! Where a turn may go now, and who gives up a place for it.
 
-use super::book::{Hold, Key};
+use super::book::{Hold, Key, Occupant};
 use super::cached::Cached;
 use super::footprint::Coarse;
 use super::looks::chosen;
@@ -64,8 +64,7 @@ impl Go {
     }
 }
 
-/// What a round of decisions has in common. What it has worked out holds until places change:
-/// [`Round::forget`].
+/// What a round of decisions has in common. What it has worked out holds until places change.
 pub(super) struct Round {
     pub now_s: f64,
     pub oldest_wait_s: f64,
@@ -91,6 +90,26 @@ pub(super) struct Round {
 struct Eligible {
     keys: Leaving,
     most_tokens: u64,
+    /// [`Hold::changes`] of the places that it is of.
+    changes: u64,
+}
+
+/// A turn without a place, and what of it is the same on every worker.
+struct Entrant<'a> {
+    asked: &'a Asked<'a>,
+    /// Where its session may have a place all the same: `Known::slots`.
+    slots: &'a [usize],
+    growth_tokens: u64,
+}
+
+impl Entrant<'_> {
+    fn occupant<'h>(&self, slot: usize, hold: &'h Hold) -> Option<&'h Occupant> {
+        if self.slots.contains(&slot) {
+            hold.occupant(self.asked.key)
+        } else {
+            None
+        }
+    }
 }
 
 impl Round {
@@ -125,15 +144,13 @@ impl Round {
         }
     }
 
-    /// The worker's places have changed.
-    pub fn forget(&mut self, slot: usize) {
-        if let Some(eligible) = self.eligible.get_mut(slot) {
-            *eligible = None;
-        }
+    /// Places have changed, and with them perhaps who waits for sub-agents. What is known of a worker holds
+    /// as long as its own places are the same: [`Hold::changes`].
+    pub fn forget_busy(&mut self) {
         self.busy = None;
     }
 
-    /// Those of all workers have.
+    /// The same, and what depends on it on all workers.
     pub fn forget_all(&mut self) {
         self.eligible.clear();
         self.busy = None;
@@ -222,14 +239,18 @@ impl Residency {
             return false;
         };
         let believed = asked.prompt.tokens_of(held.common(&asked.prompt));
+        let is_lost = |cached: u64| {
+            believed.saturating_sub(cached) >= self.settings.cold_tokens.min(believed / 2 + 1)
+        };
+        let on_gpu = asked.cached.on(site.slot);
+        if now_s - occupant.idle_since_s < EVENTS_TAKE_S || !is_lost(on_gpu) {
+            return false;
+        }
         // Where events tell of the GPU's cache alone, what was evicted there may be in the host tier and
         // come back from it, so that the session's home is where it was.
         let host_share = self.host_shares(site, now_s).get(&asked.key).copied();
         let in_host = (believed as f64 * host_share.unwrap_or(0.0)) as u64;
-        let on_gpu = asked.cached.on(site.slot);
-        let cached = on_gpu.max(in_host);
-        now_s - occupant.idle_since_s >= EVENTS_TAKE_S
-            && believed.saturating_sub(cached) >= self.settings.cold_tokens.min(believed / 2 + 1)
+        is_lost(on_gpu.max(in_host))
     }
 
     /// A turn of a session with a place here: it goes at once if there is room for what it has grown by.
@@ -244,7 +265,8 @@ impl Residency {
             return Ok(go(Vec::new(), Residence::Ungated));
         };
         let hold = &self.holds[site.slot];
-        let need = hold.need_tokens(asked.key, &asked.prompt, asked.output_tokens);
+        let own = hold.occupant(asked.key);
+        let need = hold.need_tokens(own, &asked.prompt, asked.output_tokens);
         let excess = hold.firm_tokens() as i64 + need - budget as i64;
         if excess <= 0 || !self.manner.by_tokens || self.manner.residents_always_go {
             return Ok(go(Vec::new(), Residence::Resident));
@@ -325,9 +347,10 @@ impl Residency {
             Fit::AfterGivingUp(plan) => plans.push((site, plan)),
             Fit::No(why) => reason = why,
         };
+        let entrant = self.entrant(asked);
         // At home it is looked first: where it fits there, the others do not matter.
         let gated_home = home.filter(|home| is_gated(home));
-        match gated_home.map(|home| (home, self.fit(asked, home, round))) {
+        match gated_home.map(|home| (home, self.fit(&entrant, home, round))) {
             Some((home, Fit::Yes)) => sort(home, Fit::Yes),
             at_home => {
                 let least_new = asked.prompt.tokens.saturating_sub(asked.cached.most());
@@ -336,7 +359,7 @@ impl Residency {
                 for site in looked().filter(|site| !is_home(site)) {
                     let is_open = !is_cold || self.is_open_to_cold(site);
                     if round.says_why || (is_open && may_move(site)) {
-                        sort(site, self.fit(asked, site, round));
+                        sort(site, self.fit(&entrant, site, round));
                     }
                 }
                 // Last, for where it is at home a turn has the best reason to wait.
@@ -438,12 +461,13 @@ impl Residency {
     /// Adds idle workers with room, or where nobody is expected back in time, to where a turn may go.
     fn add_idle_others(&self, go: &mut Go, asked: &Asked<'_>, sites: &[Site], round: &mut Round) {
         let places = round.looked.clone();
+        let entrant = self.entrant(asked);
         for site in chosen(sites, places.as_deref()) {
             let is_closed = Some(site.slot) == round.closed || go.slots.contains(&site.slot);
             if !asked.may_go(site) || is_closed || self.turns_on(site) > 0 {
                 continue;
             }
-            match self.fit(asked, site, round) {
+            match self.fit(&entrant, site, round) {
                 Fit::Yes => {}
                 Fit::AfterGivingUp(plan) if nobody_returns(&plan) => {
                     go.give_up.push((site.slot, plan));
@@ -500,7 +524,19 @@ impl Residency {
         (known.unwrap_or(self.growth_tokens) * self.settings.growth_turns) as u64
     }
 
-    fn fit(&self, asked: &Asked<'_>, site: &Site, round: &mut Round) -> Fit {
+    fn entrant<'a>(&'a self, asked: &'a Asked<'_>) -> Entrant<'a> {
+        Entrant {
+            asked,
+            slots: self
+                .sessions
+                .get(asked.key)
+                .map_or(&[], |known| &known.slots),
+            growth_tokens: self.growth_of(asked.key),
+        }
+    }
+
+    fn fit(&self, entrant: &Entrant<'_>, site: &Site, round: &mut Round) -> Fit {
+        let asked = entrant.asked;
         let Some(budget) = self.budget_tokens(site) else {
             return Fit::Yes;
         };
@@ -516,8 +552,9 @@ impl Residency {
         if is_cold && !self.is_open_to_cold(site) {
             return Fit::No(WaitReason::ColdPrefill);
         }
-        let excess = self.excess_tokens(asked, site, hold, budget, round.now_s);
-        let is_there = hold.occupant(asked.key).is_some();
+        let occupant = entrant.occupant(site.slot, hold);
+        let excess = self.excess_tokens(entrant, site, hold, budget, round.now_s);
+        let is_there = occupant.is_some();
         let limit = self.rule.sessions_limit(site.slot).unwrap_or(usize::MAX);
         let over = (hold.len() + usize::from(!is_there)).saturating_sub(limit);
         if is_forced || (excess <= 0 && over == 0) {
@@ -575,6 +612,7 @@ impl Residency {
         let running = hold
             .occupants()
             .filter(|(_, o)| o.backfilled && !o.is_idle());
+        let entrant = self.entrant(asked);
         let eligible = self.eligible(site, round);
         let idle = eligible
             .keys
@@ -584,18 +622,19 @@ impl Residency {
         let freed: u64 = going
             .map(|(_, o)| hold.unshared_tokens(o) + o.growth_tokens)
             .sum();
-        freed as i64 >= self.excess_tokens(asked, site, hold, budget, round.now_s)
+        freed as i64 >= self.excess_tokens(&entrant, site, hold, budget, round.now_s)
     }
 
     /// By how much the worker's budget would be exceeded if the turn were let in.
     fn excess_tokens(
         &self,
-        asked: &Asked<'_>,
+        entrant: &Entrant<'_>,
         site: &Site,
         hold: &Hold,
         budget: u64,
         now_s: f64,
     ) -> i64 {
+        let asked = entrant.asked;
         if !self.manner.by_tokens {
             return 0;
         }
@@ -610,9 +649,10 @@ impl Residency {
             return (occupied + asked.prompt.tokens as f64) as i64 - budget as i64;
         }
         let whole = asked.prompt.tokens + asked.output_tokens;
-        let growth = self.growth_of(asked.key).min(budget.saturating_sub(whole));
-        let own_growth = hold.occupant(asked.key).map_or(0, |o| o.growth_tokens);
-        let need = hold.need_tokens(asked.key, &asked.prompt, asked.output_tokens);
+        let growth = entrant.growth_tokens.min(budget.saturating_sub(whole));
+        let occupant = entrant.occupant(site.slot, hold);
+        let own_growth = occupant.map_or(0, |o| o.growth_tokens);
+        let need = hold.need_tokens(occupant, &asked.prompt, asked.output_tokens);
         (hold.booked_tokens() - own_growth + growth) as i64 + need - budget as i64
     }
 
@@ -621,7 +661,10 @@ impl Residency {
         if round.eligible.len() <= site.slot {
             round.eligible.resize(site.slot + 1, None);
         }
-        if let Some(eligible) = &round.eligible[site.slot] {
+        let changes = self.holds.get(site.slot).map_or(0, Hold::changes);
+        if let Some(eligible) = &round.eligible[site.slot]
+            && eligible.changes == changes
+        {
             return Rc::clone(eligible);
         }
         let busy = Rc::clone(
@@ -640,7 +683,11 @@ impl Residency {
             Some(occupant.tokens() + occupant.growth_tokens)
         });
         let most_tokens = tokens.sum();
-        let eligible = Rc::new(Eligible { keys, most_tokens });
+        let eligible = Rc::new(Eligible {
+            keys,
+            most_tokens,
+            changes,
+        });
         round.eligible[site.slot] = Some(Rc::clone(&eligible));
         eligible
     }

@@ -27,6 +27,7 @@ pub use queue::{WaitReason, Wake};
 pub use rules::GiveUp;
 
 use super::log::{Event, GiveUpRecord, unix_now_s};
+use super::prefix::estimate::StateMap;
 use crate::config::WorkerSpec;
 use crate::policy::Rates;
 use book::{Hold, Key};
@@ -39,7 +40,7 @@ use rules::{Manner, Place, Rule, WorkerView};
 use serde::Serialize;
 use sessions::{Known, Name, Sessions};
 use settings::{Chosen, Settings};
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 
 /// Growth a turn that is assumed until some was seen.
@@ -204,7 +205,7 @@ impl Residency {
     }
 
     /// What is cached of a prompt, from its tokens by slot.
-    pub fn cached(&self, by_slot: Vec<u64>) -> Cached {
+    pub fn cached(&self, by_slot: impl Iterator<Item = u64>) -> Cached {
         Cached::new(by_slot, self.settings.cold_tokens)
     }
 
@@ -344,7 +345,7 @@ impl Residency {
                 ended: occupant.ended,
                 backfilled: occupant.backfilled && !self.queue.is_empty(),
                 waits_for_children: busy.contains(&key),
-                gaps: known.map(|known| known.gaps.clone()).unwrap_or_default(),
+                gaps: known.map(|known| known.gaps).unwrap_or_default(),
                 // One that was forgotten is as one that was never seen.
                 last_share: self
                     .endings
@@ -359,12 +360,11 @@ impl Residency {
 
     /// Which share of each session's prefix the worker's host tier is taken to hold: it keeps what was
     /// used last, as far as it has room, those who have given up their places included.
-    fn host_shares(&self, site: &Site, now_s: f64) -> HashMap<Key, f64> {
-        let Some(host_tokens) = site.spec.host_kv_tokens else {
-            return HashMap::new();
-        };
-        let Some(hold) = self.holds.get(site.slot) else {
-            return HashMap::new();
+    fn host_shares(&self, site: &Site, now_s: f64) -> StateMap<f64> {
+        let mut shares = StateMap::default();
+        let (Some(host_tokens), Some(hold)) = (site.spec.host_kv_tokens, self.holds.get(site.slot))
+        else {
+            return shares;
         };
         let last_s = |occupant: &book::Occupant| match occupant.is_idle() {
             true => occupant.idle_since_s,
@@ -378,7 +378,6 @@ impl Residency {
         let mut by_use: Vec<(f64, Key, u64)> = held.chain(gone).collect();
         by_use.sort_by(|one, other| other.0.total_cmp(&one.0).then(one.1.cmp(&other.1)));
         let mut left = host_tokens;
-        let mut shares = HashMap::new();
         for (_, key, tokens) in by_use {
             let kept = tokens.min(left);
             left -= kept;

@@ -1,6 +1,7 @@
 //! The queue's side of the gate: turns that wait, are let in when there is room, or leave.
 
 use super::book::{Hold, Occupant};
+use super::cached::Cached;
 use super::footprint::Coarse;
 use super::gate::{Asked, Go, Round};
 use super::looks::LOOK_INTERVAL_S;
@@ -9,6 +10,7 @@ use super::rules::{Observed, Placement};
 use super::sessions::Identity;
 use super::{GiveUp, Key, Residence, Residency, Site, WaitReason, site_of};
 use crate::fleet::log::{Event, WaitRecord, unix_now_s};
+use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::PromptHashes;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -160,8 +162,8 @@ impl Residency {
             .collect()
     }
 
-    pub fn set_cached(&mut self, id: u64, by_slot: Vec<u64>, now_s: f64) {
-        let cached = Arc::new(self.cached(by_slot));
+    pub fn set_cached(&mut self, id: u64, cached: Cached, now_s: f64) {
+        let cached = Arc::new(cached);
         if let Some(waiter) = self.queue.get_mut(id) {
             waiter.turn.cached = cached;
             waiter.turn.cached_at_s = now_s;
@@ -287,7 +289,7 @@ impl Residency {
             return waiting.map(|(id, _)| id).collect();
         }
         let behind_s = NOT_HELD_WAITS * self.settings.wait_bound_s * round.bound_scale();
-        let mut shares: HashMap<usize, HashMap<Key, f64>> = HashMap::new();
+        let mut shares: HashMap<usize, StateMap<f64>> = HashMap::new();
         let mut held_share = |key: Key| {
             let (slot, serial) = self.sessions.get(key)?.home?;
             let site = site_of(sites, slot).filter(|site| site.serial == serial)?;
@@ -338,7 +340,9 @@ impl Residency {
         let state = go.state(site.slot);
         let give_up = go.give_up(site.slot);
         let (turn, gave_up) = self.take_place(asked, identity, site, sites, state, give_up, now_s);
-        round.forget_all();
+        if self.has_parents {
+            round.forget_all();
+        }
         let admitted = Admitted {
             slot: site.slot,
             serial: site.serial,
@@ -467,7 +471,7 @@ impl Residency {
                 occupant.marked = Some(GiveUp::Backfilled);
             }
         }
-        round.forget(slot);
+        round.forget_busy();
         self.ask(asked, sites, round).ok()
     }
 
@@ -504,8 +508,8 @@ impl Residency {
         }
         for (key, reason) in others {
             self.give_up(slot, &site.spec, key, reason, round.now_s);
-            round.forget(slot);
         }
+        round.forget_busy();
         self.ask(asked, sites, round).ok()
     }
 
