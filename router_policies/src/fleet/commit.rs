@@ -8,7 +8,7 @@ use super::reservation::{Noted, Reservation};
 use super::residency::footprint::Coarse;
 use super::residency::queue::Admitted;
 use super::residency::sessions::Identity;
-use super::residency::{Asked, Go, Residence, ResidencyRecord, Seat, Site, site_of};
+use super::residency::{Asked, Go, Residence, ResidencyRecord, Seat, Site, Sites, site_of};
 use super::share::Share;
 use super::{Fleet, Request, SGLANG_GROUP, State, random_id};
 use crate::policy::{Refusal, Route, View};
@@ -29,7 +29,7 @@ pub(super) struct Entry {
     pub way: Way,
     pub identity: Identity,
     /// The workers that may answer, where they have been looked at.
-    pub sites: Vec<Site>,
+    pub sites: Option<Arc<Sites>>,
     /// To be booked for its answer.
     pub output_tokens: u64,
     pub waited_s: f64,
@@ -223,17 +223,24 @@ impl State {
         let Entry {
             way,
             identity,
-            mut sites,
+            sites,
             output_tokens,
             waited_s,
         } = entry;
-        if sites.is_empty() {
-            sites = match self.residency.gates() {
-                true => self.sites(&[], now_s),
-                false => self.site(slot, now_s).into_iter().collect(),
-            };
-        }
-        let site = site_of(&sites, slot).ok_or(Refusal::OutsideCandidates)?;
+        let sites = match self.residency.gates() {
+            true => Some(sites.unwrap_or_else(|| self.sites(&[], now_s))),
+            false => None,
+        };
+        // Without a gate no other is of interest.
+        let alone = match sites {
+            Some(_) => None,
+            None => self.site(slot, now_s),
+        };
+        let sites: &[Site] = match &sites {
+            Some(sites) => sites,
+            None => alone.as_slice(),
+        };
+        let site = site_of(sites, slot).ok_or(Refusal::OutsideCandidates)?;
         let prompt = Coarse::of(&request.prompt, self.residency.text_scale());
         let asked = Asked {
             key: identity.key,
@@ -252,7 +259,7 @@ impl State {
                     &asked,
                     &identity,
                     site,
-                    &sites,
+                    sites,
                     Residence::Ungated,
                     &[],
                     now_s,
@@ -265,7 +272,7 @@ impl State {
                     &asked,
                     &identity,
                     site,
-                    &sites,
+                    sites,
                     state,
                     go.give_up(slot),
                     now_s,
@@ -288,7 +295,6 @@ impl State {
             request.hints.clone(),
             text_tokens,
         );
-        self.spare_sites = sites;
         let state = if turn == 0 { Residence::Ungated } else { state };
         let record = ResidencyRecord {
             state,

@@ -141,7 +141,7 @@ impl State {
                 if facts.iter().any(|facts| facts.routable && ability(facts)) {
                     break;
                 }
-                for (facts, worker) in facts.iter_mut().zip(&self.workers) {
+                for (facts, worker) in facts.iter_mut().zip(self.workers.iter()) {
                     if let Some(worker) = worker
                         && ability(facts)
                     {
@@ -228,7 +228,7 @@ impl Fleet {
         let state = &mut *guard;
         let now_s = self.now_s();
         state.fill_facts(exclude, now_s);
-        for (facts, worker) in state.facts.iter_mut().zip(&state.workers) {
+        for (facts, worker) in state.facts.iter_mut().zip(state.workers.iter()) {
             facts.routable &= worker
                 .as_ref()
                 .is_some_and(|worker| !worker.liveness.is_suspect());

@@ -15,6 +15,7 @@ mod kinds;
 mod learning;
 mod liveness;
 pub mod log;
+mod marked;
 mod outcome;
 mod placing;
 mod prefills;
@@ -45,17 +46,19 @@ use crate::policy::{Policy, Role, WorkerFacts};
 use kinds::Kinds;
 use log::EventSink;
 use lru::LruCache;
+use marked::Marked;
 use parking_lot::Mutex;
 use prefix::estimate::EstimateTree;
 use prefix::events::ExactIndex;
 use prefix::hash::PromptHashes;
+use residency::Residency;
 use residency::settings::{self, Chosen};
-use residency::{Residency, Site};
 use share::Share;
 use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
+use view::KnownSites;
 use worker::Worker;
 
 /// Tokens a block of the prefix estimate, where the worker's pages are not larger.
@@ -100,7 +103,7 @@ pub struct Hints {
 
 pub(crate) struct State {
     /// By slot; a slot is reused once its worker is gone and nothing is reserved on it.
-    workers: Vec<Option<Worker>>,
+    workers: Marked<Option<Worker>>,
     token_trees: Vec<(usize, EstimateTree)>,
     text_tree: EstimateTree,
     exact: ExactIndex,
@@ -115,8 +118,8 @@ pub(crate) struct State {
     random: fastrand::Rng,
     facts: Vec<WorkerFacts>,
     held_blocks: Vec<u32>,
-    /// Those of [`State::sites`], kept so that a decision does not make them anew.
-    spare_sites: Vec<Site>,
+    /// See [`State::sites`].
+    known_sites: KnownSites,
     /// Where the worker of an id is, of those that have not been removed.
     slots: HashMap<String, usize>,
     residency: Residency,
@@ -161,7 +164,7 @@ impl Fleet {
     ) -> Self {
         Self {
             state: Mutex::new(State {
-                workers: Vec::new(),
+                workers: Marked::default(),
                 token_trees: Vec::new(),
                 text_tree: EstimateTree::default(),
                 exact: ExactIndex::default(),
@@ -175,7 +178,7 @@ impl Fleet {
                 random: fastrand::Rng::with_seed(seed),
                 facts: Vec::new(),
                 held_blocks: Vec::new(),
-                spare_sites: Vec::new(),
+                known_sites: KnownSites::default(),
                 slots: HashMap::new(),
                 residency: Residency::new(ungated()),
             }),

@@ -89,7 +89,7 @@ impl Fleet {
             waited_s: now_s - arrived_s,
         };
         if !state.residency.gates() {
-            let placed = self.conclude(guard, begun, request, entry(Way::Past, Vec::new()));
+            let placed = self.conclude(guard, begun, request, entry(Way::Past, None));
             return placed.map_or_else(
                 |refusal| Admit::Refused(Refused::ByPolicy(refusal)),
                 Admit::Placed,
@@ -130,8 +130,13 @@ impl Fleet {
                     whole::decide(request.separable),
                 ) {
                     Ok(choice) => {
-                        let placed =
-                            self.commit(guard, begun, request, choice, entry(Way::Gate(go), sites));
+                        let placed = self.commit(
+                            guard,
+                            begun,
+                            request,
+                            choice,
+                            entry(Way::Gate(go), Some(sites)),
+                        );
                         return placed.map_or_else(
                             |refusal| Admit::Refused(Refused::ByPolicy(refusal)),
                             Admit::Placed,
@@ -149,7 +154,7 @@ impl Fleet {
                 }
             }
             Err(WaitReason::NoWorker) => {
-                let placed = self.conclude(guard, begun, request, entry(Way::Past, Vec::new()));
+                let placed = self.conclude(guard, begun, request, entry(Way::Past, None));
                 return placed.map_or_else(
                     |refusal| Admit::Refused(Refused::ByPolicy(refusal)),
                     Admit::Placed,
@@ -177,6 +182,8 @@ impl Fleet {
             .wait(new, &request.request_id, reason, now_s)
         {
             Ok(id) => {
+                // Given back before others are made of them.
+                drop(sites);
                 state.pump(now_s);
                 self.fetch(guard, begun, request, exclude, id)
             }
@@ -249,7 +256,7 @@ impl Fleet {
                 let entry = Entry {
                     way: Way::Booked(admitted),
                     identity: waiter.turn.identity,
-                    sites,
+                    sites: Some(sites),
                     output_tokens: waiter.turn.output_tokens,
                     waited_s: now_s - waiter.turn.arrived_s,
                 };
@@ -375,7 +382,7 @@ impl Fleet {
         let entry = Entry {
             way: Way::Past,
             identity,
-            sites: Vec::new(),
+            sites: None,
             output_tokens,
             waited_s: request.arrived_s.map_or(0.0, |then_s| now_s - then_s),
         };
@@ -423,7 +430,6 @@ impl State {
         }
         let sites = self.sites(&[], now_s);
         self.residency.pump(&sites, now_s);
-        self.spare_sites = sites;
     }
 
     /// Tokens to be booked for all the answers that are made of a request.
@@ -438,7 +444,7 @@ impl State {
         if request.separable == Separable::ByAll {
             return Cow::Borrowed(exclude);
         }
-        let unable = self.facts.iter().zip(&self.workers);
+        let unable = self.facts.iter().zip(self.workers.iter());
         let unable = unable.filter_map(|(facts, worker)| {
             let may = facts.serves_local || request.separable.is_in(facts.transfer_group);
             (!may).then(|| worker.as_ref().map(|worker| worker.spec.id.clone()))?

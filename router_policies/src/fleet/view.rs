@@ -1,9 +1,10 @@
 //! What a decision sees of the fleet: facts for the policy, and sites for residency.
 
-use super::residency::Site;
+use super::residency::{Residency, Site, Sites};
 use super::worker::Worker;
 use super::{Fleet, Request, State};
 use crate::policy::{Refusal, RequestFacts, Route, View, WorkerFacts};
+use std::sync::Arc;
 
 impl Fleet {
     /// Whether the policy could place a request now.
@@ -39,6 +40,25 @@ impl Fleet {
     }
 }
 
+/// The workers that may answer requests, kept so that a decision does not make all of them anew.
+#[derive(Default)]
+pub(super) struct KnownSites {
+    /// Suspected or not.
+    sites: Arc<Sites>,
+    /// Slots of those that are suspected to hang, and of those whose circuits are open.
+    suspects: Vec<usize>,
+    resting: Vec<usize>,
+    /// Of what [`Sites::number`] was given.
+    count: u64,
+}
+
+impl KnownSites {
+    fn number(&mut self, sites: &mut Sites, residency: &Residency) {
+        self.count += 1;
+        sites.sum_up(self.count, residency);
+    }
+}
+
 impl State {
     pub(super) fn fill_facts(&mut self, exclude: &[String], now_s: f64) {
         self.end_untold(now_s);
@@ -58,39 +78,79 @@ impl State {
 
     /// The workers that may answer requests, as residency sees them. Those that are suspected to hang
     /// get nothing, unless all are that are not in `exclude`, nor do those that rest: see [`State::pardon`].
-    pub(super) fn sites(&mut self, exclude: &[String], now_s: f64) -> Vec<Site> {
-        let mut sites = std::mem::take(&mut self.spare_sites);
-        let mut count = 0;
-        let (mut has_suspect, mut has_other) = (false, false);
-        for (slot, worker) in self.workers.iter().enumerate() {
-            let Some(worker) = worker.as_ref().filter(|worker| worker.is_site()) else {
-                continue;
-            };
-            match sites.get_mut(count) {
-                Some(site) => worker.renew_site(site, slot, now_s),
-                None => sites.push(worker.site(slot, now_s)),
-            }
-            let site = &sites[count];
-            let is_suspect = worker.liveness.is_suspect();
-            has_suspect |= is_suspect;
-            has_other |= !is_suspect && site.routable && !exclude.contains(&site.spec.id);
-            count += 1;
+    pub(super) fn sites(&mut self, exclude: &[String], now_s: f64) -> Arc<Sites> {
+        self.renew_sites(now_s);
+        let known = &self.known_sites;
+        if exclude.is_empty() && known.suspects.is_empty() && known.sites.open > 0 {
+            return Arc::clone(&known.sites);
         }
-        sites.truncate(count);
+        let mut sites = Sites::clone(&known.sites);
         let is_open = |site: &Site| site.routable && !exclude.contains(&site.spec.id);
+        let is_suspect = |site: &Site| known.suspects.contains(&site.slot);
+        let has_other = sites.iter().any(|site| is_open(site) && !is_suspect(site));
         if !sites.iter().any(is_open) {
-            for site in &mut sites {
+            for site in &mut sites.all {
                 let worker = self.workers[site.slot].as_ref();
                 site.routable = worker.is_some_and(|worker| worker.is_up(&[]));
             }
         }
-        if has_suspect && has_other {
-            for site in &mut sites {
-                let worker = self.workers[site.slot].as_ref();
-                site.routable &= worker.is_some_and(|worker| !worker.liveness.is_suspect());
+        if has_other {
+            for site in &mut sites.all {
+                site.routable &= !known.suspects.contains(&site.slot);
             }
         }
-        sites
+        self.known_sites.number(&mut sites, &self.residency);
+        Arc::new(sites)
+    }
+
+    /// Brings the known sites up to date: of the workers that may have changed, and of those that rest,
+    /// which time alone ends.
+    fn renew_sites(&mut self, now_s: f64) {
+        let known = &mut self.known_sites;
+        if self.workers.marks.is_empty() && known.resting.is_empty() {
+            return;
+        }
+        let sites = Arc::make_mut(&mut known.sites);
+        let mut limits_differ = false;
+        std::mem::take(&mut known.resting)
+            .into_iter()
+            .for_each(|slot| self.workers.marks.add(slot));
+        for slot in self.workers.marks.iter() {
+            let worker = self.workers[slot].as_ref();
+            let worker = worker.filter(|worker| worker.is_site());
+            let at = sites.all.binary_search_by_key(&slot, |site| site.slot);
+            known.suspects.retain(|suspect| *suspect != slot);
+            if let Some(worker) = worker {
+                if worker.liveness.is_suspect() {
+                    known.suspects.push(slot);
+                }
+                if worker.circuit.is_open() {
+                    known.resting.push(slot);
+                }
+            }
+            match (worker, at) {
+                (Some(worker), Ok(at)) => {
+                    let site = &mut sites.all[at];
+                    let before = site.limits();
+                    worker.renew_site(site, slot, now_s);
+                    limits_differ |= before != site.limits();
+                }
+                (Some(worker), Err(at)) => {
+                    sites.all.insert(at, worker.site(slot, now_s));
+                    limits_differ = true;
+                }
+                (None, Ok(at)) => {
+                    sites.all.remove(at);
+                    limits_differ = true;
+                }
+                (None, Err(_)) => {}
+            }
+        }
+        self.workers.marks.clear();
+        if limits_differ {
+            known.count += 1;
+            sites.sum_up(known.count, &self.residency);
+        }
     }
 
     pub(super) fn site(&self, slot: usize, now_s: f64) -> Option<Site> {

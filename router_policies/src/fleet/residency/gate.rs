@@ -5,7 +5,7 @@ use super::cached::Cached;
 use super::footprint::Coarse;
 use super::looks::chosen;
 use super::rules::{Demand, Placement};
-use super::{GiveUp, Residence, Residency, Site, WaitReason, site_of};
+use super::{GiveUp, Residence, Residency, Site, Sites, WaitReason, site_of};
 use crate::fleet::prefix::hash::PromptHashes;
 use crate::policy::attention_pairs;
 use smallvec::{SmallVec, smallvec};
@@ -113,10 +113,7 @@ impl Entrant<'_> {
 }
 
 impl Round {
-    pub fn new(sites: &[Site], now_s: f64, oldest_wait_s: f64, queued_share: f64) -> Self {
-        let ungated = sites
-            .iter()
-            .filter(|site| site.kv_capacity_tokens.is_none());
+    pub fn new(sites: &Sites, now_s: f64, oldest_wait_s: f64, queued_share: f64) -> Self {
         Self {
             now_s,
             oldest_wait_s,
@@ -125,7 +122,7 @@ impl Round {
             lends: false,
             says_why: false,
             looked: None,
-            ungated: ungated.map(|site| site.slot).collect(),
+            ungated: sites.ungated.clone(),
             eligible: Vec::new(),
             busy: None,
         }
@@ -189,7 +186,7 @@ impl Residency {
     }
 
     /// As [`Residency::ask`], for one that comes now.
-    pub fn ask_now(&self, asked: &Asked<'_>, sites: &[Site], now_s: f64) -> Result<Go, WaitReason> {
+    pub fn ask_now(&self, asked: &Asked<'_>, sites: &Sites, now_s: f64) -> Result<Go, WaitReason> {
         let mut round = Round::new(sites, now_s, 0.0, 0.0);
         round.says_why = true;
         self.ask(asked, sites, &mut round)

@@ -6,7 +6,8 @@
 //! in turn, that time has its effect on every worker within [`LOOK_INTERVAL_S`].
 
 use super::book::Hold;
-use super::{Residency, Site};
+use super::{Residency, Site, Sites};
+use crate::fleet::marked::Marks;
 use std::rc::Rc;
 
 /// A fleet of up to so many workers is looked at whole.
@@ -18,6 +19,10 @@ pub(super) const LOOK_INTERVAL_S: f64 = 0.1;
 pub(super) struct Looks {
     /// By slot.
     seen: Vec<Option<Limits>>,
+    /// [`Sites::number`] of those.
+    number: Option<u64>,
+    /// Slots whose places may have changed since.
+    pub changed: Marks,
     /// The place among the sites from which the next ones are looked at in turn.
     next: usize,
     last_s: f64,
@@ -47,6 +52,8 @@ impl Default for Looks {
     fn default() -> Self {
         Self {
             seen: Vec::new(),
+            number: None,
+            changed: Marks::default(),
             next: 0,
             last_s: f64::NEG_INFINITY,
             small: SMALL,
@@ -57,54 +64,72 @@ impl Default for Looks {
 impl Residency {
     /// The sites that a round at `now_s` looks at, as their places among `sites`, in order; none for
     /// all of them, as on a small fleet, and where a worker has come or gone. Counts as looking at them.
-    pub(super) fn next_looks(&mut self, sites: &[Site], now_s: f64) -> Option<Vec<usize>> {
+    pub(super) fn next_looks(&mut self, sites: &Sites, now_s: f64) -> Option<Vec<usize>> {
+        self.note_marked();
         if sites.len() <= self.looks.small {
+            self.looks.changed.clear();
+            self.looks.number = None;
             return None;
         }
-        let mut looked = Vec::new();
         let count = sites.len();
         let due = (count as f64 * (now_s - self.looks.last_s) / LOOK_INTERVAL_S).ceil() as usize;
         let due = due.min(count);
         let first = self.looks.next % count;
         self.looks.next = (first + due) % count;
         self.looks.last_s = now_s;
-        let gathers_at = self.gathers.map(|(_, slot)| slot);
         let mut homes_change = false;
-        for (at, site) in sites.iter().enumerate() {
-            let limits = Limits {
-                serial: site.serial,
-                routable: site.routable,
-                prefills: site.prefills,
-                budget_tokens: self.budget_tokens(site),
-                changes: self.changes_at(site.slot),
-            };
-            let is_due = (at + count - first) % count < due;
-            if self.looks.seen.len() <= site.slot {
-                self.looks.seen.resize(site.slot + 1, None);
+        let mut looked: Vec<usize> = (first..first + due).map(|at| at % count).collect();
+        let gathers_at = self.gathers.map(|(_, slot)| slot);
+        looked.extend(gathers_at.and_then(|slot| place_of(sites, slot)));
+        if self.looks.number == Some(sites.number) {
+            // Only places may have changed.
+            for slot in self.looks.changed.iter() {
+                let changes = self.changes_at(slot);
+                if let Some(Some(seen)) = self.looks.seen.get_mut(slot)
+                    && let Some(at) = place_of(sites, slot)
+                    && std::mem::replace(&mut seen.changes, changes) != changes
+                {
+                    looked.push(at);
+                }
             }
-            let before = self.looks.seen[site.slot].replace(limits);
-            let is_new = before != Some(limits);
-            homes_change |= before.is_none_or(|before| before.serves() != limits.serves());
-            if is_due || is_new || gathers_at == Some(site.slot) {
-                looked.push(at);
+        } else {
+            for (at, site) in sites.iter().enumerate() {
+                let limits = Limits {
+                    serial: site.serial,
+                    routable: site.routable,
+                    prefills: site.prefills,
+                    budget_tokens: self.budget_tokens(site),
+                    changes: self.changes_at(site.slot),
+                };
+                if self.looks.seen.len() <= site.slot {
+                    self.looks.seen.resize(site.slot + 1, None);
+                }
+                let before = self.looks.seen[site.slot].replace(limits);
+                if before != Some(limits) {
+                    looked.push(at);
+                }
+                homes_change |= before.is_none_or(|before| before.serves() != limits.serves());
             }
         }
+        self.looks.number = Some(sites.number);
+        self.looks.changed.clear();
+        looked.sort_unstable();
+        looked.dedup();
         // Whose home has come or gone may go elsewhere now, or no longer.
         (!homes_change).then_some(looked)
     }
 
     /// `looked`, and the sites where places have changed since [`Residency::next_looks`]. The next round
     /// looks there as well: whoever was asked about before has not been tried there.
-    pub(super) fn look_where_changed(&self, sites: &[Site], looked: &[usize]) -> Rc<[usize]> {
-        let changed = |site: &Site| {
-            let seen = self.looks.seen.get(site.slot).copied().flatten();
-            seen.is_none_or(|seen| seen.changes != self.changes_at(site.slot))
+    pub(super) fn look_where_changed(&mut self, sites: &[Site], looked: &[usize]) -> Rc<[usize]> {
+        self.note_marked();
+        let is_changed = |slot: &usize| {
+            let seen = self.looks.seen.get(*slot).copied().flatten();
+            seen.is_none_or(|seen| seen.changes != self.changes_at(*slot))
         };
-        let changed = sites.iter().enumerate().filter(|(_, site)| changed(site));
-        let mut all: Vec<usize> = changed
-            .map(|(at, _)| at)
-            .chain(looked.iter().copied())
-            .collect();
+        let changed = self.looks.changed.iter().filter(is_changed);
+        let changed = changed.filter_map(|slot| place_of(sites, slot));
+        let mut all: Vec<usize> = changed.chain(looked.iter().copied()).collect();
         all.sort_unstable();
         all.dedup();
         all.into()
@@ -113,6 +138,11 @@ impl Residency {
     fn changes_at(&self, slot: usize) -> u64 {
         self.holds.get(slot).map_or(0, Hold::changes)
     }
+}
+
+/// The place of a slot's site among all.
+fn place_of(sites: &[Site], slot: usize) -> Option<usize> {
+    sites.binary_search_by_key(&slot, |site| site.slot).ok()
 }
 
 /// The sites at these places, or all.
@@ -319,14 +349,14 @@ mod tests {
         let mut both = [first, second].concat();
         both.sort_unstable();
         assert_eq!(both, all, "all of them within the interval");
-        let mut other = sites.clone();
-        other[3].routable = false;
+        let mut other = Sites::clone(&sites);
+        (other.all[3].routable, other.number) = (false, sites.number + 1);
         assert_eq!(
             residency.next_looks(&other, 2.0 * half),
             None,
             "for those whose home it was"
         );
-        other[3].kv_capacity_tokens = Some(50_000);
+        (other.all[3].kv_capacity_tokens, other.number) = (Some(50_000), sites.number + 2);
         assert_eq!(residency.next_looks(&other, 2.0 * half), Some(vec![3]));
         residency.looks.small = WORKERS;
         assert_eq!(residency.next_looks(&sites, 1.0), None);

@@ -27,6 +27,7 @@ pub use queue::{WaitReason, Wake};
 pub use rules::GiveUp;
 
 use super::log::{Event, GiveUpRecord, unix_now_s};
+use super::marked::Marked;
 use super::prefix::estimate::StateMap;
 use crate::config::WorkerSpec;
 use crate::policy::Rates;
@@ -40,7 +41,9 @@ use rules::{Manner, Place, Rule, WorkerView};
 use serde::Serialize;
 use sessions::{Known, Name, Sessions};
 use settings::{Chosen, Settings};
-use std::collections::{HashSet, VecDeque};
+use smallvec::SmallVec;
+use std::collections::{BTreeSet, HashSet, VecDeque};
+use std::ops::Deref;
 use std::sync::Arc;
 
 /// Growth a turn that is assumed until some was seen.
@@ -120,6 +123,55 @@ pub(super) struct Site {
     pub rates: Rates,
 }
 
+impl Site {
+    /// What limits who may go there.
+    pub fn limits(&self) -> (u64, bool, Option<u64>, u64) {
+        (
+            self.serial,
+            self.routable,
+            self.kv_capacity_tokens,
+            self.external_tokens,
+        )
+    }
+}
+
+/// The workers that may answer requests, in the order of their slots, and what follows from all of them.
+#[derive(Clone, Default)]
+pub(super) struct Sites {
+    pub all: Vec<Site>,
+    /// Another one wherever [`Site::limits`] of any of them are others.
+    pub number: u64,
+    /// How many are routable, and what may be booked on these.
+    pub open: usize,
+    budget_tokens: u64,
+    /// Slots of workers that nothing limits.
+    ungated: SmallVec<[usize; 8]>,
+    has_host_tier: bool,
+}
+
+impl Deref for Sites {
+    type Target = [Site];
+
+    fn deref(&self) -> &[Site] {
+        &self.all
+    }
+}
+
+impl Sites {
+    /// To be called where limits have changed.
+    pub fn sum_up(&mut self, number: u64, residency: &Residency) {
+        self.number = number;
+        let open = self.all.iter().filter(|site| site.routable);
+        self.open = open.clone().count();
+        self.budget_tokens = open.filter_map(|site| residency.budget_tokens(site)).sum();
+        let ungated = self.all.iter();
+        let ungated = ungated.filter(|site| site.kv_capacity_tokens.is_none());
+        self.ungated = ungated.map(|site| site.slot).collect();
+        let mut tiers = self.all.iter().map(|site| site.spec.host_kv_tokens);
+        self.has_host_tier = tiers.any(|tokens| tokens.is_some());
+    }
+}
+
 /// The site of a slot; `sites` are in the order of their slots.
 pub(super) fn site_of(sites: &[Site], slot: usize) -> Option<&Site> {
     let at = sites.binary_search_by_key(&slot, |site| site.slot).ok()?;
@@ -131,7 +183,9 @@ pub(super) struct Residency {
     rule: Box<dyn Rule>,
     manner: Manner,
     /// By slot.
-    holds: Vec<Hold>,
+    holds: Marked<Hold>,
+    /// Where the next turns of some wait for room to grow, as far as [`Residency::note_marked`] has seen.
+    growing: BTreeSet<usize>,
     seen: Vec<Seen>,
     sessions: Sessions,
     gaps: Gaps,
@@ -165,7 +219,8 @@ impl Residency {
             settings: chosen.settings,
             manner: chosen.rule.manner(),
             rule: chosen.rule,
-            holds: Vec::new(),
+            holds: Marked::default(),
+            growing: BTreeSet::new(),
             seen: Vec::new(),
             sessions: Sessions::default(),
             gaps: Gaps::default(),
@@ -221,10 +276,22 @@ impl Residency {
 
     fn hold(&mut self, slot: usize) -> &mut Hold {
         if self.holds.len() <= slot {
-            self.holds.resize_with(slot + 1, Hold::default);
+            self.holds.reach(slot);
             self.seen.resize_with(slot + 1, Seen::default);
         }
         &mut self.holds[slot]
+    }
+
+    /// Takes note of the workers on which something may have changed.
+    fn note_marked(&mut self) {
+        for slot in self.holds.marks.iter() {
+            self.looks.changed.add(slot);
+            match self.holds[slot].has_growing() {
+                true => self.growing.insert(slot),
+                false => self.growing.remove(&slot),
+            };
+        }
+        self.holds.marks.clear();
     }
 
     /// What may be booked on a worker; none where its capacity is unknown.

@@ -8,10 +8,11 @@ use super::looks::LOOK_INTERVAL_S;
 use super::queue::{Admitted, Progress, Ranking, Waiter, WaitingTurn};
 use super::rules::{Observed, Placement};
 use super::sessions::Identity;
-use super::{GiveUp, Key, Residence, Residency, Site, WaitReason, site_of};
+use super::{GiveUp, Key, Residence, Residency, Site, Sites, WaitReason, site_of};
 use crate::fleet::log::{Event, WaitRecord, unix_now_s};
 use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::PromptHashes;
+use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -178,12 +179,12 @@ impl Residency {
 
     /// Lets in whom there is room for; then the rule takes away what is too much, so that nothing is let
     /// in and taken away again at once.
-    pub fn pump(&mut self, sites: &[Site], now_s: f64) {
+    pub fn pump(&mut self, sites: &Sites, now_s: f64) {
         self.let_all_in(sites, now_s);
         self.tell_rule(sites, now_s);
     }
 
-    fn let_all_in(&mut self, sites: &[Site], now_s: f64) {
+    fn let_all_in(&mut self, sites: &Sites, now_s: f64) {
         self.expire(now_s);
         let Some((_, since_s)) = self.queue.oldest() else {
             self.gather_at(None);
@@ -211,15 +212,13 @@ impl Residency {
     }
 
     /// How many times what all workers may hold those want that wait.
-    fn queued_share(&self, sites: &[Site]) -> f64 {
-        let may_go = sites.iter().filter(|site| site.routable);
-        let budgets = may_go.filter_map(|site| self.budget_tokens(site));
-        self.queue.tokens() as f64 / budgets.sum::<u64>().max(1) as f64
+    fn queued_share(&self, sites: &Sites) -> f64 {
+        self.queue.tokens() as f64 / sites.budget_tokens.max(1) as f64
     }
 
     /// Lets in those of `ids`, in this order, that there is room for; unless `is_round` only those that
     /// have a place.
-    fn let_in(&mut self, ids: &[u64], sites: &[Site], round: &mut Round, is_round: bool) {
+    fn let_in(&mut self, ids: &[u64], sites: &Sites, round: &mut Round, is_round: bool) {
         let mut looked = None;
         if is_round {
             looked = self.next_looks(sites, round.now_s).map(Rc::from);
@@ -282,10 +281,9 @@ impl Residency {
     /// themselves: were all to take turns in one round that is longer than what the tier holds, it would
     /// have dropped each before its turn. One that it does not hold goes once it has waited longer than
     /// they by [`NOT_HELD_WAITS`] of the bound on waits.
-    fn in_order(&self, sites: &[Site], round: &Round) -> Vec<u64> {
+    fn in_order(&self, sites: &Sites, round: &Round) -> Vec<u64> {
         let waiting = self.queue.waiting().take(LOOKED_AT);
-        let has_tier = |site: &Site| site.spec.host_kv_tokens.is_some();
-        if !self.manner.held_first || !sites.iter().any(has_tier) {
+        if !self.manner.held_first || !sites.has_host_tier {
             return waiting.map(|(id, _)| id).collect();
         }
         let behind_s = NOT_HELD_WAITS * self.settings.wait_bound_s * round.bound_scale();
@@ -477,9 +475,7 @@ impl Residency {
 
     /// Nobody waited any more: who had passed others keeps its place as if it had not.
     fn keep_backfilled(&mut self) {
-        for hold in &mut self.holds {
-            hold.keep_backfilled();
-        }
+        self.holds.iter_mut().for_each(Hold::keep_backfilled);
     }
 
     /// Room is made for the first of the queue, piece by piece, once it has waited for as long as
@@ -517,13 +513,12 @@ impl Residency {
     /// place last gives way. True if one did.
     fn break_deadlock(&mut self, sites: &[Site], now_s: f64) -> bool {
         let mut broken = false;
-        for site in sites {
-            let Some(hold) = self.holds.get(site.slot) else {
+        self.note_marked();
+        let growing: SmallVec<[usize; 4]> = self.growing.iter().copied().collect();
+        for slot in growing {
+            let (Some(site), Some(hold)) = (site_of(sites, slot), self.holds.get(slot)) else {
                 continue;
             };
-            if !hold.has_growing() {
-                continue;
-            }
             let runs = hold.turns_in_flight() > 0;
             let waiting = hold
                 .occupants()
