@@ -27,10 +27,11 @@ impl What {
     }
 }
 
+/// When something happens. What it is stands apart, for a heap moves its items often.
 struct Event {
     at_s: f64,
     number: u64,
-    what: What,
+    place: u32,
 }
 
 impl PartialEq for Event {
@@ -64,6 +65,9 @@ struct Timeout {
 #[derive(Default)]
 pub struct Agenda {
     events: BinaryHeap<Event>,
+    /// What the events are, at their places, and places without one.
+    whats: Vec<Option<What>>,
+    free: Vec<u32>,
     /// Of requests and of primes, each in their order: nearly all are over long before, and would only
     /// make the heap large.
     timeouts: [VecDeque<Timeout>; 2],
@@ -76,10 +80,15 @@ impl Agenda {
     pub fn add(&mut self, at_s: f64, what: What) {
         self.number += 1;
         self.to_come += usize::from(what.brings_a_request());
+        let place = self.free.pop().unwrap_or_else(|| {
+            self.whats.push(None);
+            (self.whats.len() - 1) as u32
+        });
+        self.whats[place as usize] = Some(what);
         self.events.push(Event {
             at_s,
             number: self.number,
-            what,
+            place,
         });
     }
 
@@ -121,7 +130,9 @@ impl Agenda {
             let timeout = self.timeouts[at].pop_front()?;
             return Some((timeout.at_s, What::Timeout(timeout.turn)));
         }
-        let Event { at_s, what, .. } = self.events.pop()?;
+        let Event { at_s, place, .. } = self.events.pop()?;
+        self.free.push(place);
+        let what = self.whats[place as usize].take()?;
         self.to_come -= usize::from(what.brings_a_request());
         Some((at_s, what))
     }

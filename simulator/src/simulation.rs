@@ -64,7 +64,8 @@ struct Simulation<'a> {
     link_free_s: Vec<f64>,
     agenda: Agenda,
     now_s: f64,
-    turns: Vec<Option<Turn>>,
+    /// By number; boxed, for nearly all of them are over.
+    turns: Vec<Option<Box<Turn>>>,
     window: Option<(f64, f64)>,
     measured_left: usize,
     /// When an event is under way for those who wait at the router.
@@ -290,7 +291,7 @@ impl Simulation<'_> {
             ..Request::default()
         };
         let number = self.turns.len();
-        self.turns.push(Some(Turn {
+        self.turns.push(Some(Box::new(Turn {
             due,
             phase,
             prompt,
@@ -308,7 +309,7 @@ impl Simulation<'_> {
             tokens: 0,
             unsaid: 0,
             arrivals: Vec::new(),
-        }));
+        })));
         self.under_way += 1;
         self.measured_left += usize::from(phase == Phase::Measure);
         let patient_until_s = self.now_s + self.timeout_s(due.is_prime);
@@ -596,7 +597,7 @@ impl Simulation<'_> {
     /// Writes a request's line and makes what waited for it due.
     fn end(
         &mut self,
-        mut turn: Turn,
+        mut turn: Box<Turn>,
         ended_s: f64,
         cached_tokens: Option<u64>,
         status: Option<u16>,
