@@ -10,7 +10,8 @@ use crate::policy::Route;
 use smallvec::SmallVec;
 
 impl State {
-    /// Tokens that a worker is believed to have in its cache, of all prompts together.
+    /// Tokens that a worker is believed to have in its cache, of all prompts together. Whatever changes
+    /// that marks the worker.
     pub(super) fn kept_tokens(&self, slot: usize, worker: &Worker) -> u64 {
         let mut tokens = self.text_tree.held_blocks(slot) * ESTIMATE_BLOCK_TOKENS as u64;
         tokens += if worker.needs_estimate() {
@@ -110,6 +111,7 @@ impl State {
     pub(super) fn note_prompt(&mut self, prompt: &PromptHashes, route: Route) -> [Option<u64>; 2] {
         let mut insert = |slot: usize| {
             let mut new = None;
+            self.workers.marks.add(slot);
             let Some(worker) = &self.workers[slot] else {
                 return new;
             };
@@ -141,6 +143,7 @@ impl State {
     /// Takes back from the estimate what a request added that its worker did not run.
     pub(super) fn retract_prompt(&mut self, slot: usize, new: Option<u64>) {
         let Some(new) = new else { return };
+        self.workers.marks.add(slot);
         for (_, tree) in &mut self.token_trees {
             tree.retract(slot, new);
         }
@@ -148,6 +151,7 @@ impl State {
     }
 
     pub(super) fn set_estimate_capacity(&mut self, slot: usize, block: usize, tokens: u64) {
+        self.workers.marks.add(slot);
         let blocks = tokens / block as u64;
         for (size, tree) in &mut self.token_trees {
             if *size == block {
@@ -160,6 +164,7 @@ impl State {
 
     /// Brings the estimates back within the worker's capacity.
     pub(super) fn evict_excess(&mut self, slot: usize) {
+        self.workers.marks.add(slot);
         for (_, tree) in &mut self.token_trees {
             tree.evict_excess(slot);
         }
@@ -167,6 +172,7 @@ impl State {
     }
 
     pub(super) fn forget_prefixes(&mut self, slot: usize) {
+        self.workers.marks.add(slot);
         for (_, tree) in &mut self.token_trees {
             tree.clear(slot);
         }

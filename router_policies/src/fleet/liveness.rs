@@ -6,6 +6,7 @@
 //! nothing new while another worker can serve, until it gives a sign again.
 
 use super::{Fleet, State, Which};
+use crate::policy::WorkerFacts;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -131,11 +132,17 @@ impl State {
     /// failures, none of those does: some of them must be tried, and a wrong suspicion, or a few requests
     /// that break connections, must not close the router.
     pub(super) fn pardon(&mut self, exclude: &[String], now_s: f64) {
-        for ability in [
-            |facts: &crate::policy::WorkerFacts| facts.serves_local,
-            |facts: &crate::policy::WorkerFacts| facts.serves_prefill,
-            |facts: &crate::policy::WorkerFacts| facts.serves_decode,
-        ] {
+        let abilities: [fn(&WorkerFacts) -> bool; 3] = [
+            |facts| facts.serves_local,
+            |facts| facts.serves_prefill,
+            |facts| facts.serves_decode,
+        ];
+        let mut had = [false; 3];
+        for facts in &self.facts {
+            had = std::array::from_fn(|at| had[at] || abilities[at](facts));
+        }
+        let had = abilities.into_iter().zip(had).filter(|(_, had)| *had);
+        for (ability, _) in had {
             for rests_count in [true, false] {
                 let facts = &mut self.facts;
                 if facts.iter().any(|facts| facts.routable && ability(facts)) {

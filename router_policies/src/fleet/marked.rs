@@ -20,6 +20,10 @@ impl Marks {
         }
     }
 
+    pub fn has(&self, at: usize) -> bool {
+        self.is_marked.get(at).copied().unwrap_or_default()
+    }
+
     /// In the order in which they were added.
     pub fn iter(&self) -> impl Iterator<Item = usize> {
         self.marked.iter().copied()
@@ -109,6 +113,7 @@ mod tests {
         *list.get_mut(0).expect("there is one") += 1;
         list[2] += 1;
         assert_eq!(list.marks.iter().collect::<Vec<_>>(), [2, 0]);
+        assert!(list.marks.has(2) && !list.marks.has(1) && !list.marks.has(9));
         list.marks.clear();
         list.iter_mut().for_each(|item| *item += 1);
         assert_eq!(list.marks.iter().count(), 4);

@@ -46,7 +46,7 @@ use crate::policy::{Policy, Role, WorkerFacts};
 use kinds::Kinds;
 use log::EventSink;
 use lru::LruCache;
-use marked::Marked;
+use marked::{Marked, Marks};
 use parking_lot::Mutex;
 use prefix::estimate::EstimateTree;
 use prefix::events::ExactIndex;
@@ -58,7 +58,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
-use view::KnownSites;
+use view::{KnownFacts, KnownSites};
 use worker::Worker;
 
 /// Tokens a block of the prefix estimate, where the worker's pages are not larger.
@@ -117,6 +117,9 @@ pub(crate) struct State {
     kinds: Kinds,
     random: fastrand::Rng,
     facts: Vec<WorkerFacts>,
+    known_facts: Vec<KnownFacts>,
+    /// Slots of the workers that may have changed since these were found.
+    stale_facts: Marks,
     held_blocks: Vec<u32>,
     /// See [`State::sites`].
     known_sites: KnownSites,
@@ -177,6 +180,8 @@ impl Fleet {
                 kinds: Kinds::default(),
                 random: fastrand::Rng::with_seed(seed),
                 facts: Vec::new(),
+                known_facts: Vec::new(),
+                stale_facts: Marks::default(),
                 held_blocks: Vec::new(),
                 known_sites: KnownSites::default(),
                 slots: HashMap::new(),

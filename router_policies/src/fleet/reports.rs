@@ -40,6 +40,7 @@ impl Fleet {
             EventsBegin::Whole => state.forget_prefixes(slot),
             EventsBegin::Partial => state.exact.clear(slot),
         }
+        state.workers.marks.add(slot);
         if let Some(worker) = &mut state.workers[slot] {
             worker.prefix_source = PrefixSource::Events;
             worker.page_size = page_size.max(1);
@@ -60,6 +61,7 @@ impl Fleet {
         self.learn_page_size(state, slot, events);
         let mut all = true;
         for event in events {
+            state.workers.marks.add(slot);
             let is_applied = state.exact.apply(slot, event);
             all &= is_applied;
             let is_clear = *event == KvEvent::Cleared;

@@ -1,7 +1,8 @@
 //! What a decision sees of the fleet: facts for the policy, and sites for residency.
 
+use super::marked::Marks;
 use super::residency::{Residency, Site, Sites};
-use super::worker::Worker;
+use super::worker::{Worker, freed_tokens_per_s};
 use super::{Fleet, Request, State};
 use crate::policy::{Refusal, RequestFacts, Route, View, WorkerFacts};
 use std::sync::Arc;
@@ -40,6 +41,19 @@ impl Fleet {
     }
 }
 
+/// What was last found of a worker's facts: until when they hold, unless it changes, and what others change
+/// of them for one request.
+#[derive(Clone, Copy, Default)]
+pub(super) struct KnownFacts {
+    /// No worker was excluded.
+    of_all: bool,
+    until_s: f64,
+    routable: bool,
+    serves_local: bool,
+    /// For which it was found how fast it frees room.
+    mean_output_tokens: f64,
+}
+
 /// The workers that may answer requests, kept so that a decision does not make all of them anew.
 #[derive(Default)]
 pub(super) struct KnownSites {
@@ -48,6 +62,8 @@ pub(super) struct KnownSites {
     /// Slots of those that are suspected to hang, and of those whose circuits are open.
     suspects: Vec<usize>,
     resting: Vec<usize>,
+    /// Of those that may have changed.
+    stale: Marks,
     /// Of what [`Sites::number`] was given.
     count: u64,
 }
@@ -60,20 +76,74 @@ impl KnownSites {
 }
 
 impl State {
+    /// Fills in what policies see of the workers, but for what they have of a request's prompt.
     pub(super) fn fill_facts(&mut self, exclude: &[String], now_s: f64) {
         self.end_untold(now_s);
         self.forget_rates(now_s);
-        self.facts.clear();
-        for (slot, worker) in self.workers.iter().enumerate() {
-            self.facts.push(match worker {
-                Some(worker) => WorkerFacts {
-                    kept_tokens: self.kept_tokens(slot, worker),
-                    ..worker.facts(slot, exclude, self.mean_output_tokens, now_s)
-                },
-                None => Worker::absent(slot),
-            });
+        self.note_marked();
+        let count = self.workers.len();
+        self.facts.truncate(count);
+        self.facts
+            .extend((self.facts.len()..count).map(Worker::absent));
+        self.known_facts.resize(count, KnownFacts::default());
+        let mean_output_tokens = self.mean_output_tokens;
+        for slot in 0..count {
+            let known = self.known_facts[slot];
+            let holds = known.of_all && exclude.is_empty() && now_s < known.until_s;
+            if !holds || self.stale_facts.has(slot) {
+                self.renew_facts(slot, exclude, now_s);
+            }
+            let known = &mut self.known_facts[slot];
+            let facts = &mut self.facts[slot];
+            (facts.routable, facts.serves_local) = (known.routable, known.serves_local);
+            (facts.admits, facts.cached_tokens) = (true, 0);
+            if known.mean_output_tokens != mean_output_tokens {
+                known.mean_output_tokens = mean_output_tokens;
+                facts.freed_tokens_per_s = freed_tokens_per_s(facts, mean_output_tokens);
+            }
+        }
+        self.stale_facts.clear();
+        if cfg!(any(test, debug_assertions)) {
+            for slot in 0..count {
+                let anew = self.facts_of(slot, exclude, now_s);
+                assert_eq!(self.facts[slot], anew, "of slot {slot}");
+            }
         }
         self.pardon(exclude, now_s);
+    }
+
+    /// Looks at a worker anew.
+    fn renew_facts(&mut self, slot: usize, exclude: &[String], now_s: f64) {
+        let worker = self.workers[slot].as_ref();
+        let until_s = worker.map(|worker| worker.facts_hold_until_s(now_s));
+        let facts = self.facts_of(slot, exclude, now_s);
+        self.known_facts[slot] = KnownFacts {
+            of_all: exclude.is_empty(),
+            until_s: until_s.unwrap_or(f64::INFINITY),
+            routable: facts.routable,
+            serves_local: facts.serves_local,
+            mean_output_tokens: self.mean_output_tokens,
+        };
+        self.facts[slot] = facts;
+    }
+
+    fn facts_of(&self, slot: usize, exclude: &[String], now_s: f64) -> WorkerFacts {
+        let Some(worker) = &self.workers[slot] else {
+            return Worker::absent(slot);
+        };
+        let mut facts = worker.facts(slot, exclude, now_s);
+        facts.kept_tokens = self.kept_tokens(slot, worker);
+        facts.freed_tokens_per_s = freed_tokens_per_s(&facts, self.mean_output_tokens);
+        facts
+    }
+
+    /// Hands on which workers may have changed to all that keep something of them.
+    fn note_marked(&mut self) {
+        for slot in self.workers.marks.iter() {
+            self.stale_facts.add(slot);
+            self.known_sites.stale.add(slot);
+        }
+        self.workers.marks.clear();
     }
 
     /// The workers that may answer requests, as residency sees them. Those that are suspected to hang
@@ -106,16 +176,17 @@ impl State {
     /// Brings the known sites up to date: of the workers that may have changed, and of those that rest,
     /// which time alone ends.
     fn renew_sites(&mut self, now_s: f64) {
+        self.note_marked();
         let known = &mut self.known_sites;
-        if self.workers.marks.is_empty() && known.resting.is_empty() {
+        if known.stale.is_empty() && known.resting.is_empty() {
             return;
         }
         let sites = Arc::make_mut(&mut known.sites);
         let mut limits_differ = false;
-        std::mem::take(&mut known.resting)
-            .into_iter()
-            .for_each(|slot| self.workers.marks.add(slot));
-        for slot in self.workers.marks.iter() {
+        for slot in std::mem::take(&mut known.resting) {
+            known.stale.add(slot);
+        }
+        for slot in known.stale.iter() {
             let worker = self.workers[slot].as_ref();
             let worker = worker.filter(|worker| worker.is_site());
             let at = sites.all.binary_search_by_key(&slot, |site| site.slot);
@@ -146,7 +217,7 @@ impl State {
                 (None, Err(_)) => {}
             }
         }
-        self.workers.marks.clear();
+        known.stale.clear();
         if limits_differ {
             known.count += 1;
             sites.sum_up(known.count, &self.residency);

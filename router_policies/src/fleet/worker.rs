@@ -268,13 +268,15 @@ impl Worker {
         }
     }
 
-    /// KV tokens a second that the requests which run here give back, as one after the other ends, if
-    /// their answers are of the mean length.
-    fn freed_tokens_per_s(&self, held_tokens: u64, mean_output_tokens: f64) -> f64 {
-        let context_tokens = self.load.decode_tokens as f64;
-        let requests = f64::from(self.load.decoding.max(1));
-        let step_s = self.beliefs.rates.step_s(requests, context_tokens);
-        held_tokens as f64 / (mean_output_tokens.max(1.0) * step_s)
+    /// Until when the facts of `now_s` hold, if nothing here is changed.
+    pub fn facts_hold_until_s(&self, now_s: f64) -> f64 {
+        if !self.prefills.is_empty() || self.circuit.is_open() {
+            return now_s;
+        }
+        let is_recent = |then: &&f64| now_s - **then <= MIGRATION_WINDOW_S;
+        let oldest = self.migrations.iter().find(is_recent);
+        // Rather too early than too late by a rounding.
+        oldest.map_or(f64::INFINITY, |then| then + 0.999 * MIGRATION_WINDOW_S)
     }
 
     pub fn note_migration(&mut self, now_s: f64) {
@@ -360,14 +362,8 @@ impl Worker {
         site.rates = self.beliefs.rates;
     }
 
-    /// The worker as policies see it, but for what it has cached.
-    pub fn facts(
-        &self,
-        slot: usize,
-        exclude: &[String],
-        mean_output_tokens: f64,
-        now_s: f64,
-    ) -> WorkerFacts {
+    /// The worker as policies see it, but for what it has cached and how fast it frees room.
+    pub fn facts(&self, slot: usize, exclude: &[String], now_s: f64) -> WorkerFacts {
         let held_tokens = self.held_tokens();
         let rates = self.beliefs.rates;
         let (serves_local, serves_prefill, serves_decode) = abilities(&self.spec);
@@ -394,7 +390,7 @@ impl Worker {
             arriving_tokens: self.load.arriving_tokens,
             ongoing_tokens: self.load.ongoing_tokens,
             held_tokens,
-            freed_tokens_per_s: self.freed_tokens_per_s(held_tokens, mean_output_tokens),
+            freed_tokens_per_s: 0.0,
             kept_tokens: 0,
             kv_capacity_tokens: self.kv_capacity_tokens,
             cached_tokens: 0,
@@ -460,6 +456,17 @@ impl Worker {
             residency,
         }
     }
+}
+
+/// KV tokens a second that the requests which run on a worker give back, as one after the other ends, if
+/// their answers are of the mean length.
+pub(super) fn freed_tokens_per_s(facts: &WorkerFacts, mean_output_tokens: f64) -> f64 {
+    if facts.held_tokens == 0 {
+        return 0.0;
+    }
+    let requests = f64::from(facts.decoding.max(1));
+    let step_s = facts.rates.step_s(requests, facts.decode_tokens as f64);
+    facts.held_tokens as f64 / (mean_output_tokens.max(1.0) * step_s)
 }
 
 fn used_share(used_tokens: Option<u64>, capacity_tokens: Option<u64>) -> Option<f64> {

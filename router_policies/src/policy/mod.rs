@@ -86,7 +86,7 @@ impl Rates {
 
 /// One worker, as a policy sees it. Token counts are the router's own, corrected by the engine's
 /// load reports where there are any.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct WorkerFacts {
     /// The fleet's name for the worker in a [`Route`].
     pub slot: usize,
