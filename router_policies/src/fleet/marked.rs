@@ -117,6 +117,6 @@ mod tests {
         list.marks.clear();
         list.iter_mut().for_each(|item| *item += 1);
         assert_eq!(list.marks.iter().count(), 4);
-        assert_eq!(list[..], [2, 1, 3, 1]);
+        assert_eq!(*list, [2, 1, 3, 1]);
     }
 }
