@@ -132,7 +132,7 @@ impl Hold {
         self.firm_tokens() + self.growth_tokens
     }
 
-    pub fn occupants(&self) -> impl Iterator<Item = (Key, &Occupant)> {
+    pub fn occupants(&self) -> impl Iterator<Item = (Key, &Occupant)> + Clone {
         self.occupants
             .iter()
             .map(|(&key, occupant)| (key, occupant))
@@ -234,11 +234,10 @@ impl Hold {
             && let Some(held) = occupant.held.take()
         {
             self.loose_tokens -= held.tail_tokens;
-            if extends {
-                before = Some((held.states.len(), held.tail_tokens));
-                chain = held;
-            } else {
-                self.blocks.release(&held);
+            chain = held;
+            match extends {
+                true => before = Some((chain.states.len(), chain.tail_tokens)),
+                false => self.blocks.keep_common(&mut chain, prompt),
             }
         }
         chain.block_tokens = prompt.block_tokens;
@@ -493,6 +492,7 @@ mod tests {
     use super::*;
     use crate::fleet::prefix::hash::PromptHashes;
     use proptest::prelude::*;
+    use std::collections::HashSet;
 
     const BUDGET_TOKENS: u64 = 20_000;
 
@@ -575,6 +575,13 @@ mod tests {
                 let in_flight = hold.occupants().flat_map(|(_, o)| &o.turns);
                 let in_flight = in_flight.map(|turn| turn.chain.tokens() + turn.output_tokens);
                 prop_assert_eq!(hold.in_flight_tokens(), in_flight.sum::<u64>());
+                let held = hold.occupants().filter_map(|(_, o)| o.held.as_ref());
+                let turns = hold.occupants().flat_map(|(_, o)| &o.turns);
+                let chains = || held.clone().chain(turns.clone().map(|turn| &turn.chain));
+                let blocks: HashSet<u64> = chains().flat_map(|c| c.states.clone()).collect();
+                let answers: u64 = turns.clone().map(|turn| turn.output_tokens).sum();
+                let tails: u64 = chains().map(|chain| chain.tail_tokens).sum();
+                prop_assert_eq!(hold.firm_tokens(), 256 * blocks.len() as u64 + tails + answers);
                 let idle = hold.occupants().filter(|(_, o)| o.is_idle());
                 let idle: u64 = idle.map(|(_, o)| o.tokens() + o.growth_tokens).sum();
                 prop_assert_eq!(hold.idle_tokens(), idle);

@@ -126,6 +126,8 @@ struct Start {
 pub struct Blocks {
     counts: StateMap<Count>,
     tokens: u64,
+    /// The least and the most tokens that a block has had so far.
+    sizes: Option<(u32, u32)>,
     /// With what chains begin: most workers hold nothing of a prompt, and the gate asks all of them.
     starts: SmallVec<[Start; 4]>,
 }
@@ -137,6 +139,8 @@ impl Blocks {
     }
 
     pub fn add(&mut self, state: u64, tokens: u32) {
+        let (least, most) = self.sizes.unwrap_or((tokens, tokens));
+        self.sizes = Some((least.min(tokens), most.max(tokens)));
         let fresh = Count { holders: 0, tokens };
         let count = self.counts.entry(state).or_insert(fresh);
         count.holders += 1;
@@ -164,6 +168,24 @@ impl Blocks {
                 block_tokens,
                 chains: 1,
             }),
+        }
+    }
+
+    /// Releases what of a chain the prompt does not begin with, and cuts the chain there: as if all of it
+    /// were released and the prompt's blocks were added, which takes longer. Where blocks differ in size
+    /// nothing is kept.
+    pub fn keep_common(&mut self, chain: &mut Chain, prompt: &Coarse<'_>) {
+        let size = prompt.block_tokens;
+        let kept = match self.sizes == Some((size, size)) {
+            true => chain.common(prompt),
+            false => 0,
+        };
+        if kept == 0 {
+            self.release(chain);
+        }
+        let gone = chain.states.drain(kept..);
+        if kept > 0 {
+            gone.for_each(|state| self.remove(state));
         }
     }
 
