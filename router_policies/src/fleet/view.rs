@@ -41,12 +41,14 @@ impl Fleet {
     }
 }
 
-/// What was last found of a worker's facts: until when they hold, unless it changes, and what others change
-/// of them for one request.
+/// What was last found of a worker's facts: from when until when they hold, unless it changes, and what
+/// others change of them for one request.
 #[derive(Clone, Copy, Default)]
 pub(super) struct KnownFacts {
     /// No worker was excluded.
     of_all: bool,
+    /// When they were found. Who asks next may have read the clock before, and waited for the lock.
+    from_s: f64,
     until_s: f64,
     routable: bool,
     serves_local: bool,
@@ -89,7 +91,8 @@ impl State {
         let mean_output_tokens = self.mean_output_tokens;
         for slot in 0..count {
             let known = self.known_facts[slot];
-            let holds = known.of_all && exclude.is_empty() && now_s < known.until_s;
+            let is_then = (known.from_s..known.until_s).contains(&now_s);
+            let holds = known.of_all && exclude.is_empty() && is_then;
             if !holds || self.stale_facts.has(slot) {
                 self.renew_facts(slot, exclude, now_s);
             }
@@ -119,6 +122,7 @@ impl State {
         let facts = self.facts_of(slot, exclude, now_s);
         self.known_facts[slot] = KnownFacts {
             of_all: exclude.is_empty(),
+            from_s: now_s,
             until_s: until_s.unwrap_or(f64::INFINITY),
             routable: facts.routable,
             serves_local: facts.serves_local,

@@ -5,7 +5,7 @@ use router_policies::config::WorkerSpec;
 use router_policies::fleet::log::EventSink;
 use router_policies::fleet::prefix::hash::{Namespace, PromptHashes, TokenHasher};
 use router_policies::fleet::{EngineLoad, Fleet, Outcome, Request, Reservation, Usage};
-use router_policies::policy::{self, RequestFacts, Route, View};
+use router_policies::policy::{self, Refusal, RequestFacts, Route, View};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
@@ -98,6 +98,40 @@ fn simultaneous_arrivals_spread_with_atomic_reservation_and_collide_without_it()
     drop(taken);
     chosen.dedup();
     assert_eq!(chosen.len(), 1, "all on one worker");
+}
+
+#[test]
+fn one_whose_clock_was_read_before_anothers_sees_the_fleet_as_of_its_own_time() {
+    let now_ms = Arc::new(AtomicU64::new(5_000));
+    let read = Arc::clone(&now_ms);
+    let clock = Box::new(move || read.load(Ordering::Relaxed) as f64 / 1e3);
+    let policy = policy::build("unified", Value::Null).expect("a policy");
+    let sink = EventSink::in_memory();
+    let fleet = Arc::new(Fleet::with_clock(
+        policy,
+        "unified".to_owned(),
+        sink,
+        1,
+        clock,
+    ));
+    fleet.add_worker(spec("w0", "colocated")).expect("a new id");
+    fleet.report_health("w0", true);
+    let running = fleet.decide(&request(&fleet, 0..20_000), &[]);
+    let wait_s = |at_ms: u64| {
+        now_ms.store(at_ms, Ordering::Relaxed);
+        let mut seen = f64::NAN;
+        let probe = request(&fleet, 0..10);
+        let refused = fleet.place(&probe, &[], |_, view| {
+            seen = view.workers[0].prefill_wait_s;
+            Err(Refusal::NoCandidates)
+        });
+        assert!(refused.is_err());
+        seen
+    };
+    let waits = [5_100, 5_050, 5_100].map(wait_s);
+    assert!(waits[1] > waits[0] + 0.04, "{waits:?}");
+    assert_eq!(waits[0], waits[2]);
+    drop(running);
 }
 
 #[test]
