@@ -19,7 +19,7 @@ from eval.experiment_files import load_experiment
 from eval.progress import Progress
 from eval.report import find_searches
 from eval.report.searches import Search
-from eval.run_lines import Row, write_rows
+from eval.run_lines import Row, cell, write_rows
 from eval.simulate import read_calibration
 from eval.simulated_runs import simulate_experiment
 from launch.cache import write_atomically
@@ -219,7 +219,7 @@ def line(search: Search, asked: Asked, hardware: Hardware) -> Row:
         "arm": search.arm,
         "agents_per_gpu": f"{search.agents * per_gpu:.3f}",
         "low": f"{search.low * per_gpu:.3f}",
-        "high": f"{search.high * per_gpu:.3f}" if math.isfinite(search.high) else "",
+        "high": cell(search.high * per_gpu, ".3f"),
         "levels": str(len(search.levels)),
     }
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import orjson
 import pytest
-import zstandard
 
-from eval.records import read_run
 from eval.steady import State, steadiness
+from tests.eval.published import RESULTS, lines, run_of
 
-DOCS = Path(__file__).parents[2] / "docs" / "results"
 # By table of the page, the arms of its columns.
 TABLES = (
     (
@@ -47,13 +41,7 @@ README = (
 COLUMNS = [(table, at) for table, arms in enumerate(TABLES) for at in range(len(arms))]
 
 
-def lines(arm: str) -> list[dict[str, Any]]:
-    with (DOCS / "residency" / f"{arm}.requests.jsonl.zst").open("rb") as packed:
-        found = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(packed))
-        return [orjson.loads(line) for line in found]
-
-
-def row(table: int, label: str, page: Path = DOCS / "residency.md") -> list[str]:
+def row(table: int, label: str, page: Path = RESULTS / "residency.md") -> list[str]:
     found = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", page.read_text(), re.M)
     return [cell.strip() for cell in found[table].split("|")]
 
@@ -66,7 +54,7 @@ def number(cell: str) -> float:
 def test_every_figure_of_an_arm_comes_from_its_lines(table: int, at: int) -> None:
     arm = TABLES[table][at]
     requests = lines(arm)
-    window = json.loads((DOCS / "residency" / f"{arm}.phases.json").read_text())
+    window = json.loads((RESULTS / "residency" / f"{arm}.phases.json").read_text())
     start_s, end_s = window["window_start_s"], window["window_end_s"]
     measured = [r for r in requests if r["phase"] == "measure"]
     answered = [r for r in measured if not r["error"]]
@@ -113,7 +101,7 @@ def test_the_readme_repeats_the_page() -> None:
     }
     where = {arm: (table, at) for table, arms in enumerate(TABLES) for at, arm in enumerate(arms)}
     for label, of_page in labels.items():
-        cells = row(0, label, DOCS.parents[1] / "README.md")
+        cells = row(0, label, RESULTS.parents[1] / "README.md")
         for cell, arms in zip(cells, README, strict=True):
             said = [row(where[arm][0], of_page)[where[arm][1]] for arm in arms]
             assert cell == ", ".join(re.sub(r" (\[.*\]|s\b.*)$", "", text) for text in said)
@@ -134,21 +122,13 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
     for arm in TABLES[table]:
-        folder = tmp_path / arm
-        folder.mkdir()
-        manifest = {"arm": {"name": arm}, "state": "complete"}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        (folder / "requests.jsonl").write_bytes(
-            b"".join(orjson.dumps(line) + b"\n" for line in lines(arm))
-        )
-        shutil.copy(DOCS / "residency" / f"{arm}.phases.json", folder / "phases.json")
-        assert steadiness(read_run(folder)).state is state
+        assert steadiness(run_of(arm, tmp_path / arm)).state is state
 
 
 def test_what_is_said_of_the_run_that_was_cut_off() -> None:
     """In the seconds of the window that it has lines for, beside the same seconds of others."""
     arms = ("engines-vllm-cut-off", "engines-sglang-1", "engines-sglang-2")
-    start_s = json.loads((DOCS / "residency" / f"{arms[0]}.phases.json").read_text())[
+    start_s = json.loads((RESULTS / "residency" / f"{arms[0]}.phases.json").read_text())[
         "window_start_s"
     ]
     end_s = start_s + 169
@@ -169,7 +149,7 @@ def test_what_is_said_of_the_run_that_was_cut_off() -> None:
 def test_what_is_said_of_the_noise_and_of_waits() -> None:
     rates, medians_s = [], []
     for arm in ("engines-sglang-1", "engines-sglang-2", "backfill-off"):
-        window = json.loads((DOCS / "residency" / f"{arm}.phases.json").read_text())
+        window = json.loads((RESULTS / "residency" / f"{arm}.phases.json").read_text())
         start_s, end_s = window["window_start_s"], window["window_end_s"]
         requests = lines(arm)
         ended = [r for r in requests if r["phase"] != "prime" and not r["error"]]
@@ -197,7 +177,7 @@ def test_how_long_the_unanswered_had_waited(
     arm: str, least_s: float, most_s: float, count: int
 ) -> None:
     """By the end of a drain of 80 s."""
-    window = json.loads((DOCS / "residency" / f"{arm}.phases.json").read_text())
+    window = json.loads((RESULTS / "residency" / f"{arm}.phases.json").read_text())
     over_s = window["window_end_s"] + window["drain_s"]
     failed = [r for r in lines(arm) if r["phase"] == "measure" and r["error"]]
     waited_s = sorted(round(over_s - r["scheduled_s"]) for r in failed)
@@ -227,7 +207,7 @@ def test_what_is_said_of_the_turns_outside_the_objective() -> None:
 def test_what_is_said_of_prompt_tokens_a_second() -> None:
     rates, lengths = [], []
     for arm in TABLES[6]:
-        window = json.loads((DOCS / "residency" / f"{arm}.phases.json").read_text())
+        window = json.loads((RESULTS / "residency" / f"{arm}.phases.json").read_text())
         start_s, end_s = window["window_start_s"], window["window_end_s"]
         requests = [r for r in lines(arm) if r["phase"] != "prime" and not r["error"]]
         ended = [r for r in requests if start_s <= r["finished_s"] < end_s]

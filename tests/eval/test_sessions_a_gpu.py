@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import zstandard
 from typer.testing import CliRunner
 
 from deltaserve.errors import InputError
 from eval.experiment_files import load_experiment
-from eval.records import read_run
 from eval.run_lines import Row, read_rows
 from eval.sessions_a_gpu import MEASURES, app, picture, row_of, rows_in, summary, table
 from tests.eval.conftest import Recipe, write_run
+from tests.eval.published import RESULTS, run_of
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PAGE = RESULTS / "agents-a-gpu.md"
 SIMULATED = RESULTS / "simulated" / "sessions-a-gpu.csv"
 MEASURED = RESULTS / "residency" / "sessions-a-gpu.csv"
@@ -142,19 +137,6 @@ def test_the_experiment_names_its_loads_by_their_sessions_in_flight() -> None:
     experiment, _ = load_experiment("sessions-a-gpu")
     for load in experiment.loads:
         assert load.replay == {"max_inflight_sessions": int(load.name)}
-
-
-def run_of(name: str, folder: Path) -> Any:
-    """The run that the raw lines of the docs are of."""
-    raw = RESULTS / "residency" / name
-    folder.mkdir()
-    with Path(f"{raw}.requests.jsonl.zst").open("rb") as packed:
-        text = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(packed)).read()
-    (folder / "requests.jsonl").write_text(text)
-    (folder / "phases.json").write_text(Path(f"{raw}.phases.json").read_text())
-    manifest = {"arm": {"name": name}, "state": "complete", "repeat": 1}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return read_run(folder)
 
 
 def test_the_measured_lines_follow_from_their_raw_lines(tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""The raw lines of the measured runs that docs/results has pages of."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import zstandard
+
+from eval.records import Run, read_run
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    """The result lines of a run."""
+    with (RESULTS / "residency" / f"{name}.requests.jsonl.zst").open("rb") as packed:
+        found = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(packed))
+        return [orjson.loads(line) for line in found]
+
+
+def run_of(name: str, folder: Path) -> Run:
+    """A run as reports read it, from its raw lines; `folder` is made for it."""
+    folder.mkdir()
+    manifest = {"arm": {"name": name}, "state": "complete", "repeat": 1}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "requests.jsonl").write_bytes(
+        b"".join(orjson.dumps(line) + b"\n" for line in lines(name))
+    )
+    shutil.copy(RESULTS / "residency" / f"{name}.phases.json", folder / "phases.json")
+    return read_run(folder)
