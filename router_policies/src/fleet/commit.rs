@@ -7,6 +7,7 @@ use super::prefix::hash::Unit;
 use super::reservation::{Noted, Reservation};
 use super::residency::footprint::Coarse;
 use super::residency::queue::Admitted;
+use super::residency::rules::Demand;
 use super::residency::sessions::Identity;
 use super::residency::{Asked, Go, Residence, ResidencyRecord, Seat, Site, Sites, site_of};
 use super::share::Share;
@@ -277,6 +278,8 @@ impl State {
                     go.give_up(slot),
                     now_s,
                 );
+                self.residency
+                    .begin_slice(identity.key, site, now_s, Demand::NOBODY_WAITS);
                 (taken.0, state, taken.1)
             }
             Way::Booked(admitted) => (admitted.turn, admitted.state, admitted.gave_up),

@@ -2,7 +2,7 @@
 
 use super::book::{Hold, Key, Occupant, Served};
 use super::footprint::Coarse;
-use super::sessions::{Identity, Name, ServedPrompt};
+use super::sessions::{GAIN as OWN_GAIN, Identity, Name, ServedPrompt};
 use super::{Asked, GiveUp, Residence, Residency, Site, site_of};
 use crate::fleet::{Hints, Usage};
 
@@ -94,6 +94,9 @@ impl Residency {
         occupant.name.clone_from(&identity.name);
         hold.trim_growth(budget);
         let known = self.sessions.of(identity.key);
+        if known.in_flight == 0 {
+            known.began_s = now_s;
+        }
         known.home = Some((site.slot, site.serial));
         if let Err(at) = known.slots.binary_search(&site.slot) {
             known.slots.insert(at, site.slot);
@@ -258,6 +261,12 @@ impl Residency {
         known.recomputed_tokens += recomputed_tokens.unwrap_or(0);
         if known.in_flight == 0 {
             known.ended_s = Some(now_s);
+            if seat.turn != 0 {
+                let run_s = now_s - known.began_s;
+                let mean_s = known.run_s.get_or_insert(run_s);
+                *mean_s += OWN_GAIN * (run_s - *mean_s);
+                self.run_s += GAIN * (run_s - self.run_s);
+            }
         }
         if served == Served::Yes {
             known.answers = known.answers.saturating_add(1);
@@ -327,6 +336,9 @@ impl Residency {
             }
             Some(reason) => {
                 self.give_up(site.slot, &site.spec, seat.key, reason, now_s);
+                if reason == GiveUp::Ended {
+                    self.seen[site.slot].slices.remove(&seat.key);
+                }
             }
             None => self.book_growth(seat.key, site),
         }

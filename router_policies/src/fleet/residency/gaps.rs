@@ -16,7 +16,7 @@ const FLEET_WEIGHT: f64 = 2.0;
 const ASSUMED_GAPS: f64 = 4.0;
 const ASSUMED_MOST_S: f64 = 10.0;
 /// A session that stayed away this long is not expected back.
-const MOST_S: f64 = 600.0;
+pub(super) const MOST_S: f64 = 600.0;
 /// All but this share of gaps are shorter than [`Gaps::nearly_all_s`].
 const LONGEST_SHARE: f64 = 0.01;
 
@@ -79,6 +79,8 @@ struct Sums {
     from: [f64; BINS + 1],
     /// Each bin's part of [`FLEET_WEIGHT`].
     shares: [f64; BINS],
+    /// The mean, in seconds.
+    mean_s: f64,
 }
 
 impl Sums {
@@ -88,7 +90,12 @@ impl Sums {
             from[..=bin].iter_mut().for_each(|sum| *sum += weight);
         }
         let all = from[0];
+        let seconds = weights.iter().zip(MIDDLES_S.iter());
+        let seconds: f64 = seconds
+            .map(|(weight, gap_s)| weight * gap_s.min(MOST_S))
+            .sum();
         Self {
+            mean_s: seconds / all,
             from,
             shares: weights.map(|weight| FLEET_WEIGHT * weight / all),
         }
@@ -145,6 +152,13 @@ impl Gaps {
         let own = own.seconds().iter();
         let own = own.filter(|&&gap_s| f64::from(gap_s) > idle_s);
         FLEET_WEIGHT * of_fleet / all + own.count() as f64
+    }
+
+    /// The mean of gaps, its own and all sessions', in seconds.
+    pub fn mean_s(&self, own: &OwnGaps) -> f64 {
+        let seconds = own.seconds().iter();
+        let own_s: f64 = seconds.map(|&gap_s| f64::from(gap_s).min(MOST_S)).sum();
+        (FLEET_WEIGHT * self.sums.mean_s + own_s) / own.weight()
     }
 
     /// The share of gaps, of its own and all sessions', that are longer than `idle_s`.

@@ -5,6 +5,7 @@ use super::cached::Cached;
 use super::footprint::Coarse;
 use super::looks::chosen;
 use super::rules::{Demand, Placement};
+use super::slices::Load;
 use super::{GiveUp, Residence, Residency, Site, Sites, WaitReason, site_of};
 use crate::fleet::prefix::hash::PromptHashes;
 use crate::policy::attention_pairs;
@@ -83,6 +84,8 @@ pub(super) struct Round {
     ungated: SmallVec<[usize; 8]>,
     /// By slot: who may be given up for one that waits, and what that frees at most.
     eligible: Vec<Option<Rc<Eligible>>>,
+    /// By slot: what those with a time slice are expected to hold.
+    pub loads: Vec<Option<Rc<Load>>>,
     /// Sessions that wait for their sub-agents.
     busy: Option<Rc<HashSet<Key>>>,
 }
@@ -124,6 +127,7 @@ impl Round {
             looked: None,
             ungated: sites.ungated.clone(),
             eligible: Vec::new(),
+            loads: Vec::new(),
             busy: None,
         }
     }
@@ -134,7 +138,7 @@ impl Round {
         self.queued_share.max(1.0)
     }
 
-    fn demand(&self) -> Demand {
+    pub(super) fn demand(&self) -> Demand {
         Demand::Waiting {
             oldest_wait_s: self.oldest_wait_s,
             bound_scale: self.bound_scale(),
@@ -548,6 +552,9 @@ impl Residency {
         let is_cold = asked.prompt.tokens.saturating_sub(cached) >= self.settings.cold_tokens;
         if is_cold && !self.is_open_to_cold(site) {
             return Fit::No(WaitReason::ColdPrefill);
+        }
+        if !self.may_begin_slice(asked.key, site, round) {
+            return Fit::No(WaitReason::SessionsLimit);
         }
         let occupant = entrant.occupant(site.slot, hold);
         let excess = self.excess_tokens(entrant, site, hold, budget, round.now_s);

@@ -135,7 +135,7 @@ impl Residency {
         all.into()
     }
 
-    fn changes_at(&self, slot: usize) -> u64 {
+    pub(super) fn changes_at(&self, slot: usize) -> u64 {
         self.holds.get(slot).map_or(0, Hold::changes)
     }
 }

@@ -20,6 +20,7 @@ pub mod queue;
 pub mod rules;
 pub mod sessions;
 pub mod settings;
+mod slices;
 
 pub(super) use account::Seat;
 pub(super) use gate::{Asked, Go};
@@ -192,6 +193,8 @@ pub(super) struct Residency {
     endings: Endings,
     queue: Queue,
     growth_tokens: f64,
+    /// How long turns run on their workers.
+    run_s: f64,
     text_scale: f64,
     turns: u64,
     /// The first of the queue, and the worker on which room gathers for it.
@@ -211,6 +214,8 @@ struct Seen {
     cached_tokens: u64,
     /// Given-up sessions that a host tier may still hold: when, who, tokens.
     parted: VecDeque<(f64, Key, u64)>,
+    /// Sessions with a time slice, and since when.
+    slices: StateMap<f64>,
 }
 
 impl Residency {
@@ -227,6 +232,7 @@ impl Residency {
             endings: Endings::default(),
             queue: Queue::default(),
             growth_tokens: ASSUMED_GROWTH_TOKENS,
+            run_s: slices::ASSUMED_RUN_S,
             text_scale: 1.0,
             turns: 0,
             gathers: None,
@@ -314,6 +320,7 @@ impl Residency {
             self.give_up(slot, spec, key, GiveUp::WorkerGone, 0.0);
         }
         self.seen[slot].parted.clear();
+        self.seen[slot].slices.clear();
     }
 
     /// Takes away a place; returns the session's name.

@@ -84,6 +84,7 @@ impl Residency {
             reason,
             waiting: self.queue.len() + 1,
         }));
+        self.sessions.of(new.identity.key).waits = true;
         let ranking = self.ranking();
         Ok(self.queue.push(new, ranking))
     }
@@ -97,6 +98,7 @@ impl Residency {
     pub fn leave(&mut self, id: u64, is_placed: bool, now_s: f64) -> Option<Waiter> {
         let waiter = self.queue.remove(id)?;
         self.stop_growing(&waiter);
+        self.sessions.of(waiter.turn.identity.key).waits = false;
         if let (Progress::Admitted(admitted), false) = (&waiter.progress, is_placed) {
             self.unbook(
                 admitted.slot,
@@ -233,9 +235,13 @@ impl Residency {
                 continue;
             }
             let gathers = self.gathers;
-            round.closed = gathers
-                .filter(|(head, _)| *head != id)
-                .map(|(_, slot)| slot);
+            let others = gathers.filter(|(head, _)| *head != id);
+            let key = waiter.turn.identity.key;
+            let has_slice =
+                |slot| site_of(sites, slot).is_some_and(|site| self.has_slice(key, site));
+            round.closed = others
+                .map(|(_, slot)| slot)
+                .filter(|&slot| !has_slice(slot));
             round.lends = lends;
             round.looked = looked.clone().filter(|_| waiter.tried);
             let (identity, output_tokens) =
@@ -280,13 +286,15 @@ impl Residency {
     /// once others have had their turns. So those whose session it holds go first, and take turns among
     /// themselves: were all to take turns in one round that is longer than what the tier holds, it would
     /// have dropped each before its turn. One that it does not hold goes once it has waited longer than
-    /// they by [`NOT_HELD_WAITS`] of the bound on waits.
+    /// they by [`NOT_HELD_WAITS`] of the bound on waits. Before all go those that have a time slice, unless
+    /// another has waited longer than they by the bound.
     fn in_order(&self, sites: &Sites, round: &Round) -> Vec<u64> {
         let waiting = self.queue.waiting().take(LOOKED_AT);
-        if !self.manner.held_first || !sites.has_host_tier {
+        if !self.has_slices(sites) {
             return waiting.map(|(id, _)| id).collect();
         }
-        let behind_s = NOT_HELD_WAITS * self.settings.wait_bound_s * round.bound_scale();
+        let bound_s = self.settings.wait_bound_s * round.bound_scale();
+        let behind_s = NOT_HELD_WAITS * bound_s;
         let mut shares: HashMap<usize, StateMap<f64>> = HashMap::new();
         let mut held_share = |key: Key| {
             let (slot, serial) = self.sessions.get(key)?.home?;
@@ -301,6 +309,9 @@ impl Residency {
                 let turn = &waiter.turn;
                 if turn.grows_at.is_some() {
                     return (f64::NEG_INFINITY, id);
+                }
+                if self.has_slice_at_home(turn.identity.key, sites) {
+                    return (turn.arrived_s - bound_s, id);
                 }
                 let held = held_share(turn.identity.key).unwrap_or(0.0);
                 (turn.arrived_s + behind_s * (1.0 - held), id)
@@ -349,15 +360,18 @@ impl Residency {
             gave_up,
             at_s: now_s,
         };
+        // Those with a time slice pass nobody: they go first.
+        let lent = state != Residence::Resident && !self.has_slice(asked.key, site);
         match self.gathers {
             Some((head, _)) if head == id => self.gather_at(None),
-            Some((_, slot)) if slot == site.slot && state != Residence::Resident => {
+            Some((_, slot)) if slot == site.slot && lent => {
                 if let Some(occupant) = self.holds[slot].occupant_mut(asked.key) {
                     occupant.backfilled = true;
                 }
             }
             _ => {}
         }
+        self.begin_slice(asked.key, site, now_s, round.demand());
         let wake = self.queue.settle(id, Progress::Admitted(admitted));
         self.outbox.wakes.extend(wake);
     }
@@ -383,16 +397,27 @@ impl Residency {
         }
     }
 
-    /// Once the first of the queue has waited for long, room gathers for it on one worker.
-    fn gather(&mut self, ids: &[u64], sites: &[Site], round: &Round) {
+    /// Once the first of the queue has waited for long, room gathers for it on one worker. Where there are
+    /// time slices, those who have none are the queue, and the first is the first that has waited as long as
+    /// anybody should.
+    fn gather(&mut self, ids: &[u64], sites: &Sites, round: &Round) {
+        let has_slices = self.has_slices(sites);
+        let after_s = match has_slices {
+            true => self.settings.wait_bound_s * round.bound_scale(),
+            false => self.settings.no_backfill_after_s,
+        };
+        let has_waited = |waiter: &Waiter| round.now_s - waiter.turn.arrived_s >= after_s;
+        let may_be_head = |waiter: &Waiter| {
+            let has_slice = || self.has_slice_at_home(waiter.turn.identity.key, sites);
+            !has_slices || (has_waited(waiter) && !has_slice())
+        };
         let head = ids
             .iter()
             .filter_map(|&id| Some((id, self.queue.get(id)?)))
-            .find(|(_, waiter)| waiter.turn.grows_at.is_none());
-        let Some((id, waiter)) = head.filter(|(_, waiter)| {
-            let waited_s = round.now_s - waiter.turn.arrived_s;
-            waited_s >= self.settings.no_backfill_after_s && !self.manner.smallest_first
-        }) else {
+            .find(|(_, waiter)| waiter.turn.grows_at.is_none() && may_be_head(waiter));
+        let Some((id, waiter)) =
+            head.filter(|(_, waiter)| has_waited(waiter) && !self.manner.smallest_first)
+        else {
             self.gather_at(None);
             return;
         };

@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// Sessions, and families' prompts, that are remembered; the least recently seen are forgotten.
 const KNOWN: NonZeroUsize = NonZeroUsize::new(1 << 17).unwrap();
 /// Share of the difference that one turn moves a mean by.
-const GAIN: f64 = 0.3;
+pub(super) const GAIN: f64 = 0.3;
 /// How far before the end of a served prompt, in blocks, its states are remembered: where the next
 /// prompt differs near the end, what it has in common is still known within these steps.
 const MARKS_BEFORE: [usize; 5] = [0, 1, 4, 16, 64];
@@ -70,6 +70,11 @@ pub struct Known {
     /// When its last turn ended, while none is in flight.
     pub ended_s: Option<f64>,
     pub in_flight: u32,
+    /// A turn of it is in the queue.
+    pub waits: bool,
+    /// Since when turns of it run without a break, and how long they do.
+    pub began_s: f64,
+    pub run_s: Option<f64>,
     /// Answers that it got.
     pub answers: u32,
     /// Its last one, until its next turn comes.

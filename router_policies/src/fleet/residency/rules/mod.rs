@@ -86,6 +86,14 @@ pub enum Demand {
     Growth,
 }
 
+impl Demand {
+    /// One that comes while nobody waits.
+    pub const NOBODY_WAITS: Self = Self::Waiting {
+        oldest_wait_s: 0.0,
+        bound_scale: 1.0,
+    };
+}
+
 /// Why a place was given up: a closed set, so that logs can be counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -149,8 +157,9 @@ pub struct Manner {
     pub residents_always_go: bool,
     /// The room that gathers for the first of the queue is lent to others until that one can go.
     pub backfills: bool,
-    /// Turns whose session a host tier still holds go before others, as if those had come later.
-    pub held_first: bool,
+    /// Sessions take turns in time slices on workers with a host tier, and those that it still holds go
+    /// before others: the share of the KV that those with a slice may be expected to hold.
+    pub slice_fill: Option<f64>,
 }
 
 impl Default for Manner {
@@ -165,7 +174,7 @@ impl Default for Manner {
             force_after_s: None,
             residents_always_go: false,
             backfills: false,
-            held_first: false,
+            slice_fill: None,
         }
     }
 }
@@ -192,6 +201,13 @@ pub trait Rule: Send {
     /// The idle sessions that may be given up for `demand`, in the order in which they go. The view need
     /// not have the places of others.
     fn may_give_up(&self, view: &WorkerView<'_>, demand: Demand) -> Vec<(Key, GiveUp)>;
+
+    /// How long, in seconds, a session keeps its time slice from one that waits. It is worth `worth_s`
+    /// seconds of idleness to compute all that it holds again.
+    fn slice_s(&self, worth_s: f64, demand: Demand) -> f64 {
+        let _ = (worth_s, demand);
+        f64::INFINITY
+    }
 
     /// Whether [`Rule::occupied_tokens`] says what is taken, instead of the book.
     fn counts_itself(&self) -> bool {

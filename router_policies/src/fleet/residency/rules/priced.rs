@@ -17,7 +17,9 @@ pub const INFO: Info = Info {
            has had its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), or, while \
            the oldest wait goes from half of wait_bound_s to all of it (both as many times longer as those that wait \
            want what fits on all workers), for a time that shrinks to \
-           g*/pressed_overhead and never below, or (c) it said that it ended. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
+           g*/pressed_overhead and never below, or (c) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as are expected to hold \
+           slice_fill of what may be booked, their turns go first, and each lasts as long as (b) with what computing all of it again costs and \
+           slice_overhead as the overhead under pressure. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
            equals the longest idle",
     params: &[
         ParamInfo {
@@ -55,6 +57,16 @@ pub const INFO: Info = Info {
             default: "250000",
             meaning: "what a host tier gives back in a second (workers with host_kv_tokens)",
         },
+        ParamInfo {
+            name: "slice_fill",
+            default: "0.65",
+            meaning: "the share of what may be booked that sessions with a time slice are expected to hold; more of them is more requests/s where all fits, and later turns where it does not",
+        },
+        ParamInfo {
+            name: "slice_overhead",
+            default: "0.3",
+            meaning: "as pressed_overhead, for time slices: the share of a worker's time that changing who has one may cost",
+        },
     ],
     source: "ours; the five-minute rule (Gray and Putzolu 1987) for KV. Nearest: Adaptive KV Retention (arXiv \
              2608.30830) prices the host tier's time to live, Continuum (2511.02230) a fixed cost a second",
@@ -88,6 +100,16 @@ pub const INFO: Info = Info {
                     "a number above 0",
                     p.reload_tokens_per_s > 0.0,
                 ),
+                (
+                    "slice_fill",
+                    "a share above 0 and up to 1",
+                    p.slice_fill > 0.0 && p.slice_fill <= 1.0,
+                ),
+                (
+                    "slice_overhead",
+                    "a share of overhead or more and up to 1",
+                    p.slice_overhead >= p.overhead && p.slice_overhead <= 1.0,
+                ),
             ]
         })?;
         Ok(Box::new(params))
@@ -104,6 +126,8 @@ struct Priced {
     most_share_s: f64,
     wait_bound_s: f64,
     reload_tokens_per_s: f64,
+    slice_fill: f64,
+    slice_overhead: f64,
 }
 
 impl Default for Priced {
@@ -116,6 +140,8 @@ impl Default for Priced {
             most_share_s: 400.0,
             wait_bound_s: 90.0,
             reload_tokens_per_s: 250_000.0,
+            slice_fill: 0.65,
+            slice_overhead: 0.3,
         }
     }
 }
@@ -137,9 +163,15 @@ impl Priced {
     /// Q: how long it may keep the place from one that waits. Never so short that taking turns costs
     /// more than `pressed_overhead`: where more wait than any bound on waits allows, shares that
     /// shrink to nothing make every turn a swap, and everything is recomputed again.
-    fn share_s(&self, worth_s: f64, oldest_wait_s: f64, bound_scale: f64) -> f64 {
+    fn share_s(
+        &self,
+        worth_s: f64,
+        pressed_overhead: f64,
+        oldest_wait_s: f64,
+        bound_scale: f64,
+    ) -> f64 {
         let at = |overhead: f64| (worth_s / overhead).clamp(self.least_share_s, self.most_share_s);
-        let (share_s, pressed_s) = (at(self.overhead), at(self.pressed_overhead));
+        let (share_s, pressed_s) = (at(self.overhead), at(pressed_overhead));
         let half_s = self.wait_bound_s * bound_scale / 2.0;
         let pressure = ((oldest_wait_s - half_s) / half_s).clamp(0.0, 1.0);
         share_s + (pressed_s - share_s) * pressure
@@ -150,8 +182,18 @@ impl Rule for Priced {
     fn manner(&self) -> Manner {
         Manner {
             backfills: true,
-            held_first: true,
+            slice_fill: Some(self.slice_fill),
             ..Manner::default()
+        }
+    }
+
+    fn slice_s(&self, worth_s: f64, demand: Demand) -> f64 {
+        match demand {
+            Demand::Growth => f64::INFINITY,
+            Demand::Waiting {
+                oldest_wait_s,
+                bound_scale,
+            } => self.share_s(worth_s, self.slice_overhead, oldest_wait_s, bound_scale),
         }
     }
 
@@ -168,7 +210,9 @@ impl Rule for Priced {
             // This first: where nobody is expected back a place costs nothing, however old it is.
             if !view.keeping_pays(place, self.late_factor * worth_s) {
                 Some(GiveUp::ReturnsLate)
-            } else if place.tenure_s >= self.share_s(worth_s, oldest_wait_s, bound_scale) {
+            } else if place.tenure_s
+                >= self.share_s(worth_s, self.pressed_overhead, oldest_wait_s, bound_scale)
+            {
                 Some(GiveUp::HadItsShare)
             } else {
                 None
@@ -232,18 +276,22 @@ mod tests {
     #[test]
     fn shares_shrink_as_others_wait() {
         let rule = Priced::default();
-        let shares = [0.0, 45.0, 67.5, 90.0, 500.0].map(|wait_s| rule.share_s(9.0, wait_s, 1.0));
+        let shares =
+            [0.0, 45.0, 67.5, 90.0, 500.0].map(|wait_s| rule.share_s(9.0, 0.6, wait_s, 1.0));
         assert_eq!(
             shares,
             [90.0, 90.0, 52.5, 15.0, 15.0],
             "never to nothing: that is the collapse that residency is to prevent"
         );
         assert_eq!(
-            (rule.share_s(0.1, 0.0, 1.0), rule.share_s(1e3, 0.0, 1.0)),
+            (
+                rule.share_s(0.1, 0.6, 0.0, 1.0),
+                rule.share_s(1e3, 0.6, 0.0, 1.0)
+            ),
             (5.0, 400.0)
         );
         assert_eq!(
-            [67.5, 135.0, 180.0].map(|wait_s| rule.share_s(9.0, wait_s, 2.0)),
+            [67.5, 135.0, 180.0].map(|wait_s| rule.share_s(9.0, 0.6, wait_s, 2.0)),
             [90.0, 52.5, 15.0],
             "waits may be twice as long where twice as much waits as fits"
         );
@@ -303,6 +351,8 @@ mod tests {
             (json!({"most_share_s": 1}), "most_share_s"),
             (json!({"pressed_overhead": 0.05}), "pressed_overhead"),
             (json!({"late_factor": 0}), "late_factor"),
+            (json!({"slice_fill": 0}), "slice_fill"),
+            (json!({"slice_overhead": 0.05}), "slice_overhead"),
             (json!({"overheads": 1}), "overheads"),
         ] {
             let error = (INFO.build)(params).err().expect("refused");
