@@ -275,6 +275,26 @@ mod tests {
     }
 
     #[test]
+    fn the_mean_is_of_own_gaps_and_all_sessions_and_no_gap_counts_for_more_than_the_longest() {
+        let stranger = OwnGaps::default();
+        let mean_s = fleet(&[2.0, 5.0, 10.0, 10.0]).mean_s(&stranger);
+        assert!((6.2..7.3).contains(&mean_s), "{mean_s}: 6.75, by bins");
+        let slow = fleet(&[100.0]);
+        let mean_s = slow.mean_s(&stranger);
+        assert!((90.0..110.0).contains(&mean_s), "{mean_s}");
+        let mut own = OwnGaps::default();
+        (0..OWN_GAPS).for_each(|_| own.note(1.0));
+        let mean_s = slow.mean_s(&own);
+        assert!((18.0..23.0).contains(&mean_s), "{mean_s}: 2 of 100, 8 of 1");
+        // A session that was away for a day thinks no longer than one that is not expected back.
+        let mean_s = fleet(&[86_400.0]).mean_s(&stranger);
+        assert!((590.0..=MOST_S).contains(&mean_s), "{mean_s}");
+        let mut away = OwnGaps::default();
+        (0..OWN_GAPS).for_each(|_| away.note(86_400.0));
+        assert!(fleet(&[86_400.0]).mean_s(&away) <= MOST_S);
+    }
+
+    #[test]
     fn nearly_all_gaps_are_over_by_then() {
         let gaps = Gaps::default();
         let assumed_s = gaps.nearly_all_s();

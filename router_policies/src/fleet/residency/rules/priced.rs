@@ -298,6 +298,29 @@ mod tests {
     }
 
     #[test]
+    fn time_slices_shrink_as_others_wait_and_growth_ends_none() {
+        let rule = Priced::default();
+        let waiting = |oldest_wait_s, bound_scale| Demand::Waiting {
+            oldest_wait_s,
+            bound_scale,
+        };
+        let slices = [0.0, 45.0, 67.5, 90.0, 500.0].map(|s| rule.slice_s(9.0, waiting(s, 1.0)));
+        for (slice_s, expected_s) in slices.into_iter().zip([90.0, 90.0, 60.0, 30.0, 30.0]) {
+            assert!((slice_s - expected_s).abs() < 1e-9, "{slices:?}");
+        }
+        let nobody_waits_s = rule.slice_s(9.0, Demand::NOBODY_WAITS);
+        assert!((nobody_waits_s - 90.0).abs() < 1e-9, "{nobody_waits_s}");
+        assert_eq!(
+            [0.1, 1e3].map(|worth_s| rule.slice_s(worth_s, waiting(90.0, 1.0))),
+            [5.0, 400.0],
+            "never shorter and never longer than any share"
+        );
+        let scaled_s = rule.slice_s(9.0, waiting(135.0, 2.0));
+        assert!((scaled_s - 60.0).abs() < 1e-9, "{scaled_s}");
+        assert_eq!(rule.slice_s(9.0, Demand::Growth), f64::INFINITY);
+    }
+
+    #[test]
     fn who_returns_soon_is_kept_and_who_returns_late_is_not() {
         let rule = (INFO.build)(json!({})).expect("a rule");
         let gaps = Gaps::default();
@@ -352,7 +375,9 @@ mod tests {
             (json!({"pressed_overhead": 0.05}), "pressed_overhead"),
             (json!({"late_factor": 0}), "late_factor"),
             (json!({"slice_fill": 0}), "slice_fill"),
+            (json!({"slice_fill": 1.1}), "slice_fill"),
             (json!({"slice_overhead": 0.05}), "slice_overhead"),
+            (json!({"slice_overhead": 1.1}), "slice_overhead"),
             (json!({"overheads": 1}), "overheads"),
         ] {
             let error = (INFO.build)(params).err().expect("refused");
