@@ -84,7 +84,7 @@ impl Residency {
             reason,
             waiting: self.queue.len() + 1,
         }));
-        self.sessions.of(new.identity.key).waits = true;
+        self.sessions.of(new.identity.key).waiting += 1;
         let ranking = self.ranking();
         Ok(self.queue.push(new, ranking))
     }
@@ -98,7 +98,8 @@ impl Residency {
     pub fn leave(&mut self, id: u64, is_placed: bool, now_s: f64) -> Option<Waiter> {
         let waiter = self.queue.remove(id)?;
         self.stop_growing(&waiter);
-        self.sessions.of(waiter.turn.identity.key).waits = false;
+        let known = self.sessions.of(waiter.turn.identity.key);
+        known.waiting = known.waiting.saturating_sub(1);
         if let (Progress::Admitted(admitted), false) = (&waiter.progress, is_placed) {
             self.unbook(
                 admitted.slot,

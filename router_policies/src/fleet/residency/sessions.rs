@@ -70,8 +70,8 @@ pub struct Known {
     /// When its last turn ended, while none is in flight.
     pub ended_s: Option<f64>,
     pub in_flight: u32,
-    /// A turn of it is in the queue.
-    pub waits: bool,
+    /// Turns of it that are in the queue.
+    pub waiting: u32,
     /// Since when turns of it run without a break, and how long they do.
     pub began_s: f64,
     pub run_s: Option<f64>,

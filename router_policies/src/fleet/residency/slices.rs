@@ -81,7 +81,7 @@ impl Residency {
             None => Rc::new(self.load(site, round.now_s, round.demand())),
         };
         round.loads[site.slot] = Some(Rc::clone(&load));
-        self.ends_for(key, &load, budget, round.now_s).is_some()
+        self.ends_for(key, &load, budget).is_some()
     }
 
     /// A session whose turn was let in begins a slice, unless it has one, and those end that make room for it.
@@ -96,7 +96,7 @@ impl Residency {
         let mut load = self.load(site, now_s, demand);
         // The turn runs already.
         load.tokens -= self.expected_tokens(key, now_s);
-        let Some(ends) = self.ends_for(key, &load, budget, now_s) else {
+        let Some(ends) = self.ends_for(key, &load, budget) else {
             return;
         };
         let mut slices = std::mem::take(&mut self.seen[site.slot].slices);
@@ -145,8 +145,9 @@ impl Residency {
     }
 
     /// Who has to end so that this one may begin; none if all who may are not enough.
-    fn ends_for(&self, key: Key, load: &Load, budget: f64, now_s: f64) -> Option<Vec<Key>> {
-        let own = self.expected_tokens(key, now_s);
+    fn ends_for(&self, key: Key, load: &Load, budget: f64) -> Option<Vec<Key>> {
+        // It has come back, whatever was to be expected.
+        let own = self.tokens_over_time(key);
         let mut left = load.tokens;
         let mut ends = Vec::new();
         let mut over = load.over.iter();
@@ -178,18 +179,237 @@ impl Residency {
         let Some(known) = self.sessions.get(key) else {
             return 0.0;
         };
-        let run_s = known.run_s.unwrap_or(self.run_s);
-        let think_s = self.gaps.mean_s(&known.gaps);
         let returns = match known.ended_s {
-            Some(ended_s) if known.in_flight == 0 && !known.waits => {
+            _ if known.in_flight > 0 || known.waiting > 0 => 1.0,
+            Some(ended_s) => {
                 let last_share = self.endings.last_share(known.kind());
                 let idle_s = now_s - ended_s;
                 self.gaps
                     .returns_within(&known.gaps, last_share, idle_s, MOST_S)
             }
-            _ => 1.0,
+            // It left before its first turn.
+            None => 0.0,
         };
-        let tokens = known.prompt_tokens.unwrap_or(0) as f64;
-        tokens * returns * run_s / (run_s + think_s)
+        returns * self.tokens_over_time(key)
+    }
+
+    /// The same of one that is there.
+    fn tokens_over_time(&self, key: Key) -> f64 {
+        let Some(known) = self.sessions.get(key) else {
+            return 0.0;
+        };
+        let run_s = known.run_s.unwrap_or(self.run_s);
+        let think_s = self.gaps.mean_s(&known.gaps);
+        known.prompt_tokens.unwrap_or(0) as f64 * run_s / (run_s + think_s)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::WorkerSpec;
+    use crate::fleet::log::EventSink;
+    use crate::fleet::prefix::hash::TokenHasher;
+    use crate::fleet::residency::settings;
+    use crate::fleet::{Admit, Fleet, Outcome, Request, Reservation, Ticket};
+    use crate::policy;
+    use serde_json::{Value, json};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    /// A fleet of one worker with a host tier, under a clock of its own.
+    struct World {
+        fleet: Arc<Fleet>,
+        clock_ms: Arc<AtomicU64>,
+    }
+
+    impl World {
+        fn new() -> Self {
+            let clock_ms = Arc::new(AtomicU64::new(0));
+            let shown = Arc::clone(&clock_ms);
+            let fleet = Fleet::with_clock(
+                policy::build("unified", Value::Null).expect("a policy"),
+                "unified".to_owned(),
+                EventSink::in_memory(),
+                1,
+                Box::new(move || shown.load(Ordering::Relaxed) as f64 / 1e3),
+            );
+            let rule = settings::build(&json!({"cold_slots": 10, "growth_turns": 0}));
+            let rule = rule.map_err(|error| panic!("{error}")).expect("a rule");
+            let world = Self {
+                fleet: Arc::new(fleet.with_residency(rule)),
+                clock_ms,
+            };
+            world.add();
+            world
+        }
+
+        fn add(&self) {
+            let spec = json!({"id": "w", "url": "http://w:1", "kv_capacity_tokens": 100_000,
+                "host_kv_tokens": 500_000});
+            let spec = serde_json::from_value::<WorkerSpec>(spec).expect("a worker");
+            self.fleet.add_worker(spec).expect("a new id");
+            self.fleet.report_health("w", true);
+        }
+
+        fn advance(&self, seconds: f64) {
+            let ms = (seconds * 1e3) as u64;
+            self.clock_ms.fetch_add(ms, Ordering::Relaxed);
+            self.fleet.pump();
+        }
+
+        fn turn(&self, session: u32, length: u32) -> Request {
+            let mut hasher = TokenHasher::new(self.fleet.token_block());
+            let first = (session + 1) * 1_000_000;
+            hasher.extend(&(first..first + length).collect::<Vec<_>>());
+            Request {
+                session_id: Some(format!("s{session}")),
+                prompt: hasher.finish(),
+                max_output_tokens: Some(100),
+                stream: true,
+                ..Request::default()
+            }
+        }
+
+        fn placed(&self, request: &Request) -> Reservation {
+            match self.fleet.admit(request, &[], || ()) {
+                Admit::Placed(mut reservation) => {
+                    reservation.streams();
+                    reservation.output(1);
+                    reservation
+                }
+                Admit::Waiting(_) => panic!("it waits"),
+                Admit::Refused(refused) => panic!("{refused:?}"),
+            }
+        }
+
+        fn waits(&self, request: &Request) -> Ticket {
+            match self.fleet.admit(request, &[], || ()) {
+                Admit::Waiting(ticket) => ticket,
+                Admit::Placed(_) => panic!("placed"),
+                Admit::Refused(refused) => panic!("{refused:?}"),
+            }
+        }
+
+        /// A turn that runs for so long.
+        fn serve(&self, session: u32, length: u32, run_s: f64) {
+            let reservation = self.placed(&self.turn(session, length));
+            self.advance(run_s);
+            reservation.finish(Outcome::Ok, Some(200), None);
+        }
+
+        /// What those with a slice, and others that run, are expected to hold; and who has one.
+        fn load(&self) -> (f64, Vec<Key>) {
+            let now_s = self.fleet.now_s();
+            let mut state = self.fleet.state.lock();
+            let sites = state.sites(&[], now_s);
+            let residency = &state.residency;
+            let load = residency.load(&sites[0], now_s, Demand::NOBODY_WAITS);
+            let slices = &residency.seen[sites[0].slot].slices;
+            (load.tokens, slices.keys().copied().collect())
+        }
+
+        fn expected_tokens(&self, session: u32) -> f64 {
+            let key = crate::fleet::affinity::session_key(&format!("s{session}"));
+            let now_s = self.fleet.now_s();
+            let state = self.fleet.state.lock();
+            state.residency.expected_tokens(key, now_s)
+        }
+    }
+
+    #[test]
+    fn turns_hold_by_how_long_they_run_and_their_session_thinks() {
+        let world = World::new();
+        for (session, run_s, think_s) in [(0, 6.0, 2.0), (1, 2.0, 6.0)] {
+            for _ in 0..12 {
+                world.serve(session, 10_000, run_s);
+                world.advance(think_s);
+            }
+            let running = world.placed(&world.turn(session, 10_000));
+            let tokens = world.expected_tokens(session);
+            let share = run_s / (run_s + think_s);
+            assert!((tokens / 1e4 - share).abs() < 0.08, "{tokens}: {share}");
+            drop(running);
+            assert!(world.expected_tokens(session) <= tokens);
+            world.advance(60.0);
+            let later = world.expected_tokens(session);
+            assert_eq!(later, 0.0, "no session has ever been away for so long");
+        }
+    }
+
+    #[test]
+    fn nothing_counts_any_more_where_the_cache_is_gone() {
+        let world = World::new();
+        world.fleet.report_engine("w", Some(1));
+        world.serve(0, 30_000, 5.0);
+        let (tokens, with_slice) = world.load();
+        assert!(tokens > 10_000.0 && with_slice.len() == 1, "{tokens}");
+        world.fleet.report_engine("w", Some(2));
+        assert_eq!(world.load(), (0.0, Vec::new()), "restarted");
+        world.serve(0, 30_000, 5.0);
+        let running = world.placed(&world.turn(1, 20_000));
+        assert_eq!(world.load().1.len(), 2);
+        world.fleet.remove_worker("w");
+        running.finish(Outcome::Ok, Some(200), None);
+        world.add();
+        assert_eq!(world.load(), (0.0, Vec::new()), "another in its place");
+        world.serve(0, 30_000, 5.0);
+        assert_eq!(world.load().1.len(), 1, "it begins anew");
+    }
+
+    #[test]
+    fn one_that_was_let_in_and_left_holds_nothing() {
+        let world = World::new();
+        let running = world.placed(&world.turn(0, 90_000));
+        let ticket = world.waits(&world.turn(1, 50_000));
+        assert!(world.expected_tokens(1) > 10_000.0, "it waits");
+        world.advance(5.0);
+        running.finish(Outcome::Ok, Some(200), None);
+        world.advance(60.0);
+        let (tokens, with_slice) = world.load();
+        assert!(
+            tokens > 10_000.0 && with_slice.len() == 1,
+            "{tokens}: let in"
+        );
+        drop(ticket);
+        assert_eq!(
+            world.load().0,
+            0.0,
+            "its client has left, before its first turn"
+        );
+    }
+
+    #[test]
+    fn one_waits_until_the_last_of_its_turns_has_left_the_queue() {
+        let world = World::new();
+        world.serve(0, 20_000, 5.0);
+        let running = world.placed(&world.turn(1, 50_000));
+        let tickets = [0, 1].map(|_| world.waits(&world.turn(0, 90_000)));
+        world.advance(60.0);
+        let waiting = world.expected_tokens(0);
+        assert!(waiting > 10_000.0, "{waiting}");
+        let [first, second] = tickets;
+        drop(first);
+        assert_eq!(world.expected_tokens(0), waiting, "the other waits yet");
+        drop(second);
+        assert_eq!(world.expected_tokens(0), 0.0);
+        drop(running);
+    }
+
+    #[test]
+    fn one_that_comes_back_counts_in_full_however_long_it_was_away() {
+        let world = World::new();
+        world.serve(0, 80_000, 5.0);
+        world.advance(60.0);
+        // What the first held is expected to be held by nobody any more.
+        world.serve(1, 60_000, 5.0);
+        assert_eq!(world.load().1.len(), 1);
+        let key = crate::fleet::affinity::session_key("s0");
+        let now_s = world.fleet.now_s();
+        let mut state = world.fleet.state.lock();
+        let sites = state.sites(&[], now_s);
+        let mut round = Round::new(&sites, now_s, 0.0, 0.0);
+        let may_begin = state.residency.may_begin_slice(key, &sites[0], &mut round);
+        assert!(!may_begin, "both would hold more than fits");
     }
 }
