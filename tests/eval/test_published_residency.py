@@ -28,15 +28,16 @@ TABLES = (
     ("two-off-1", "two-off-2", "two-off-3", "two-residency"),
     ("longer-off-1", "longer-off-2", "longer-off-3", "longer-residency"),
     ("fp8-eight-1", "fp8-eight-2", "fp8-twelve"),
+    ("slices-eight", "slices-twentyfour"),
 )
 # By column of the README's table, the runs that stand in it.
 README = (
     ("backfill-off",),
     ("backfill-residency", "again-residency"),
-    ("backfill-lease",),
     ("tier-off",),
     ("tier-residency-1", "tier-residency-2"),
-    ("fp8-twelve",),
+    ("slices-eight",),
+    ("slices-twentyfour",),
 )
 COLUMNS = [(table, at) for table, arms in enumerate(TABLES) for at in range(len(arms))]
 
@@ -118,7 +119,7 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
 
 @pytest.mark.parametrize(
     ("table", "state"),
-    [(3, State.STEADY), (4, State.NOT_ASSESSED), (5, State.STEADY), (6, State.STEADY)],
+    [(3, State.STEADY), (4, State.NOT_ASSESSED), (5, State.STEADY), (6, State.STEADY), (7, State.STEADY)],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
     for arm in TABLES[table]:

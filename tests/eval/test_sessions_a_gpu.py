@@ -20,16 +20,19 @@ from tests.eval.published import RESULTS, run_of
 PAGE = RESULTS / "agents-a-gpu.md"
 SIMULATED = RESULTS / "simulated" / "sessions-a-gpu.csv"
 MEASURED = RESULTS / "residency" / "sessions-a-gpu.csv"
-# The raw lines of the measured runs, by arm and sessions in flight, in the order of the repeats.
+# The raw lines of the measured runs, by arm and sessions in flight, in the order of the repeats. Where a host
+# tier overflows, sessions take turns otherwise since there are time slices: older runs are not the arm's.
 RUNS = {
     ("sglang", 2): ("longer-off-1", "longer-off-2", "longer-off-3"),
     ("sglang", 12): ("engines-sglang-1", "engines-sglang-2", "backfill-off"),
     ("sglang-residency", 2): ("longer-residency",),
     ("sglang-residency", 12): ("again-residency",),
     ("sglang-host", 12): ("tier-off",),
-    ("sglang-host-residency", 12): ("tier-residency-1", "tier-residency-2"),
+    ("sglang-host-residency before slices", 12): ("tier-residency-1", "tier-residency-2"),
     ("sglang-fp8-host-residency", 8): ("fp8-eight-1", "fp8-eight-2"),
-    ("sglang-fp8-host-residency", 12): ("fp8-twelve",),
+    ("sglang-fp8-host-residency before slices", 12): ("fp8-twelve",),
+    ("sglang-fp8-host-paced-residency", 8): ("slices-eight",),
+    ("sglang-fp8-host-paced-residency", 24): ("slices-twentyfour",),
 }
 
 

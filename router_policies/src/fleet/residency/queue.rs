@@ -19,7 +19,7 @@ pub type Wake = Arc<dyn Fn() + Send + Sync>;
 pub enum WaitReason {
     /// All of it fits nowhere beside what is resident and running.
     NoRoom,
-    /// As many sessions have a place as the rule allows.
+    /// As many sessions have a place, or a time slice, as the rule allows.
     SessionsLimit,
     /// It fits, but a cold prefill has to end first.
     ColdPrefill,
