@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Waiting turns that are looked at each time: those behind them pass nobody.
+/// Waiting turns that are looked at each time: those behind them pass nobody, unless they have a time slice.
 pub(in crate::fleet) const LOOKED_AT: usize = 64;
 /// By so much of the bound on waits turns go later whose session no host tier holds. More brings more
 /// turns an hour and longer waits of the others; chosen in simulation (docs/results/simulated.md).
@@ -287,13 +287,16 @@ impl Residency {
     /// once others have had their turns. So those whose session it holds go first, and take turns among
     /// themselves: were all to take turns in one round that is longer than what the tier holds, it would
     /// have dropped each before its turn. One that it does not hold goes once it has waited longer than
-    /// they by [`NOT_HELD_WAITS`] of the bound on waits. Before all go those that have a time slice, unless
-    /// another has waited longer than they by the bound.
+    /// they by [`NOT_HELD_WAITS`] of the bound on waits. Before all go those that have a time slice, however
+    /// many others came before them, unless another has waited longer than they by the bound.
     fn in_order(&self, sites: &Sites, round: &Round) -> Vec<u64> {
-        let waiting = self.queue.waiting().take(LOOKED_AT);
+        let waiting = self.queue.waiting();
         if !self.has_slices(sites) {
-            return waiting.map(|(id, _)| id).collect();
+            return waiting.take(LOOKED_AT).map(|(id, _)| id).collect();
         }
+        let waiting = waiting.enumerate().filter(|(at, (_, waiter))| {
+            *at < LOOKED_AT || self.has_slice_at_home(waiter.turn.identity.key, sites)
+        });
         let bound_s = self.settings.wait_bound_s * round.bound_scale();
         let behind_s = NOT_HELD_WAITS * bound_s;
         let mut shares: HashMap<usize, StateMap<f64>> = HashMap::new();
@@ -306,7 +309,7 @@ impl Residency {
             of_site.get(&key).copied()
         };
         let mut ranked: Vec<(f64, u64)> = waiting
-            .map(|(id, waiter)| {
+            .map(|(_, (id, waiter))| {
                 let turn = &waiter.turn;
                 if turn.grows_at.is_some() {
                     return (f64::NEG_INFINITY, id);

@@ -50,7 +50,7 @@ fn one_that_would_fit_waits_until_a_slice_is_free() {
 #[test]
 fn one_with_a_slice_goes_before_those_who_have_waited_longer() {
     // However many they are.
-    for others in [1, 40] {
+    for others in [1, 80] {
         let world = tiered();
         serve_together(&world, &[0, 1], 30_000);
         // The one grows, and takes the place of the other, which keeps its slice.
