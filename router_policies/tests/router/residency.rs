@@ -604,6 +604,11 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+/// A worker's host tier: none, one that holds less than all sessions, and one that holds more.
+fn tier() -> impl Strategy<Value = Option<u64>> {
+    prop_oneof![Just(None), Just(Some(50_000)), Just(Some(1_000_000))]
+}
+
 fn rules() -> impl Strategy<Value = Value> {
     prop_oneof![
         Just(json!({"rule": "priced"})),
@@ -622,8 +627,12 @@ proptest! {
     fn whatever_happens_what_is_booked_fits_and_nothing_is_left_over(
         rule in rules(),
         steps in proptest::collection::vec(step(), 1..120),
+        tiers in [tier(), tier()],
     ) {
-        let world = World::new(2, rule.clone());
+        let world = World::new(0, rule.clone());
+        for (i, &tier) in tiers.iter().enumerate() {
+            world.add_tiered(&format!("w{i}"), tier);
+        }
         let by_tokens = matches!(rule["rule"].as_str(), Some("priced" | "lease"));
         let mut lengths = [15_000u32; 8];
         let mut running: Vec<Reservation> = Vec::new();
@@ -679,7 +688,7 @@ proptest! {
                 Step::Replace(i) => {
                     let id = format!("w{i}");
                     world.fleet.remove_worker(&id);
-                    world.add(&id);
+                    world.add_tiered(&id, tiers[i]);
                 }
                 _ => {}
             }
@@ -722,6 +731,9 @@ proptest! {
             prop_assert_eq!(worker.residency.booked_tokens, 0);
             prop_assert_eq!(worker.residency.sessions, 0);
         }
+        // And nobody who was there before counts: one that wants most of a worker goes at once.
+        let waits = matches!(world.ask(&world.turn(9, 70_000)), Admit::Waiting(_));
+        prop_assert!(!waits, "nothing runs, and it waits");
     }
 }
 
@@ -901,9 +913,13 @@ enum Doing {
     Over,
 }
 
-/// Runs sessions, with sub-agents, until all are over; returns the longest wait and all that it took.
-fn closed_loop(rule: Value, sessions: u32, seed: u64) -> (f64, f64) {
-    let world = World::new(2, rule.clone());
+/// Runs sessions, with sub-agents, on two workers with these host tiers until all are over; returns the longest
+/// wait and all that it took.
+fn closed_loop(rule: Value, tiers: [Option<u64>; 2], sessions: u32, seed: u64) -> (f64, f64) {
+    let world = World::new(0, rule.clone());
+    for (i, tier) in tiers.into_iter().enumerate() {
+        world.add_tiered(&format!("w{i}"), tier);
+    }
     let mut random = fastrand::Rng::with_seed(seed);
     let mut clients: Vec<Client> = (0..sessions)
         .map(|session| Client {
@@ -1048,7 +1064,8 @@ fn runs(reservation: Reservation, now_s: f64) -> Doing {
 #[test]
 fn nobody_waits_for_ever_under_any_rule_sub_agents_included() {
     for rule in ["priced", "lease", "cap", "aimd", "thunder"] {
-        let (longest_s, all_s) = closed_loop(json!({"rule": rule}), 24, 7);
+        let tiers = [Some(150_000), None];
+        let (longest_s, all_s) = closed_loop(json!({"rule": rule}), tiers, 24, 7);
         println!("{rule:<8} longest wait {longest_s:.1} s, all over after {all_s:.0} s");
         assert!(longest_s < 600.0, "{rule}: {longest_s}");
     }
@@ -1056,8 +1073,11 @@ fn nobody_waits_for_ever_under_any_rule_sub_agents_included() {
 
 #[test]
 fn the_default_rule_bounds_the_wait_at_three_times_what_fits() {
-    for seed in 0..3 {
-        let (longest_s, _) = closed_loop(json!({}), 24, seed);
-        assert!(longest_s < 240.0, "{longest_s}");
+    let tiers = [None, Some(150_000), Some(1_000_000)];
+    for tiers in tiers.map(|tier| [tier; 2]) {
+        for seed in 0..3 {
+            let (longest_s, _) = closed_loop(json!({}), tiers, 24, seed);
+            assert!(longest_s < 240.0, "{tiers:?}: {longest_s}");
+        }
     }
 }
