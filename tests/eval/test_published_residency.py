@@ -119,7 +119,13 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
 
 @pytest.mark.parametrize(
     ("table", "state"),
-    [(3, State.STEADY), (4, State.NOT_ASSESSED), (5, State.STEADY), (6, State.STEADY), (7, State.STEADY)],
+    [
+        (3, State.STEADY),
+        (4, State.NOT_ASSESSED),
+        (5, State.STEADY),
+        (6, State.STEADY),
+        (7, State.STEADY),
+    ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
     for arm in TABLES[table]:

@@ -20,8 +20,9 @@ from tests.eval.published import RESULTS, run_of
 PAGE = RESULTS / "agents-a-gpu.md"
 SIMULATED = RESULTS / "simulated" / "sessions-a-gpu.csv"
 MEASURED = RESULTS / "residency" / "sessions-a-gpu.csv"
-# The raw lines of the measured runs, by arm and sessions in flight, in the order of the repeats. Where a host
-# tier overflows, sessions take turns otherwise since there are time slices: older runs are not the arm's.
+# The raw lines of the measured runs, by arm and sessions in flight, in the order of the repeats.
+# Where a host tier overflows, sessions take turns otherwise since there are time slices: older runs
+# are not the arm's.
 RUNS = {
     ("sglang", 2): ("longer-off-1", "longer-off-2", "longer-off-3"),
     ("sglang", 12): ("engines-sglang-1", "engines-sglang-2", "backfill-off"),
