@@ -95,7 +95,7 @@ impl Residency {
         hold.trim_growth(budget);
         let known = self.sessions.of(identity.key);
         if known.in_flight == 0 {
-            known.began_s = now_s;
+            known.began_s = Some(now_s);
         }
         known.home = Some((site.slot, site.serial));
         if let Err(at) = known.slots.binary_search(&site.slot) {
@@ -261,8 +261,8 @@ impl Residency {
         known.recomputed_tokens += recomputed_tokens.unwrap_or(0);
         if known.in_flight == 0 {
             known.ended_s = Some(now_s);
-            if seat.turn != 0 {
-                let run_s = now_s - known.began_s;
+            if let Some(began_s) = known.began_s.take() {
+                let run_s = now_s - began_s;
                 let mean_s = known.run_s.get_or_insert(run_s);
                 *mean_s += OWN_GAIN * (run_s - *mean_s);
                 self.run_s += GAIN * (run_s - self.run_s);

@@ -278,7 +278,10 @@ mod tests {
     fn the_mean_is_of_own_gaps_and_all_sessions_and_no_gap_counts_for_more_than_the_longest() {
         let stranger = OwnGaps::default();
         let mean_s = fleet(&[2.0, 5.0, 10.0, 10.0]).mean_s(&stranger);
-        assert!((6.2..7.3).contains(&mean_s), "{mean_s}: 6.75, by bins");
+        assert!(
+            (6.0..7.6).contains(&mean_s),
+            "{mean_s}: 6.75, within half of a bin"
+        );
         let slow = fleet(&[100.0]);
         let mean_s = slow.mean_s(&stranger);
         assert!((90.0..110.0).contains(&mean_s), "{mean_s}");

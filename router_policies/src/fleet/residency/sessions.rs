@@ -72,8 +72,9 @@ pub struct Known {
     pub in_flight: u32,
     /// Turns of it that are in the queue.
     pub waiting: u32,
-    /// Since when turns of it run without a break, and how long they do.
-    pub began_s: f64,
+    /// Since when booked turns of it run without a break, while they do.
+    pub began_s: Option<f64>,
+    /// How long its turns run.
     pub run_s: Option<f64>,
     /// Answers that it got.
     pub answers: u32,
