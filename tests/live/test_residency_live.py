@@ -88,7 +88,8 @@ def test_sessions_that_want_three_caches_are_served_from_one(tmp_path: Path, top
     off, priced = (cells[arm] for arm in ("off", "priced"))
     assert min(off["best_apc"], priced["best_apc"]) > 0.8  # nearly all could come from a cache
     assert off["apc"]["value"] < 0.2
-    assert priced["apc"]["value"] > 0.5
+    # A fast engine computes again at little cost, so that more of it pays for taking turns.
+    assert priced["apc"]["value"] > max(0.35, 2 * off["apc"]["value"])
     # One worker served both: what differed was the router alone.
     assert len(list((output / "workers").iterdir())) == 1
     # What the router believed to be there came from the engine's own events.
