@@ -65,7 +65,7 @@ pub const INFO: Info = Info {
         ParamInfo {
             name: "slice_overhead",
             default: "0.3",
-            meaning: "as pressed_overhead, for time slices: the share of a worker's time that changing who has one may cost",
+            meaning: "as pressed_overhead, for time slices: the share of a worker's time that changing who has one may cost; never less than overhead",
         },
     ],
     source: "ours; the five-minute rule (Gray and Putzolu 1987) for KV. Nearest: Adaptive KV Retention (arXiv \
@@ -107,8 +107,8 @@ pub const INFO: Info = Info {
                 ),
                 (
                     "slice_overhead",
-                    "a share of overhead or more and up to 1",
-                    p.slice_overhead >= p.overhead && p.slice_overhead <= 1.0,
+                    "a share above 0 and up to 1",
+                    p.slice_overhead > 0.0 && p.slice_overhead <= 1.0,
                 ),
             ]
         })?;
@@ -193,7 +193,10 @@ impl Rule for Priced {
             Demand::Waiting {
                 oldest_wait_s,
                 bound_scale,
-            } => self.share_s(worth_s, self.slice_overhead, oldest_wait_s, bound_scale),
+            } => {
+                let pressed_overhead = self.slice_overhead.max(self.overhead);
+                self.share_s(worth_s, pressed_overhead, oldest_wait_s, bound_scale)
+            }
         }
     }
 
@@ -318,6 +321,12 @@ mod tests {
         let scaled_s = rule.slice_s(9.0, waiting(135.0, 2.0));
         assert!((scaled_s - 60.0).abs() < 1e-9, "{scaled_s}");
         assert_eq!(rule.slice_s(9.0, Demand::Growth), f64::INFINITY);
+        // A larger share of the worker's time for taking turns is one for time slices too.
+        let rule = Priced {
+            overhead: 0.5,
+            ..Priced::default()
+        };
+        assert!((rule.slice_s(9.0, waiting(90.0, 1.0)) - 18.0).abs() < 1e-9);
     }
 
     #[test]
@@ -376,7 +385,7 @@ mod tests {
             (json!({"late_factor": 0}), "late_factor"),
             (json!({"slice_fill": 0}), "slice_fill"),
             (json!({"slice_fill": 1.1}), "slice_fill"),
-            (json!({"slice_overhead": 0.05}), "slice_overhead"),
+            (json!({"slice_overhead": 0}), "slice_overhead"),
             (json!({"slice_overhead": 1.1}), "slice_overhead"),
             (json!({"overheads": 1}), "overheads"),
         ] {
