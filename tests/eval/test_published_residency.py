@@ -29,6 +29,7 @@ TABLES = (
     ("longer-off-1", "longer-off-2", "longer-off-3", "longer-residency"),
     ("fp8-eight-1", "fp8-eight-2", "fp8-twelve"),
     ("slices-eight", "slices-twentyfour"),
+    ("vllm-fp8-host-eight", "vllm-three", "vllm-four"),
 )
 # By column of the README's table, the runs that stand in it.
 README = (
