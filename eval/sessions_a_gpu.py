@@ -117,13 +117,24 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def picture(rows: Sequence[Row], measured: Sequence[Row]) -> str:
+def picture(
+    rows: Sequence[Row], measured: Sequence[Row], arms: Sequence[str] | None = None
+) -> str:
     """The share of turns within the objective by sessions in flight, as an SVG file: a line an arm
-    (simulated, with the range of draws), a dot a measured run."""
-    arms = list(_by_arm(rows))
-    colours = {arm: PALETTE[at % len(PALETTE)] for at, arm in enumerate(arms)}
+    (simulated, with the range of draws), a dot a measured run. `arms` says which; else all are.
+
+    Raises InputError where nothing was simulated of one of them, or they are more than colours."""
+    simulated = _by_arm(rows)
+    arms = list(simulated) if arms is None else arms
+    for arm in arms:
+        if arm not in simulated:
+            raise InputError(f"arm {arm}: expected one of {', '.join(simulated)}")
+    if len(arms) > len(PALETTE):
+        raise InputError(f"{len(arms)} arms: a picture has colours for {len(PALETTE)}")
+    colours = dict(zip(arms, PALETTE, strict=False))
     marks: list[Line | Dots | Rule] = []
-    for arm, of_arm in _by_arm(rows).items():
+    for arm in arms:
+        of_arm = simulated[arm]
         values = _levels(of_arm, "within_objective")
         marks.append(
             Line(
@@ -172,6 +183,7 @@ def show_command(
     runs: Annotated[Path, typer.Argument(help="CSV of simulated runs.")],
     measured: Annotated[Path | None, typer.Option(help="CSV of measured runs.")] = None,
     picture_path: Annotated[Path | None, typer.Option("--picture", help="SVG to write.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="An arm to draw; else all are.")] = None,
 ) -> None:
     """Print the page's tables; with --picture also draw the share of turns within the objective."""
     columns = ("arm", "sessions", "draw", *MEASURES)
@@ -180,7 +192,7 @@ def show_command(
         typer.echo("\n".join(["", *lines]))
     if picture_path is not None:
         beside = read_rows(measured, columns) if measured is not None else []
-        picture_path.write_text(picture(rows, beside), encoding="utf-8")
+        picture_path.write_text(picture(rows, beside, arm or None), encoding="utf-8")
 
 
 if __name__ == "__main__":

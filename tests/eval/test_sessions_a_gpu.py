@@ -34,7 +34,20 @@ RUNS = {
     ("sglang-fp8-host-residency before slices", 12): ("fp8-twelve",),
     ("sglang-fp8-host-paced-residency", 8): ("slices-eight",),
     ("sglang-fp8-host-paced-residency", 24): ("slices-twentyfour",),
+    ("vllm", 3): ("vllm-three",),
+    ("vllm", 4): ("vllm-four",),
+    ("vllm-fp8-host", 8): ("vllm-fp8-host-eight",),
 }
+# The arms of the page's picture.
+DRAWN = (
+    "sglang",
+    "vllm",
+    "sglang-residency",
+    "sglang-host",
+    "sglang-fp8-host",
+    "vllm-fp8-host",
+    "sglang-fp8-host-paced-residency",
+)
 
 
 def made(arm: str, sessions: int, within: float, rate: float, draw: int = 1) -> Row:
@@ -97,6 +110,15 @@ def test_the_picture_has_a_line_an_arm_and_a_dot_a_measured_run() -> None:
     drawn = picture(ROWS, measured)
     assert drawn.count("<circle") == picture(ROWS, []).count("<circle") + 2
     assert "carried: 90 %" in drawn
+    assert picture(ROWS, measured, ["b"]).count("<circle") < drawn.count("<circle")
+
+
+def test_a_picture_of_arms_that_are_not_there_or_too_many_is_one_clear_error() -> None:
+    with pytest.raises(InputError, match="arm c: expected one of a, b"):
+        picture(ROWS, [], ["c"])
+    many = [made(f"arm-{at}", 2, 1.0, 0.2) for at in range(9)]
+    with pytest.raises(InputError, match="9 arms: a picture has colours for 8"):
+        picture(many, [])
 
 
 def test_the_commands_keep_lines_and_show_them(tmp_path: Path) -> None:
@@ -168,4 +190,4 @@ def test_the_page_follows_from_its_lines() -> None:
         for cell, values in zip(cells, found.strip("|").split("|")[2:], strict=False):
             assert cell in values
     drawn = (RESULTS / "simulated" / "sessions-a-gpu.svg").read_text()
-    assert drawn == picture(simulated, measured)
+    assert drawn == picture(simulated, measured, DRAWN)
