@@ -301,7 +301,7 @@ impl Residency {
 
     /// Books room for a session's next turns, as far as there is some.
     fn book_growth(&mut self, key: Key, site: &Site) {
-        let wanted = self.growth_of(key);
+        let wanted = self.booked_growth(self.growth_of(key), site);
         if let Some(budget) = self.budget_tokens(site) {
             self.holds[site.slot].reserve_growth(key, wanted, budget);
         }

@@ -102,7 +102,8 @@ struct Entrant<'a> {
     asked: &'a Asked<'a>,
     /// Where its session may have a place all the same: `Known::slots`.
     slots: &'a [usize],
-    growth_tokens: u64,
+    /// By which it is expected to grow each turn.
+    growth_tokens: f64,
 }
 
 impl Entrant<'_> {
@@ -519,10 +520,16 @@ impl Residency {
             .saturating_sub(booked)
     }
 
-    /// Growth to book for the turns after this one.
-    pub(super) fn growth_of(&self, key: Key) -> u64 {
+    /// By how many tokens a session is expected to grow each turn.
+    pub(super) fn growth_of(&self, key: Key) -> f64 {
         let known = self.sessions.get(key).and_then(|known| known.growth_tokens);
-        (known.unwrap_or(self.growth_tokens) * self.settings.growth_turns) as u64
+        known.unwrap_or(self.growth_tokens)
+    }
+
+    /// What is booked of a growth of so many tokens a turn, for the turns after this one.
+    pub(super) fn booked_growth(&self, tokens: f64, site: &Site) -> u64 {
+        let has_host_tier = site.spec.host_kv_tokens.is_some();
+        (tokens * self.settings.growth_turns(has_host_tier)) as u64
     }
 
     fn entrant<'a>(&'a self, asked: &'a Asked<'_>) -> Entrant<'a> {
@@ -653,7 +660,8 @@ impl Residency {
             return (occupied + asked.prompt.tokens as f64) as i64 - budget as i64;
         }
         let whole = asked.prompt.tokens + asked.output_tokens;
-        let growth = entrant.growth_tokens.min(budget.saturating_sub(whole));
+        let growth = self.booked_growth(entrant.growth_tokens, site);
+        let growth = growth.min(budget.saturating_sub(whole));
         let occupant = entrant.occupant(site.slot, hold);
         let own_growth = occupant.map_or(0, |o| o.growth_tokens);
         let need = hold.need_tokens(occupant, &asked.prompt, asked.output_tokens);

@@ -303,7 +303,8 @@ impl Residency {
     /// What may be booked on a worker; none where its capacity is unknown.
     fn budget_tokens(&self, site: &Site) -> Option<u64> {
         let capacity = site.kv_capacity_tokens? as f64;
-        let fill = self.manner.fill.unwrap_or(self.settings.fill);
+        let default = self.settings.fill(site.spec.host_kv_tokens.is_some());
+        let fill = self.manner.fill.unwrap_or(default);
         Some(((capacity * fill) as u64).saturating_sub(site.external_tokens))
     }
 

@@ -10,7 +10,7 @@ use serde_json::Value;
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    pub fill: f64,
+    fill: Option<f64>,
     pub cold_tokens: u64,
     pub cold_slots: u32,
     pub no_backfill_after_s: f64,
@@ -19,13 +19,13 @@ pub struct Settings {
     pub max_wait_s: f64,
     pub wait_bound_s: f64,
     pub output_safety: f64,
-    pub growth_turns: f64,
+    growth_turns: Option<f64>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            fill: 0.95,
+            fill: None,
             cold_tokens: 16_384,
             cold_slots: 1,
             no_backfill_after_s: 30.0,
@@ -34,7 +34,7 @@ impl Default for Settings {
             max_wait_s: 600.0,
             wait_bound_s: 90.0,
             output_safety: 2.0,
-            growth_turns: 1.0,
+            growth_turns: None,
         }
     }
 }
@@ -44,7 +44,7 @@ pub const PARAMS: &[ParamInfo] = &[
     ParamInfo {
         name: "fill",
         default: "0.95",
-        meaning: "the share of a worker's KV that may be booked (lease and thunder have their own)",
+        meaning: "the share of a worker's KV that may be booked (lease and thunder have their own). Where it is not set 0.98 on workers with a host tier",
     },
     ParamInfo {
         name: "cold_tokens",
@@ -89,11 +89,23 @@ pub const PARAMS: &[ParamInfo] = &[
     ParamInfo {
         name: "growth_turns",
         default: "1",
-        meaning: "turns ahead for which a session's growth is booked",
+        meaning: "turns ahead for which a session's growth is booked. Where it is not set 0 on workers with a host tier",
     },
 ];
 
 impl Settings {
+    /// The share of a worker's KV that may be booked. Where sessions outgrow it, a host tier gives back what was
+    /// evicted and costs a reload; without one it is prefilled again. So less is kept free beside a host tier.
+    pub fn fill(&self, has_host_tier: bool) -> f64 {
+        self.fill.unwrap_or(if has_host_tier { 0.98 } else { 0.95 })
+    }
+
+    /// Turns ahead for which a session's growth is booked: beside a host tier none, for the same reason.
+    pub fn growth_turns(&self, has_host_tier: bool) -> f64 {
+        let unset = if has_host_tier { 0.0 } else { 1.0 };
+        self.growth_turns.unwrap_or(unset)
+    }
+
     fn check(&self) -> Result<(), String> {
         let is_time = |seconds: f64| seconds > 0.0 && seconds <= 7.0 * 86_400.0;
         let time = "a number of seconds above 0 and up to 7 days";
@@ -101,7 +113,7 @@ impl Settings {
             (
                 "fill",
                 "a share above 0 and up to 1",
-                self.fill > 0.0 && self.fill <= 1.0,
+                self.fill.is_none_or(|fill| fill > 0.0 && fill <= 1.0),
             ),
             (
                 "cold_tokens",
@@ -134,7 +146,8 @@ impl Settings {
             (
                 "growth_turns",
                 "a number from 0 to 1000",
-                (0.0..=1000.0).contains(&self.growth_turns),
+                self.growth_turns
+                    .is_none_or(|turns| (0.0..=1000.0).contains(&turns)),
             ),
         ] {
             if !holds {
@@ -234,6 +247,22 @@ mod tests {
             }
             assert!(build(&table.into()).is_ok(), "{}", info.name);
         }
+    }
+
+    #[test]
+    fn less_is_kept_free_beside_a_host_tier_unless_it_is_set() {
+        let settings = |table| match build(&table) {
+            Ok(chosen) => [false, true].map(|tier| {
+                (
+                    chosen.settings.fill(tier),
+                    chosen.settings.growth_turns(tier),
+                )
+            }),
+            Err(error) => panic!("{error}"),
+        };
+        assert_eq!(settings(json!({})), [(0.95, 1.0), (0.98, 0.0)]);
+        let set = json!({"fill": 0.9, "growth_turns": 2});
+        assert_eq!(settings(set), [(0.9, 2.0), (0.9, 2.0)]);
     }
 
     #[test]

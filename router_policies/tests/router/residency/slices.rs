@@ -8,7 +8,7 @@ use super::*;
 fn tiered() -> World {
     let world = World::new(
         0,
-        json!({"cold_slots": 20, "growth_turns": 0, "max_wait_s": 3000.0}),
+        json!({"fill": 0.95, "cold_slots": 20, "growth_turns": 0, "max_wait_s": 3000.0}),
     );
     world.add_tiered("w0", Some(1_000_000));
     world
