@@ -117,9 +117,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def picture(
-    rows: Sequence[Row], measured: Sequence[Row], arms: Sequence[str] | None = None
-) -> str:
+def picture(rows: Sequence[Row], measured: Sequence[Row], arms: Sequence[str] | None = None) -> str:
     """The share of turns within the objective by sessions in flight, as an SVG file: a line an arm
     (simulated, with the range of draws), a dot a measured run. `arms` says which; else all are.
 
