@@ -160,6 +160,34 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
         assert line in lines
 
 
+def test_the_table_of_what_is_kept_free_follows_from_its_runs() -> None:
+    folder = PAGE.parent / "simulated"
+    runs = read_rows(folder / "kept-free.csv") + read_rows(folder / "sessions-a-gpu.csv")
+    text = PAGE.read_text()
+    said = re.findall(r"\| (FP8, paced|bf16), (\d+) in flight \| (.*) \|\n", text)
+    assert len(said) == 10
+    arms = {"FP8, paced": "sglang-fp8-host-paced-residency", "bf16": "sglang-host-residency"}
+
+    def mean(column: str, arm: str, sessions: str, draws: range) -> float:
+        chosen = [
+            float(run[column])
+            for run in runs
+            if (run["arm"], run["sessions"]) == (arm, sessions) and int(run["draw"]) in draws
+        ]
+        assert len(chosen) == len(draws)
+        return statistics.fmean(chosen)
+
+    for label, sessions, cells in said:
+        both = (f"{arms[label]} before", arms[label])
+        expected = []
+        for draws in (range(1, 5), range(5, 9)):
+            shares = [100 * mean("within_objective", arm, sessions, draws) for arm in both]
+            expected.append(f"{shares[0]:.1f} → {shares[1]:.1f} %")
+        rates = [mean("requests_per_s", arm, sessions, range(1, 9)) for arm in both]
+        expected.append(f"{rates[0]:.3f} → {rates[1]:.3f}")
+        assert cells == " | ".join(expected), (label, sessions)
+
+
 GPU_HEAD = "| measured, simulated (off by) | `off`"
 FP8_HEAD = "| measured, simulated (off by) | eight in flight"
 CPU_HEAD = "| measured, simulated (off by) | SGLang, all fits"
