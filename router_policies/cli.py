@@ -65,6 +65,7 @@ _WORKER_FIELDS: dict[str, Callable[[str], Any]] = {
     "api_key": str,
     "prefill_tokens_per_s": _speed,
     "paced_prefill_tokens_per_s": _speed,
+    "abort_queued": _flag,
 }
 
 

@@ -109,6 +109,10 @@ pub struct WorkerSpec {
     pub api_key: Option<Secret>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paced_prefill_tokens_per_s: Option<f64>,
+    /// Whether the engine survives that a request is aborted before it was scheduled. vLLM (0.26.0) with
+    /// a tier in the host's memory does not: see `gateway/departure.rs`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub abort_queued: Option<bool>,
 }
 
 fn default_role() -> Role {
@@ -135,6 +139,12 @@ impl WorkerSpec {
             .split_once("://")
             .map_or(&*self.url, |(_, rest)| rest);
         rest.trim_end_matches('/')
+    }
+
+    /// Whether a request that waits for its first token there may be aborted.
+    pub fn may_abort_queued(&self) -> bool {
+        let has_offloading = self.engine == Engine::Vllm && self.host_kv_tokens.is_some();
+        self.abort_queued.unwrap_or(!has_offloading)
     }
 
     /// Fills in what follows from other fields, and checks the rest.
@@ -256,7 +266,7 @@ impl WorkerSpec {
 }
 
 /// Fields of a worker that `POST /workers` reads; other routers' keys are ignored.
-pub const WORKER_FIELDS: [&str; 15] = [
+pub const WORKER_FIELDS: [&str; 16] = [
     "id",
     "role",
     "engine",
@@ -272,4 +282,5 @@ pub const WORKER_FIELDS: [&str; 15] = [
     "api_key",
     "prefill_tokens_per_s",
     "paced_prefill_tokens_per_s",
+    "abort_queued",
 ];

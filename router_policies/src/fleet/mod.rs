@@ -56,7 +56,7 @@ use residency::settings::{self, Chosen};
 use share::Share;
 use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 use view::{KnownFacts, KnownSites};
 use worker::Worker;
@@ -139,6 +139,8 @@ pub struct Fleet {
     sink: EventSink,
     clock: Clock,
     token_block: AtomicUsize,
+    /// A worker has been added whose queued requests must not be aborted.
+    has_kept_queues: AtomicBool,
     complaints: Mutex<Complaints>,
 }
 
@@ -192,6 +194,7 @@ impl Fleet {
             sink,
             clock,
             token_block: AtomicUsize::new(ESTIMATE_BLOCK_TOKENS),
+            has_kept_queues: AtomicBool::new(false),
             complaints: Mutex::default(),
         }
     }

@@ -26,6 +26,9 @@ impl Fleet {
             let (id, other) = (&spec.id, &other.spec.id);
             return Err(format!("worker {id}: url: it is that of worker {other}"));
         }
+        if !spec.may_abort_queued() {
+            self.has_kept_queues.store(true, Ordering::Relaxed);
+        }
         let serial = state.next_serial;
         state.next_serial += 1;
         let block = estimate_block(&spec);
@@ -51,6 +54,11 @@ impl Fleet {
         state.set_estimate_capacity(slot, block, capacity);
         self.set_token_block(&state);
         Ok(spec)
+    }
+
+    /// Whether there is, or was, a worker whose queued requests must not be aborted.
+    pub fn has_kept_queues(&self) -> bool {
+        self.has_kept_queues.load(Ordering::Relaxed)
     }
 
     /// The coarsest block that fits every worker's.

@@ -69,7 +69,12 @@ impl Exchange<'_> {
         let answering = reservation.answering();
         let Some(prefill) = reservation.prefill() else {
             let payload = self.local_payload(answering);
-            let head = self.within_deadline(self.head(answering, payload, Opening::IsAnswer));
+            // `/v1/responses` announces an answer before it is scheduled.
+            let opening = match self.api == Api::Responses && !answering.may_abort_queued() {
+                true => Opening::IsAnnouncement,
+                false => Opening::IsAnswer,
+            };
+            let head = self.within_deadline(self.head(answering, payload, opening));
             return head.await.map(|head| (head, None));
         };
         match (prefill.engine, prefill.kv_connector) {
@@ -390,19 +395,31 @@ fn judged(answer: Response<Bytes>) -> Result<Head, Failure> {
     Ok(Head::Whole(answer, status))
 }
 
-/// What becomes of the event that opens a chat's stream and has no text yet.
+/// What becomes of the events that open a stream and have no text yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Opening {
     /// It is passed on like any other.
     IsAnswer,
-    /// It waits for the next one, for [`OPENING_PATIENCE`].
+    /// The one of a chat waits for the next one, for [`OPENING_PATIENCE`].
     IsHeld,
+    /// Those of `/v1/responses` wait for the first event of the answer itself.
+    IsAnnouncement,
+}
+
+impl Opening {
+    /// Whether this event waits for the next one.
+    fn holds(self, event: &[u8]) -> bool {
+        match self {
+            Self::IsAnswer => false,
+            Self::IsHeld => sse::is_opening(event),
+            Self::IsAnnouncement => sse::is_announcement(event),
+        }
+    }
 }
 
 /// Reads a stream until its first event with data has ended; true if that is an error. However the
 /// stream is cut, and whatever comments precede it, nothing of it has been passed on by then.
 async fn first_event(incoming: &mut Incoming, opening: Opening) -> Result<(Bytes, bool), String> {
-    let is_held = opening == Opening::IsHeld;
     let mut held_until: Option<Instant> = None;
     let mut begin = BytesMut::new();
     loop {
@@ -421,7 +438,7 @@ async fn first_event(incoming: &mut Incoming, opening: Opening) -> Result<(Bytes
         if begin.is_empty() {
             // One frame holds the first event, mostly: it is not copied then.
             if let Some(event) = sse::first_event(&data)
-                && !(is_held && sse::is_opening(&event))
+                && !opening.holds(&event)
             {
                 return Ok((data, sse::error_in(&event).is_some()));
             }
@@ -432,13 +449,14 @@ async fn first_event(incoming: &mut Incoming, opening: Opening) -> Result<(Bytes
         let has_line = memchr::memchr2(b'\n', b'\r', &begin[searched..]).is_some();
         if has_line {
             let mut events = sse::events(&begin);
-            if let Some(event) = events.find(|event| !(is_held && sse::is_opening(event))) {
+            if let Some(event) = events.find(|event| !opening.holds(event)) {
                 let is_error = sse::error_in(&event).is_some();
                 drop(events);
                 return Ok((begin.freeze(), is_error));
             }
             drop(events);
-            if held_until.is_none() && sse::first_event(&begin).is_some() {
+            let is_timed = opening == Opening::IsHeld && held_until.is_none();
+            if is_timed && sse::first_event(&begin).is_some() {
                 held_until = Some(Instant::now() + OPENING_PATIENCE);
             }
         }

@@ -6,6 +6,7 @@ use super::apis::{Api, Separates};
 use super::attempt::Head;
 use super::body::{Scanned, Scanner};
 use super::client::Client;
+use super::departure::{self, Stay};
 use super::fault::{Failure, Fault, Suspects, excerpt, from_worker, is_refusal, relay};
 use super::headers::{REQUEST_ID, forwarded, header};
 use super::session;
@@ -53,9 +54,27 @@ pub(super) async fn handle(
     api: Api,
     request: Request<Incoming>,
 ) -> Response<Reply> {
+    if !gateway.fleet.has_kept_queues() {
+        return traced(gateway, client, deadline, api, request, None).await;
+    }
+    let (gateway, stay) = (Arc::clone(gateway), Stay::new());
+    let staying = stay.clone();
+    let serving =
+        async move { traced(&gateway, client, deadline, api, request, Some(staying)).await };
+    departure::outlive(stay, serving).await
+}
+
+async fn traced(
+    gateway: &Arc<Gateway>,
+    client: Arc<Client>,
+    deadline: Instant,
+    api: Api,
+    request: Request<Incoming>,
+    stay: Option<Stay>,
+) -> Response<Reply> {
     let tracer = gateway.tracer.as_ref();
     let mut trace = tracer.and_then(|tracer| tracer.begin(api, request.headers()));
-    let response = serve(gateway, client, deadline, api, request, &mut trace).await;
+    let response = serve(gateway, client, deadline, api, request, stay, &mut trace).await;
     // Of a stream it goes on with the answer.
     if let Some(trace) = trace {
         trace.answered(response.status());
@@ -69,6 +88,7 @@ async fn serve(
     deadline: Instant,
     api: Api,
     request: Request<Incoming>,
+    stay: Option<Stay>,
     trace: &mut Option<Box<RequestTrace>>,
 ) -> Response<Reply> {
     let received_s = gateway.fleet.now_s();
@@ -176,6 +196,7 @@ async fn serve(
         placement,
         deadline,
         is_repeated: AtomicBool::new(false),
+        stay,
         decision_id: None,
         trace: trace.take(),
     };
@@ -230,6 +251,8 @@ pub(super) struct Exchange<'a> {
     pub deadline: Instant,
     /// A worker that had it already gets it again.
     is_repeated: AtomicBool,
+    /// Where the fleet has workers that a queued request must not be aborted on.
+    stay: Option<Stay>,
     /// Of its last attempt.
     decision_id: Option<HeaderValue>,
     trace: Option<Box<RequestTrace>>,
@@ -305,7 +328,7 @@ impl Exchange<'_> {
                 self.gateway.metrics.retried();
             }
             let attempted = tokio::select! {
-                attempted = self.attempt(&reservation) => attempted,
+                attempted = self.attempt_to_its_end(&reservation) => attempted,
                 (silent, next) = self.elsewhere(&reservation, &exclude), if attempts <= retries => {
                     attempts += 1;
                     let message = format!("worker {}: no sign of life", silent.join(", "));
@@ -393,6 +416,18 @@ impl Exchange<'_> {
             }
         }
         self.unplaced(&NotPlaced::by_policy(Refusal::NoCandidates), last)
+    }
+
+    /// One attempt. Where one of its workers must not lose a queued request, it does not end with the client.
+    async fn attempt_to_its_end(
+        &self,
+        reservation: &Reservation,
+    ) -> Result<(Head, Option<PrefillHalf>), Failure> {
+        let workers = [Some(reservation.answering()), reservation.prefill()];
+        let may_abort = |worker: &Arc<WorkerSpec>| worker.may_abort_queued();
+        let is_free = workers.into_iter().flatten().all(may_abort);
+        let _staying = self.stay.as_ref().filter(|_| !is_free).map(Stay::hold);
+        self.attempt(reservation).await
     }
 
     fn note_failure(&mut self, message: &str) {

@@ -13,6 +13,7 @@ mod chat_template;
 mod client;
 mod conversation;
 mod cursor;
+mod departure;
 mod dispatch;
 mod encoder;
 mod engine_info;

@@ -9,6 +9,7 @@ use memchr::memchr2;
 use memchr::memmem::Finder;
 use serde_json::Value;
 use smallvec::SmallVec;
+use std::borrow::Cow;
 use std::sync::LazyLock;
 
 /// Follows an event stream without parsing what is in it: counts events that carry data, and
@@ -47,6 +48,12 @@ static ABORTS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(ABORT));
 static ERRORS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"error\""));
 static FAILURES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"response.failed\""));
 static ROLES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"role\""));
+/// Events of `/v1/responses` that vLLM (0.26.0) sends before it has scheduled the request.
+const ANNOUNCEMENTS: [&str; 3] = [
+    "response.created",
+    "response.queued",
+    "response.in_progress",
+];
 static DELTAS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"delta\""));
 
 impl SseProgress {
@@ -223,6 +230,17 @@ pub(super) fn is_opening(data: &[u8]) -> bool {
     choices.is_some_and(|choices| !choices.is_empty() && choices.iter().all(opens))
 }
 
+/// Whether an event of `/v1/responses` says that there will be an answer, and nothing of it yet.
+pub(super) fn is_announcement(data: &[u8]) -> bool {
+    #[derive(serde::Deserialize)]
+    struct Event<'a> {
+        #[serde(borrow, rename = "type")]
+        kind: Cow<'a, str>,
+    }
+    let event = serde_json::from_slice::<Event<'_>>(data);
+    event.is_ok_and(|event| ANNOUNCEMENTS.contains(&&*event.kind))
+}
+
 /// What an event says went wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct EventError {
@@ -321,6 +339,25 @@ mod tests {
             (r#"{"error":{"message":"\"role\" \"delta\""}}"#, false),
         ] {
             assert_eq!(is_opening(data.as_bytes()), is, "{data}");
+        }
+    }
+
+    #[test]
+    fn what_announces_an_answer_is_told_from_the_answer() {
+        for (data, is) in [
+            (
+                r#"{"response":{"status":"in_progress"},"type":"response.created"}"#,
+                true,
+            ),
+            (r#"{"type":"response.in_progress"}"#, true),
+            (
+                r#"{"type":"response.output_item.added","item":{"type":"response.created"}}"#,
+                false,
+            ),
+            (r#"{"type":"response.failed"}"#, false),
+            ("[DONE]", false),
+        ] {
+            assert_eq!(is_announcement(data.as_bytes()), is, "{data}");
         }
     }
 

@@ -5,6 +5,7 @@ mod faults;
 mod fleet;
 mod fuzz;
 mod gateway;
+mod gateway_departure;
 mod gateway_edge;
 mod gateway_faults;
 mod gateway_keys;

@@ -1,0 +1,223 @@
+//! Clients that leave before the first token, on workers that survive the abort of a queued request and
+//! on those that do not.
+
+use crate::mock::router::{Router, generate, until};
+use crate::mock::{End, Fault, MockWorker};
+use router_policies::config::{Config, WorkerSpec};
+use serde_json::{Value, json};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// A worker with a host tier, for 100 tokens on the GPU.
+fn spec(mock: &MockWorker, engine: &str, abort_queued: Option<bool>) -> WorkerSpec {
+    let mut spec = json!({
+        "url": mock.url, "id": "w", "engine": engine, "kv_capacity_tokens": 100, "host_kv_tokens": 1_000,
+    });
+    if let Some(abort_queued) = abort_queued {
+        spec["abort_queued"] = abort_queued.into();
+    }
+    serde_json::from_value(spec).expect("a worker")
+}
+
+async fn before(worker: WorkerSpec) -> Router {
+    Router::with(Config {
+        workers: vec![worker],
+        ..Config::default()
+    })
+    .await
+}
+
+/// Sends a request whose client leaves once `has_come`.
+async fn leave_once(
+    router: &Router,
+    path: &'static str,
+    body: Value,
+    what: &str,
+    has_come: impl Fn() -> bool,
+) {
+    tokio::select! {
+        _ = router.send(path, &[], body.to_string().into_bytes()) => panic!("answered: {what}"),
+        () = until(what, has_come) => {}
+    }
+}
+
+fn running(mock: &MockWorker) -> usize {
+    mock.behaviour.running.load(Ordering::SeqCst)
+}
+
+fn aborted(mock: &MockWorker) -> usize {
+    mock.behaviour.aborted.load(Ordering::SeqCst)
+}
+
+#[tokio::test]
+async fn vllm_with_a_host_tier_keeps_a_request_until_its_first_token() {
+    let mock = MockWorker::start().await;
+    mock.behaviour
+        .first_token_us
+        .store(400_000, Ordering::Relaxed);
+    mock.behaviour.token_us.store(10_000, Ordering::Relaxed);
+    mock.behaviour.tokens.store(500, Ordering::Relaxed);
+    let router = before(spec(&mock, "vllm", None)).await;
+    leave_once(
+        &router,
+        "/v1/completions",
+        completion(true),
+        "it runs",
+        || running(&mock) == 1,
+    )
+    .await;
+    tokio::time::sleep(Duration::from_millis(150)).await;
+    assert_eq!((running(&mock), aborted(&mock)), (1, 0));
+    assert!(!router.fleet.is_idle(), "its room is still taken");
+    until("it ended at its first token", || aborted(&mock) == 1).await;
+    router.idle().await;
+    assert_eq!(mock.behaviour.served.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn an_answer_in_one_piece_is_kept_whole() {
+    let mock = MockWorker::start().await;
+    mock.behaviour
+        .first_token_us
+        .store(200_000, Ordering::Relaxed);
+    let router = before(spec(&mock, "vllm", None)).await;
+    leave_once(
+        &router,
+        "/v1/completions",
+        completion(false),
+        "it runs",
+        || running(&mock) == 1,
+    )
+    .await;
+    until("it was served", || {
+        mock.behaviour.served.load(Ordering::SeqCst) == 1
+    })
+    .await;
+    router.idle().await;
+    assert_eq!(aborted(&mock), 0);
+}
+
+#[tokio::test]
+async fn engines_that_survive_it_are_not_kept_busy() {
+    for (engine, abort_queued) in [("sglang", None), ("vllm", Some(true))] {
+        let mock = MockWorker::start().await;
+        mock.set_fault(Fault::Stall);
+        let router = before(spec(&mock, engine, abort_queued)).await;
+        leave_once(
+            &router,
+            "/v1/completions",
+            completion(true),
+            "it runs",
+            || running(&mock) == 1,
+        )
+        .await;
+        until("it was aborted", || aborted(&mock) == 1).await;
+        router.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn who_waits_in_the_router_leaves_at_once() {
+    let mock = MockWorker::start().await;
+    mock.behaviour
+        .first_token_us
+        .store(600_000, Ordering::Relaxed);
+    let router = before(spec(&mock, "vllm", None)).await;
+    // Each wants most of the worker's KV.
+    let prompt = |first: u32| {
+        let ids: Vec<u32> = (first..first + 80).collect();
+        json!({"prompt": ids, "max_tokens": 4, "stream": true})
+    };
+    leave_once(&router, "/v1/completions", prompt(0), "it runs", || {
+        running(&mock) == 1
+    })
+    .await;
+    leave_once(
+        &router,
+        "/v1/completions",
+        prompt(1_000),
+        "it waits",
+        || router.fleet.waiting_turns() == 1,
+    )
+    .await;
+    until("it left the queue", || router.fleet.waiting_turns() == 0).await;
+    assert_eq!(running(&mock), 1, "while the other still runs");
+    router.idle().await;
+    assert_eq!(mock.bodies().len(), 1, "it reached no worker");
+}
+
+/// What vLLM 0.26.0 sends of `/v1/responses` before and after it has scheduled the request.
+const RESPONSE: &[&str] = &[
+    "event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"status\":\"in_progress\"}}\n\n",
+    "event: response.in_progress\ndata: {\"type\":\"response.in_progress\"}\n\n",
+    // 20 ms each.
+    ": 1\n\n",
+    ": 2\n\n",
+    ": 3\n\n",
+    ": 4\n\n",
+    ": 5\n\n",
+    ": 6\n\n",
+    ": 7\n\n",
+    ": 8\n\n",
+    ": 9\n\n",
+    ": 10\n\n",
+    ": 11\n\n",
+    ": 12\n\n",
+    ": 13\n\n",
+    ": 14\n\n",
+    ": 15\n\n",
+    ": 16\n\n",
+    ": 17\n\n",
+    "event: response.output_text.delta\ndata: {\"type\":\"response.output_text.delta\",\"delta\":\"t\"}\n\n",
+    "event: response.completed\ndata: {\"type\":\"response.completed\"}\n\n",
+];
+
+#[tokio::test]
+async fn an_announcement_is_no_first_token() {
+    for (abort_queued, is_kept) in [(None, true), (Some(true), false)] {
+        let mock = MockWorker::start().await;
+        mock.set_fault(Fault::Raw(RESPONSE, End::Properly));
+        let router = before(spec(&mock, "vllm", abort_queued)).await;
+        let body = json!({"input": "a", "stream": true}).to_string();
+        let answer = tokio::time::timeout(
+            Duration::from_millis(200),
+            router.send("/v1/responses", &[], body.clone().into_bytes()),
+        )
+        .await;
+        assert_eq!(
+            answer.is_err(),
+            is_kept,
+            "its head comes with its first token"
+        );
+        drop(answer);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert_eq!(router.fleet.is_idle(), !is_kept);
+        router.idle().await;
+        // Who stays gets all of it.
+        let whole = router.send("/v1/responses", &[], body.into_bytes()).await;
+        let whole = crate::mock::router::text(whole).await;
+        assert_eq!(whole, RESPONSE.concat());
+        router.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn requests_are_served_as_elsewhere() {
+    let mock = MockWorker::start().await;
+    let router = before(spec(&mock, "vllm", None)).await;
+    for stream in [false, true] {
+        let (status, body) = router.post("/v1/completions", completion(stream)).await;
+        assert_eq!(status, 200, "{body}");
+        assert_eq!(body.contains("[DONE]"), stream);
+    }
+    let (status, _) = router.post("/generate", generate(false)).await;
+    assert_eq!(status, 200);
+    mock.set_fault(Fault::Status(500));
+    let (status, body) = router.post("/v1/completions", completion(true)).await;
+    assert_eq!(status, 500, "{body}");
+    router.idle().await;
+}
+
+fn completion(stream: bool) -> Value {
+    json!({"prompt": [1, 2, 3], "max_tokens": 4, "stream": stream})
+}
