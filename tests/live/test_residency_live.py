@@ -1,8 +1,11 @@
 """Residency before real engines: sessions that want three times the KV pool, on SGLang and on vLLM.
 
 Without control every turn is computed again; with it what has a place is served from the cache.
-What is asserted is the share of prompt tokens that the engine itself says it had cached: nothing
-here depends on how fast this machine is.
+What is asserted is the share of prompt tokens that the engine itself says it had cached. A place
+is kept while its session thinks only where computing its prompt again takes longer than that, by
+the room that it takes up (docs/residency.md). So sessions here think for 50 ms at most: with half a
+second, the tiny model computed a prompt again in less on a fast machine, places were given up, and
+rightly so.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ mode = "closed"
 max_inflight_sessions = 12
 max_input_tokens = 5000
 length_scale = 0.04
-think_scale = 0.05
-max_think_s = 0.5
+think_scale = 0.005
+max_think_s = 0.05
 timeout_s = 120
 
 [phases]
@@ -88,8 +91,7 @@ def test_sessions_that_want_three_caches_are_served_from_one(tmp_path: Path, top
     off, priced = (cells[arm] for arm in ("off", "priced"))
     assert min(off["best_apc"], priced["best_apc"]) > 0.8  # nearly all could come from a cache
     assert off["apc"]["value"] < 0.2
-    # A fast engine computes again at little cost, so that more of it pays for taking turns.
-    assert priced["apc"]["value"] > max(0.35, 2 * off["apc"]["value"])
+    assert priced["apc"]["value"] > 0.7
     # One worker served both: what differed was the router alone.
     assert len(list((output / "workers").iterdir())) == 1
     # What the router believed to be there came from the engine's own events.
