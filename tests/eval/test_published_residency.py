@@ -31,21 +31,28 @@ TABLES = (
     ("slices-eight", "slices-twentyfour"),
     ("vllm-fp8-host-eight", "vllm-three", "vllm-four"),
 )
-# By column of the README's table, the runs that stand in it.
+# By row of the README's table, the runs that stand in it.
 README = (
+    ("vllm-three",),
+    ("vllm-four",),
     ("backfill-off",),
     ("backfill-residency", "again-residency"),
     ("tier-off",),
     ("tier-residency-1", "tier-residency-2"),
+    ("vllm-fp8-host-eight",),
     ("slices-eight",),
     ("slices-twentyfour",),
 )
 COLUMNS = [(table, at) for table, arms in enumerate(TABLES) for at in range(len(arms))]
 
 
-def row(table: int, label: str, page: Path = RESULTS / "residency.md") -> list[str]:
-    found = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", page.read_text(), re.M)
-    return [cell.strip() for cell in found[table].split("|")]
+def row(table: int, label: str) -> list[str]:
+    """The cells of a row of the page's table; each begins with its requests/s."""
+    page = (RESULTS / "residency.md").read_text()
+    block = re.split(r"^(?=\| requests/s \|)", page, flags=re.M)[table + 1]
+    found = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", block, re.M)
+    assert found, f"table {table} has no row {label}"
+    return [cell.strip() for cell in found[1].split("|")]
 
 
 def number(cell: str) -> float:
@@ -93,20 +100,26 @@ def test_every_figure_of_an_arm_comes_from_its_lines(table: int, at: int) -> Non
 
 
 def test_the_readme_repeats_the_page() -> None:
-    """Each column's runs one after another, without intervals and units."""
-    labels = {
-        "prompt tokens from cache": "prompt tokens from cache",
-        "time to first token (TTFT), p50 of turns": "TTFT p50 of turns",
-        "turns with a first token within 10 s": "turns with a first token within 10 s",
-        "requests/s": "requests/s",
-        "sessions that got an answer": "sessions that got an answer in the window",
-    }
+    """Each row's runs one after another, without intervals and units."""
+    labels = (
+        "turns within the SLO",
+        "TTFT p50 of turns",
+        "requests/s",
+        "prompt tokens from cache",
+    )
     where = {arm: (table, at) for table, arms in enumerate(TABLES) for at, arm in enumerate(arms)}
-    for label, of_page in labels.items():
-        cells = row(0, label, RESULTS.parents[1] / "README.md")
-        for cell, arms in zip(cells, README, strict=True):
-            said = [row(where[arm][0], of_page)[where[arm][1]] for arm in arms]
+    readme = (RESULTS.parents[1] / "README.md").read_text()
+    first = readme[readme.index("| sessions in flight |") :]
+    rows = [line for line in first.splitlines()[2:] if line.startswith("|")][: len(README)]
+    for line, arms in zip(rows, README, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for cell, label in zip(cells[2:], labels, strict=True):
+            said = [row(where[arm][0], label)[where[arm][1]] for arm in arms]
             assert cell == ", ".join(re.sub(r" (\[.*\]|s\b.*)$", "", text) for text in said)
+        in_flight = {"three": 3, "four": 4, "eight": 8, "twentyfour": 24}.get(
+            arms[0].rsplit("-")[-1], 12
+        )
+        assert cells[1] == str(in_flight)
 
 
 @pytest.mark.parametrize("table", [4, 5])
@@ -115,7 +128,7 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         measured = [r for r in lines(arm) if r["phase"] == "measure"]
         waits_s = [r["first_token_s"] - r["scheduled_s"] for r in measured]
         p90_s = float(np.quantile(waits_s, 0.9))
-        assert number(row(table - 4, "TTFT p90 of turns")[at]) == pytest.approx(p90_s, abs=0.0051)
+        assert number(row(table, "TTFT p90 of turns")[at]) == pytest.approx(p90_s, abs=0.0051)
 
 
 @pytest.mark.parametrize(

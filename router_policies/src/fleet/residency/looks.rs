@@ -157,13 +157,9 @@ pub(super) fn chosen<'s>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::WorkerSpec;
-    use crate::fleet::log::EventSink;
-    use crate::fleet::prefix::hash::TokenHasher;
     use crate::fleet::residency::pump::LOOKED_AT;
-    use crate::fleet::residency::settings;
+    use crate::fleet::residency::testing::{add, fleet_under, turn};
     use crate::fleet::{Admit, Fleet, Outcome, Request, Reservation, Ticket};
-    use crate::policy;
     use proptest::prelude::*;
     use serde_json::{Value, json};
     use std::sync::Arc;
@@ -184,25 +180,15 @@ mod tests {
     impl World {
         /// Fleets of more than `small` workers are looked at in part.
         fn new(rule: &Value, small: usize) -> Self {
-            let clock_ms = Arc::new(AtomicU64::new(0));
-            let shown = Arc::clone(&clock_ms);
-            let fleet = Fleet::with_clock(
-                policy::build("unified", Value::Null).expect("a policy"),
-                "unified".to_owned(),
-                EventSink::in_memory(),
-                1,
-                Box::new(move || shown.load(Ordering::Relaxed) as f64 / 1e3),
-            );
-            let rule = settings::build(rule).map_err(|error| panic!("{error}"));
-            let fleet = Arc::new(fleet.with_residency(rule.expect("a rule")));
+            let (fleet, clock_ms) = fleet_under(rule);
             for worker in 0..WORKERS {
-                let spec = json!({
-                    "id": format!("w{worker}"), "url": format!("http://w{worker}:1"),
-                    "kv_capacity_tokens": 100_000,
-                });
-                let spec = serde_json::from_value::<WorkerSpec>(spec).expect("a worker");
-                fleet.add_worker(spec).expect("a new id");
-                fleet.report_health(format!("w{worker}").as_str(), true);
+                add(
+                    &fleet,
+                    json!({
+                        "id": format!("w{worker}"), "url": format!("http://w{worker}:1"),
+                        "kv_capacity_tokens": 100_000,
+                    }),
+                );
             }
             fleet.state.lock().residency.looks.small = small;
             Self {
@@ -215,18 +201,7 @@ mod tests {
         }
 
         fn send(&mut self, session: u32, length: u32) {
-            let mut hasher = TokenHasher::new(self.fleet.token_block());
-            let tokens: Vec<u32> = (0..length)
-                .map(|at| (session + 1) * 1_000_000 + at)
-                .collect();
-            hasher.extend(&tokens);
-            let request = Request {
-                session_id: Some(format!("s{session}")),
-                prompt: hasher.finish(),
-                max_output_tokens: Some(100),
-                stream: true,
-                ..Request::default()
-            };
+            let request = turn(&self.fleet, session, length);
             let answer = self.fleet.admit(&request, &[], || ());
             self.take(session, answer, request);
         }

@@ -21,6 +21,8 @@ pub mod rules;
 pub mod sessions;
 pub mod settings;
 mod slices;
+#[cfg(test)]
+mod testing;
 
 pub(super) use account::Seat;
 pub(super) use gate::{Asked, Go};

@@ -207,13 +207,9 @@ impl Residency {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::WorkerSpec;
-    use crate::fleet::log::EventSink;
-    use crate::fleet::prefix::hash::TokenHasher;
-    use crate::fleet::residency::settings;
+    use crate::fleet::residency::testing::{add, fleet_under, turn};
     use crate::fleet::{Admit, Fleet, Outcome, Request, Reservation, Ticket};
-    use crate::policy;
-    use serde_json::{Value, json};
+    use serde_json::json;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -225,31 +221,18 @@ mod tests {
 
     impl World {
         fn new() -> Self {
-            let clock_ms = Arc::new(AtomicU64::new(0));
-            let shown = Arc::clone(&clock_ms);
-            let fleet = Fleet::with_clock(
-                policy::build("unified", Value::Null).expect("a policy"),
-                "unified".to_owned(),
-                EventSink::in_memory(),
-                1,
-                Box::new(move || shown.load(Ordering::Relaxed) as f64 / 1e3),
-            );
-            let rule = settings::build(&json!({"cold_slots": 10, "growth_turns": 0}));
-            let rule = rule.map_err(|error| panic!("{error}")).expect("a rule");
-            let world = Self {
-                fleet: Arc::new(fleet.with_residency(rule)),
-                clock_ms,
-            };
+            let (fleet, clock_ms) = fleet_under(&json!({"cold_slots": 10, "growth_turns": 0}));
+            let world = Self { fleet, clock_ms };
             world.add();
             world
         }
 
         fn add(&self) {
-            let spec = json!({"id": "w", "url": "http://w:1", "kv_capacity_tokens": 100_000,
-                "host_kv_tokens": 500_000});
-            let spec = serde_json::from_value::<WorkerSpec>(spec).expect("a worker");
-            self.fleet.add_worker(spec).expect("a new id");
-            self.fleet.report_health("w", true);
+            add(
+                &self.fleet,
+                json!({"id": "w", "url": "http://w:1", "kv_capacity_tokens": 100_000,
+                    "host_kv_tokens": 500_000}),
+            );
         }
 
         fn advance(&self, seconds: f64) {
@@ -259,16 +242,7 @@ mod tests {
         }
 
         fn turn(&self, session: u32, length: u32) -> Request {
-            let mut hasher = TokenHasher::new(self.fleet.token_block());
-            let first = (session + 1) * 1_000_000;
-            hasher.extend(&(first..first + length).collect::<Vec<_>>());
-            Request {
-                session_id: Some(format!("s{session}")),
-                prompt: hasher.finish(),
-                max_output_tokens: Some(100),
-                stream: true,
-                ..Request::default()
-            }
+            turn(&self.fleet, session, length)
         }
 
         fn placed(&self, request: &Request) -> Reservation {
