@@ -15,10 +15,13 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from launch.ending import wait_until_idle
 from launch.fleets import Fleet, FleetError, fleet
 from launch.topology import RouterChoice, Topology, WorkerGroup
 
 _TABLES = ("gpu.csv", "processes.csv")
+_ENDING_S = 600.0
+"""How long requests whose clients have left may keep the workers from the next run."""
 
 
 class KeptWorkers:
@@ -49,6 +52,8 @@ class KeptWorkers:
             with fleet(_attached(topology, workers), run_dir, on_progress, behind=workers) as front:
                 try:
                     yield front
+                    if front.router_url and topology.router.kind == "deltaserve":
+                        wait_until_idle(front.router_url, _ENDING_S)
                 finally:
                     recording.copy_to(run_dir)
         except FleetError:

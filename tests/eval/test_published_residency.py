@@ -1,4 +1,4 @@
-"""The table of docs/results/residency.md is what its raw lines say."""
+"""The tables of docs/results/residency.md and laptop.md are what their raw lines say."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ TABLES = (
     ("slices-eight", "slices-twentyfour"),
     ("vllm-fp8-host-eight", "vllm-three", "vllm-four"),
 )
+# By table of the page without a GPU.
+LAPTOP_TABLES = tuple(
+    tuple(f"laptop-{arm}-{run}" for arm in (engine, f"{engine}-residency") for run in (1, 2))
+    for engine in ("sglang", "sglang-host", "vllm")
+)
 # By row of the README's table, the runs that stand in it.
 README = (
     ("vllm-three",),
@@ -43,13 +48,18 @@ README = (
     ("slices-eight",),
     ("slices-twentyfour",),
 )
-COLUMNS = [(table, at) for table, arms in enumerate(TABLES) for at in range(len(arms))]
+COLUMNS = [
+    (page, table, at, arm)
+    for page, tables in (("residency.md", TABLES), ("laptop.md", LAPTOP_TABLES))
+    for table, arms in enumerate(tables)
+    for at, arm in enumerate(arms)
+]
 
 
-def row(table: int, label: str) -> list[str]:
-    """The cells of a row of the page's table; each begins with its requests/s."""
-    page = (RESULTS / "residency.md").read_text()
-    block = re.split(r"^(?=\| requests/s \|)", page, flags=re.M)[table + 1]
+def row(table: int, label: str, page: str = "residency.md") -> list[str]:
+    """The cells of a row of a page's table; each begins with its requests/s."""
+    text = (RESULTS / page).read_text()
+    block = re.split(r"^(?=\| requests/s \|)", text, flags=re.M)[table + 1]
     found = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", block, re.M)
     assert found, f"table {table} has no row {label}"
     return [cell.strip() for cell in found[1].split("|")]
@@ -59,9 +69,13 @@ def number(cell: str) -> float:
     return float(cell.split()[0].rstrip("%"))
 
 
-@pytest.mark.parametrize(("table", "at"), COLUMNS, ids=[arm for arms in TABLES for arm in arms])
-def test_every_figure_of_an_arm_comes_from_its_lines(table: int, at: int) -> None:
-    arm = TABLES[table][at]
+@pytest.mark.parametrize(("page", "table", "at", "arm"), COLUMNS, ids=[arm for *_, arm in COLUMNS])
+def test_every_figure_of_an_arm_comes_from_its_lines(
+    page: str, table: int, at: int, arm: str
+) -> None:
+    def cell(label: str) -> str:
+        return row(table, label, page)[at]
+
     requests = lines(arm)
     window = json.loads((RESULTS / "residency" / f"{arm}.phases.json").read_text())
     start_s, end_s = window["window_start_s"], window["window_end_s"]
@@ -82,21 +96,17 @@ def test_every_figure_of_an_arm_comes_from_its_lines(table: int, at: int) -> Non
         for r in answered
     )
     rates = len(ended) / (end_s - start_s)
-    assert number(row(table, "requests/s")[at]) == pytest.approx(rates, abs=5e-4)
-    assert number(row(table, "prompt tokens from cache")[at]) == pytest.approx(
-        cached / prompt, abs=5e-4
-    )
+    assert number(cell("requests/s")) == pytest.approx(rates, abs=5e-4)
+    assert number(cell("prompt tokens from cache")) == pytest.approx(cached / prompt, abs=5e-4)
     recomputed = 100 * evicted / prompt
-    assert number(row(table, "recomputed, of prompt tokens")[at]) == pytest.approx(
-        recomputed, abs=0.06
-    )
+    assert number(cell("recomputed, of prompt tokens")) == pytest.approx(recomputed, abs=0.06)
     median_s = float(np.median(ttft_s))
-    assert number(row(table, "TTFT p50 of turns")[at]) == pytest.approx(median_s, rel=0.005)
+    assert number(cell("TTFT p50 of turns")) == pytest.approx(median_s, rel=0.005)
     within = sum(t <= 10 for t in ttft_s)
-    assert row(table, "turns with a first token within 10 s")[at] == f"{within} of {len(measured)}"
-    assert int(row(table, "turns that failed")[at]) == sum(1 for r in measured if r["error"])
+    assert cell("turns with a first token within 10 s") == f"{within} of {len(measured)}"
+    assert int(cell("turns that failed")) == sum(1 for r in measured if r["error"])
     sessions = {r["session_id"] for r in ended}
-    assert int(row(table, "sessions that got an answer in the window")[at]) == len(sessions)
+    assert int(cell("sessions that got an answer in the window")) == len(sessions)
 
 
 def test_the_readme_repeats_the_page() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import socket
@@ -10,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -119,13 +121,13 @@ def worker(
 
 
 @contextmanager
-def router(*workers: str, policy: str = "unified") -> Iterator[str]:
+def router(*workers: str, policy: str = "unified", residency: str = "priced") -> Iterator[str]:
     """Our router in front of `workers`, in the form of its flag ``--worker``."""
     port = free_port()
     command = [sys.executable, "-m", "deltaserve", "route", "--port", str(port)]
     for worker in workers:
         command += ["--worker", worker]
-    process = subprocess.Popen([*command, "--policy", policy])
+    process = subprocess.Popen([*command, "--policy", policy, "--residency", residency])
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(200):
@@ -202,3 +204,42 @@ def test_without_events_the_error_of_the_estimate_is_measured(
         f"at most {max(errors)} at once"
     )
     assert sum(errors) < total
+
+
+@pytest.mark.timeout(600)
+def test_a_client_that_leaves_aborts_what_is_queued_only_where_the_engine_survives_it(
+    worker: Publishing, prompt: Prompt
+) -> None:
+    """vLLM with a host tier does not (docs/router.md): there the request runs to its first token,
+    so that its prompt is found cached later. This one has no such tier, it is only said to."""
+    first, second = prompt(4000), prompt(4000)  # of a cache for 6,000 tokens
+    said = f"{worker.plain},host_kv_tokens=100000"
+    with router(said, residency="off") as url, ThreadPoolExecutor(1) as background:
+        running = background.submit(worker.ask, url, first, 600)
+        wait_for_requests(url, 1)
+        time.sleep(1.0)
+        # Streamed, as agents ask: SGLang looks every 2 s whether such a client is there.
+        path, field = "/generate", {"input_ids": second, "sampling_params": {"max_new_tokens": 9}}
+        if worker.engine == "vllm":
+            path, field = "/v1/completions", {"prompt": second, "max_tokens": 9}
+        client = http.client.HTTPConnection(url.removeprefix("http://"))
+        client.request("POST", path, json.dumps({**field, "stream": True}))
+        wait_for_requests(url, 2)
+        time.sleep(0.5)
+        assert not running.done(), "the second is queued behind it"
+        client.close()
+        running.result()
+        wait_for_requests(url, 0)
+        found = worker.ask(worker.url, second, 4).cached_tokens
+    whole = (len(second) - 1) // worker.page_tokens * worker.page_tokens
+    assert found == (whole if worker.engine == "vllm" else 0)
+
+
+def wait_for_requests(url: str, count: int) -> None:
+    """Until the router has so many on its only worker."""
+    for _ in range(600):
+        (worker,) = get(f"{url}/workers")["workers"]
+        if worker["state"]["requests"] == count:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"the worker never had {count} requests")

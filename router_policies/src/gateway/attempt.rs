@@ -71,8 +71,8 @@ impl Exchange<'_> {
             let payload = self.local_payload(answering);
             // `/v1/responses` announces an answer before it is scheduled.
             let opening = match self.api == Api::Responses && !answering.may_abort_queued() {
-                true => Opening::IsAnnouncement,
-                false => Opening::IsAnswer,
+                true => Opening::HeldForAnswer,
+                false => Opening::Passed,
             };
             let head = self.within_deadline(self.head(answering, payload, opening));
             return head.await.map(|head| (head, None));
@@ -149,7 +149,7 @@ impl Exchange<'_> {
         let watch = reservation.prefill_watch();
         let (guard, failed) = self.send_prefill(prefill, for_prefill, rank, watch);
         let head = self.within_deadline(async {
-            let mut head = self.head(answering, for_decode, Opening::IsHeld);
+            let mut head = self.head(answering, for_decode, Opening::HeldBriefly);
             let fault = tokio::select! {
                 head = &mut head => return head,
                 fault = failure_of(failed) => fault,
@@ -192,7 +192,7 @@ impl Exchange<'_> {
         );
         let payload = splice(&self.bytes, &self.scanned, fields);
         let prefilled = async {
-            match self.head(prefill, payload, Opening::IsAnswer).await {
+            match self.head(prefill, payload, Opening::Passed).await {
                 Ok(Head::Whole(answer, status)) if status.is_success() => Ok(answer.into_body()),
                 Ok(Head::Whole(answer, _)) => Err(Fault::answered(answer)),
                 Ok(Head::Stream(..)) => Err(Fault::broken("answered with a stream")),
@@ -211,7 +211,7 @@ impl Exchange<'_> {
             })?;
         let fields = format!("\"kv_transfer_params\":{}", params.get());
         let payload = splice(&self.bytes, &self.scanned, fields);
-        let head = self.head(reservation.answering(), payload, Opening::IsHeld);
+        let head = self.head(reservation.answering(), payload, Opening::HeldBriefly);
         Ok((self.within_deadline(head).await?, None))
     }
 
@@ -399,20 +399,20 @@ fn judged(answer: Response<Bytes>) -> Result<Head, Failure> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Opening {
     /// It is passed on like any other.
-    IsAnswer,
+    Passed,
     /// The one of a chat waits for the next one, for [`OPENING_PATIENCE`].
-    IsHeld,
+    HeldBriefly,
     /// Those of `/v1/responses` wait for the first event of the answer itself.
-    IsAnnouncement,
+    HeldForAnswer,
 }
 
 impl Opening {
     /// Whether this event waits for the next one.
     fn holds(self, event: &[u8]) -> bool {
         match self {
-            Self::IsAnswer => false,
-            Self::IsHeld => sse::is_opening(event),
-            Self::IsAnnouncement => sse::is_announcement(event),
+            Self::Passed => false,
+            Self::HeldBriefly => sse::is_opening(event),
+            Self::HeldForAnswer => sse::is_announcement(event),
         }
     }
 }
@@ -455,7 +455,7 @@ async fn first_event(incoming: &mut Incoming, opening: Opening) -> Result<(Bytes
                 return Ok((begin.freeze(), is_error));
             }
             drop(events);
-            let is_timed = opening == Opening::IsHeld && held_until.is_none();
+            let is_timed = opening == Opening::HeldBriefly && held_until.is_none();
             if is_timed && sse::first_event(&begin).is_some() {
                 held_until = Some(Instant::now() + OPENING_PATIENCE);
             }

@@ -93,6 +93,8 @@ const KEEPALIVE_PROBES: u32 = 3;
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a router that ends waits for the last of its traces to be taken.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(2);
+/// How often it is looked, while the router stops, whether the requests have ended whose clients have left.
+const DRAIN_LOOK: Duration = Duration::from_millis(50);
 /// For so long a router that has just started waits for workers that have not answered yet before it says
 /// that it is ready.
 const FIRST_CHECKS: Duration = Duration::from_secs(5);
@@ -578,10 +580,14 @@ impl Server {
         }
         drop(listener);
         let drain = Duration::from_secs_f64(gateway.config.drain_timeout_s.max(0.0));
-        if tokio::time::timeout(drain, connections.shutdown())
-            .await
-            .is_err()
-        {
+        let ended = async {
+            connections.shutdown().await;
+            // Requests whose clients have left: see `departure`.
+            while gateway.fleet.has_kept_queues() && !gateway.fleet.is_idle() {
+                tokio::time::sleep(DRAIN_LOOK).await;
+            }
+        };
+        if tokio::time::timeout(drain, ended).await.is_err() {
             log::warn!(
                 "requests were still running after {:.0} s",
                 drain.as_secs_f64()

@@ -3,7 +3,13 @@
 
 use crate::mock::router::{Router, generate, until};
 use crate::mock::{End, Fault, MockWorker};
+use http_body_util::Full;
+use hyper::Request;
+use hyper::body::Bytes;
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
 use router_policies::config::{Config, WorkerSpec};
+use router_policies::gateway::Server;
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -144,6 +150,40 @@ async fn who_waits_in_the_router_leaves_at_once() {
     assert_eq!(running(&mock), 1, "while the other still runs");
     router.idle().await;
     assert_eq!(mock.bodies().len(), 1, "it reached no worker");
+}
+
+#[tokio::test]
+async fn a_router_that_stops_waits_for_those_whose_clients_have_left() {
+    let mock = MockWorker::start().await;
+    mock.behaviour
+        .first_token_us
+        .store(400_000, Ordering::Relaxed);
+    let server = Server::bind(Config {
+        port: 0,
+        drain_timeout_s: 10.0,
+        workers: vec![spec(&mock, "vllm", None)],
+        ..Config::default()
+    })
+    .await
+    .expect("binds");
+    let url = format!("http://{}/v1/completions", server.address().expect("bound"));
+    let fleet = server.fleet();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let serving = tokio::spawn(server.serve(async move {
+        let _ = stopped.await;
+    }));
+    until("the worker is up", || fleet.snapshot()[0].healthy).await;
+    let client = Client::builder(TokioExecutor::new()).build_http();
+    let body = Full::<Bytes>::from(completion(false).to_string());
+    let request = client.request(Request::post(url).body(body).expect("a request"));
+    tokio::select! {
+        _ = request => panic!("answered"),
+        () = until("it runs", || running(&mock) == 1) => {}
+    }
+    stop.send(()).expect("it serves");
+    serving.await.expect("it stops");
+    let served = mock.behaviour.served.load(Ordering::SeqCst);
+    assert_eq!((served, aborted(&mock)), (1, 0));
 }
 
 /// What vLLM 0.26.0 sends of `/v1/responses` before and after it has scheduled the request.
