@@ -32,9 +32,12 @@ TABLES = (
     ("vllm-fp8-host-eight", "vllm-three", "vllm-four"),
 )
 # By table of the page without a GPU.
-LAPTOP_TABLES = tuple(
-    tuple(f"laptop-{arm}-{run}" for arm in (engine, f"{engine}-residency") for run in (1, 2))
-    for engine in ("sglang", "sglang-host", "vllm")
+LAPTOP_TABLES = (
+    *(
+        tuple(f"laptop-{arm}-{run}" for arm in (engine, f"{engine}-residency") for run in (1, 2))
+        for engine in ("sglang", "sglang-host", "vllm")
+    ),
+    ("laptop-sglang-fill85-1", "laptop-sglang-fill85-2"),
 )
 # By row of the README's table, the runs that stand in it.
 README = (
