@@ -157,90 +157,26 @@ async fn a_router_that_stops_waits_for_those_whose_clients_have_left() {
     assert_eq!((served, aborted(&mock)), (1, 0));
 }
 
-/// What vLLM 0.26.0 sends of `/v1/responses` before and after it has scheduled the request.
-const RESPONSE: &[&str] = &[
-    "event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"status\":\"in_progress\"}}\n\n",
-    "event: response.in_progress\ndata: {\"type\":\"response.in_progress\"}\n\n",
-    // 20 ms each.
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    ": \n\n",
-    "event: response.output_text.delta\ndata: {\"type\":\"response.output_text.delta\",\"delta\":\"t\"}\n\n",
-    "event: response.completed\ndata: {\"type\":\"response.completed\"}\n\n",
-];
+/// What vLLM 0.26.0 sends of `/v1/responses`: two events before it has scheduled the request, and its answer
+/// 1.4 s later, for each piece takes 20 ms.
+fn response() -> &'static [&'static str] {
+    let announced = [
+        "event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"status\":\"in_progress\"}}\n\n",
+        "event: response.in_progress\ndata: {\"type\":\"response.in_progress\"}\n\n",
+    ];
+    let answered = [
+        "event: response.output_text.delta\ndata: {\"type\":\"response.output_text.delta\",\"delta\":\"t\"}\n\n",
+        "event: response.completed\ndata: {\"type\":\"response.completed\"}\n\n",
+    ];
+    Vec::leak([&announced[..], &[": \n\n"; 70], &answered].concat())
+}
 
 #[tokio::test]
 async fn an_announcement_is_no_first_token() {
+    let response = response();
     for (abort_queued, is_kept) in [(None, true), (Some(true), false)] {
         let mock = MockWorker::start().await;
-        mock.set_fault(Fault::Raw(RESPONSE, End::Properly));
+        mock.set_fault(Fault::Raw(response, End::Properly));
         let router = before(spec(&mock, "vllm", abort_queued)).await;
         let body = json!({"input": "a", "stream": true}).to_string();
         let answer = tokio::time::timeout(
@@ -260,7 +196,7 @@ async fn an_announcement_is_no_first_token() {
         // Who stays gets all of it.
         let whole = router.send("/v1/responses", &[], body.into_bytes()).await;
         let whole = crate::mock::router::text(whole).await;
-        assert_eq!(whole, RESPONSE.concat());
+        assert_eq!(whole, response.concat());
         router.idle().await;
     }
 }
