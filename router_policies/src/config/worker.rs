@@ -84,6 +84,9 @@ pub struct WorkerSpec {
     /// computed again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_kv_tokens: Option<u64>,
+    /// The most prompt tokens that a step of the engine prefills.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chunk_tokens: Option<u64>,
     /// Tokens a KV page.
     #[serde(default = "default_page_size")]
     pub page_size: usize,
@@ -171,6 +174,7 @@ impl WorkerSpec {
         for (field, value) in [
             ("kv_capacity_tokens", self.kv_capacity_tokens),
             ("host_kv_tokens", self.host_kv_tokens),
+            ("chunk_tokens", self.chunk_tokens),
         ] {
             within(field, value.unwrap_or(1), 1..=1 << 40).map_err(prefixed)?;
         }
@@ -266,7 +270,7 @@ impl WorkerSpec {
 }
 
 /// Fields of a worker that `POST /workers` reads; other routers' keys are ignored.
-pub const WORKER_FIELDS: [&str; 16] = [
+pub const WORKER_FIELDS: [&str; 17] = [
     "id",
     "role",
     "engine",
@@ -274,6 +278,7 @@ pub const WORKER_FIELDS: [&str; 16] = [
     "bootstrap_port",
     "kv_capacity_tokens",
     "host_kv_tokens",
+    "chunk_tokens",
     "page_size",
     "prefix_cache",
     "kv_connector",
