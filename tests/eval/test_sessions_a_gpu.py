@@ -33,6 +33,7 @@ RUNS = {
     ("sglang-fp8-host-residency", 8): ("fp8-eight-1", "fp8-eight-2"),
     ("sglang-fp8-host-residency before slices", 12): ("fp8-twelve",),
     ("sglang-fp8-host-paced-residency", 8): ("slices-eight",),
+    ("sglang-fp8-host-paced-residency", 12): ("slices-twelve",),
     ("sglang-fp8-host-paced-residency", 24): ("slices-twentyfour",),
     ("vllm", 3): ("vllm-three",),
     ("vllm", 4): ("vllm-four",),
