@@ -1,7 +1,7 @@
 //! Follows one worker's KV events over ZMQ until it leaves the fleet.
 //!
-//! Engines number their batches. A number that was skipped is asked for again on the replay socket.
-//! Where the engine no longer has it, the index of this worker starts anew: it then knows less than
+//! Engines number their batches. A number that was skipped is asked for again on the replay socket, until all of
+//! it has come. Where the engine no longer has it, or gives no answer, the index of this worker starts anew: it then knows less than
 //! the worker holds, never more, and the estimate counts beside it. A count that starts anew means that
 //! the engine did so too: it then holds nothing of what it held.
 
@@ -15,7 +15,10 @@ use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage
 
 /// How often a quiet subscription looks whether the worker is still the same.
 const LOOK_AROUND: Duration = Duration::from_millis(500);
+/// For a connection, and for the first batch of a replay.
 const REPLAY_PATIENCE: Duration = Duration::from_secs(10);
+/// For each that follows: the rest has been dropped on its way.
+const REPLAY_SILENCE: Duration = Duration::from_secs(1);
 /// The batch number that ends a replay: −1.
 const END_OF_REPLAY: u64 = u64::MAX;
 
@@ -68,7 +71,7 @@ impl Follower<'_> {
             .subscribe("")
             .await
             .map_err(|error| format!("{endpoint}: {error}"))?;
-        self.restart().await?;
+        self.restart().await;
         while let Some(fleet) = self.current() {
             drop(fleet);
             let message = match tokio::time::timeout(LOOK_AROUND, socket.recv()).await {
@@ -84,7 +87,7 @@ impl Follower<'_> {
             };
             if self.last_published.is_some_and(|last| number <= last) {
                 // The count began anew, however far it has come by now.
-                self.restart().await?;
+                self.restart().await;
             }
             self.last_published = Some(number);
             if number < self.next {
@@ -92,7 +95,7 @@ impl Follower<'_> {
                 continue;
             }
             if number > self.next {
-                self.replay(self.next).await?;
+                self.replay().await;
             }
             if number > self.next {
                 self.begin(EventsBegin::Partial);
@@ -116,43 +119,75 @@ impl Follower<'_> {
     }
 
     /// Forgets everything and takes what the engine can replay.
-    async fn restart(&mut self) -> Result<(), String> {
+    async fn restart(&mut self) {
         self.begin(EventsBegin::Whole);
         self.next = 0;
-        self.replay(0).await
+        self.replay().await;
     }
 
-    /// Applies what the engine still has from batch `from` on; anew, if that is not all of it.
-    async fn replay(&mut self, from: u64) -> Result<(), String> {
+    /// Applies what the engine still has from the next batch on; anew, if that is not all of it.
+    ///
+    /// Engines send all of it at once, and their sockets drop what is more than they queue (a thousand
+    /// messages), the end of the replay among it. So what lacks is asked for again, as long as something comes.
+    async fn replay(&mut self) {
         let Some(endpoint) = &self.spec.kv_events_replay else {
-            return Ok(());
+            return;
         };
+        loop {
+            let asked = self.next;
+            let error = match self.replay_once(endpoint).await {
+                Ok(true) => return,
+                _ if self.next > asked => continue,
+                Ok(false) => format!("{endpoint}: batch {asked} is missing from its replay"),
+                Err(error) => error,
+            };
+            log::warn!("worker {}: KV events: {error}", self.spec.id);
+            self.begin(EventsBegin::Partial);
+            return;
+        }
+    }
+
+    /// Asks for all batches from the next on and applies those that come before the first that is missing.
+    /// True if none is.
+    async fn replay_once(&mut self, endpoint: &str) -> Result<bool, String> {
+        let fail = |error: zeromq::ZmqError| format!("{endpoint}: {error}");
+        let silence = || format!("{endpoint}: no replay");
+        // Whatever is still to come of an earlier answer goes to the socket that asked for it.
         let mut socket = DealerSocket::new();
-        let exchange = async {
-            let fail = |error: zeromq::ZmqError| format!("{endpoint}: {error}");
+        let mut ask = ZmqMessage::from(Bytes::new());
+        ask.push_back(Bytes::copy_from_slice(&self.next.to_be_bytes()));
+        let begin = async {
             socket.connect(endpoint).await.map_err(fail)?;
-            let mut ask = ZmqMessage::from(Bytes::new());
-            ask.push_back(Bytes::copy_from_slice(&from.to_be_bytes()));
             socket.send(ask).await.map_err(fail)?;
-            let mut is_first = true;
-            loop {
-                let message = socket.recv().await.map_err(fail)?;
-                let Some((number, payload)) = parts(&message) else {
-                    return Err(format!("{endpoint}: a message of a wrong shape"));
-                };
-                if number == END_OF_REPLAY {
-                    return Ok(());
-                }
-                if is_first && number > from {
-                    self.begin(EventsBegin::Partial);
-                }
-                is_first = false;
+            socket.recv().await.map_err(fail)
+        };
+        let mut message = tokio::time::timeout(REPLAY_PATIENCE, begin)
+            .await
+            .map_err(|_| silence())??;
+        let mut is_first = true;
+        let mut is_whole = true;
+        loop {
+            let Some((number, payload)) = parts(&message) else {
+                return Err(format!("{endpoint}: a message of a wrong shape"));
+            };
+            if number == END_OF_REPLAY {
+                return Ok(is_whole);
+            }
+            if is_first && number > self.next {
+                // The engine no longer has what was before.
+                self.begin(EventsBegin::Partial);
+                self.next = number;
+            }
+            is_first = false;
+            is_whole &= number <= self.next;
+            if is_whole && number == self.next {
                 self.take(number, &payload);
             }
-        };
-        tokio::time::timeout(REPLAY_PATIENCE, exchange)
-            .await
-            .unwrap_or_else(|_| Err(format!("{endpoint}: no replay")))
+            message = tokio::time::timeout(REPLAY_SILENCE, socket.recv())
+                .await
+                .map_err(|_| silence())?
+                .map_err(fail)?;
+        }
     }
 
     fn take(&mut self, number: u64, payload: &[u8]) {

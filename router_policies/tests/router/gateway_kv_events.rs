@@ -6,12 +6,25 @@ use rmpv::Value;
 use router_policies::config::Config;
 use serde_json::json;
 use std::time::Duration;
-use zeromq::{PubSocket, Socket, SocketSend, ZmqMessage};
+use tokio::sync::mpsc;
+use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
 
 const PAGE: u32 = 16;
 
 /// A batch that stores one page of tokens from `begin` on, at the root.
 fn stored(number: u64, begin: u32) -> ZmqMessage {
+    numbered(number, storing(begin))
+}
+
+/// A message as engines publish it.
+fn numbered(number: u64, payload: Vec<u8>) -> ZmqMessage {
+    let mut message = ZmqMessage::from(Vec::<u8>::new());
+    message.push_back(number.to_be_bytes().to_vec().into());
+    message.push_back(payload.into());
+    message
+}
+
+fn storing(begin: u32) -> Vec<u8> {
     let ints = |numbers: std::ops::Range<u32>| Value::Array(numbers.map(Value::from).collect());
     let event = Value::Array(vec![
         "BlockStored".into(),
@@ -23,10 +36,53 @@ fn stored(number: u64, begin: u32) -> ZmqMessage {
     let batch = Value::Array(vec![Value::from(1.5), Value::Array(vec![event])]);
     let mut payload = Vec::new();
     rmpv::encode::write_value(&mut payload, &batch).expect("a vector takes everything");
-    let mut message = ZmqMessage::from(Vec::<u8>::new());
-    message.push_back(number.to_be_bytes().to_vec().into());
-    message.push_back(payload.into());
-    message
+    payload
+}
+
+/// Follows events of a mock engine, and asks `replay` for what it missed. What is believed comes from events alone.
+async fn follower(events: String, replay: Option<String>) -> (Router, MockWorker) {
+    let mock = MockWorker::start().await;
+    let mut spec = worker(&mock, "w", "colocated");
+    spec.kv_events = Some(events);
+    spec.kv_events_replay = replay;
+    spec.prefix_cache = false;
+    let router = Router::with(Config {
+        workers: vec![spec],
+        ..Config::default()
+    })
+    .await;
+    (router, mock)
+}
+
+/// An engine's replay socket, which has as many batches as there are in `answers`' last: its answers one after
+/// another, each the numbers of the batches that arrive (page `n` begins at token `1_000 * n`), and
+/// whether the end of the replay does. Sends what it was asked for.
+async fn replay_socket(answers: Vec<(Vec<u64>, bool)>) -> (String, mpsc::UnboundedReceiver<u64>) {
+    let mut socket = RouterSocket::new();
+    let endpoint = socket.bind("tcp://127.0.0.1:0").await.expect("binds");
+    let (asked, questions) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        for (numbers, ends) in answers {
+            let question = socket.recv().await.expect("a question");
+            let from = question.get(2).expect("a number").as_ref().try_into();
+            let _ = asked.send(u64::from_be_bytes(from.expect("eight bytes")));
+            let mut messages: Vec<_> = numbers
+                .iter()
+                .map(|&number| stored(number, 1_000 * number as u32))
+                .collect();
+            if ends {
+                messages.push(numbered(u64::MAX, Vec::new()));
+            }
+            for mut message in messages {
+                message.push_front(question.get(0).expect("who asks").clone());
+                socket.send(message).await.expect("sent");
+            }
+        }
+        // What an engine does that no longer answers.
+        std::future::pending::<()>().await;
+        drop(socket);
+    });
+    (endpoint.to_string(), questions)
 }
 
 /// What the router believes to be cached of a prompt of tokens from `begin` on.
@@ -51,16 +107,7 @@ async fn until_cached(router: &Router, begin: u32) {
 async fn events_are_followed_though_their_count_begins_anew_anywhere() {
     let mut publisher = PubSocket::new();
     let endpoint = publisher.bind("tcp://127.0.0.1:0").await.expect("binds");
-    let mock = MockWorker::start().await;
-    let mut spec = worker(&mock, "w", "colocated");
-    spec.kv_events = Some(endpoint.to_string());
-    // What is believed then comes from events alone.
-    spec.prefix_cache = false;
-    let router = Router::with(Config {
-        workers: vec![spec],
-        ..Config::default()
-    })
-    .await;
+    let (router, _mock) = follower(endpoint.to_string(), None).await;
     // The subscription takes a moment, and publishers send to nobody who is not there yet.
     tokio::time::sleep(Duration::from_millis(1500)).await;
     publisher.send(stored(0, 1_000)).await.expect("sent");
@@ -72,4 +119,45 @@ async fn events_are_followed_though_their_count_begins_anew_anywhere() {
     until_cached(&router, 3_000).await;
     publisher.send(stored(2, 4_000)).await.expect("sent");
     until_cached(&router, 4_000).await;
+}
+
+#[tokio::test]
+async fn a_replay_that_is_cut_short_is_asked_for_again_from_where_it_broke_off() {
+    let mut publisher = PubSocket::new();
+    let endpoint = publisher.bind("tcp://127.0.0.1:0").await.expect("binds");
+    let (replay, mut questions) = replay_socket(vec![
+        // Its end was dropped; a part in the middle; nothing.
+        (vec![1, 2], false),
+        (vec![3, 5, 6], true),
+        (vec![4, 5, 6], true),
+    ])
+    .await;
+    let (router, _mock) = follower(endpoint.to_string(), Some(replay)).await;
+    until_cached(&router, 6_000).await;
+    for begin in 1..6 {
+        assert_eq!(cached(&router, 1_000 * begin).await, u64::from(PAGE));
+    }
+    let asked: Vec<_> = std::iter::from_fn(|| questions.try_recv().ok()).collect();
+    assert_eq!(asked, [0, 3, 4]);
+    publisher.send(stored(7, 7_000)).await.expect("sent");
+    until_cached(&router, 7_000).await;
+}
+
+#[tokio::test]
+async fn events_are_followed_though_the_replay_fails() {
+    let mut publisher = PubSocket::new();
+    let endpoint = publisher.bind("tcp://127.0.0.1:0").await.expect("binds");
+    // Batch 2 never comes, here and when the first batch that is published shows that others were missed.
+    let answers = [0, 1, 2, 2, 2].map(|_| (vec![0, 1, 3], true));
+    let (replay, mut questions) = replay_socket(answers.into()).await;
+    let (router, _mock) = follower(endpoint.to_string(), Some(replay)).await;
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    publisher.send(stored(9, 9_000)).await.expect("sent");
+    until_cached(&router, 9_000).await;
+    publisher.send(stored(10, 10_000)).await.expect("sent");
+    until_cached(&router, 10_000).await;
+    // What came before the gap may have been evicted since.
+    assert_eq!(cached(&router, 1_000).await, 0);
+    let asked: Vec<_> = std::iter::from_fn(|| questions.try_recv().ok()).collect();
+    assert_eq!(asked, [0, 2, 2]);
 }
