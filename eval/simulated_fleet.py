@@ -110,7 +110,7 @@ def _worker(
         raise InputError("host_kv_gb: the bytes a token are not known; give host_kv_tokens instead")
     given_host = keys.host_kv_tokens is not None or keys.host_kv_gb is not None
     chosen = {
-        "chunk_tokens": topology.chunk_of(group),
+        "chunk_tokens": group.chunk_tokens or topology.chunk_tokens,
         "radix_eviction_policy": keys.radix_eviction_policy,
         "schedule_policy": keys.schedule_policy,
     }

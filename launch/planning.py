@@ -322,8 +322,6 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
             lines += [_line("kv_capacity_tokens", capacity_tokens)]
         if kv.host_tokens:
             lines += [_line("host_kv_tokens", kv.host_tokens)]
-        if chunk_tokens := topology.chunk_of(group):
-            lines += [_line("chunk_tokens", chunk_tokens)]
         if worker.role in ("decode", "elastic") and not on_vllm and not topology.decode_radix_cache:
             lines += [_line("prefix_cache", False)]
         host = urlsplit(worker.url).hostname

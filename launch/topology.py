@@ -354,11 +354,6 @@ class Topology(KvKeys, PacingKeys):
             return PROFILES["cpu"] if self.device == "cpu" else ANY_GPU
         return PROFILES[self.hardware]
 
-    def chunk_of(self, group: WorkerGroup) -> int | None:
-        """`chunk_tokens` of the workers of `group`: its own, else the topology's. That says nothing
-        of attached ones, which others have started."""
-        return group.chunk_tokens or (None if group.urls else self.chunk_tokens)
-
     def prefill_tokens_per_s(self, group: WorkerGroup) -> float | None:
         """What to expect of a worker of `group` that has not been seen yet; None where nothing was
         measured: another model, more GPUs a worker, GPUs that are not known or were not seen."""

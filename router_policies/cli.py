@@ -57,7 +57,6 @@ _WORKER_FIELDS: dict[str, Callable[[str], Any]] = {
     "bootstrap_port": int,
     "kv_capacity_tokens": int,
     "host_kv_tokens": int,
-    "chunk_tokens": int,
     "page_size": int,
     "prefix_cache": _flag,
     "kv_connector": str,

@@ -80,7 +80,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
     if topology.context_tokens:
         argv += ["--context-length", str(topology.context_tokens)]
     argv += _kv_cache(topology, group)
-    if chunk := topology.chunk_of(group):
+    if chunk := group.chunk_tokens or topology.chunk_tokens:
         argv += ["--chunked-prefill-size", str(chunk)]
     argv += topology.pacing_keys(group).sglang_flags()
     if place.role != "colocated":

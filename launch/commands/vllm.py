@@ -57,7 +57,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
     if kv.has_host_tier:
         argv += ["--kv-offloading-size", offloading_gib(topology, kv)]
         argv += ["--kv-offloading-backend", "native"]
-    if chunk := topology.chunk_of(group):
+    if chunk := group.chunk_tokens or topology.chunk_tokens:
         argv += ["--max-num-batched-tokens", str(chunk)]
     if topology.device == "cpu" or not topology.graphs:
         argv += ["--enforce-eager"]

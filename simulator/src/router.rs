@@ -180,26 +180,8 @@ fn spec(id: &str, worker: &WorkerPlan) -> Result<WorkerSpec, String> {
         "engine": worker.engine,
         "kv_capacity_tokens": worker.kv_tokens,
         "host_kv_tokens": (worker.host_kv_tokens > 0).then_some(worker.host_kv_tokens),
-        "chunk_tokens": worker.chunk_tokens,
         "prefix_cache": worker.prefix_cache,
         "page_size": if worker.engine == Engine::Vllm { 16 } else { 1 },
     });
     serde_json::from_value(spec).map_err(|error| format!("worker {id}: {error}"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn the_router_is_told_the_chunk_of_its_engines_paced_or_not() {
-        for target_itl_s in [None, Some(0.08)] {
-            let worker = json!({"id": "w", "kv_tokens": 40_000, "chunk_tokens": 2_048,
-                "target_itl_s": target_itl_s});
-            let worker: WorkerPlan = serde_json::from_value(worker).expect("a worker");
-            let spec = spec("w", &worker).expect("a worker");
-            assert_eq!(spec.chunk_tokens, Some(2_048));
-        }
-    }
 }

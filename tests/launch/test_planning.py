@@ -162,29 +162,10 @@ def test_the_routers_file_says_what_the_plan_says() -> None:
         "bootstrap_host": "127.0.0.1",
         "bootstrap_port": planned.workers[0].ports["bootstrap"],
         "kv_capacity_tokens": 131072,
-        "chunk_tokens": 2048,
         "page_size": 1,
         "prefill_tokens_per_s": 15000.0,
     }
     assert "bootstrap_port" not in decode
-
-
-def test_the_router_is_told_the_prefill_chunk_that_a_worker_is_started_with() -> None:
-    def told(name: str, *overrides: str) -> list[int | None]:
-        planned = made(name, *overrides)
-        workers = tomllib.loads(router_config(planned))["workers"]
-        chunks: list[int | None] = [worker.get("chunk_tokens") for worker in workers]
-        for worker, chunk in zip(planned.workers, chunks, strict=True):
-            flag = "--max-num-batched-tokens" if "vllm" in name else "--chunked-prefill-size"
-            assert worker.attached or value_of(worker.argv, flag) == str(chunk)
-        return chunks
-
-    assert told("laptop-sglang-pd") == [2048, 2048]
-    assert told("laptop-vllm-1", "chunk_tokens=1024") == [1024]
-    assert told("laptop-sglang", "workers=[{ chunk_tokens = 512 }, {}]") == [512, 2048]
-    # What the topology says is not what a worker was started with that is attached.
-    attached = '{ urls = ["http://a:1"] }, { urls = ["http://b:1"], chunk_tokens = 512 }'
-    assert told("laptop-sglang", f"workers=[{attached}]") == [None, 512]
 
 
 def test_the_router_is_told_the_vocabulary_of_a_model_whose_configuration_is_here(

@@ -84,9 +84,6 @@ pub struct WorkerSpec {
     /// computed again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_kv_tokens: Option<u64>,
-    /// The most prompt tokens that a step of the engine prefills.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub chunk_tokens: Option<u64>,
     /// Tokens a KV page.
     #[serde(default = "default_page_size")]
     pub page_size: usize,
@@ -174,7 +171,6 @@ impl WorkerSpec {
         for (field, value) in [
             ("kv_capacity_tokens", self.kv_capacity_tokens),
             ("host_kv_tokens", self.host_kv_tokens),
-            ("chunk_tokens", self.chunk_tokens),
         ] {
             within(field, value.unwrap_or(1), 1..=1 << 40).map_err(prefixed)?;
         }
@@ -270,7 +266,7 @@ impl WorkerSpec {
 }
 
 /// Fields of a worker that `POST /workers` reads; other routers' keys are ignored.
-pub const WORKER_FIELDS: [&str; 17] = [
+pub const WORKER_FIELDS: [&str; 16] = [
     "id",
     "role",
     "engine",
@@ -278,7 +274,6 @@ pub const WORKER_FIELDS: [&str; 17] = [
     "bootstrap_port",
     "kv_capacity_tokens",
     "host_kv_tokens",
-    "chunk_tokens",
     "page_size",
     "prefix_cache",
     "kv_connector",

@@ -196,21 +196,6 @@ impl Fleet {
         }
     }
 
-    /// Takes over the prefill chunk that an engine reports, where none was configured.
-    pub fn report_chunk<'a>(&self, which: impl Into<Which<'a>>, chunk_tokens: u64) {
-        let mut state = self.state.lock();
-        let Some(slot) = state.slot_of(which) else {
-            return;
-        };
-        let Some(worker) = &mut state.workers[slot] else {
-            return;
-        };
-        if worker.spec.chunk_tokens.is_none() && worker.chunk_tokens != Some(chunk_tokens) {
-            worker.chunk_tokens = Some(chunk_tokens);
-            self.settle(state);
-        }
-    }
-
     /// Counts a failure against the worker, of a request that was placed on it at `begun_s`.
     pub fn blame<'a>(&self, which: impl Into<Which<'a>>, begun_s: f64) {
         let now_s = self.now_s();

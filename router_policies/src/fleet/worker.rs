@@ -64,7 +64,6 @@ pub(crate) struct Worker {
     pub removed: bool,
     pub load: Load,
     pub kv_capacity_tokens: Option<u64>,
-    pub chunk_tokens: Option<u64>,
     /// Which of [`super::kinds::Kinds`].
     pub kind: usize,
     pub beliefs: Beliefs,
@@ -130,7 +129,6 @@ pub struct WorkerSnapshot {
     #[serde(flatten)]
     pub load: Load,
     pub kv_capacity_tokens: Option<u64>,
-    pub chunk_tokens: Option<u64>,
     pub rates: Rates,
     pub circuit_open: bool,
     pub engine: Option<EngineLoad>,
@@ -152,7 +150,6 @@ impl Worker {
         Self {
             keeps_prefixes: spec.prefix_cache,
             kv_capacity_tokens: spec.kv_capacity_tokens,
-            chunk_tokens: spec.chunk_tokens,
             kind,
             beliefs,
             prior,
@@ -339,7 +336,6 @@ impl Worker {
             routable: self.may_get_requests(&[], now_s),
             prefills: serves_local,
             kv_capacity_tokens: capacity,
-            chunk_tokens: self.chunk_tokens,
             external_tokens,
             is_exact: !self.needs_estimate(),
             keeps_prefixes: self.keeps_prefixes,
@@ -359,7 +355,6 @@ impl Worker {
         let capacity = self.kv_capacity_tokens;
         site.routable = self.may_get_requests(&[], now_s);
         site.kv_capacity_tokens = capacity;
-        site.chunk_tokens = self.chunk_tokens;
         site.external_tokens = self.external_tokens();
         site.is_exact = !self.needs_estimate();
         site.keeps_prefixes = self.keeps_prefixes;
@@ -452,7 +447,6 @@ impl Worker {
             suspect: self.liveness.is_suspect(),
             load: self.load,
             kv_capacity_tokens: self.kv_capacity_tokens,
-            chunk_tokens: self.chunk_tokens,
             rates: self.beliefs.rates,
             circuit_open: self.circuit.is_open(),
             engine: self.engine,

@@ -1,5 +1,4 @@
-//! What an engine says of itself: its KV capacity and prefill chunk, which run of it this is, its model's
-//! vocabulary.
+//! What an engine says of itself: its KV capacity, which run of it this is, its model's vocabulary.
 
 use super::Gateway;
 use crate::config::{Engine, WorkerSpec};
@@ -15,8 +14,6 @@ const PATIENCE: Duration = Duration::from_secs(20);
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct EngineInfo {
     pub kv_capacity_tokens: Option<u64>,
-    /// The most prompt tokens that a step prefills, where it says.
-    pub chunk_tokens: Option<u64>,
     /// A number that differs from one start of the engine to the next.
     pub run: Option<u64>,
     /// Whether finished prompts stay in its cache, where it says.
@@ -46,20 +43,12 @@ fn of_sglang(body: &[u8]) -> EngineInfo {
     let startup = info.get("startup_time").filter(|times| !times.is_null());
     EngineInfo {
         kv_capacity_tokens: info.get("max_total_num_tokens").and_then(Value::as_u64),
-        chunk_tokens: chunk_of_sglang(&info),
         run: startup.map(|times| {
             let seed = info.get("random_seed").unwrap_or(&Value::Null);
             number_of(&format!("{times} {seed}"))
         }),
         keeps_prefixes: prefixes_of_sglang(&info),
     }
-}
-
-/// The size that SGLang was started with or chose then; -1 and null are prefills in one piece. What our plugin
-/// makes of it step by step, where prefill is paced, does not show here.
-fn chunk_of_sglang(info: &Value) -> Option<u64> {
-    let size = info.get("chunked_prefill_size")?.as_u64();
-    size.filter(|&tokens| tokens > 0)
 }
 
 /// SGLang's decode workers keep no finished prompts unless they are told to; none where it does not say.
@@ -83,7 +72,6 @@ fn of_vllm(metrics: &str) -> EngineInfo {
     };
     EngineInfo {
         kv_capacity_tokens: capacity(),
-        chunk_tokens: None,
         run: run_in_metrics(metrics),
         keeps_prefixes: None,
     }
@@ -208,19 +196,6 @@ mod tests {
             (r#"{"max_total_num_tokens":5}"#, None),
         ] {
             assert_eq!(keeps(text), expected, "{text}");
-        }
-    }
-
-    #[test]
-    fn sglangs_chunk_is_known_where_it_chunks() {
-        for (text, expected) in [
-            (r#"{"chunked_prefill_size":8192}"#, Some(8_192)),
-            (r#"{"chunked_prefill_size":-1}"#, None),
-            (r#"{"chunked_prefill_size":0}"#, None),
-            (r#"{"chunked_prefill_size":null}"#, None),
-            (r#"{"max_total_num_tokens":5}"#, None),
-        ] {
-            assert_eq!(of_sglang(text.as_bytes()).chunk_tokens, expected, "{text}");
         }
     }
 

@@ -80,9 +80,6 @@ async fn learn(gateway: &Gateway, spec: &Arc<WorkerSpec>, is_up: bool) {
     if let (Some(tokens), None, false) = (info.kv_capacity_tokens, spec.kv_capacity_tokens, is_up) {
         gateway.fleet.report_capacity(spec, tokens);
     }
-    if let (Some(tokens), None, false) = (info.chunk_tokens, spec.chunk_tokens, is_up) {
-        gateway.fleet.report_chunk(spec, tokens);
-    }
     if !is_up && gateway.vocabulary.is_wanted() {
         gateway
             .vocabulary

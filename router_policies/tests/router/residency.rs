@@ -738,59 +738,6 @@ proptest! {
 }
 
 #[test]
-fn what_may_be_booked_follows_the_chunk_that_the_engine_reports() {
-    let budget = |rule: &str, own: Value, learnt: u64| {
-        let world = World::new(0, json!({"rule": rule}));
-        let mut spec = json!({"id": "w", "url": "http://w:1", "kv_capacity_tokens": CAPACITY});
-        spec.as_object_mut()
-            .expect("a table")
-            .extend(own.as_object().expect("a table").clone());
-        let spec = serde_json::from_value::<WorkerSpec>(spec).expect("a worker");
-        world.fleet.add_worker(spec).expect("a new id");
-        world.fleet.report_health("w", true);
-        world.fleet.report_chunk("w", learnt);
-        world.fleet.snapshot()[0].residency.budget_tokens
-    };
-    assert_eq!(budget("priced", json!({}), 1_000), Some(95_000));
-    assert_eq!(budget("priced", json!({}), 5_000), Some(85_000));
-    // What is configured wins over what the engine says.
-    let configured = json!({"chunk_tokens": 4_000});
-    assert_eq!(budget("priced", configured, 5_000), Some(88_000));
-    let tiered = json!({"host_kv_tokens": 500_000});
-    assert_eq!(budget("priced", tiered, 5_000), Some(98_000));
-    let decode = json!({"role": "decode"});
-    assert_eq!(budget("priced", decode, 5_000), Some(95_000));
-    for rule in ["lease", "thunder"] {
-        assert_eq!(budget(rule, json!({}), 5_000), Some(CAPACITY), "{rule}");
-    }
-}
-
-#[test]
-fn who_waits_is_let_in_when_a_smaller_chunk_leaves_room() {
-    // Also in a fleet so large that not all workers are looked at each time.
-    for workers in [1, 17] {
-        let settings = json!({"growth_turns": 0, "cold_slots": 2});
-        let world = World::new(workers, settings);
-        let ids: Vec<_> = (0..workers).map(|i| format!("w{i}")).collect();
-        let turns = 0..workers as u32;
-        let _running: Vec<_> = turns
-            .map(|session| world.placed(&world.turn(session, 50_000)))
-            .collect();
-        for id in &ids {
-            world.fleet.report_chunk(id, 5_000);
-        }
-        // Of 95,000 tokens a worker both would fit, of 85,000 they do not.
-        let second = world.turn(99, 40_000);
-        let ticket = world.waits(&second);
-        world.fleet.pump();
-        assert_eq!(world.wakes.load(Ordering::Relaxed), 0);
-        world.fleet.report_chunk(&ids[workers / 2], 1_000);
-        assert_eq!(world.wakes.load(Ordering::Relaxed), 1, "{workers}");
-        assert!(world.fetch(ticket, &second).is_ok());
-    }
-}
-
-#[test]
 fn places_are_kept_and_lost_with_the_cache_that_they_are_in() {
     let world = World::new(1, Value::Null);
     let sessions = || world.fleet.snapshot()[0].residency.sessions;

@@ -116,8 +116,6 @@ pub(super) struct Site {
     /// Prefills what it answers, unless a policy separates.
     pub prefills: bool,
     pub kv_capacity_tokens: Option<u64>,
-    /// The most prompt tokens that a step of its engine prefills, where that is known.
-    pub chunk_tokens: Option<u64>,
     /// What its engine holds for requests that are not ours.
     pub external_tokens: u64,
     /// The engine tells what it holds.
@@ -130,12 +128,11 @@ pub(super) struct Site {
 
 impl Site {
     /// What limits who may go there.
-    pub fn limits(&self) -> (u64, bool, Option<u64>, Option<u64>, u64) {
+    pub fn limits(&self) -> (u64, bool, Option<u64>, u64) {
         (
             self.serial,
             self.routable,
             self.kv_capacity_tokens,
-            self.chunk_tokens,
             self.external_tokens,
         )
     }
@@ -307,18 +304,10 @@ impl Residency {
 
     /// What may be booked on a worker; none where its capacity is unknown.
     fn budget_tokens(&self, site: &Site) -> Option<u64> {
-        let capacity = site.kv_capacity_tokens?;
-        let bookable = match self.manner.fill {
-            Some(fill) => settings::share(capacity, fill),
-            None => {
-                let has_host_tier = site.spec.host_kv_tokens.is_some();
-                // A decode worker gets its prompts from others, whole.
-                let chunk_tokens = site.chunk_tokens.filter(|_| site.prefills);
-                let settings = &self.settings;
-                settings.bookable_tokens(capacity, chunk_tokens, has_host_tier)
-            }
-        };
-        Some(bookable.saturating_sub(site.external_tokens))
+        let capacity = site.kv_capacity_tokens? as f64;
+        let default = self.settings.fill(site.spec.host_kv_tokens.is_some());
+        let fill = self.manner.fill.unwrap_or(default);
+        Some(((capacity * fill) as u64).saturating_sub(site.external_tokens))
     }
 
     /// Makes a slot ready for a worker that has just come.

@@ -44,7 +44,7 @@ pub const PARAMS: &[ParamInfo] = &[
     ParamInfo {
         name: "fill",
         default: "0.95",
-        meaning: "the share of a worker's KV that may be booked (lease and thunder have their own). Where it is not set 0.98 on workers with a host tier; on others three of the engine's prefill chunks are kept free where these are more and known, up to a quarter of the KV",
+        meaning: "the share of a worker's KV that may be booked (lease and thunder have their own). Where it is not set 0.98 on workers with a host tier",
     },
     ParamInfo {
         name: "cold_tokens",
@@ -93,34 +93,11 @@ pub const PARAMS: &[ParamInfo] = &[
     },
 ];
 
-/// So many of the engine's prefill chunks are kept free, where `fill` is not set and there is no host tier.
-const FREE_CHUNKS: u64 = 3;
-
-/// So much of the KV is the share `fill` of it.
-pub fn share(capacity_tokens: u64, fill: f64) -> u64 {
-    (capacity_tokens as f64 * fill) as u64
-}
-
 impl Settings {
-    /// How many of a worker's KV tokens may be booked. A chunk of a prefill makes the engine evict what was used
-    /// longest ago, idle sessions with a place among it where less is kept free than a few chunks. A host tier
-    /// gives back what was evicted and costs a reload; without one it is prefilled again. So less is kept free
-    /// beside a host tier.
-    pub fn bookable_tokens(
-        &self,
-        capacity_tokens: u64,
-        chunk_tokens: Option<u64>,
-        has_host_tier: bool,
-    ) -> u64 {
-        match self.fill {
-            Some(fill) => share(capacity_tokens, fill),
-            None if has_host_tier => share(capacity_tokens, 0.98),
-            None => {
-                let chunks = FREE_CHUNKS.saturating_mul(chunk_tokens.unwrap_or(0));
-                let beside_chunks = capacity_tokens - chunks.min(capacity_tokens / 4);
-                share(capacity_tokens, 0.95).min(beside_chunks)
-            }
-        }
+    /// The share of a worker's KV that may be booked. Where sessions outgrow it, a host tier gives back what was
+    /// evicted and costs a reload; without one it is prefilled again. So less is kept free beside a host tier.
+    pub fn fill(&self, has_host_tier: bool) -> f64 {
+        self.fill.unwrap_or(if has_host_tier { 0.98 } else { 0.95 })
     }
 
     /// Turns ahead for which a session's growth is booked: beside a host tier none, for the same reason.
@@ -272,47 +249,20 @@ mod tests {
         }
     }
 
-    fn settings(table: Value) -> Settings {
-        let chosen = build(&table).map_err(|error| panic!("{error}"));
-        chosen.expect("a rule").settings
-    }
-
     #[test]
     fn less_is_kept_free_beside_a_host_tier_unless_it_is_set() {
-        let of = |table| {
-            let settings = settings(table);
-            [false, true].map(|tier| {
-                let bookable = settings.bookable_tokens(1_000, None, tier);
-                (bookable, settings.growth_turns(tier))
-            })
+        let settings = |table| match build(&table) {
+            Ok(chosen) => [false, true].map(|tier| {
+                (
+                    chosen.settings.fill(tier),
+                    chosen.settings.growth_turns(tier),
+                )
+            }),
+            Err(error) => panic!("{error}"),
         };
-        assert_eq!(of(json!({})), [(950, 1.0), (980, 0.0)]);
+        assert_eq!(settings(json!({})), [(0.95, 1.0), (0.98, 0.0)]);
         let set = json!({"fill": 0.9, "growth_turns": 2});
-        assert_eq!(of(set), [(900, 2.0), (900, 2.0)]);
-    }
-
-    #[test]
-    fn three_chunks_are_kept_free_where_that_is_more_and_at_most_a_quarter() {
-        let default = settings(json!({}));
-        let free =
-            |capacity: u64, chunk| capacity - default.bookable_tokens(capacity, chunk, false);
-        assert_eq!(free(40_000, None), 2_000);
-        assert_eq!(free(40_000, Some(600)), 2_000);
-        assert_eq!(free(40_000, Some(2_048)), 6_144);
-        assert_eq!(free(281_888, Some(8_192)), 24_576);
-        assert_eq!(free(40_000, Some(8_192)), 10_000);
-        assert_eq!(free(40_000, Some(u64::MAX)), 10_000);
-        assert_eq!(free(1, Some(8_192)), 1);
-    }
-
-    #[test]
-    fn chunks_change_nothing_beside_a_host_tier_and_where_fill_is_set() {
-        let default = settings(json!({}));
-        assert_eq!(default.bookable_tokens(40_000, Some(8_192), true), 39_200);
-        let set = settings(json!({"fill": 0.95}));
-        for tier in [false, true] {
-            assert_eq!(set.bookable_tokens(40_000, Some(8_192), tier), 38_000);
-        }
+        assert_eq!(settings(set), [(0.9, 2.0), (0.9, 2.0)]);
     }
 
     #[test]

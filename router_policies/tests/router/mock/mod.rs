@@ -316,7 +316,7 @@ async fn answer(
                 started => format!("{{\"load_weight\":{started}.5}}"),
             };
             let info = format!(
-                r#"{{"model_path":"mock","served_model_name":"mock","max_total_num_tokens":1000000,"chunked_prefill_size":100,"page_size":1,"tp_size":1,"dp_size":1,"version":"0.5.17","startup_time":{startup_time},"random_seed":1}}"#
+                r#"{{"model_path":"mock","served_model_name":"mock","max_total_num_tokens":1000000,"page_size":1,"tp_size":1,"dp_size":1,"version":"0.5.17","startup_time":{startup_time},"random_seed":1}}"#
             );
             return Ok(whole(200, "application/json", info));
         }
