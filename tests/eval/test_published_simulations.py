@@ -164,9 +164,16 @@ def test_the_table_of_what_is_kept_free_follows_from_its_runs() -> None:
     folder = PAGE.parent / "simulated"
     runs = read_rows(folder / "kept-free.csv") + read_rows(folder / "sessions-a-gpu.csv")
     text = PAGE.read_text()
-    said = re.findall(r"\| (FP8, paced|bf16), (\d+) in flight \| (.*) \|\n", text)
-    assert len(said) == 10
-    arms = {"FP8, paced": "sglang-fp8-host-paced-residency", "bf16": "sglang-host-residency"}
+    said = re.findall(r"\| (FP8, paced|bf16|no tier), (\d+) in flight \| (.*) \|\n", text)
+    assert len(said) == 15
+    arms = {
+        "FP8, paced": (
+            "sglang-fp8-host-paced-residency before",
+            "sglang-fp8-host-paced-residency",
+        ),
+        "bf16": ("sglang-host-residency before", "sglang-host-residency"),
+        "no tier": ("sglang-residency", "sglang-residency three chunks free"),
+    }
 
     def mean(column: str, arm: str, sessions: str, draws: range) -> float:
         chosen = [
@@ -178,7 +185,7 @@ def test_the_table_of_what_is_kept_free_follows_from_its_runs() -> None:
         return statistics.fmean(chosen)
 
     for label, sessions, cells in said:
-        both = (f"{arms[label]} before", arms[label])
+        both = arms[label]
         expected = []
         for draws in (range(1, 5), range(5, 9)):
             shares = [100 * mean("within_objective", arm, sessions, draws) for arm in both]
