@@ -18,7 +18,16 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 def lines(name: str) -> list[dict[str, Any]]:
     """The result lines of a run."""
-    with (RESULTS / "residency" / f"{name}.requests.jsonl.zst").open("rb") as packed:
+    return _unpacked(f"{name}.requests.jsonl.zst")
+
+
+def decisions(name: str) -> list[dict[str, Any]]:
+    """What its router logged."""
+    return _unpacked(f"{name}.decisions.jsonl.zst")
+
+
+def _unpacked(name: str) -> list[dict[str, Any]]:
+    with (RESULTS / "residency" / name).open("rb") as packed:
         found = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(packed))
         return [orjson.loads(line) for line in found]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eval.steady import State, steadiness
-from tests.eval.published import RESULTS, lines, run_of
+from tests.eval.published import RESULTS, decisions, lines, run_of
 
 # By table of the page, the arms of its columns.
 TABLES = (
@@ -40,6 +40,7 @@ LAPTOP_TABLES = (
         for engine in ("sglang", "sglang-host", "vllm")
     ),
     ("laptop-sglang-fill85-1", "laptop-sglang-fill85-2"),
+    tuple(f"laptop-sglang-again{arm}-{run}" for arm in ("", "-residency") for run in (1, 2)),
 )
 # By row of the README's table, the runs that stand in it.
 README = (
@@ -182,6 +183,36 @@ def test_what_is_said_of_the_run_that_was_cut_off() -> None:
         assert cached == pytest.approx(0.015, abs=0.001)
     assert answered == [23, 22, 22]
     assert waited_s == [(74, True), (75, True), (75, True)]
+
+
+def test_which_runs_the_fault_of_replays_touched() -> None:
+    """Of the tokens that engines found cached, those that the router did not know of."""
+    touched = {"laptop-sglang-residency-2": 0.68, "laptop-sglang-host-2": 0.42}
+    touched |= {"laptop-vllm-residency-2": 0.03, "laptop-sglang-no-replay": 0.60}
+    arms = [arm for table in LAPTOP_TABLES for arm in table]
+    for arm in (*arms, "laptop-sglang-no-replay"):
+        finished = [event for event in decisions(arm) if event["event"] == "finish"]
+        known = [e for e in finished if e.get("cached_tokens") and "believed_cached_tokens" in e]
+        found = sum(e["cached_tokens"] for e in known)
+        unknown = sum(max(0, e["cached_tokens"] - e["believed_cached_tokens"]) for e in known)
+        assert unknown <= found * 0.001 or unknown / found == pytest.approx(touched[arm], abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("arm", "lost", "places"),
+    [
+        ("laptop-sglang-residency-2", 39, 65),
+        ("laptop-vllm-residency-2", 5, 51),
+        ("laptop-sglang-no-replay", 63, 86),
+        ("laptop-sglang-fill85-1", 0, 28),
+        ("laptop-sglang-fill85-2", 0, 25),
+        ("laptop-sglang-again-residency-1", 0, 31),
+        ("laptop-sglang-again-residency-2", 2, 41),
+    ],
+)
+def test_how_many_places_were_lost(arm: str, lost: int, places: int) -> None:
+    reasons = [event["reason"] for event in decisions(arm) if event["event"] == "give_up"]
+    assert (reasons.count("lost"), len(reasons)) == (lost, places)
 
 
 def test_what_is_said_of_24_sessions_before_both_engines() -> None:
