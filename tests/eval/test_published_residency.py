@@ -336,3 +336,49 @@ def test_how_long_the_longest_of_twelve_waited() -> None:
     measured = [r for r in lines("slices-twelve") if r["phase"] == "measure"]
     waits_s = [r["first_token_s"] - r["scheduled_s"] for r in measured if not r["error"]]
     assert max(waits_s) == pytest.approx(112, abs=0.5)
+
+
+def test_what_is_said_of_the_same_work_to_its_end() -> None:
+    page = (RESULTS / "laptop.md").read_text()
+    rows: dict[str, list[str]] = {}
+    for engine in ("sglang", "sglang-host", "vllm"):
+        both = [_to_its_end(f"laptop-complete-{arm}") for arm in (engine, f"{engine}-residency")]
+        off, priced = both[0][0], both[1][0]
+        sessions = sorted(off)
+        assert sessions == sorted(priced)
+        sooner = sum(priced[session] < off[session] for session in sessions)
+        means_s = [float(np.mean(list(took_s.values()))) for took_s, *_ in both]
+        shares = [share for _, share, _ in both]
+        alls_s = [all_s for *_, all_s in both]
+        for label, cell in (
+            ("recomputed, of prompt tokens", "{:.1f} → {:.1f} %".format(*shares)),
+            ("time until all is done", "{:.0f} → {:.0f} s".format(*alls_s)),
+            ("completion, mean", "{:.0f} → {:.0f} s".format(*means_s)),
+            ("sessions that complete sooner", f"{sooner} of {len(sessions)}"),
+        ):
+            rows.setdefault(label, []).append(cell)
+        ratio = means_s[1] / means_s[0]
+        (said,) = re.findall(r"^\| of that, ratio \| (.*) \|$", page, re.M)
+        assert said.split(" | ")[len(rows[label]) - 1].startswith(f"{ratio:.2f} [")
+    for label, cells in rows.items():
+        assert f"| {label} | {' | '.join(cells)} |" in page
+
+
+def _to_its_end(arm: str) -> tuple[dict[str, float], float, float]:
+    """Seconds that each session took, the share recomputed in percent, seconds that all took."""
+    requests = lines(arm)
+    assert len(requests) == 200
+    assert not any(r["error"] for r in requests)
+    sessions: dict[str, list[dict[str, Any]]] = {}
+    for r in requests:
+        sessions.setdefault(r["session_id"], []).append(r)
+    took_s = {
+        session: max(r["finished_s"] for r in turns) - min(r["scheduled_s"] for r in turns)
+        for session, turns in sessions.items()
+    }
+    again = sum(
+        max(0, min(r["best_cached_tokens"], r["prompt_tokens"]) - r["cached_tokens"])
+        for r in requests
+    )
+    all_s = max(r["finished_s"] for r in requests) - min(r["scheduled_s"] for r in requests)
+    return took_s, 100 * again / sum(r["prompt_tokens"] for r in requests), all_s

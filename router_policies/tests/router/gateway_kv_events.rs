@@ -54,9 +54,9 @@ async fn follower(events: String, replay: Option<String>) -> (Router, MockWorker
     (router, mock)
 }
 
-/// An engine's replay socket, which has as many batches as there are in `answers`' last: its answers one after
-/// another, each the numbers of the batches that arrive (page `n` begins at token `1_000 * n`), and
-/// whether the end of the replay does. Sends what it was asked for.
+/// An engine's replay socket that gives `answers` one after another, whatever it is asked for: the numbers of the
+/// batches that arrive (batch `n` has the page at token `1_000 * n`), and whether the end of the replay does.
+/// Sends on what it was asked for.
 async fn replay_socket(answers: Vec<(Vec<u64>, bool)>) -> (String, mpsc::UnboundedReceiver<u64>) {
     let mut socket = RouterSocket::new();
     let endpoint = socket.bind("tcp://127.0.0.1:0").await.expect("binds");
@@ -148,8 +148,7 @@ async fn events_are_followed_though_the_replay_fails() {
     let mut publisher = PubSocket::new();
     let endpoint = publisher.bind("tcp://127.0.0.1:0").await.expect("binds");
     // Batch 2 never comes, here and when the first batch that is published shows that others were missed.
-    let answers = [0, 1, 2, 2, 2].map(|_| (vec![0, 1, 3], true));
-    let (replay, mut questions) = replay_socket(answers.into()).await;
+    let (replay, mut questions) = replay_socket(vec![(vec![0, 1, 3], true); 5]).await;
     let (router, _mock) = follower(endpoint.to_string(), Some(replay)).await;
     tokio::time::sleep(Duration::from_millis(1500)).await;
     publisher.send(stored(9, 9_000)).await.expect("sent");
