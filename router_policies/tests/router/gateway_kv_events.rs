@@ -39,11 +39,14 @@ fn storing(begin: u32) -> Vec<u8> {
     payload
 }
 
-/// Follows events of a mock engine, and asks `replay` for what it missed. What is believed comes from events alone.
-async fn follower(events: String, replay: Option<String>) -> (Router, MockWorker) {
+/// A mock engine's publisher, and a router that follows it and asks `replay` for what it missed. What is believed
+/// comes from events alone.
+async fn followed(replay: Option<String>) -> (PubSocket, Router, MockWorker) {
+    let mut publisher = PubSocket::new();
+    let endpoint = publisher.bind("tcp://127.0.0.1:0").await.expect("binds");
     let mock = MockWorker::start().await;
     let mut spec = worker(&mock, "w", "colocated");
-    spec.kv_events = Some(events);
+    spec.kv_events = Some(endpoint.to_string());
     spec.kv_events_replay = replay;
     spec.prefix_cache = false;
     let router = Router::with(Config {
@@ -51,7 +54,7 @@ async fn follower(events: String, replay: Option<String>) -> (Router, MockWorker
         ..Config::default()
     })
     .await;
-    (router, mock)
+    (publisher, router, mock)
 }
 
 /// An engine's replay socket that gives `answers` one after another, whatever it is asked for: the numbers of the
@@ -105,9 +108,7 @@ async fn until_cached(router: &Router, begin: u32) {
 
 #[tokio::test]
 async fn events_are_followed_though_their_count_begins_anew_anywhere() {
-    let mut publisher = PubSocket::new();
-    let endpoint = publisher.bind("tcp://127.0.0.1:0").await.expect("binds");
-    let (router, _mock) = follower(endpoint.to_string(), None).await;
+    let (mut publisher, router, _mock) = followed(None).await;
     // The subscription takes a moment, and publishers send to nobody who is not there yet.
     tokio::time::sleep(Duration::from_millis(1500)).await;
     publisher.send(stored(0, 1_000)).await.expect("sent");
@@ -123,8 +124,6 @@ async fn events_are_followed_though_their_count_begins_anew_anywhere() {
 
 #[tokio::test]
 async fn a_replay_that_is_cut_short_is_asked_for_again_from_where_it_broke_off() {
-    let mut publisher = PubSocket::new();
-    let endpoint = publisher.bind("tcp://127.0.0.1:0").await.expect("binds");
     let (replay, mut questions) = replay_socket(vec![
         // Its end was dropped; a part in the middle; nothing.
         (vec![1, 2], false),
@@ -132,7 +131,7 @@ async fn a_replay_that_is_cut_short_is_asked_for_again_from_where_it_broke_off()
         (vec![4, 5, 6], true),
     ])
     .await;
-    let (router, _mock) = follower(endpoint.to_string(), Some(replay)).await;
+    let (mut publisher, router, _mock) = followed(Some(replay)).await;
     until_cached(&router, 6_000).await;
     for begin in 1..6 {
         assert_eq!(cached(&router, 1_000 * begin).await, u64::from(PAGE));
@@ -145,11 +144,9 @@ async fn a_replay_that_is_cut_short_is_asked_for_again_from_where_it_broke_off()
 
 #[tokio::test]
 async fn events_are_followed_though_the_replay_fails() {
-    let mut publisher = PubSocket::new();
-    let endpoint = publisher.bind("tcp://127.0.0.1:0").await.expect("binds");
     // Batch 2 never comes, here and when the first batch that is published shows that others were missed.
     let (replay, mut questions) = replay_socket(vec![(vec![0, 1, 3], true); 5]).await;
-    let (router, _mock) = follower(endpoint.to_string(), Some(replay)).await;
+    let (mut publisher, router, _mock) = followed(Some(replay)).await;
     tokio::time::sleep(Duration::from_millis(1500)).await;
     publisher.send(stored(9, 9_000)).await.expect("sent");
     until_cached(&router, 9_000).await;
