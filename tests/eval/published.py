@@ -21,6 +21,12 @@ def lines(name: str) -> list[dict[str, Any]]:
     return _unpacked(f"{name}.requests.jsonl.zst")
 
 
+def phases(name: str) -> dict[str, Any]:
+    """Where its window was."""
+    found: dict[str, Any] = json.loads((RESULTS / "residency" / f"{name}.phases.json").read_text())
+    return found
+
+
 def decisions(name: str) -> list[dict[str, Any]]:
     """What its router logged."""
     return _unpacked(f"{name}.decisions.jsonl.zst")

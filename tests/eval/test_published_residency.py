@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eval.steady import State, steadiness
-from tests.eval.published import RESULTS, decisions, lines, run_of
+from tests.eval.published import RESULTS, decisions, lines, phases, run_of
 
 # By table of the page, the arms of its columns.
 TABLES = (
@@ -84,7 +84,7 @@ def test_every_figure_of_an_arm_comes_from_its_lines(
         return row(table, label, page)[at]
 
     requests = lines(arm)
-    window = json.loads((RESULTS / "residency" / f"{arm}.phases.json").read_text())
+    window = phases(arm)
     start_s, end_s = window["window_start_s"], window["window_end_s"]
     measured = [r for r in requests if r["phase"] == "measure"]
     answered = [r for r in measured if not r["error"]]
@@ -167,20 +167,14 @@ def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: P
 def test_what_is_said_of_the_run_that_was_cut_off() -> None:
     """In the seconds of the window that it has lines for, beside the same seconds of others."""
     arms = ("engines-vllm-cut-off", "engines-sglang-1", "engines-sglang-2")
-    start_s = json.loads((RESULTS / "residency" / f"{arms[0]}.phases.json").read_text())[
-        "window_start_s"
-    ]
-    end_s = start_s + 169
+    start_s = phases(arms[0])["window_start_s"]
     answered, waited_s = [], []
     for arm in arms:
-        requests = [r for r in lines(arm) if r["phase"] != "prime"]
-        answers = [r for r in requests if not r["error"] and start_s <= r["finished_s"] < end_s]
-        firsts = [r for r in requests if start_s <= (r["first_token_s"] or 0.0) < end_s]
-        waits_s = [r["first_token_s"] - r["scheduled_s"] for r in firsts]
-        answered.append(len(answers))
+        found = _between(arm, start_s, start_s + 169)
+        answered.append(found["answers"])
+        waits_s = found["waits_s"]
         waited_s.append((round(float(np.median(waits_s))), min(waits_s) > 59))
-        cached = sum(r["cached_tokens"] for r in answers) / sum(r["prompt_tokens"] for r in answers)
-        assert cached == pytest.approx(0.015, abs=0.001)
+        assert found["cached"] == pytest.approx(0.015, abs=0.001)
     assert answered == [23, 22, 22]
     assert waited_s == [(74, True), (75, True), (75, True)]
 
@@ -240,10 +234,13 @@ def test_what_is_said_of_24_sessions_before_both_engines() -> None:
 
 
 def _until(arm: str, seconds: float) -> dict[str, Any]:
-    """In the first seconds of a run's window: answers that ended, first tokens that came."""
-    phases = json.loads((RESULTS / "residency" / f"{arm}.phases.json").read_text())
-    start_s = phases["window_start_s"]
-    end_s = start_s + seconds
+    """In the first seconds of its window."""
+    start_s = phases(arm)["window_start_s"]
+    return _between(arm, start_s, start_s + seconds)
+
+
+def _between(arm: str, start_s: float, end_s: float) -> dict[str, Any]:
+    """Answers that ended between two times of a run, and first tokens that came."""
     requests = [r for r in lines(arm) if r["phase"] != "prime"]
     answers = [r for r in requests if not r["error"] and start_s <= r["finished_s"] < end_s]
     firsts = [r for r in requests if start_s <= (r["first_token_s"] or 0.0) < end_s]
@@ -255,7 +252,7 @@ def _until(arm: str, seconds: float) -> dict[str, Any]:
         "firsts": len(firsts),
         "waits_s": waits_s,
         "early": sum(wait_s <= 10 for wait_s in waits_s),
-        "good": sum(not any(_misses(r)) for r in firsts),
+        "good": sum(not r["error"] and not any(_misses(r)) for r in firsts),
     }
 
 
@@ -273,7 +270,7 @@ def _misses(request: dict[str, Any]) -> tuple[bool, bool, bool]:
 def test_what_is_said_of_the_noise_and_of_waits() -> None:
     rates, medians_s = [], []
     for arm in ("engines-sglang-1", "engines-sglang-2", "backfill-off"):
-        window = json.loads((RESULTS / "residency" / f"{arm}.phases.json").read_text())
+        window = phases(arm)
         start_s, end_s = window["window_start_s"], window["window_end_s"]
         requests = lines(arm)
         ended = [r for r in requests if r["phase"] != "prime" and not r["error"]]
@@ -301,7 +298,7 @@ def test_how_long_the_unanswered_had_waited(
     arm: str, least_s: float, most_s: float, count: int
 ) -> None:
     """By the end of a drain of 80 s."""
-    window = json.loads((RESULTS / "residency" / f"{arm}.phases.json").read_text())
+    window = phases(arm)
     over_s = window["window_end_s"] + window["drain_s"]
     failed = [r for r in lines(arm) if r["phase"] == "measure" and r["error"]]
     waited_s = sorted(round(over_s - r["scheduled_s"]) for r in failed)
@@ -321,7 +318,7 @@ def test_what_is_said_of_the_turns_outside_the_objective() -> None:
 def test_what_is_said_of_prompt_tokens_a_second() -> None:
     rates, lengths = [], []
     for arm in (*TABLES[6], *TABLES[9]):
-        window = json.loads((RESULTS / "residency" / f"{arm}.phases.json").read_text())
+        window = phases(arm)
         start_s, end_s = window["window_start_s"], window["window_end_s"]
         requests = [r for r in lines(arm) if r["phase"] != "prime" and not r["error"]]
         ended = [r for r in requests if start_s <= r["finished_s"] < end_s]
@@ -342,43 +339,78 @@ def test_what_is_said_of_the_same_work_to_its_end() -> None:
     page = (RESULTS / "laptop.md").read_text()
     rows: dict[str, list[str]] = {}
     for engine in ("sglang", "sglang-host", "vllm"):
-        both = [_to_its_end(f"laptop-complete-{arm}") for arm in (engine, f"{engine}-residency")]
-        off, priced = both[0][0], both[1][0]
+        arms = (f"laptop-complete-{engine}", f"laptop-complete-{engine}-residency")
+        off, priced = map(_completions_s, arms)
+        both = np.array([_to_its_end(arm) for arm in arms])
         sessions = sorted(off)
         assert sessions == sorted(priced)
         sooner = sum(priced[session] < off[session] for session in sessions)
-        means_s = [float(np.mean(list(took_s.values()))) for took_s, *_ in both]
-        shares = [share for _, share, _ in both]
-        alls_s = [all_s for *_, all_s in both]
+        took_s = np.array([[off[session], priced[session]] for session in sessions])
+        drawn = np.random.default_rng(0).integers(0, len(sessions), (2000, len(sessions)))
+        means_s = took_s.mean(axis=0)
+        ratios = np.divide(*took_s[drawn].mean(axis=1).T[::-1])
+        least, most = np.quantile(ratios, [0.025, 0.975])
         for label, cell in (
-            ("recomputed, of prompt tokens", "{:.1f} → {:.1f} %".format(*shares)),
-            ("time until all is done", "{:.0f} → {:.0f} s".format(*alls_s)),
+            ("recomputed, of prompt tokens", "{:.1f} → {:.1f} %".format(*both[:, 0])),
+            ("time until all is done", "{:.0f} → {:.0f} s".format(*both[:, 1])),
             ("completion, mean", "{:.0f} → {:.0f} s".format(*means_s)),
+            ("of that, ratio", f"{means_s[1] / means_s[0]:.2f} [{least:.2f}–{most:.2f}]"),
             ("sessions that complete sooner", f"{sooner} of {len(sessions)}"),
+            ("TTFT p50", "{:#.2g} → {:#.2g} s".format(*both[:, 2])),
         ):
             rows.setdefault(label, []).append(cell)
-        ratio = means_s[1] / means_s[0]
-        (said,) = re.findall(r"^\| of that, ratio \| (.*) \|$", page, re.M)
-        assert said.split(" | ")[len(rows[label]) - 1].startswith(f"{ratio:.2f} [")
     for label, cells in rows.items():
         assert f"| {label} | {' | '.join(cells)} |" in page
 
 
-def _to_its_end(arm: str) -> tuple[dict[str, float], float, float]:
-    """Seconds that each session took, the share recomputed in percent, seconds that all took."""
-    requests = lines(arm)
-    assert len(requests) == 200
-    assert not any(r["error"] for r in requests)
+def _completions_s(arm: str) -> dict[str, float]:
+    """Seconds that each session took, from when its first turn was due to the end of its last."""
     sessions: dict[str, list[dict[str, Any]]] = {}
-    for r in requests:
-        sessions.setdefault(r["session_id"], []).append(r)
-    took_s = {
+    for request in lines(arm):
+        sessions.setdefault(request["session_id"], []).append(request)
+    return {
         session: max(r["finished_s"] for r in turns) - min(r["scheduled_s"] for r in turns)
         for session, turns in sessions.items()
     }
+
+
+def _to_its_end(arm: str) -> tuple[float, float, float]:
+    """The share recomputed in percent, seconds until all was done, the median wait."""
+    requests = lines(arm)
+    assert len(requests) == 200
+    assert not any(r["error"] for r in requests)
+    prompt = sum(r["prompt_tokens"] for r in requests)
+    assert prompt / len(requests) == pytest.approx(6_300, abs=50)
     again = sum(
         max(0, min(r["best_cached_tokens"], r["prompt_tokens"]) - r["cached_tokens"])
         for r in requests
     )
     all_s = max(r["finished_s"] for r in requests) - min(r["scheduled_s"] for r in requests)
-    return took_s, 100 * again / sum(r["prompt_tokens"] for r in requests), all_s
+    waits_s = [r["first_token_s"] - r["scheduled_s"] for r in requests]
+    return 100 * again / prompt, all_s, float(np.median(waits_s))
+
+
+@pytest.mark.parametrize(
+    ("arm", "share"),
+    [
+        ("vllm", 0.11),
+        ("vllm-residency", 0.59),
+        ("sglang", 0.02),
+        ("sglang-residency", 0.11),
+        ("sglang-host", 0.02),
+        ("sglang-host-residency", 0.06),
+    ],
+)
+def test_how_long_engines_were_idle_on_the_way(arm: str, share: float) -> None:
+    """From the first decision to the last end, while no request was with the worker."""
+    changes: list[tuple[float, int]] = []
+    for event in decisions(f"laptop-complete-{arm}"):
+        if event["event"] in ("decision", "finish"):
+            changes.append((event["ts_unix_s"], 1 if event["event"] == "decision" else -1))
+    changes.sort()
+    running, idle_s = 0, 0.0
+    for (at_s, change), (next_s, _) in pairwise(changes):
+        running += change
+        idle_s += (next_s - at_s) * (running == 0)
+    assert running + changes[-1][1] == 0
+    assert idle_s / (changes[-1][0] - changes[0][0]) == pytest.approx(share, abs=0.006)

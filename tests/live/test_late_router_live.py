@@ -53,7 +53,8 @@ def test_all_that_was_published_before_it_came_is_known(
     events, replay = free_port(), free_port()
     numbers = [str(number) for number in (events, replay, BATCHES, TOKENS)]
     command = [str(python), "-c", PUBLISHER, module, *numbers]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as publisher:
+    piped = subprocess.PIPE
+    with subprocess.Popen(command, stdin=piped, stdout=piped, text=True) as publisher:
         assert publisher.stdout is not None
         lines = iter(publisher.stdout.readline, "")
         assert "published\n" in lines

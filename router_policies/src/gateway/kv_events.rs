@@ -1,9 +1,9 @@
 //! Follows one worker's KV events over ZMQ until it leaves the fleet.
 //!
 //! Engines number their batches. A number that was skipped is asked for again on the replay socket, until all of
-//! it has come. Where the engine no longer has it, or gives no answer, the index of this worker starts anew: it then knows less than
-//! the worker holds, never more, and the estimate counts beside it. A count that starts anew means that
-//! the engine did so too: it then holds nothing of what it held.
+//! it has come. Where the engine no longer has it, or gives no answer, the index of this worker starts anew: it
+//! then knows less than the worker holds, never more, and the estimate counts beside it. A count that starts anew
+//! means that the engine did so too: it then holds nothing of what it held.
 
 use crate::config::WorkerSpec;
 use crate::fleet::prefix::events::decode;
