@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import statistics
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -160,19 +161,26 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
         assert line in lines
 
 
-def test_the_table_of_what_is_kept_free_follows_from_its_runs() -> None:
-    folder = PAGE.parent / "simulated"
-    runs = read_rows(folder / "kept-free.csv") + read_rows(folder / "sessions-a-gpu.csv")
-    text = PAGE.read_text()
-    said = re.findall(r"\| (FP8, paced|bf16|no tier), (\d+) in flight \| (.*) \|\n", text)
-    assert len(said) == 15
+def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() -> None:
+    names = ("kept-free", "idle-worker", "sessions-a-gpu")
+    runs = [row for name in names for row in read_rows(PAGE.parent / f"simulated/{name}.csv")]
+    said = re.findall(r"\| ([^|]+), (\d+) in flight \| (.* →.*) \|\n", PAGE.read_text())
+    paced = "sglang-fp8-host-paced-residency"
     arms = {
-        "FP8, paced": (
-            "sglang-fp8-host-paced-residency before",
-            "sglang-fp8-host-paced-residency",
-        ),
+        "FP8, paced": (f"{paced} before", paced),
         "bf16": ("sglang-host-residency before", "sglang-host-residency"),
         "no tier": ("sglang-residency", "sglang-residency three chunks free"),
+        "busy share": ("sglang-residency", "sglang-residency price by busy share"),
+        "return in 1 s": ("sglang-residency", "sglang-residency idle worker, return in 1 s"),
+        "return in 1 s, FP8, paced": (paced, f"{paced} idle worker, return in 1 s"),
+    }
+    assert Counter(label for label, _, _ in said) == {
+        "FP8, paced": 5,
+        "bf16": 5,
+        "no tier": 5,
+        "busy share": 5,
+        "return in 1 s": 5,
+        "return in 1 s, FP8, paced": 2,
     }
 
     def mean(column: str, arm: str, sessions: str, draws: range) -> float:

@@ -5,7 +5,7 @@ What is asserted is the share of prompt tokens that the engine itself says it ha
 is kept while its session thinks only where computing its prompt again takes longer than that, by
 the room that it takes up (docs/residency.md). So sessions here think for 50 ms at most: with half a
 second, the tiny model computed a prompt again in less on a fast machine, places were given up, and
-rightly so.
+rightly so. For the same reason places are kept here though their worker has nothing to do.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ set = { router = { residency = { rule = "off" } } }
 name = "priced"
 topology = "TOPOLOGY"
 policy = "unified"
-set = { router = { residency = { rule = "priced" } } }
+set = { router = { residency = { rule = "priced", cheap_recompute_s = 0 } } }
 """
 
 

@@ -54,6 +54,7 @@ pub struct WorkerView<'a> {
     pub kv_capacity_tokens: u64,
     /// Shared prefixes once, growth included.
     pub booked_tokens: u64,
+    pub turns_in_flight: usize,
     pub places: &'a [Place],
     pub gaps: &'a Gaps,
 }
@@ -104,6 +105,8 @@ pub enum GiveUp {
     ReturnsLate,
     /// It has had its share, and others wait.
     HadItsShare,
+    /// Its worker has nothing to do while others wait, and it is computed again soon enough.
+    WorkerIdle,
     /// It has been idle for longer than the rule lets it.
     IdleTooLong,
     /// Another with a place has grown, or answers were longer than was expected.
@@ -325,6 +328,7 @@ pub(super) mod testing {
             now_s: 1_000.0,
             kv_capacity_tokens: 100_000,
             booked_tokens: places.iter().map(|place| place.tokens).sum(),
+            turns_in_flight: 1,
             places,
             gaps,
         }

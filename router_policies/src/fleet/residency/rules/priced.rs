@@ -17,7 +17,8 @@ pub const INFO: Info = Info {
            has had its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), or, while \
            the oldest wait goes from half of wait_bound_s to all of it (both as many times longer as those that wait \
            want what fits on all workers), for a time that shrinks to \
-           g*/pressed_overhead and never below, or (c) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as are expected to hold \
+           g*/pressed_overhead and never below, or (c) the worker has no turn in flight and computes the place again within cheap_recompute_s, \
+           or (d) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as are expected to hold \
            slice_fill of what may be booked, their turns go first, and each lasts as long as (b) with what computing all of it again costs and \
            slice_overhead as the overhead under pressure. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
            equals the longest idle",
@@ -56,6 +57,11 @@ pub const INFO: Info = Info {
             name: "reload_tokens_per_s",
             default: "250000",
             meaning: "what a host tier gives back in a second (workers with host_kv_tokens)",
+        },
+        ParamInfo {
+            name: "cheap_recompute_s",
+            default: "0.5",
+            meaning: "a place that is computed again in no more than this goes to one that waits while the worker has no turn in flight; 0 keeps it, and the worker idle",
         },
         ParamInfo {
             name: "slice_fill",
@@ -101,6 +107,11 @@ pub const INFO: Info = Info {
                     p.reload_tokens_per_s > 0.0,
                 ),
                 (
+                    "cheap_recompute_s",
+                    "a number of 0 or more",
+                    p.cheap_recompute_s >= 0.0,
+                ),
+                (
                     "slice_fill",
                     "a share above 0 and up to 1",
                     p.slice_fill > 0.0 && p.slice_fill <= 1.0,
@@ -126,6 +137,7 @@ struct Priced {
     most_share_s: f64,
     wait_bound_s: f64,
     reload_tokens_per_s: f64,
+    cheap_recompute_s: f64,
     slice_fill: f64,
     slice_overhead: f64,
 }
@@ -140,6 +152,7 @@ impl Default for Priced {
             most_share_s: 400.0,
             wait_bound_s: 90.0,
             reload_tokens_per_s: 250_000.0,
+            cheap_recompute_s: 0.5,
             slice_fill: 0.65,
             slice_overhead: 0.3,
         }
@@ -217,6 +230,9 @@ impl Rule for Priced {
                 >= self.share_s(worth_s, self.pressed_overhead, oldest_wait_s, bound_scale)
             {
                 Some(GiveUp::HadItsShare)
+            // A worker that idles while turns wait loses more than so short a prefill costs.
+            } else if view.turns_in_flight == 0 && place.recompute_s <= self.cheap_recompute_s {
+                Some(GiveUp::WorkerIdle)
             } else {
                 None
             }
@@ -362,6 +378,29 @@ mod tests {
     }
 
     #[test]
+    fn an_idle_worker_gives_up_what_it_computes_again_at_once() {
+        let gaps = Gaps::default();
+        let place = |key, recompute_s| Place {
+            gaps: quick(),
+            recompute_s,
+            ..idle(key, 25_000, 0.5)
+        };
+        // The prompt of a small model, and one that takes seconds.
+        let places = [place(1, 0.4), place(2, 4.5)];
+        let busy = view(&places, &gaps);
+        let idle_worker = WorkerView {
+            turns_in_flight: 0,
+            ..view(&places, &gaps)
+        };
+        let rule = (INFO.build)(json!({})).expect("a rule");
+        assert_eq!(rule.may_give_up(&busy, WAITING), []);
+        let chosen = rule.may_give_up(&idle_worker, WAITING);
+        assert_eq!(chosen, [(1, GiveUp::WorkerIdle)]);
+        let rule = (INFO.build)(json!({"cheap_recompute_s": 0})).expect("a rule");
+        assert_eq!(rule.may_give_up(&idle_worker, WAITING), []);
+    }
+
+    #[test]
     fn a_place_to_which_nobody_comes_back_is_free_however_old_it_is() {
         let rule = (INFO.build)(json!({})).expect("a rule");
         let gaps = Gaps::default();
@@ -383,6 +422,7 @@ mod tests {
             (json!({"most_share_s": 1}), "most_share_s"),
             (json!({"pressed_overhead": 0.05}), "pressed_overhead"),
             (json!({"late_factor": 0}), "late_factor"),
+            (json!({"cheap_recompute_s": -1}), "cheap_recompute_s"),
             (json!({"slice_fill": 0}), "slice_fill"),
             (json!({"slice_fill": 1.1}), "slice_fill"),
             (json!({"slice_overhead": 0}), "slice_overhead"),
