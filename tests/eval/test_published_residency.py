@@ -337,9 +337,23 @@ def test_how_long_the_longest_of_twelve_waited() -> None:
 
 def test_what_is_said_of_the_same_work_to_its_end() -> None:
     page = (RESULTS / "laptop.md").read_text()
+    before = [
+        (f"laptop-complete-{engine}", f"laptop-complete-{engine}-residency")
+        for engine in ("sglang", "sglang-host", "vllm")
+    ]
+    now = [
+        ("laptop-complete-sglang", "laptop-idle-sglang-residency"),
+        ("laptop-idle-vllm", "laptop-idle-vllm-residency"),
+    ]
+    for pairs in (before, now):
+        for label, cells in _completion_rows(pairs).items():
+            assert f"| {label} | {' | '.join(cells)} |" in page
+
+
+def _completion_rows(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
+    """The table's rows, a column for each pair of runs without and with residency."""
     rows: dict[str, list[str]] = {}
-    for engine in ("sglang", "sglang-host", "vllm"):
-        arms = (f"laptop-complete-{engine}", f"laptop-complete-{engine}-residency")
+    for arms in pairs:
         off, priced = map(_completions_s, arms)
         both = np.array([_to_its_end(arm) for arm in arms])
         sessions = sorted(off)
@@ -359,8 +373,7 @@ def test_what_is_said_of_the_same_work_to_its_end() -> None:
             ("TTFT p50", "{:#.2g} → {:#.2g} s".format(*both[:, 2])),
         ):
             rows.setdefault(label, []).append(cell)
-    for label, cells in rows.items():
-        assert f"| {label} | {' | '.join(cells)} |" in page
+    return rows
 
 
 def _completions_s(arm: str) -> dict[str, float]:
@@ -393,18 +406,21 @@ def _to_its_end(arm: str) -> tuple[float, float, float]:
 @pytest.mark.parametrize(
     ("arm", "share"),
     [
-        ("vllm", 0.11),
-        ("vllm-residency", 0.59),
-        ("sglang", 0.02),
-        ("sglang-residency", 0.11),
-        ("sglang-host", 0.02),
-        ("sglang-host-residency", 0.06),
+        ("complete-vllm", 0.11),
+        ("complete-vllm-residency", 0.59),
+        ("complete-sglang", 0.02),
+        ("complete-sglang-residency", 0.11),
+        ("complete-sglang-host", 0.02),
+        ("complete-sglang-host-residency", 0.06),
+        ("idle-vllm", 0.10),
+        ("idle-vllm-residency", 0.09),
+        ("idle-sglang-residency", 0.07),
     ],
 )
 def test_how_long_engines_were_idle_on_the_way(arm: str, share: float) -> None:
     """From the first decision to the last end, while no request was with the worker."""
     changes: list[tuple[float, int]] = []
-    for event in decisions(f"laptop-complete-{arm}"):
+    for event in decisions(f"laptop-{arm}"):
         if event["event"] in ("decision", "finish"):
             changes.append((event["ts_unix_s"], 1 if event["event"] == "decision" else -1))
     changes.sort()

@@ -481,7 +481,7 @@ impl Residency {
         go.slots.sort_unstable();
     }
 
-    fn turns_on(&self, site: &Site) -> usize {
+    pub(super) fn turns_on(&self, site: &Site) -> usize {
         self.holds.get(site.slot).map_or(0, Hold::turns_in_flight)
     }
 

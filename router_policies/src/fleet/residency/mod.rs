@@ -471,7 +471,7 @@ impl Residency {
             now_s,
             kv_capacity_tokens: site.kv_capacity_tokens.unwrap_or(u64::MAX),
             booked_tokens: self.holds.get(site.slot).map_or(0, Hold::booked_tokens),
-            turns_in_flight: self.holds.get(site.slot).map_or(0, Hold::turns_in_flight),
+            is_working: self.turns_on(site) > 0 || site.external_tokens > 0,
             places,
             gaps: &self.gaps,
         }

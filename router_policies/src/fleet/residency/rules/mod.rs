@@ -54,7 +54,8 @@ pub struct WorkerView<'a> {
     pub kv_capacity_tokens: u64,
     /// Shared prefixes once, growth included.
     pub booked_tokens: u64,
-    pub turns_in_flight: usize,
+    /// A turn is in flight there, or its engine holds something for requests that are not the router's.
+    pub is_working: bool,
     pub places: &'a [Place],
     pub gaps: &'a Gaps,
 }
@@ -328,7 +329,7 @@ pub(super) mod testing {
             now_s: 1_000.0,
             kv_capacity_tokens: 100_000,
             booked_tokens: places.iter().map(|place| place.tokens).sum(),
-            turns_in_flight: 1,
+            is_working: true,
             places,
             gaps,
         }

@@ -231,7 +231,7 @@ impl Rule for Priced {
             {
                 Some(GiveUp::HadItsShare)
             // A worker that idles while turns wait loses more than so short a prefill costs.
-            } else if view.turns_in_flight == 0 && place.recompute_s <= self.cheap_recompute_s {
+            } else if !view.is_working && place.recompute_s <= self.cheap_recompute_s {
                 Some(GiveUp::WorkerIdle)
             } else {
                 None
@@ -389,7 +389,7 @@ mod tests {
         let places = [place(1, 0.4), place(2, 4.5)];
         let busy = view(&places, &gaps);
         let idle_worker = WorkerView {
-            turns_in_flight: 0,
+            is_working: false,
             ..view(&places, &gaps)
         };
         let rule = (INFO.build)(json!({})).expect("a rule");
