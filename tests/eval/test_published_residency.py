@@ -430,3 +430,9 @@ def test_how_long_engines_were_idle_on_the_way(arm: str, share: float) -> None:
         idle_s += (next_s - at_s) * (running == 0)
     assert running + changes[-1][1] == 0
     assert idle_s / (changes[-1][0] - changes[0][0]) == pytest.approx(share, abs=0.006)
+
+
+def test_why_places_went_before_sglang_that_gives_up_what_is_cheap() -> None:
+    log = decisions("laptop-idle-sglang-residency")
+    reasons = [event["reason"] for event in log if event["event"] == "give_up"]
+    assert (reasons.count("worker_idle"), len(reasons)) == (52, 90)
