@@ -435,4 +435,4 @@ def test_how_long_engines_were_idle_on_the_way(arm: str, share: float) -> None:
 def test_why_places_went_before_sglang_that_gives_up_what_is_cheap() -> None:
     log = decisions("laptop-idle-sglang-residency")
     reasons = [event["reason"] for event in log if event["event"] == "give_up"]
-    assert (reasons.count("worker_idle"), len(reasons)) == (52, 90)
+    assert (reasons.count("worker_idle"), len(reasons)) == (52, 88)
