@@ -22,6 +22,8 @@ pub(in crate::fleet) const LOOKED_AT: usize = 64;
 /// By so much of the bound on waits turns go later whose session no host tier holds. More brings more
 /// turns an hour and longer waits of the others; chosen in simulation (docs/results/simulated.md).
 const NOT_HELD_WAITS: f64 = 0.75;
+/// By so much of `wait_bound_s` turns that are late already go behind those that can still be in time.
+const LATE_WAITS: f64 = 1.0 / 3.0;
 /// Looked up again where it is older.
 const CACHED_AGE_S: f64 = 1.0;
 
@@ -288,7 +290,8 @@ impl Residency {
     /// themselves: were all to take turns in one round that is longer than what the tier holds, it would
     /// have dropped each before its turn. One that it does not hold goes once it has waited longer than
     /// they by [`NOT_HELD_WAITS`] of the bound on waits. Before all go those that have a time slice, however
-    /// many others came before them, unless another has waited longer than they by the bound.
+    /// many others came before them, unless another has waited longer than they by the bound. Among these those go first
+    /// that can still be in time: in the order of arrival one late turn makes all behind it late as well.
     fn in_order(&self, sites: &Sites, round: &Round) -> Vec<u64> {
         let waiting = self.queue.waiting();
         if !self.has_slices(sites) {
@@ -299,6 +302,11 @@ impl Residency {
         });
         let bound_s = self.settings.wait_bound_s * round.bound_scale();
         let behind_s = NOT_HELD_WAITS * bound_s;
+        let late_s = LATE_WAITS * self.settings.wait_bound_s;
+        let is_late = |waited_s: f64| {
+            let slices = self.manner.slices.as_ref();
+            slices.is_some_and(|slices| waited_s > slices.late_after_s)
+        };
         let mut shares: HashMap<usize, StateMap<f64>> = HashMap::new();
         let mut held_share = |key: Key| {
             let (slot, serial) = self.sessions.get(key)?.home?;
@@ -315,7 +323,8 @@ impl Residency {
                     return (f64::NEG_INFINITY, id);
                 }
                 if self.has_slice_at_home(turn.identity.key, sites) {
-                    return (turn.arrived_s - bound_s, id);
+                    let late = f64::from(u8::from(is_late(round.now_s - turn.arrived_s)));
+                    return (turn.arrived_s - bound_s + late * late_s, id);
                 }
                 let held = held_share(turn.identity.key).unwrap_or(0.0);
                 (turn.arrived_s + behind_s * (1.0 - held), id)

@@ -32,14 +32,14 @@ impl Residency {
     /// What turns of sessions with a slice may be expected to hold on a worker; none where there are
     /// no slices.
     fn slice_budget(&self, site: &Site) -> Option<f64> {
-        let fill = self.manner.slice_fill?;
+        let fill = self.manner.slices?.fill;
         site.spec.host_kv_tokens?;
         Some(self.budget_tokens(site)? as f64 * fill)
     }
 
     /// Whether sessions take turns in time slices on any worker.
     pub(super) fn has_slices(&self, sites: &Sites) -> bool {
-        self.manner.slice_fill.is_some() && sites.has_host_tier
+        self.manner.slices.is_some() && sites.has_host_tier
     }
 
     pub(super) fn has_slice(&self, key: Key, site: &Site) -> bool {

@@ -162,8 +162,17 @@ pub struct Manner {
     /// The room that gathers for the first of the queue is lent to others until that one can go.
     pub backfills: bool,
     /// Sessions take turns in time slices on workers with a host tier, and those that it still holds go
-    /// before others: the share of the KV that those with a slice may be expected to hold.
-    pub slice_fill: Option<f64>,
+    /// before others.
+    pub slices: Option<Slices>,
+}
+
+/// How sessions take turns in time slices.
+#[derive(Clone, Copy, Debug)]
+pub struct Slices {
+    /// The share of the KV that those with a slice may be expected to hold.
+    pub fill: f64,
+    /// A turn that has waited so long is late, and goes behind those that are not yet.
+    pub late_after_s: f64,
 }
 
 impl Default for Manner {
@@ -178,7 +187,7 @@ impl Default for Manner {
             force_after_s: None,
             residents_always_go: false,
             backfills: false,
-            slice_fill: None,
+            slices: None,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! `priced`: a place is kept as long as keeping it costs less than computing what it holds again.
 
-use super::{Demand, GiveUp, Info, Manner, Place, Rule, WorkerView, ordered, parse};
+use super::{Demand, GiveUp, Info, Manner, Place, Rule, Slices, WorkerView, ordered, parse};
 use crate::fleet::residency::book::Key;
 use crate::policy::ParamInfo;
 use serde::Deserialize;
@@ -19,7 +19,7 @@ pub const INFO: Info = Info {
            want what fits on all workers), for a time that shrinks to \
            g*/pressed_overhead and never below, or (c) the worker has no turn in flight and computes the place again within cheap_recompute_s, \
            or (d) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as are expected to hold \
-           slice_fill of what may be booked, their turns go first, and each lasts as long as (b) with what computing all of it again costs and \
+           slice_fill of what may be booked, their turns go first (those first that have not waited for late_after_s), and each slice lasts as long as (b) with what computing all of it again costs and \
            slice_overhead as the overhead under pressure. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
            equals the longest idle",
     params: &[
@@ -73,6 +73,11 @@ pub const INFO: Info = Info {
             default: "0.3",
             meaning: "as pressed_overhead, for time slices: the share of a worker's time that changing who has one may cost; never less than overhead",
         },
+        ParamInfo {
+            name: "late_after_s",
+            default: "3",
+            meaning: "a turn of a session with a time slice that has waited so long is late, and goes behind those that can still be in time, by at most a third of wait_bound_s: the objective for a first token, or more than max_wait_s for the order of arrival",
+        },
     ],
     source: "ours; the five-minute rule (Gray and Putzolu 1987) for KV. Nearest: Adaptive KV Retention (arXiv \
              2608.30830) prices the host tier's time to live, Continuum (2511.02230) a fixed cost a second",
@@ -121,6 +126,11 @@ pub const INFO: Info = Info {
                     "a share above 0 and up to 1",
                     p.slice_overhead > 0.0 && p.slice_overhead <= 1.0,
                 ),
+                (
+                    "late_after_s",
+                    "a number of 0 or more",
+                    p.late_after_s >= 0.0,
+                ),
             ]
         })?;
         Ok(Box::new(params))
@@ -140,6 +150,7 @@ struct Priced {
     cheap_recompute_s: f64,
     slice_fill: f64,
     slice_overhead: f64,
+    late_after_s: f64,
 }
 
 impl Default for Priced {
@@ -155,6 +166,7 @@ impl Default for Priced {
             cheap_recompute_s: 0.5,
             slice_fill: 0.65,
             slice_overhead: 0.3,
+            late_after_s: 3.0,
         }
     }
 }
@@ -195,7 +207,10 @@ impl Rule for Priced {
     fn manner(&self) -> Manner {
         Manner {
             backfills: true,
-            slice_fill: Some(self.slice_fill),
+            slices: Some(Slices {
+                fill: self.slice_fill,
+                late_after_s: self.late_after_s,
+            }),
             ..Manner::default()
         }
     }
@@ -425,6 +440,7 @@ mod tests {
             (json!({"cheap_recompute_s": -1}), "cheap_recompute_s"),
             (json!({"slice_fill": 0}), "slice_fill"),
             (json!({"slice_fill": 1.1}), "slice_fill"),
+            (json!({"late_after_s": -1}), "late_after_s"),
             (json!({"slice_overhead": 0}), "slice_overhead"),
             (json!({"slice_overhead": 1.1}), "slice_overhead"),
             (json!({"overheads": 1}), "overheads"),
