@@ -2,12 +2,14 @@
 
 SGLang gives a prompt that it has begun the whole of every step until it is in: a turn of 200 tokens
 behind a prompt of 100,000 waits for all of it, and long where steps are paced. Here prompts that
-fit whole beside half of the chunk go along with it. Knows SGLang's adder and queue; what a step
+fit whole beside half of the chunk go along with it, and the chunk becomes smaller by what they
+compute and by what reading their prefixes takes. Knows SGLang's adder and queue; what a step
 costs is the pacer's.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,8 @@ from sglang_ext.pacing.prefill import Chunk, PacedPrefill
 from sglang_ext.pacing.step_times import Step
 from sglang_ext.settings import Interference
 from sglang_ext.sglang import current
+
+_NEVER_CUT_TOKENS = 1 << 40
 
 
 class Sharing:
@@ -74,22 +78,29 @@ class Sharing:
         def takes_s(prompts: list[tuple[int, int]]) -> float:
             return paced.pacer.times.predict(Step.of(prompts, chunk.riding, context))
 
+        least = tokens - room
         longest_s = max(paced.pacer.target_s, takes_s([(tokens, prefix)]))
         short: list[Any] = []
         taken: list[tuple[int, int]] = []
+
+        def fits_beside(share: int, prompts: list[tuple[int, int]]) -> bool:
+            return takes_s([(share, prefix), *prompts]) <= longest_s
+
         for req, (new, cached) in paced.next_in_line():
             paged = -(-new // s.page_size) * s.page_size
             beside = [*taken, (paged, cached)]
-            share = (tokens - sum(n for n, _ in beside)) // granule * granule
-            if share < tokens - room or takes_s([(share, prefix), *beside]) > longest_s:
-                continue
-            short.append(req)
-            taken = beside
-        agreed = paced.agree([len(short)])[0]
+            # Reading what is cached before it takes time as well, which the chunk gives up.
+            if sum(n for n, _ in beside) <= room and fits_beside(least, beside):
+                short.append(req)
+                taken = beside
+        left = tokens - sum(n for n, _ in taken)
+        shares = range(least, left + 1, granule)
+        share = shares[bisect_left(shares, True, key=lambda n: not fits_beside(n, taken)) - 1]
+        # Of the ranks' shares the smallest fits beside as many as all have.
+        agreed, share = paced.agree([len(short), share])
         if not agreed:
             return []
-        share = tokens - sum(n for n, _ in taken[:agreed])
-        self._share_tokens = share // granule * granule
+        self._share_tokens = share
         return short[:agreed]
 
     def add_chunked(self, original: Callable[..., Any], adder: Any, req: Any) -> Any:
@@ -118,12 +129,17 @@ class Sharing:
     def add_one(self, original: Callable[..., Any], adder: Any, req: Any, **options: Any) -> Any:
         """Adds a prompt in line; beside a chunk in flight only one that fits whole.
 
-        SGLang does not expect to cut a second prompt, and would end there.
+        SGLang does not expect to cut a second prompt, and would end there. What the host tier holds
+        is not in `req` yet and need not be computed: SGLang loads it while it adds the prompt. Should
+        it load less than it found, the prompt no longer fits: with chunks of at least
+        `_NEVER_CUT_TOKENS` it is then refused in place of being cut.
         """
-        if self._share_tokens is not None and options["has_chunked_req"]:
-            new = len(req.full_untruncated_fill_ids) - current().prefix_tokens(req)
-            if adder.ceil_paged_tokens(new) > adder.rem_chunk_tokens:
-                from sglang.srt.managers.schedule_policy import AddReqResult
+        if self._share_tokens is None or not options["has_chunked_req"]:
+            return original(adder, req, **options)
+        in_place = current().prefix_tokens(req) + int(req.host_hit_length)
+        new = len(req.full_untruncated_fill_ids) - in_place
+        if adder.ceil_paged_tokens(new) > adder.rem_chunk_tokens:
+            from sglang.srt.managers.schedule_policy import AddReqResult
 
-                return AddReqResult.OTHER
-        return original(adder, req, **options)
+            return AddReqResult.OTHER
+        return original(adder, req, **{**options, "truncation_align_size": _NEVER_CUT_TOKENS})

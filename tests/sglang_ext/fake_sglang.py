@@ -36,6 +36,7 @@ class Node:
         self.key, self.parent = key, parent
         self.children: list[Node] = []
         self.lock_ref = 0
+        self.is_in_host = False
 
 
 class Tree:
@@ -45,12 +46,14 @@ class Tree:
         self.root_node = Node((), None)
         self.evictable = 0
         self.lookups = 0
+        self.loads_back = True
 
-    def insert(self, tokens: Iterable[int]) -> Node:
+    def insert(self, tokens: Iterable[int], is_in_host: bool = False) -> Node:
         """Puts `tokens` in as one node below the longest path that they begin with."""
         key = tuple(tokens)
         length, parent = self.match(key)
         node = Node(key[length:], parent)
+        node.is_in_host = is_in_host
         parent.children.append(node)
         self.evictable += len(node.key)
         return node
@@ -403,6 +406,7 @@ def classes() -> SimpleNamespace:
             rem_chunk_tokens: int | None,
             num_mixed_decode_tokens: int = 0,
         ) -> None:
+            self.tree_cache = tree_cache
             self.rem_chunk_tokens = rem_chunk_tokens
             if rem_chunk_tokens is not None:
                 self.rem_chunk_tokens = rem_chunk_tokens - num_mixed_decode_tokens
@@ -434,8 +438,11 @@ def classes() -> SimpleNamespace:
             needed = new + req.sampling_params.max_new_tokens + self.page_size
             if needed >= self.free - self.rem_total_token_offset:
                 return NO_TOKEN
+            if self.tree_cache.loads_back:
+                req.prefix_indices += [0] * req.host_hit_length
+                new -= req.host_hit_length
             if self.rem_chunk_tokens is not None and new > self.rem_chunk_tokens:
-                if self.rem_chunk_tokens <= 0:
+                if self.rem_chunk_tokens < max(1, truncation_align_size or 0):
                     return OTHER
                 assert not has_chunked_req, "SGLang's scheduler asserts it"
                 new = self.rem_chunk_tokens
@@ -646,9 +653,13 @@ def match_prefix_for_req(
     tree_cache: Tree, req: Req, token_ids: Any = None, *, include_req: bool = False, **_: Any
 ) -> None:
     """Like SGLang's, overwrites where the request stands in the tree."""
-    length, req.last_node = tree_cache.match(tuple(token_ids))
-    req.prefix_indices = list(range(length))
+    length, node = tree_cache.match(tuple(token_ids))
     req.host_hit_length = 0
+    while node.is_in_host and node.parent is not None:
+        req.host_hit_length += len(node.key)
+        node = node.parent
+    req.last_node = node
+    req.prefix_indices = list(range(length - req.host_hit_length))
 
 
 def prepare_abort(req: Req, message: str, status_code: Any = None) -> None:

@@ -234,19 +234,56 @@ def test_memory_for_the_rest_of_the_chunk_in_flight_is_kept(make_plain: MakeSche
     assert formed(scheduler).admitted == []
 
 
+@pytest.mark.parametrize("loads_back", [True, False])
+def test_a_short_turn_on_what_the_host_tier_holds_goes_along(
+    make_plain: MakeScheduler, loads_back: bool
+) -> None:
+    """It was refused, as if all of it had to be computed, when its room was off the chunk already."""
+    scheduler = make_plain(tokens=200_000)
+    long = in_flight(scheduler, 60_000, 4000)
+    scheduler.tree_cache.insert(range(20_000), is_in_host=True)
+    scheduler.tree_cache.loads_back = loads_back
+    scheduler.waiting_queue = [prompt("back", 20_300)]
+    # Where nothing is loaded SGLang would cut the prompt, and end there.
+    assert formed(scheduler).admitted == (["back"] if loads_back else [])
+    assert scheduler.chunked_req is long
+
+
+def knows_that_prefixes_cost(scheduler: Any) -> None:
+    for i in range(40):
+        prompts = [(100 + 10 * i, 1000 * i)]
+        seconds = 0.01 + 1e-6 * prompts[0][0] + 1e-6 * prompts[0][1]
+        scheduler.deltaserve_paced.pacer.observe(Step.of(prompts, 1, 10), seconds)
+
+
 def test_a_short_prompt_on_a_prefix_too_long_to_read_in_time_waits(
     make_plain: MakeScheduler,
 ) -> None:
     scheduler = make_plain(PacingSettings(target_itl_s=0.04))
     long = in_flight(scheduler, 60_000, 0)
-    for i in range(40):
-        prompts = [(100 + 10 * i, 1000 * i)]
-        seconds = 0.01 + 1e-6 * prompts[0][0] + 1e-6 * prompts[0][1]
-        scheduler.deltaserve_paced.pacer.observe(Step.of(prompts, 1, 10), seconds)
+    knows_that_prefixes_cost(scheduler)
     scheduler.tree_cache.insert(range(90_000))
     scheduler.waiting_queue = [prompt("far", 90_100)]
     assert formed(scheduler).admitted == []
     assert scheduler.chunked_req is long
+
+
+def test_the_chunk_gives_up_what_reading_the_prefix_of_a_short_prompt_takes(
+    make_plain: MakeScheduler,
+) -> None:
+    """Else hardly a turn of an agent would go along: its prefix is longer than the chunk's mostly."""
+    sizes = []
+    for cached in (0, 15_000):
+        scheduler = make_plain(PacingSettings(target_itl_s=0.04))
+        in_flight(scheduler, 60_000, 4000)
+        knows_that_prefixes_cost(scheduler)
+        scheduler.tree_cache.insert(range(cached))
+        scheduler.waiting_queue = [prompt("short", cached + 100)]
+        batch = formed(scheduler)
+        assert batch.admitted == ["short"]
+        sizes.append(dict(batch.added)["long"])
+        assert sizes[-1] >= batch.prompt_tokens / 2
+    assert sizes[1] < sizes[0] - 100
 
 
 @pytest.mark.parametrize(

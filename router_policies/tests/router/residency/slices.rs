@@ -3,12 +3,17 @@
 
 use super::*;
 
+fn tiered() -> World {
+    tiered_with(3.0)
+}
+
 /// A worker with a host tier that holds every session of these tests. What fits is what the GPU's KV and
 /// the slices allow: neither cold starts nor growth hold anybody up.
-fn tiered() -> World {
+fn tiered_with(late_after_s: f64) -> World {
     let world = World::new(
         0,
-        json!({"fill": 0.95, "cold_slots": 20, "growth_turns": 0, "max_wait_s": 3000.0}),
+        json!({"fill": 0.95, "cold_slots": 20, "growth_turns": 0, "max_wait_s": 3000.0,
+            "late_after_s": late_after_s}),
     );
     world.add_tiered("w0", Some(1_000_000));
     world
@@ -80,6 +85,38 @@ fn one_with_a_slice_goes_before_those_who_have_waited_longer() {
         world.serve(world.fetch(first, &new[0]).ok().expect("its turn"));
         drop(rest);
         assert!(world.fleet.is_idle());
+    }
+}
+
+#[test]
+fn of_those_with_a_slice_one_that_can_still_be_in_time_goes_before_a_late_one() {
+    for (late_after_s, later_by_s, first) in [
+        (3.0, 2.0, 0),
+        (3.0, 4.0, 1),
+        // No later than by a third of the bound on waits.
+        (3.0, 35.0, 0),
+        (3_000.0, 4.0, 0),
+    ] {
+        let world = tiered_with(late_after_s);
+        serve_together(&world, &[0, 1, 2], 27_000);
+        // It takes the places of the others, which keep their slices.
+        let grown = world.placed(&world.turn(2, 90_000));
+        assert_eq!(world.last().gave_up.len(), 2);
+        let back = [0, 1].map(|session| world.turn(session, 60_000));
+        let earlier = world.waits(&back[0]);
+        world.advance(later_by_s);
+        let later = world.waits(&back[1]);
+        world.advance(1.0);
+        world.serve(grown);
+        world.advance(0.25);
+        world.fleet.pump();
+        let went = [earlier, later]
+            .into_iter()
+            .zip(&back)
+            .map(|(ticket, turn)| world.fetch(ticket, turn));
+        let went: Vec<Result<Reservation, Ticket>> = went.collect();
+        let who: Vec<usize> = (0..2).filter(|&at| went[at].is_ok()).collect();
+        assert_eq!(who, [first], "late after {late_after_s} s, {later_by_s} s");
     }
 }
 
