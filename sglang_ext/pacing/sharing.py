@@ -129,10 +129,10 @@ class Sharing:
     def add_one(self, original: Callable[..., Any], adder: Any, req: Any, **options: Any) -> Any:
         """Adds a prompt in line; beside a chunk in flight only one that fits whole.
 
-        SGLang does not expect to cut a second prompt, and would end there. What the host tier holds
-        is not in `req` yet and need not be computed: SGLang loads it while it adds the prompt. Should
-        it load less than it found, the prompt no longer fits: with chunks of at least
-        `_NEVER_CUT_TOKENS` it is then refused in place of being cut.
+        SGLang does not expect to cut a second prompt, and would end there. What the host tier
+        holds is not in `req` yet and need not be computed: SGLang loads it while it adds the
+        prompt. Should it load less than it found, the prompt no longer fits: with chunks of at
+        least `_NEVER_CUT_TOKENS` it is then refused in place of being cut.
         """
         if self._share_tokens is None or not options["has_chunked_req"]:
             return original(adder, req, **options)

@@ -1,4 +1,4 @@
-"""A paced worker with a host tier: short turns on what the tier holds go along with a long prompt."""
+"""A paced worker with a host tier: short turns on what it holds go along with a long prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OVERRIDES = [
     'environment.DELTASERVE_PACED_TARGET_ITL_MS="600"',
     "chunk_tokens=1024",
 ]
-"""Room for four of the prompts that fill the device; the host tier holds all prompts of the test."""
+"""Room for four of the prompts that fill the device; the host tier holds all of the test."""
 
 
 @pytest.mark.timeout(600)

@@ -238,7 +238,7 @@ def test_memory_for_the_rest_of_the_chunk_in_flight_is_kept(make_plain: MakeSche
 def test_a_short_turn_on_what_the_host_tier_holds_goes_along(
     make_plain: MakeScheduler, loads_back: bool
 ) -> None:
-    """It was refused, as if all of it had to be computed, when its room was off the chunk already."""
+    """It was refused, as if all had to be computed, when its room was off the chunk already."""
     scheduler = make_plain(tokens=200_000)
     long = in_flight(scheduler, 60_000, 4000)
     scheduler.tree_cache.insert(range(20_000), is_in_host=True)
@@ -271,7 +271,7 @@ def test_a_short_prompt_on_a_prefix_too_long_to_read_in_time_waits(
 def test_the_chunk_gives_up_what_reading_the_prefix_of_a_short_prompt_takes(
     make_plain: MakeScheduler,
 ) -> None:
-    """Else hardly a turn of an agent would go along: its prefix is longer than the chunk's mostly."""
+    """Else hardly a turn of an agent would go along: its prefix is mostly the longer one."""
     sizes = []
     for cached in (0, 15_000):
         scheduler = make_plain(PacingSettings(target_itl_s=0.04))

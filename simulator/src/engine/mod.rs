@@ -1,6 +1,7 @@
 //! Engines as the simulation sees them: jobs in, tokens out, at times of their own.
 
 mod batch;
+mod paced;
 mod scheduler;
 mod sglang;
 mod vllm;

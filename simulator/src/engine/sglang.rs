@@ -26,11 +26,6 @@ const RATIO_STEP: f64 = (RATIO_START - RATIO_LEAST) / 600.0;
 /// `num_reserved_decode_tokens`: kept for each request that decodes before room is given to another.
 const KEPT_FOR_EACH: u64 = 512;
 
-/// Of a paced prefill (`sglang_ext.pacing.pacer`): a prompt advances by at least so many tokens a step,
-/// and where a step with so few misses the target already, a step may take half as long again as that.
-const LEAST_CHUNK_TOKENS: u64 = 128;
-const LOST_TARGET: f64 = 1.5;
-
 /// With more waiting, `lpm` falls back to `fcfs`.
 const LPM_MOST_WAITING: usize = 128;
 
@@ -41,7 +36,7 @@ enum Step {
 }
 
 pub struct Sglang {
-    core: Core,
+    pub(super) core: Core,
     step: Step,
     ratio: f64,
 }
@@ -54,6 +49,8 @@ struct Batch {
     input_left: u64,
     /// Beyond what is locked: kept for answers of those that run, and of those let in here.
     promised: f64,
+    /// None that begins here is cut by the chunk's end.
+    whole: bool,
 }
 
 impl Batch {
@@ -122,9 +119,15 @@ impl Sglang {
             chunk_left: self.chunk_tokens(),
             input_left: self.core.limits.max_prefill_tokens,
             promised: decoding.map(|s| self.ratio * answer_tokens(s) as f64).sum(),
+            whole: false,
         };
-        if !self.go_on(&mut batch) {
+        let beside = self.beside(batch.chunk_left);
+        if !self.go_on(&mut batch, beside.as_ref().map(|beside| beside.share)) {
             return None;
+        }
+        if let Some(beside) = beside {
+            self.begin_beside(&beside.jobs, &mut batch);
+            return self.compose_step(batch);
         }
         if batch.chunk_left > 0
             && self.core.limits.order == Order::Lpm
@@ -134,6 +137,10 @@ impl Sglang {
         }
         let has_room = |batch: &Batch| batch.chunk_left > 0 && batch.input_left > 0;
         let_all_in(self, &mut batch, has_room, Self::begin);
+        self.compose_step(batch)
+    }
+
+    fn compose_step(&mut self, batch: Batch) -> Option<f64> {
         if batch.jobs.is_empty() {
             return None;
         }
@@ -152,81 +159,34 @@ impl Sglang {
         self.core.limits.mixed || self.core.limits.target_itl_s.is_some()
     }
 
-    /// The most tokens that the next step may prefill: where prefills are paced and others decode, so
-    /// many as keep the step within the target.
-    fn chunk_tokens(&self) -> u64 {
-        let most = self.core.limits.chunk_tokens;
-        let (requests, context) = self.core.queues.decoding();
-        let Some(target_s) = self.core.limits.target_itl_s.filter(|_| requests > 0) else {
-            return most;
-        };
-        let line = self.in_line(most);
-        let calibration = &self.core.calibration;
-        let step_s = |tokens: u64| {
-            let (mut left, mut pairs) = (tokens, 0.0);
-            for &(before, new) in &line {
-                let part = left.min(new);
-                pairs += calibration.pairs(before, part);
-                left -= part;
-            }
-            calibration.mixed_s(tokens - left, pairs, requests, context)
-        };
-        let least = LEAST_CHUNK_TOKENS.min(most);
-        let least_s = step_s(least);
-        let budget_s = target_s.max(LOST_TARGET * least_s * (least_s / target_s).min(1.0));
-        if step_s(most) <= budget_s {
-            return most;
-        }
-        let (mut low, mut high) = (least, most);
-        while high - low > 1 {
-            let middle = u64::midpoint(low, high);
-            if step_s(middle) <= budget_s {
-                low = middle;
-            } else {
-                high = middle;
+    fn begin_beside(&mut self, jobs: &[JobId], batch: &mut Batch) {
+        batch.whole = true;
+        for &job in jobs {
+            let queues = &self.core.queues;
+            let may = queues.running.len() < self.core.limits.max_running && batch.input_left > 0;
+            let at = queues.waiting.iter().position(|s| s.job.id == job);
+            let Some(at) = at.filter(|_| may) else { return };
+            if !self.begin(at, batch) {
+                return;
             }
         }
-        low
     }
 
-    /// The prompts that the next `tokens` to be prefilled are of, in their order: tokens that are there,
-    /// and tokens still to be computed.
-    fn in_line(&self, tokens: u64) -> Vec<(u64, u64)> {
-        let core = &self.core;
-        let running = core.queues.running.iter().filter(|s| s.is_prefilling());
-        let begun = running.map(|s| (s.computed, s.target - s.computed));
-        let waiting = core.queues.waiting.iter();
-        let seen = waiting.filter(|s| s.arrived_s <= core.seen_until_s);
-        let others = seen.map(|s| {
-            let held = core.pool.cache.peek(s.job.cacheable()) as u64 * core.pool.block_tokens;
-            (held, s.target - held)
-        });
-        let mut left = tokens;
-        let mut line = Vec::new();
-        for (before, new) in begun.chain(others) {
-            line.push((before, new));
-            left = left.saturating_sub(new);
-            if left == 0 {
-                break;
-            }
-        }
-        line
-    }
-
-    /// At most one prefill was cut by the chunk's end; it goes on before others begin. False where
-    /// there is no room for that.
-    fn go_on(&mut self, batch: &mut Batch) -> bool {
+    /// At most one prefill was cut by the chunk's end; it goes on before others begin, with its `share`
+    /// of the chunk where some go along, beside room for the rest of it. False where there is no room for that.
+    fn go_on(&mut self, batch: &mut Batch, share: Option<u64>) -> bool {
         let running = &mut self.core.queues.running;
         let Some(sequence) = running.iter_mut().find(|s| s.is_prefilling()) else {
             return true;
         };
         let before = sequence.computed;
-        let part = (sequence.target - before).min(batch.chunk_left);
+        let part = (sequence.target - before).min(share.unwrap_or(batch.chunk_left));
         if !self.core.pool.take(sequence, part) {
             return false;
         }
-        if !sequence.is_prefilling() {
-            batch.promised += answer_tokens(sequence) as f64;
+        if !sequence.is_prefilling() || share.is_some() {
+            let rest = sequence.target - sequence.computed;
+            batch.promised += (rest + answer_tokens(sequence)) as f64;
         }
         let pairs = self.core.calibration.pairs(before, part);
         batch.add(sequence.job.id, part, pairs);
@@ -244,7 +204,8 @@ impl Sglang {
         // What the request itself is about to lock is no longer to be evicted for it.
         self.core.pool.cache.lock(found.node);
         let room = self.core.pool.available() as f64 - batch.promised;
-        let is_too_much = compute >= batch.input_left && !batch.jobs.is_empty();
+        let is_too_much = compute >= batch.input_left && !batch.jobs.is_empty()
+            || batch.whole && compute > batch.chunk_left;
         if (extend + answer) as f64 >= room || is_too_much {
             self.core.pool.cache.unlock(found.node);
             return false;

@@ -42,10 +42,15 @@ fn job(id: usize, family: u64, input_tokens: u64, output_tokens: u64) -> Job {
 
 /// Runs a worker until it has nothing to do, and returns what it told and when.
 fn finish(worker: &mut dyn Worker) -> Vec<(f64, Emission)> {
+    run_until(worker, f64::INFINITY)
+}
+
+/// As [`finish`], but no longer than to `end_s`.
+fn run_until(worker: &mut dyn Worker, end_s: f64) -> Vec<(f64, Emission)> {
     let mut all = Vec::new();
     let mut told = Vec::new();
     let mut last_s = 0.0;
-    while let Some(now_s) = worker.next_s() {
+    while let Some(now_s) = worker.next_s().filter(|&now_s| now_s <= end_s) {
         assert!(now_s >= last_s, "time goes back");
         last_s = now_s;
         worker.advance(&mut told);
@@ -194,6 +199,57 @@ fn a_paced_prefill_keeps_the_decodes_beside_it_at_the_target() {
         assert!(ttft_s > unpaced.1, "{ttft_s}");
     }
     assert!(paced[1].1 > paced[0].1);
+}
+
+/// While a prompt of 60,000 tokens is under way beside four decodes, one comes with `new` tokens behind `cached` ones that
+/// the worker holds: their times to the first token.
+fn behind_a_long_prompt(
+    target_itl_s: Option<f64>,
+    (cached, new): (u64, u64),
+    host_kv_tokens: u64,
+) -> [f64; 2] {
+    let worker = &mut Sglang::new(
+        Calibration::default(),
+        Limits {
+            chunk_tokens: 8_192,
+            max_prefill_tokens: 16_384,
+            mixed: true,
+            target_itl_s,
+            host_kv_tokens,
+            ..limits(110_000)
+        },
+    );
+    let mut jobs = vec![(job(0, 0, cached + 16, 1), 0.0)];
+    if host_kv_tokens > 0 {
+        // It takes the room of the first, which stays in host memory.
+        jobs.push((job(1, 1, 100_000, 1), 10.0));
+    }
+    jobs.extend((2..6).map(|id| (job(id, id as u64, 200, 1_000), 30.0)));
+    jobs.push((job(6, 6, 60_000, 2), 31.0));
+    jobs.push((job(7, 0, cached + new, 2), 31.5));
+    let mut told = Vec::new();
+    for (job, sent_s) in jobs {
+        told.extend(run_until(worker, sent_s));
+        worker.submit(job, sent_s);
+    }
+    told.extend(finish(worker));
+    [(6, 31.0), (7, 31.5)].map(|(id, sent_s)| {
+        let first = told.iter().find(|(_, e)| *e == Emission::Token { job: id });
+        first.map(|(at_s, _)| at_s - sent_s).expect("a token")
+    })
+}
+
+#[test]
+fn short_prompts_go_along_with_a_paced_one_that_is_under_way() {
+    let [long_s, short_s] = behind_a_long_prompt(None, (20_000, 300), 0);
+    assert!(short_s > long_s - 0.6, "{short_s}: not without pacing");
+    for (cached, host_kv_tokens) in [(16, 0), (20_000, 0), (20_000, 300_000)] {
+        let [long_s, short_s] = behind_a_long_prompt(Some(0.3), (cached, 300), host_kv_tokens);
+        assert!(short_s < 1.0 && long_s > 3.0, "{short_s}, {long_s}");
+    }
+    // One that computes more than half of a chunk waits.
+    let [long_s, short_s] = behind_a_long_prompt(Some(0.3), (16, 6_000), 0);
+    assert!(short_s > long_s - 0.6, "{short_s}, {long_s}");
 }
 
 #[test]
