@@ -32,6 +32,7 @@ TABLES = (
     ("slices-eight", "slices-twentyfour"),
     ("vllm-fp8-host-eight", "vllm-three", "vllm-four"),
     ("slices-twelve",),
+    ("vllm-fp8-host-ten",),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -51,6 +52,7 @@ README = (
     ("tier-off",),
     ("tier-residency-1", "tier-residency-2"),
     ("vllm-fp8-host-eight",),
+    ("vllm-fp8-host-ten",),
     ("slices-eight",),
     ("slices-twelve",),
     ("slices-twentyfour",),
@@ -133,7 +135,7 @@ def test_the_readme_repeats_the_page() -> None:
         for cell, label in zip(cells[2:], labels, strict=True):
             said = [row(where[arm][0], label)[where[arm][1]] for arm in arms]
             assert cell == ", ".join(re.sub(r" (\[.*\]|s\b.*)$", "", text) for text in said)
-        in_flight = {"three": 3, "four": 4, "eight": 8, "twentyfour": 24}.get(
+        in_flight = {"three": 3, "four": 4, "eight": 8, "ten": 10, "twentyfour": 24}.get(
             arms[0].rsplit("-")[-1], 12
         )
         assert cells[1] == str(in_flight)
@@ -157,6 +159,7 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         (6, State.STEADY),
         (7, State.STEADY),
         (9, State.STEADY),
+        (10, State.STEADY),
     ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
@@ -313,6 +316,18 @@ def test_what_is_said_of_the_turns_outside_the_objective() -> None:
         late, gap, slow = (sum(of) for of in zip(*misses, strict=True))
         found.append((late, gap, slow, sum(map(any, misses))))
     assert found == [(6, 20, 0, 26), (6, 22, 1, 28)]
+
+
+def test_what_is_said_of_ten_sessions_before_vllm() -> None:
+    """What was late, and how many sessions each arm keeps nine turns of ten with."""
+    measured = [r for r in lines("vllm-fp8-host-ten") if r["phase"] == "measure"]
+    misses = [_misses(r) for r in measured if not r["error"]]
+    assert [sum(of) for of in zip(*misses, strict=True)] == [22, 10, 0]
+    assert (len(measured), sum(bool(r["error"]) for r in measured)) == (119, 2)
+    shares = [number(row(8, "turns within the SLO")[0]), number(row(10, "turns within the SLO")[0])]
+    assert 8 + 2 * (shares[0] - 90) / (shares[0] - shares[1]) == pytest.approx(8.7, abs=0.05)
+    shares = [number(row(at, "turns within the SLO")[0]) for at in (7, 9)]
+    assert 8 + 4 * (shares[0] - 90) / (shares[0] - shares[1]) == pytest.approx(9.5, abs=0.05)
 
 
 def test_what_is_said_of_prompt_tokens_a_second() -> None:

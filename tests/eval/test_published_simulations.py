@@ -162,17 +162,21 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
 
 
 def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() -> None:
-    names = ("kept-free", "idle-worker", "sessions-a-gpu")
+    names = ("kept-free", "idle-worker", "in-time-first", "sessions-a-gpu")
     runs = [row for name in names for row in read_rows(PAGE.parent / f"simulated/{name}.csv")]
     said = re.findall(r"\| ([^|]+), (\d+) in flight \| (.* →.*) \|\n", PAGE.read_text())
-    paced = "sglang-fp8-host-paced-residency"
+    paced, vllm = "sglang-fp8-host-paced-residency", "vllm-fp8-host-residency"
+    no_tier, bf16 = "sglang-residency", "sglang-host-residency"
     arms = {
-        "FP8, paced": (f"{paced} before", paced),
-        "bf16": ("sglang-host-residency before", "sglang-host-residency"),
-        "no tier": ("sglang-residency", "sglang-residency three chunks free"),
-        "busy share": ("sglang-residency", "sglang-residency price by busy share"),
-        "return in 1 s": ("sglang-residency", "sglang-residency idle worker, return in 1 s"),
-        "return in 1 s, FP8, paced": (paced, f"{paced} idle worker, return in 1 s"),
+        "FP8, paced": (f"{paced} before", f"{paced} then"),
+        "bf16": (f"{bf16} before", f"{bf16} then"),
+        "no tier": (f"{no_tier} then", f"{no_tier} three chunks free"),
+        "busy share": (f"{no_tier} then", f"{no_tier} price by busy share"),
+        "return in 1 s": (f"{no_tier} then", f"{no_tier} idle worker, return in 1 s"),
+        "return in 1 s, FP8, paced": (f"{paced} then", f"{paced} idle worker, return in 1 s"),
+        "in time first, SGLang": (f"{paced} by arrival", paced),
+        "in time first, vLLM": (f"{vllm} by arrival", vllm),
+        "short ones go along": (f"{paced} nobody goes along", paced),
     }
     assert Counter(label for label, _, _ in said) == {
         "FP8, paced": 5,
@@ -181,6 +185,9 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "busy share": 5,
         "return in 1 s": 5,
         "return in 1 s, FP8, paced": 2,
+        "in time first, SGLang": 5,
+        "in time first, vLLM": 5,
+        "short ones go along": 4,
     }
 
     def mean(column: str, arm: str, sessions: str, draws: range) -> float:

@@ -38,6 +38,7 @@ RUNS = {
     ("vllm", 3): ("vllm-three",),
     ("vllm", 4): ("vllm-four",),
     ("vllm-fp8-host", 8): ("vllm-fp8-host-eight",),
+    ("vllm-fp8-host", 10): ("vllm-fp8-host-ten",),
 }
 # The arms of the page's picture.
 DRAWN = (
