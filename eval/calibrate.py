@@ -31,6 +31,8 @@ _LEAST_STEP_S = 1e-3
 _LEAST_STEPS = 50
 
 FloatArray = NDArray[np.float64]
+Row = tuple[float, float, float, float]
+"""The three terms of a formula, and what the step took in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def read_steps(paths: list[Path]) -> list[dict[str, Any]]:
         if path.is_dir():
             files = sorted(path.glob("steps/*.jsonl")) or sorted(path.glob("*.jsonl"))
         for file in files:
-            steps.extend(line for line in _lines(file) if "forward_mode" in line)
+            steps.extend(line for line in read_lines(file) if "forward_mode" in line)
     if not steps:
         shown = ", ".join(str(path) for path in paths)
         raise InputError(
@@ -103,9 +105,11 @@ def read_steps(paths: list[Path]) -> list[dict[str, Any]]:
     return steps
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """A JSON object a line, of a file that may be compressed; a torn last line is left out. Raises
+    InputError where there is no such file, or another line is not JSON."""
     if not path.is_file():
-        raise InputError(f"{path}: expected a run's folder or a file of steps")
+        raise InputError(f"{path}: expected a run's folder or a file of lines")
     with path.open("rb") as raw:
         packed = path.suffix == ".zst"
         stream = zstandard.ZstdDecompressor().stream_reader(raw) if packed else raw
@@ -126,9 +130,9 @@ def fit(steps: list[dict[str, Any]]) -> Calibration:
     worker was idle until then) to its end: with overlap scheduling a step is launched while the one
     before it still runs, so that `duration_s` covers both.
     """
-    prefill: list[tuple[float, float, float, float]] = []
-    whole: list[tuple[float, float, float, float]] = []
-    decode: list[tuple[float, float, float, float]] = []
+    prefill: list[Row] = []
+    whole: list[Row] = []
+    decode: list[Row] = []
     for before, step, took_s in _intervals(steps):
         if took_s < _LEAST_STEP_S:
             continue
@@ -141,10 +145,12 @@ def fit(steps: list[dict[str, Any]]) -> Calibration:
         elif kind == "decode" and before["forward_mode"] == "decode":
             used = float(step["kv_used_tokens"])
             decode.append((1.0, float(step["decode_requests"]), used, took_s))
-    of_new, of_all = _fit(prefill, _PREFILL_TRIM), _fit(whole, _PREFILL_TRIM)
+    of_new, of_all = fit_rows(prefill, _PREFILL_TRIM), fit_rows(whole, _PREFILL_TRIM)
     # Steps without much of a prefix cannot tell the two apart: then it is as on a GPU.
     attends_all = bool(of_new and of_all and 2 * of_all.median_error < of_new.median_error)
-    return Calibration(of_all if attends_all else of_new, _fit(decode, _DECODE_TRIM), attends_all)
+    return Calibration(
+        of_all if attends_all else of_new, fit_rows(decode, _DECODE_TRIM), attends_all
+    )
 
 
 def _intervals(
@@ -163,7 +169,7 @@ def _intervals(
             ended_s = max(ended_s, end_s)
 
 
-def _fit(rows: list[tuple[float, float, float, float]], trim: float) -> Fit | None:
+def fit_rows(rows: list[Row], trim: float) -> Fit | None:
     """Least squares of relative errors with constants of 0 or more; steps far off are left out and
     the rest fitted again."""
     if len(rows) < _LEAST_STEPS:

@@ -5,6 +5,7 @@ Owns options, messages and exit statuses; the work is elsewhere in this room.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -324,6 +325,13 @@ def plan_command(
     typer.echo(words)
 
 
+class StepsBy(StrEnum):
+    """What `eval calibrate` reads steps off."""
+
+    STEPS = "steps"
+    ARRIVALS = "arrivals"
+
+
 @app.command(
     "calibrate",
     epilog="Example: deltaserve eval calibrate out/h200/sglang/r0 --name 'H200, SGLang' "
@@ -332,20 +340,35 @@ def plan_command(
 def calibrate_command(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs with steps, or files of steps."),
+        typer.Argument(metavar="RUN...", help="Folders of runs, or files of their lines."),
     ],
     name: Annotated[str, typer.Option(help="Of what: model, GPU, engine and version.")],
     output: Annotated[Path, typer.Option(help="The calibration file (TOML) to write.")],
+    by: Annotated[
+        StepsBy,
+        typer.Option(
+            help="What the steps are read off: telemetry's steps, or, of an engine that has none "
+            "(vLLM), when tokens arrived at the client (requests.jsonl, one worker)."
+        ),
+    ] = StepsBy.STEPS,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="With arrivals: the most tokens that a step prefills.")
+    ] = 8192,
 ) -> None:
     """Fit how long an engine's steps take, for the simulator, and say how well that fits.
 
     One kind of worker at a time: runs of one model, GPU, engine and version.
     """
+    from eval.arrival_steps import fit_arrivals, read_requests
     from eval.calibrate import fit, read_steps, to_toml
 
     if '"' in name or "\n" in name:
         raise InputError(f"--name {name}: expected one line without quotation marks")
-    text = to_toml(fit(read_steps(runs)), name, [run.name for run in runs])
+    if by is StepsBy.ARRIVALS:
+        calibration = fit_arrivals(read_requests(runs), chunk_tokens)
+    else:
+        calibration = fit(read_steps(runs))
+    text = to_toml(calibration, name, [run.name for run in runs])
     output.write_text(text, encoding="utf-8")
     typer.echo(text.rstrip())
 

@@ -20,10 +20,13 @@ from launch.topology import Topology, WorkerGroup
 from replay.options import RunOptions, preset_values
 from replay.plays import Order
 
-# The calibrations of arms that serve this model on GPUs, unless the experiment names another.
+# The calibrations of arms that serve this model on GPUs, unless the experiment names another: by
+# engine, of workers with bf16 KV and with FP8.
 _MODEL = "qwen3-coder-30b-a3b"
-_CALIBRATION = "qwen3-coder-30b-a3b-h200-sglang"
-_CALIBRATION_FP8_KV = "qwen3-coder-30b-a3b-h200-sglang-fp8"
+_CALIBRATIONS = {
+    "sglang": ("qwen3-coder-30b-a3b-h200-sglang", "qwen3-coder-30b-a3b-h200-sglang-fp8"),
+    "vllm": ("qwen3-coder-30b-a3b-h200-vllm", "qwen3-coder-30b-a3b-h200-vllm-fp8"),
+}
 _FP8 = {"fp8_e4m3", "fp8_e5m2"}
 
 # `sglang_ext.settings`' default: how long a step that prefills beside decodes may take.
@@ -55,12 +58,13 @@ def check_topology(topology: Any) -> None:
 
 def calibration_name(topology: Topology, simulate: Simulate) -> str:
     """Which calibration the topology's workers run under: the experiment's, else that of its model
-    and, where all workers have FP8 KV, of that. Raises `InputError` where neither is known."""
+    and engine and, where all workers have FP8 KV, of that. Raises `InputError` where neither is
+    known."""
     if simulate.calibration is not None:
         return simulate.calibration
     if topology.model == _MODEL and topology.device == "cuda":
         kinds = {topology.kv_keys(group).kv_cache_dtype for group in topology.workers}
-        return _CALIBRATION_FP8_KV if kinds <= _FP8 else _CALIBRATION
+        return _CALIBRATIONS[topology.engine.name][kinds <= _FP8]
     raise InputError(
         f"simulate.calibration: none is known for {topology.model} on {topology.device}; name one "
         "that was fitted by deltaserve eval calibrate"

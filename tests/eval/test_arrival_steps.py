@@ -1,0 +1,119 @@
+"""Steps are read off the arrivals of an engine that was made with known constants."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from deltaserve.errors import InputError
+from eval.arrival_steps import fit_arrivals, read_requests
+from eval.cli import app
+
+CHUNK = 8_192
+OVERHEAD_S, PAIRS_PER_S = 0.1, 7e8
+BASE_S, REQUEST_S, CONTEXT_TOKEN_S = 0.003, 0.0012, 1.5e-8
+
+
+def made_requests(seed: int, requests: int = 300, noise: float = 0.02) -> list[dict[str, Any]]:
+    """Answers of an engine whose steps decode all that run, and prefill a chunk beside them."""
+    draws = np.random.default_rng(seed)
+    now_s = 0.0
+    waiting: list[dict[str, Any]] = []
+    running: list[dict[str, Any]] = []
+    done: list[dict[str, Any]] = []
+    sent_s = np.cumsum(draws.exponential(2.0, requests))
+    todo = [
+        {
+            "sent_s": float(at_s),
+            "prompt_tokens": int(cached + new),
+            "cached_tokens": int(cached),
+            "output_tokens": int(draws.integers(60, 400)),
+            "error": None,
+            "arrivals": [],
+        }
+        for at_s, cached, new in zip(
+            sent_s,
+            draws.integers(0, 90_000, requests),
+            draws.choice([100, 900, 5_000, 30_000], requests),
+            strict=True,
+        )
+    ]
+    while todo or waiting or running:
+        if not waiting and not running:
+            now_s = max(now_s, todo[0]["sent_s"])
+        while todo and todo[0]["sent_s"] <= now_s:
+            waiting.append({**todo.pop(0), "computed": 0})
+        context = sum(r["prompt_tokens"] + len(r["arrivals"]) for r in running)
+        took_s = REQUEST_S * len(running) + CONTEXT_TOKEN_S * context
+        prefilled = waiting[0] if waiting else None
+        if prefilled:
+            left = prefilled["prompt_tokens"] - prefilled["cached_tokens"] - prefilled["computed"]
+            part = min(left, CHUNK)
+            before = prefilled["cached_tokens"] + prefilled["computed"]
+            took_s += OVERHEAD_S + part * (before + part / 2) / PAIRS_PER_S
+            prefilled["computed"] += part
+        else:
+            took_s += BASE_S
+        now_s += took_s * draws.normal(1.0, noise)
+        told = [*running]
+        if prefilled and part == left:
+            running.append(waiting.pop(0))
+            told.append(prefilled)
+        for request in told:
+            at_s = now_s + draws.uniform(0, 0.0003)
+            request["arrivals"].append([at_s, len(request["arrivals"]) + 1])
+        done += [r for r in running if len(r["arrivals"]) == r["output_tokens"]]
+        running = [r for r in running if len(r["arrivals"]) < r["output_tokens"]]
+    for request in done:
+        request["first_token_s"] = request["arrivals"][0][0]
+        request["finished_s"] = request["arrivals"][-1][0]
+    return done
+
+
+def test_constants_are_recovered_from_arrivals() -> None:
+    calibration = fit_arrivals([made_requests(1), made_requests(2)], CHUNK)
+    assert calibration.decode is not None
+    assert calibration.prefill is not None
+    assert calibration.decode.constants == pytest.approx(
+        (BASE_S, REQUEST_S, CONTEXT_TOKEN_S), rel=0.05
+    )
+    overhead_s, _, pair_s = calibration.prefill.constants
+    assert overhead_s == pytest.approx(OVERHEAD_S, rel=0.1)
+    assert 1 / pair_s == pytest.approx(PAIRS_PER_S, rel=0.1)
+    assert calibration.prefill.median_error < 0.1
+
+
+def test_too_few_answers_give_no_constants() -> None:
+    assert fit_arrivals([made_requests(1, requests=3)], CHUNK).prefill is None
+    alone = {**made_requests(1, requests=1)[0], "arrivals": [[1.0, 1]]}
+    assert fit_arrivals([[alone]], CHUNK).constants() == {}
+
+
+def test_the_command_fits_the_file_of_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    unanswered = {"arrivals": [], "error": {"kind": "timeout"}}
+    lines = [*made_requests(1), unanswered]
+    (run / "requests.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    output = tmp_path / "fitted.toml"
+    arguments = ["calibrate", str(run), "--by", "arrivals", "--name", "made", "--output"]
+    done = CliRunner().invoke(app, [*arguments, str(output)])
+    assert done.exit_code == 0, done.output
+    fitted = tomllib.loads(output.read_text())
+    assert fitted["prefill_pairs_per_s"] == pytest.approx(PAIRS_PER_S, rel=0.1)
+    assert fitted["fit"]["decode"]["median_relative_error"] < 0.05
+
+
+def test_a_run_without_arrivals_is_one_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(orjson.dumps({"arrivals": [], "error": None}) + b"\n")
+    with pytest.raises(InputError, match="no answers with arrivals and cached tokens"):
+        read_requests([path])
+    with pytest.raises(InputError, match=r"gone\.jsonl: expected a run's folder"):
+        read_requests([tmp_path / "gone.jsonl"])
