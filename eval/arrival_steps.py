@@ -6,10 +6,13 @@ and the fit are `eval.calibrate`'s. One worker, streamed answers, one token in a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from deltaserve.errors import InputError
 from eval.calibrate import Calibration, Fit, Row, fit_rows, read_lines
@@ -18,11 +21,12 @@ from eval.calibrate import Calibration, Fit, Row, fit_rows, read_lines
 _TOGETHER_S = 0.003
 # A longer one between the same answers is not a step of decodes alone.
 _LONGEST_DECODE_S = 0.08
-# Requests differ by where in a step they came, and by what a host tier loads for them.
+# What is loaded from a host tier, and client's delays, make steps differ.
 _PREFILL_TRIM = 0.4
 _DECODE_TRIM = 0.3
 
 Request = dict[str, Any]
+Step = tuple[float, dict[int, int]]
 
 
 def read_requests(paths: Sequence[Path]) -> list[list[Request]]:
@@ -42,20 +46,25 @@ def read_requests(paths: Sequence[Path]) -> list[list[Request]]:
 def fit_arrivals(runs: Sequence[Sequence[Request]], chunk_tokens: int) -> Calibration:
     """Both kinds of step of one kind of worker, whose steps prefill at most `chunk_tokens`.
 
-    Decodes: the time between two steps in which the same answers got a token, while nobody waited
-    for a first one. Prefills: a request's time to its first token, where no other waited for one at
-    the same time, less what the decodes beside it take: half a step on average until it is seen,
-    and theirs in each of its chunks. So what the engine does for a request besides (its API,
-    loading from a host tier) counts as overhead of its chunks.
+    Each time when tokens arrive ends a step. Decodes: the time between two steps in which the same
+    answers got a token, while nobody waited for a first one. Prefills: while a request waits alone
+    for its first token, by how much longer than a step of decodes alone those who decode wait for
+    theirs. What is left of its time to the first token, less half a step until it is seen, is
+    `request_s`: the engine's API, or loading from a host tier.
     """
-    decode = fit_rows([row for run in runs for row in _decodes(run)], _DECODE_TRIM)
+    all_steps = [_steps(run) for run in runs]
+    both = list(zip(runs, all_steps, strict=True))
+    decode = fit_rows([row for run, steps in both for row in _decodes(run, steps)], _DECODE_TRIM)
     if decode is None:
         return Calibration(None, None)
-    prefills = [row for run in runs for row in _prefills(run, decode, chunk_tokens)]
-    return Calibration(fit_rows(prefills, _PREFILL_TRIM), decode)
+    found = [pair for run, steps in both for pair in _prefills(run, steps, decode, chunk_tokens)]
+    prefill = fit_rows([row for row, _ in found], _PREFILL_TRIM)
+    waited_s = max(0.0, float(np.median([waited_s for _, waited_s in found]))) if prefill else None
+    return Calibration(prefill, decode, request_s=waited_s)
 
 
-def _decodes(run: Sequence[Request]) -> Iterator[Row]:
+def _steps(run: Sequence[Request]) -> list[tuple[float, dict[int, int]]]:
+    """When each step's tokens arrived, and of which answers, with the tokens that those have."""
     arrivals = sorted(
         (at_s, number, tokens)
         for number, request in enumerate(run)
@@ -68,6 +77,10 @@ def _decodes(run: Sequence[Request]) -> Iterator[Row]:
             steps.append((at_s, {}))
         steps[-1][1][number] = tokens
         last_s = at_s
+    return steps
+
+
+def _decodes(run: Sequence[Request], steps: Sequence[Step]) -> Iterator[Row]:
     waits = sorted((request["sent_s"], request["first_token_s"]) for request in run)
     begun, waiting_until_s = 0, float("-inf")
     for (before_s, before), (at_s, now) in pairwise(steps):
@@ -77,12 +90,15 @@ def _decodes(run: Sequence[Request]) -> Iterator[Row]:
         if before.keys() != now.keys() or waiting_until_s > before_s:
             continue
         if at_s - before_s < _LONGEST_DECODE_S:
-            context = sum(run[number]["prompt_tokens"] + tokens for number, tokens in now.items())
-            yield 1.0, float(len(now)), float(context), at_s - before_s
+            yield 1.0, float(len(now)), _context(run, now), at_s - before_s
 
 
-def _prefills(run: Sequence[Request], decode: Fit, chunk_tokens: int) -> Iterator[Row]:
+def _prefills(
+    run: Sequence[Request], steps: Sequence[Step], decode: Fit, chunk_tokens: int
+) -> Iterator[tuple[Row, float]]:
+    """The terms of a request's chunks and what they took; and how long it waited besides."""
     base_s, request_s, context_token_s = decode.constants
+    ends_s = [at_s for at_s, _ in steps]
     by_sent = sorted(run, key=lambda request: float(request["sent_s"]))
     until_s = float("-inf")
     for at, request in enumerate(by_sent):
@@ -96,9 +112,22 @@ def _prefills(run: Sequence[Request], decode: Fit, chunk_tokens: int) -> Iterato
             for other in by_sent[:at]
             if other["finished_s"] > first_s
         ]
+        begun = bisect_right(ends_s, sent_s)
+        if not running or begun == 0:
+            continue
+        decode_s = base_s + request_s * len(running) + context_token_s * sum(running)
+        within_s = ends_s[begun - 1 : bisect_right(ends_s, first_s)]
+        stalled_s = sum(
+            max(0.0, end_s - before_s - decode_s) for before_s, end_s in pairwise(within_s)
+        )
         cached = request["cached_tokens"]
         new = float(request["prompt_tokens"] - cached)
-        chunks = max(1.0, -(-new // chunk_tokens))
-        beside_s = request_s * len(running) + context_token_s * sum(running)
-        waited_s = (base_s + beside_s) / 2 if running else 0.0
-        yield chunks, new, new * (cached + new / 2), first_s - sent_s - waited_s - chunks * beside_s
+        chunks = max(1.0, -(-new // max(1, chunk_tokens - len(running))))
+        # A step that prefills has the decodes' time without their base.
+        row = (chunks, new, new * (cached + new / 2), stalled_s + chunks * base_s)
+        # Half of the step in which it came, on average: until then nobody could see it.
+        yield row, first_s - sent_s - stalled_s - (chunks + 0.5) * decode_s
+
+
+def _context(run: Sequence[Request], tokens: Mapping[int, int]) -> float:
+    return float(sum(run[number]["prompt_tokens"] + n for number, n in tokens.items()))

@@ -63,11 +63,13 @@ class Calibration:
     """Fits of both kinds of step; either is None where too few such steps were recorded.
 
     `attends_all`: the prefills' attention runs over the whole sequence, its cached prefix too.
+    `request_s`: what a request waits for besides its steps, where that is known.
     """
 
     prefill: Fit | None
     decode: Fit | None
     attends_all: bool = False
+    request_s: float | None = None
 
     def constants(self) -> dict[str, float]:
         """By their names in a plan of the simulator."""
@@ -82,6 +84,8 @@ class Calibration:
             found["decode_base_s"] = base_s
             found["decode_per_request_s"] = request_s
             found["decode_per_context_token_s"] = context_token_s
+        if self.request_s is not None:
+            found["request_s"] = self.request_s
         return found
 
 

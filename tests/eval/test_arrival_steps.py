@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from deltaserve.errors import InputError
 from eval.arrival_steps import fit_arrivals, read_requests
 from eval.cli import app
+from eval.simulate import read_calibration
+from tests.eval.published import RESULTS
 
 CHUNK = 8_192
 OVERHEAD_S, PAIRS_PER_S = 0.1, 7e8
@@ -87,6 +89,33 @@ def test_constants_are_recovered_from_arrivals() -> None:
     assert overhead_s == pytest.approx(OVERHEAD_S, rel=0.1)
     assert 1 / pair_s == pytest.approx(PAIRS_PER_S, rel=0.1)
     assert calibration.prefill.median_error < 0.1
+
+
+def test_the_packaged_constants_of_vllm_are_what_its_run_says() -> None:
+    run = RESULTS / "residency" / "vllm-fp8-host-eight.requests.jsonl.zst"
+    packaged = read_calibration("qwen3-coder-30b-a3b-h200-vllm-fp8")
+    for name, value in fit_arrivals(read_requests([run]), CHUNK).constants().items():
+        assert packaged[name] == pytest.approx(value, rel=1e-4), name
+
+
+def test_of_sglang_they_are_near_those_of_its_telemetry() -> None:
+    runs = [RESULTS / "residency" / f"fp8-eight-{run}.requests.jsonl.zst" for run in (1, 2)]
+    found = fit_arrivals(read_requests(runs), CHUNK).constants()
+    known = read_calibration("qwen3-coder-30b-a3b-h200-sglang-fp8")
+
+    def takes_s(constants: dict[str, Any]) -> tuple[float, float]:
+        new, cached, requests, context = 2_000, 70_000, 5, 350_000
+        return (
+            constants["prefill_overhead_s"]
+            + new / constants["prefill_tokens_per_s"]
+            + new * (cached + new / 2) / constants["prefill_pairs_per_s"],
+            constants["decode_base_s"]
+            + requests * constants["decode_per_request_s"]
+            + context * constants["decode_per_context_token_s"],
+        )
+
+    for by_arrivals_s, by_steps_s in zip(takes_s(found), takes_s(known), strict=True):
+        assert 0.95 < by_arrivals_s / by_steps_s < 1.15
 
 
 def test_too_few_answers_give_no_constants() -> None:

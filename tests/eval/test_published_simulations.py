@@ -210,6 +210,28 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         assert cells == " | ".join(expected), (label, sessions)
 
 
+def test_the_validation_of_vllm_follows_from_its_lines() -> None:
+    simulated = read_rows(PAGE.parent / "simulated/validation-vllm.csv")
+    runs = read_rows(PAGE.parent / "residency/sessions-a-gpu.csv")
+    measured = [run for run in runs if run["arm"] == "vllm-fp8-host"]
+    assert [run["sessions"] for run in simulated] == [run["sessions"] for run in measured]
+    page = (PAGE.parents[1] / "simulator.md").read_text()
+    for label, column, scale in (
+        ("requests/s", "requests_per_s", 1),
+        ("TTFT p50", "ttft_p50_s", 1),
+        ("TTFT p90", "ttft_p90_s", 1),
+        ("TPOT p50", "tpot_p50_s", 1000),
+        ("worst gap p90", "worst_gap_p90_s", 1),
+    ):
+        cells = []
+        for run, other in zip(measured, simulated, strict=True):
+            was, said = float(run[column]) * scale, float(other[column]) * scale
+            off = f"{100 * (said / was - 1):+.0f}".replace("-", "−")
+            cells.append(rf"{was:.3g}, {said:.3g}( m?s)? \({re.escape(off)} %\)")
+        row = r" \| ".join((re.escape(label), *cells))
+        assert re.search(rf"^\| {row} \|$", page, re.M), row
+
+
 GPU_HEAD = "| measured, simulated (off by) | `off`"
 FP8_HEAD = "| measured, simulated (off by) | eight in flight"
 CPU_HEAD = "| measured, simulated (off by) | SGLang, all fits"
