@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ RUNS = {
     ("vllm-fp8-host", 8): ("vllm-fp8-host-eight",),
     ("vllm-fp8-host", 10): ("vllm-fp8-host-ten",),
 }
+BOUND = "sglang-residency"
 # The arms of the page's picture.
 DRAWN = (
     "sglang",
@@ -174,6 +176,29 @@ def test_the_measured_lines_follow_from_their_raw_lines(tmp_path: Path) -> None:
         for at, name in enumerate(names, 1)
     ]
     assert read_rows(MEASURED) == expected
+
+
+def test_what_an_h200_holds_follows_from_its_lines() -> None:
+    said = PAGE.read_text().splitlines()
+    runs = read_rows(RESULTS / "simulated" / "sessions-a-gpu-h200.csv")
+    arms = [run for run in runs if run["arm"] not in {"sglang-lease", f"{BOUND} wait_bound_s 200"}]
+    for lines in (summary(arms), *(table(arms, name) for name in list(MEASURES)[:2])):
+        assert [line for line in lines if line not in said] == []
+    for label, arm in (
+        ("`priced`", BOUND),
+        ("`priced`, `wait_bound_s` 200", f"{BOUND} wait_bound_s 200"),
+        ("`lease`", "sglang-lease"),
+    ):
+        cells = []
+        for sessions in ("12", "16", "24"):
+            of = [run for run in runs if (run["arm"], run["sessions"]) == (arm, sessions)]
+            assert len(of) == 4
+            rate, within = (
+                statistics.fmean(float(run[column]) for run in of)
+                for column in ("requests_per_s", "within_objective")
+            )
+            cells.append(f"{rate:.3f}; {100 * within:.0f} %")
+        assert f"| {label} | {' | '.join(cells)} |" in said, cells
 
 
 def test_the_page_follows_from_its_lines() -> None:
