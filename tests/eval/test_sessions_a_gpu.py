@@ -181,12 +181,12 @@ def test_the_measured_lines_follow_from_their_raw_lines(tmp_path: Path) -> None:
 def test_what_an_h200_holds_follows_from_its_lines() -> None:
     said = PAGE.read_text().splitlines()
     runs = read_rows(RESULTS / "simulated" / "sessions-a-gpu-h200.csv")
-    arms = [run for run in runs if run["arm"] not in {"sglang-lease", f"{BOUND} wait_bound_s 200"}]
+    arms = [run for run in runs if run["arm"] not in {"sglang-lease", f"{BOUND} 90 s"}]
     for lines in (summary(arms), *(table(arms, name) for name in list(MEASURES)[:2])):
         assert [line for line in lines if line not in said] == []
     for label, arm in (
+        ("`priced`, 90 s", f"{BOUND} 90 s"),
         ("`priced`", BOUND),
-        ("`priced`, `wait_bound_s` 200", f"{BOUND} wait_bound_s 200"),
         ("`lease`", "sglang-lease"),
     ):
         cells = []

@@ -69,8 +69,8 @@ impl Go {
 pub(super) struct Round {
     pub now_s: f64,
     pub oldest_wait_s: f64,
-    /// How many times what all workers may hold those want that wait.
-    pub queued_share: f64,
+    /// How many times longer than `wait_bound_s` turns may wait.
+    pub bound_scale: f64,
     /// A worker on which room gathers for another.
     pub closed: Option<usize>,
     /// What is free there may be lent until that other can go.
@@ -117,11 +117,11 @@ impl Entrant<'_> {
 }
 
 impl Round {
-    pub fn new(sites: &Sites, now_s: f64, oldest_wait_s: f64, queued_share: f64) -> Self {
+    pub fn new(sites: &Sites, now_s: f64, oldest_wait_s: f64, bound_scale: f64) -> Self {
         Self {
             now_s,
             oldest_wait_s,
-            queued_share,
+            bound_scale,
             closed: None,
             lends: false,
             says_why: false,
@@ -133,16 +133,10 @@ impl Round {
         }
     }
 
-    /// How many times longer than `wait_bound_s` waits may be: as many times what all workers may hold as
-    /// those want that wait.
-    pub fn bound_scale(&self) -> f64 {
-        self.queued_share.max(1.0)
-    }
-
     pub(super) fn demand(&self) -> Demand {
         Demand::Waiting {
             oldest_wait_s: self.oldest_wait_s,
-            bound_scale: self.bound_scale(),
+            bound_scale: self.bound_scale,
         }
     }
 
@@ -192,7 +186,7 @@ impl Residency {
 
     /// As [`Residency::ask`], for one that comes now.
     pub fn ask_now(&self, asked: &Asked<'_>, sites: &Sites, now_s: f64) -> Result<Go, WaitReason> {
-        let mut round = Round::new(sites, now_s, 0.0, 0.0);
+        let mut round = Round::new(sites, now_s, 0.0, 1.0);
         round.says_why = true;
         self.ask(asked, sites, &mut round)
     }
@@ -734,7 +728,7 @@ impl Residency {
         round: &mut Round,
     ) -> Option<Go> {
         let has_waited = round.now_s - asked.arrived_s
-            >= self.settings.wait_bound_s * round.bound_scale()
+            >= self.settings.wait_bound_s * round.bound_scale
             || self.manner.smallest_first;
         let mut may_go = |site: &Site, others: &[Key]| {
             if Some(site.slot) == round.closed {

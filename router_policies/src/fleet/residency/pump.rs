@@ -12,6 +12,7 @@ use super::{GiveUp, Key, Residence, Residency, Site, Sites, WaitReason, site_of}
 use crate::fleet::log::{Event, WaitRecord, unix_now_s};
 use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::PromptHashes;
+use crate::policy::attention_pairs;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -24,6 +25,8 @@ pub(in crate::fleet) const LOOKED_AT: usize = 64;
 const NOT_HELD_WAITS: f64 = 0.75;
 /// By so much of `wait_bound_s` turns that are late already go behind those that can still be in time.
 const LATE_WAITS: f64 = 1.0 / 3.0;
+/// Workers of which it is looked how long computing what they hold takes.
+const FILLS_OF: usize = 16;
 /// Looked up again where it is older.
 const CACHED_AGE_S: f64 = 1.0;
 
@@ -195,8 +198,7 @@ impl Residency {
             self.gather_at(None);
             return;
         };
-        let queued_share = self.queued_share(sites);
-        let mut round = Round::new(sites, now_s, now_s - since_s, queued_share);
+        let mut round = Round::new(sites, now_s, now_s - since_s, self.bound_scale(sites));
         let is_round = self
             .manner
             .admit_every_s
@@ -211,14 +213,35 @@ impl Residency {
             if !self.break_deadlock(sites, now_s) {
                 return;
             }
-            let queued_share = self.queued_share(sites);
-            round = Round::new(sites, now_s, round.oldest_wait_s, queued_share);
+            round = Round::new(sites, now_s, round.oldest_wait_s, self.bound_scale(sites));
         }
     }
 
-    /// How many times what all workers may hold those want that wait.
-    fn queued_share(&self, sites: &Sites) -> f64 {
-        self.queue.tokens() as f64 / sites.budget_tokens.max(1) as f64
+    /// How many times longer than `wait_bound_s` turns may wait: as many times what all workers may hold as
+    /// those want that wait, and longer where it takes long to compute what a worker holds. For that is what
+    /// one round of turns costs: within a bound that is short for it, most of the time goes into changing
+    /// who has a place. A host tier gives back what it holds.
+    fn bound_scale(&self, sites: &Sites) -> f64 {
+        let queued_share = self.queue.tokens() as f64 / sites.budget_tokens.max(1) as f64;
+        let fills_s = self.manner.bound_fills * self.fill_s(sites);
+        queued_share.max(1.0) * (fills_s / self.settings.wait_bound_s).max(1.0)
+    }
+
+    /// Seconds in which a worker without a host tier computes as much as it holds, in prompts like those
+    /// that wait; on average over the first workers.
+    fn fill_s(&self, sites: &Sites) -> f64 {
+        let tokens = self.queue.tokens() / self.queue.len().max(1) as u64;
+        let has_no_tier = |site: &&Site| site.spec.host_kv_tokens.is_none();
+        let capacities = sites.iter().filter(has_no_tier).filter_map(|site| {
+            let prompts = site.kv_capacity_tokens? as f64 / tokens.max(1) as f64;
+            Some(prompts * site.rates.compute_s(tokens, attention_pairs(0, tokens)))
+        });
+        let (count, all_s) = capacities
+            .take(FILLS_OF)
+            .fold((0_u32, 0.0), |(count, all_s), fill_s| {
+                (count + 1, all_s + fill_s)
+            });
+        all_s / f64::from(count.max(1))
     }
 
     /// Lets in those of `ids`, in this order, that there is room for; unless `is_round` only those that
@@ -300,7 +323,7 @@ impl Residency {
         let waiting = waiting.enumerate().filter(|(at, (_, waiter))| {
             *at < LOOKED_AT || self.has_slice_at_home(waiter.turn.identity.key, sites)
         });
-        let bound_s = self.settings.wait_bound_s * round.bound_scale();
+        let bound_s = self.settings.wait_bound_s * round.bound_scale;
         let behind_s = NOT_HELD_WAITS * bound_s;
         let late_s = LATE_WAITS * self.settings.wait_bound_s;
         let is_late = |waited_s: f64| {
@@ -416,7 +439,7 @@ impl Residency {
     fn gather(&mut self, ids: &[u64], sites: &Sites, round: &Round) {
         let has_slices = self.has_slices(sites);
         let after_s = match has_slices {
-            true => self.settings.wait_bound_s * round.bound_scale(),
+            true => self.settings.wait_bound_s * round.bound_scale,
             false => self.settings.no_backfill_after_s,
         };
         let has_waited = |waiter: &Waiter| round.now_s - waiter.turn.arrived_s >= after_s;
@@ -522,7 +545,7 @@ impl Residency {
         let (_, slot) = self.gathers?;
         let site = site_of(sites, slot)?;
         let waited_s = round.now_s - asked.arrived_s;
-        if waited_s < self.settings.wait_bound_s * round.bound_scale() {
+        if waited_s < self.settings.wait_bound_s * round.bound_scale {
             return None;
         }
         let mut others = self.eligible_keys(site, round);
@@ -624,6 +647,50 @@ impl Residency {
                     None => {}
                 }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::fleet::Admit;
+    use crate::fleet::residency::testing::{add, fleet_under, turn};
+    use serde_json::{Value, json};
+
+    /// How many times longer turns may wait while one waits that wants half of what the worker holds.
+    fn bound_scale(rule: &Value, kv_tokens: u32, host_kv_tokens: Option<u32>) -> f64 {
+        let (fleet, _) = fleet_under(rule);
+        add(
+            &fleet,
+            json!({"id": "w", "url": "http://w:1", "kv_capacity_tokens": kv_tokens,
+                "host_kv_tokens": host_kv_tokens}),
+        );
+        let length = kv_tokens / 2;
+        let admit = |session| fleet.admit(&turn(&fleet, session, length), &[], || ());
+        let placed = admit(0);
+        let waits = admit(1);
+        assert!(matches!(waits, Admit::Waiting(_)));
+        let now_s = fleet.now_s();
+        let mut state = fleet.state.lock();
+        let sites = state.sites(&[], now_s);
+        let scale = state.residency.bound_scale(&sites);
+        drop((state, placed, waits));
+        scale
+    }
+
+    #[test]
+    fn turns_may_wait_longer_where_computing_what_a_worker_holds_takes_long() {
+        let scale = |kv_tokens, host_kv_tokens| bound_scale(&json!({}), kv_tokens, host_kv_tokens);
+        assert_eq!(scale(100_000, None), 1.0);
+        let (large, larger) = (scale(1_000_000, None), scale(2_000_000, None));
+        assert!(large > 1.0 && larger > 2.0 * large, "{large}, {larger}");
+        assert_eq!(
+            scale(1_000_000, Some(4_000_000)),
+            1.0,
+            "a tier gives it back"
+        );
+        for rule in [json!({"wait_bound_fills": 0}), json!({"rule": "lease"})] {
+            assert_eq!(bound_scale(&rule, 1_000_000, None), 1.0);
         }
     }
 }

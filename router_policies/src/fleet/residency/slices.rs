@@ -382,7 +382,7 @@ mod tests {
         let now_s = world.fleet.now_s();
         let mut state = world.fleet.state.lock();
         let sites = state.sites(&[], now_s);
-        let mut round = Round::new(&sites, now_s, 0.0, 0.0);
+        let mut round = Round::new(&sites, now_s, 0.0, 1.0);
         let may_begin = state.residency.may_begin_slice(key, &sites[0], &mut round);
         assert!(!may_begin, "both would hold more than fits");
     }

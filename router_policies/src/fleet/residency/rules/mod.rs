@@ -161,6 +161,9 @@ pub struct Manner {
     pub residents_always_go: bool,
     /// The room that gathers for the first of the queue is lent to others until that one can go.
     pub backfills: bool,
+    /// Turns may wait for as long as computing all that a worker holds takes so many times, if that is longer
+    /// than the bound on waits; 0 leaves the bound.
+    pub bound_fills: f64,
     /// Sessions take turns in time slices on workers with a host tier, and those that it still holds go
     /// before others.
     pub slices: Option<Slices>,
@@ -187,6 +190,7 @@ impl Default for Manner {
             force_after_s: None,
             residents_always_go: false,
             backfills: false,
+            bound_fills: 0.0,
             slices: None,
         }
     }

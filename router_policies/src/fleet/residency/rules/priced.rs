@@ -16,7 +16,7 @@ pub const INFO: Info = Info {
            and of single prompts nearly every answer is the last: that share is learnt), or (b) it \
            has had its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), or, while \
            the oldest wait goes from half of wait_bound_s to all of it (both as many times longer as those that wait \
-           want what fits on all workers), for a time that shrinks to \
+           want what fits on all workers, and at least as long as computing all that a worker holds takes wait_bound_fills times), for a time that shrinks to \
            g*/pressed_overhead and never below, or (c) the worker has no turn in flight and computes the place again within cheap_recompute_s, \
            or (d) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as are expected to hold \
            slice_fill of what may be booked, their turns go first (those first that have not waited for late_after_s), and each slice lasts as long as (b) with what computing all of it again costs and \
@@ -52,6 +52,11 @@ pub const INFO: Info = Info {
             name: "wait_bound_s",
             default: "90",
             meaning: "the wait at which shares are as short as pressed_overhead allows; they shrink from half of it on. Where more waits than fits on all workers, as many times longer",
+        },
+        ParamInfo {
+            name: "wait_bound_fills",
+            default: "4.5",
+            meaning: "the bound is at least as long as computing all that a worker without a host tier holds takes so many times, for a round of turns costs as much; 0 leaves it at wait_bound_s",
         },
         ParamInfo {
             name: "reload_tokens_per_s",
@@ -107,6 +112,11 @@ pub const INFO: Info = Info {
                 ),
                 ("wait_bound_s", "a number above 0", p.wait_bound_s > 0.0),
                 (
+                    "wait_bound_fills",
+                    "a number of 0 or more",
+                    p.wait_bound_fills >= 0.0,
+                ),
+                (
                     "reload_tokens_per_s",
                     "a number above 0",
                     p.reload_tokens_per_s > 0.0,
@@ -146,6 +156,7 @@ struct Priced {
     least_share_s: f64,
     most_share_s: f64,
     wait_bound_s: f64,
+    wait_bound_fills: f64,
     reload_tokens_per_s: f64,
     cheap_recompute_s: f64,
     slice_fill: f64,
@@ -162,6 +173,7 @@ impl Default for Priced {
             least_share_s: 5.0,
             most_share_s: 400.0,
             wait_bound_s: 90.0,
+            wait_bound_fills: 4.5,
             reload_tokens_per_s: 250_000.0,
             cheap_recompute_s: 0.5,
             slice_fill: 0.65,
@@ -207,6 +219,7 @@ impl Rule for Priced {
     fn manner(&self) -> Manner {
         Manner {
             backfills: true,
+            bound_fills: self.wait_bound_fills,
             slices: Some(Slices {
                 fill: self.slice_fill,
                 late_after_s: self.late_after_s,
@@ -434,6 +447,7 @@ mod tests {
             (json!({"overhead": 1.5}), "overhead"),
             (json!({"overhead": 0}), "overhead"),
             (json!({"wait_bound_s": -1}), "wait_bound_s"),
+            (json!({"wait_bound_fills": -1}), "wait_bound_fills"),
             (json!({"most_share_s": 1}), "most_share_s"),
             (json!({"pressed_overhead": 0.05}), "pressed_overhead"),
             (json!({"late_factor": 0}), "late_factor"),
