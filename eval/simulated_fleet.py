@@ -21,8 +21,8 @@ from replay.options import RunOptions, preset_values
 from replay.plays import Order
 
 # The calibrations of arms that serve this model on GPUs, unless the experiment names another: by
-# engine, of workers with bf16 KV and with FP8. vLLM with bf16 has none of its own: SGLang's foretell
-# it (docs/simulator.md).
+# engine, of workers with bf16 KV and with FP8. vLLM with bf16 has none of its own: SGLang's
+# foretell it (docs/simulator.md).
 _MODEL = "qwen3-coder-30b-a3b"
 _CALIBRATIONS = {
     "sglang": ("qwen3-coder-30b-a3b-h200-sglang", "qwen3-coder-30b-a3b-h200-sglang-fp8"),
