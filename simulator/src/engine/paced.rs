@@ -19,6 +19,20 @@ pub(super) struct Beside {
     pub jobs: Vec<JobId>,
 }
 
+/// The most tokens that fit: `least` do, and `beyond` do not or are not asked for.
+fn largest(least: u64, beyond: u64, fits: impl Fn(u64) -> bool) -> u64 {
+    let (mut low, mut high) = (least, beyond);
+    while high - low > 1 {
+        let middle = u64::midpoint(low, high);
+        if fits(middle) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    low
+}
+
 impl Sglang {
     /// The most tokens that the next step may prefill: where prefills are paced and others decode, so
     /// many as keep the step within the target.
@@ -45,16 +59,7 @@ impl Sglang {
         if step_s(most) <= budget_s {
             return most;
         }
-        let (mut low, mut high) = (least, most);
-        while high - low > 1 {
-            let middle = u64::midpoint(low, high);
-            if step_s(middle) <= budget_s {
-                low = middle;
-            } else {
-                high = middle;
-            }
-        }
-        low
+        largest(least, most, |tokens| step_s(tokens) <= budget_s)
     }
 
     /// The prompts that the next `tokens` to be prefilled are of, in their order: tokens that are there,
@@ -120,15 +125,7 @@ impl Sglang {
         if jobs.is_empty() {
             return None;
         }
-        let (mut share, mut beyond) = (least, tokens - taken + 1);
-        while beyond - share > 1 {
-            let middle = u64::midpoint(share, beyond);
-            if fits(middle, taken, pairs) {
-                share = middle;
-            } else {
-                beyond = middle;
-            }
-        }
+        let share = largest(least, tokens - taken + 1, |share| fits(share, taken, pairs));
         Some(Beside { share, jobs })
     }
 }
