@@ -33,6 +33,7 @@ TABLES = (
     ("vllm-fp8-host-eight", "vllm-three", "vllm-four"),
     ("slices-twelve",),
     ("vllm-fp8-host-ten",),
+    ("along-ten", "along-twelve", "along-twentyfour"),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -54,8 +55,9 @@ README = (
     ("vllm-fp8-host-eight",),
     ("vllm-fp8-host-ten",),
     ("slices-eight",),
-    ("slices-twelve",),
-    ("slices-twentyfour",),
+    ("along-ten",),
+    ("slices-twelve", "along-twelve"),
+    ("slices-twentyfour", "along-twentyfour"),
 )
 COLUMNS = [
     (page, table, at, arm)
@@ -160,6 +162,7 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         (7, State.STEADY),
         (9, State.STEADY),
         (10, State.STEADY),
+        (11, State.STEADY),
     ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
@@ -451,3 +454,56 @@ def test_why_places_went_before_sglang_that_gives_up_what_is_cheap() -> None:
     log = decisions("laptop-idle-sglang-residency")
     reasons = [event["reason"] for event in log if event["event"] == "give_up"]
     assert (reasons.count("worker_idle"), len(reasons)) == (52, 88)
+
+
+def test_what_is_said_of_ten_24_and_twelve_with_short_turns_along() -> None:
+    def misses(arm: str) -> list[tuple[bool, bool, bool]]:
+        measured = [r for r in lines(arm) if r["phase"] == "measure"]
+        return [_misses(r) for r in measured if not r["error"]]
+
+    assert [sum(of) for of in zip(*misses("along-ten"), strict=True)] == [11, 0, 0]
+    vllm = [number(row(at, "turns within the SLO")[0]) for at in (8, 10)]
+    ours = [number(cell) for cell in row(11, "turns within the SLO")[:2]]
+    carried = [
+        least + 2 * (above - 90) / (above - below)
+        for least, (above, below) in ((8, vllm), (10, ours))
+    ]
+    assert carried == pytest.approx([8.7, 10.1], abs=0.05)
+    assert carried[1] / carried[0] == pytest.approx(1.16, abs=0.005)
+    window = phases("along-twentyfour")
+    over_s = window["window_end_s"] + window["drain_s"]
+    failed = [r for r in lines("along-twentyfour") if r["phase"] == "measure" and r["error"]]
+    since_s = sorted(round(over_s - r["scheduled_s"]) for r in failed)
+    assert (len(since_s), since_s[0], since_s[-1]) == (11, 61, 269)
+    found = _until("sglang-three-cut-off", 131)
+    assert (found["answers"], found["good"], found["firsts"]) == (28, 24, 28)
+    assert found["cached"] == pytest.approx(0.887, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("arm", "half_empty"), [("along-ten", 6), ("along-twelve", 26), ("along-twentyfour", 18)]
+)
+def test_for_how_much_of_a_window_turns_waited_before_a_half_empty_cache(
+    arm: str, half_empty: int
+) -> None:
+    """Percent of the window in which a turn waited and the prompts of those in flight took less than
+    half of the KV, by when the router let them go."""
+    capacity = 563_776
+    window = phases(arm)
+    went = {e["request_id"]: e for e in decisions(arm) if e["event"] == "decision"}
+    requests = lines(arm)
+    first = next(r for r in requests if r["request_id"] in went)
+    of_first = went[first["request_id"]]
+    began_unix_s = of_first["ts_unix_s"] - of_first["residency"]["waited_s"] - first["sent_s"]
+    at_s = np.arange(window["window_start_s"], window["window_end_s"], 0.5)
+    tokens, waiting = np.zeros(len(at_s)), np.zeros(len(at_s))
+    for request in requests:
+        decision = went.get(request["request_id"])
+        let_go_s = decision["ts_unix_s"] - began_unix_s if decision else np.inf
+        came_s = request["sent_s"] or request["scheduled_s"]
+        finished_s = request["finished_s"] or np.inf
+        prompt = request["prompt_tokens"] or request["input_length"]
+        waiting += (at_s >= came_s) & (at_s < min(let_go_s, finished_s))
+        tokens += prompt * ((at_s >= let_go_s) & (at_s < finished_s))
+    share = np.mean((waiting > 0) & (tokens < capacity / 2))
+    assert 100 * share == pytest.approx(half_empty, abs=0.6)

@@ -60,13 +60,17 @@ impl Occupant {
         self.waits
     }
 
+    /// Tokens of its turns in flight, what is booked for their answers included.
+    pub fn in_flight_tokens(&self) -> u64 {
+        let turns = self.turns.iter();
+        turns
+            .map(|turn| turn.chain.tokens() + turn.output_tokens)
+            .sum()
+    }
+
     /// Tokens that it holds, those of others too included.
     pub fn tokens(&self) -> u64 {
-        let in_flight = self.turns.iter();
-        let in_flight: u64 = in_flight
-            .map(|turn| turn.chain.tokens() + turn.output_tokens)
-            .sum();
-        in_flight + self.held.as_ref().map_or(0, Chain::tokens)
+        self.in_flight_tokens() + self.held.as_ref().map_or(0, Chain::tokens)
     }
 
     /// What it adds to [`Hold::idle_tokens`].

@@ -7,7 +7,7 @@
 //! each runs and thinks; their turns go before all others. Who has had a slice for long enough loses it
 //! to one that waits.
 
-use super::book::Key;
+use super::book::{Key, Occupant};
 use super::gaps::MOST_S;
 use super::gate::Round;
 use super::rules::Demand;
@@ -18,11 +18,18 @@ use std::rc::Rc;
 /// A turn's time on its worker that is assumed until some was seen.
 pub(super) const ASSUMED_RUN_S: f64 = 5.0;
 
-/// What those with a slice are expected to hold on one worker.
+/// How much of a worker's load is what turns hold at the moment; the rest is what they hold over time. With the
+/// latter alone a worker stays half empty for as long as its sessions think or answer in few tokens, while
+/// others wait; with the former alone too many begin then, and all come back. Chosen in simulation
+/// (docs/results/simulated.md).
+const NOW_SHARE: f64 = 0.5;
+
+/// What those with a slice, and others that run, hold of one worker's KV.
 pub(super) struct Load {
-    /// Tokens, over time.
+    /// Tokens, [`NOW_SHARE`] of them of this moment.
     tokens: f64,
-    /// Those who have had theirs for long enough, and what of the tokens are theirs; the longest first.
+    /// Those who have had theirs for long enough, and what there will be less over time without them; the
+    /// longest first.
     over: Vec<(Key, f64)>,
     /// [`super::book::Hold::changes`] of the places that it is of.
     pub changes: u64,
@@ -95,7 +102,9 @@ impl Residency {
         }
         let mut load = self.load(site, now_s, demand);
         // The turn runs already.
-        load.tokens -= self.expected_tokens(key, now_s);
+        let hold = &self.holds[site.slot];
+        let in_flight = hold.occupant(key).map_or(0, Occupant::in_flight_tokens);
+        load.tokens -= blended(in_flight, self.expected_tokens(key, now_s));
         let Some(ends) = self.ends_for(key, &load, budget) else {
             return;
         };
@@ -108,7 +117,7 @@ impl Residency {
         self.seen[site.slot].slices = slices;
     }
 
-    /// What a worker is expected to hold of those with a slice, and of others that run.
+    /// What a worker holds of those with a slice, and of others that run.
     fn load(&self, site: &Site, now_s: f64, demand: Demand) -> Load {
         let mut load = Load {
             tokens: 0.0,
@@ -126,7 +135,7 @@ impl Residency {
             let tokens = self.expected_tokens(key, now_s);
             load.tokens += tokens;
             if now_s - since_s >= self.slice_s(key, site, demand) {
-                over.push((since_s, key, tokens));
+                over.push((since_s, key, blended(0, tokens)));
             }
         }
         let others = hold.occupants().filter(|(_, o)| !o.turns.is_empty());
@@ -134,6 +143,7 @@ impl Residency {
         load.tokens += others
             .map(|(key, _)| self.expected_tokens(key, now_s))
             .sum::<f64>();
+        load.tokens = blended(hold.in_flight_tokens(), load.tokens);
         over.sort_by(|(one_s, one, _), (other_s, other, _)| {
             one_s.total_cmp(other_s).then(one.cmp(other))
         });
@@ -144,7 +154,8 @@ impl Residency {
         load
     }
 
-    /// Who has to end so that this one may begin; none if all who may are not enough.
+    /// Who has to end so that this one may begin; none if all who may are not enough. What it holds counts
+    /// in full.
     fn ends_for(&self, key: Key, load: &Load, budget: f64) -> Option<Vec<Key>> {
         // It has come back, whatever was to be expected.
         let own = self.tokens_over_time(key);
@@ -202,6 +213,11 @@ impl Residency {
         let think_s = self.gaps.mean_s(&known.gaps);
         known.prompt_tokens.unwrap_or(0) as f64 * run_s / (run_s + think_s)
     }
+}
+
+/// Tokens of which so many are held at the moment, and so many over time.
+fn blended(now: u64, over_time: f64) -> f64 {
+    NOW_SHARE * now as f64 + (1.0 - NOW_SHARE) * over_time
 }
 
 #[cfg(test)]
@@ -308,6 +324,27 @@ mod tests {
             world.advance(60.0);
             let later = world.expected_tokens(session);
             assert_eq!(later, 0.0, "no session has ever been away for so long");
+        }
+    }
+
+    #[test]
+    fn a_worker_whose_sessions_all_think_is_half_empty() {
+        let world = World::new();
+        let sessions = [0, 1, 2];
+        for _ in 0..5 {
+            let running = sessions.map(|session| world.placed(&world.turn(session, 15_000)));
+            let (busy, _) = world.load();
+            world.advance(5.0);
+            for turn in running {
+                turn.finish(Outcome::Ok, Some(200), None);
+            }
+            let (idle, with_slice) = world.load();
+            assert_eq!(with_slice.len(), 3);
+            let in_flight = 3.0 * 15_000.0;
+            let over_time: f64 = sessions.map(|s| world.expected_tokens(s)).iter().sum();
+            assert!((idle / (0.5 * over_time) - 1.0).abs() < 1e-9, "{idle}");
+            assert!(busy - idle > 0.4 * in_flight, "{busy} {idle}");
+            world.advance(5.0);
         }
     }
 

@@ -13,7 +13,7 @@ fn tiered_with(late_after_s: f64) -> World {
     let world = World::new(
         0,
         json!({"fill": 0.95, "cold_slots": 20, "growth_turns": 0, "max_wait_s": 3000.0,
-            "late_after_s": late_after_s}),
+            "slice_fill": 0.62, "late_after_s": late_after_s}),
     );
     world.add_tiered("w0", Some(1_000_000));
     world
@@ -27,29 +27,34 @@ fn serve_together(world: &World, sessions: &[u32], length: u32) {
     running.into_iter().for_each(|turn| world.serve(turn));
 }
 
-/// Three sessions that have a slice each. As many tokens again would have room beside them, but no slice is
-/// left even for a small one.
-fn all_slices_taken(world: &World) {
-    serve_together(world, &[0, 1, 2], 27_000);
+/// As all slices are taken, no turn of so many tokens begins one, though it would have room.
+const SMALL: u32 = 18_000;
+
+/// Three sessions that have a slice each, and their next turns, which run.
+fn all_slices_taken(world: &World, sessions: [u32; 3]) -> [Reservation; 3] {
+    serve_together(world, &sessions, 24_000);
+    world.advance(4.0);
+    sessions.map(|session| world.placed(&world.turn(session, 24_500)))
 }
 
 #[test]
 fn one_that_would_fit_waits_until_a_slice_is_free() {
     let world = tiered();
-    all_slices_taken(&world);
-    let small = world.turn(3, 10_000);
+    let running = all_slices_taken(&world, [0, 1, 2]);
+    let small = world.turn(3, SMALL);
     let ticket = world.waits(&small);
     world.advance(0.25);
     world.fleet.pump();
     let ticket = world.fetch(ticket, &small).err().expect("no slice yet");
-    // They are away for longer than sessions ever were, and are not expected back.
-    world.advance(20.0);
+    // Now all of them think, and the worker has nothing to do.
+    running.into_iter().for_each(|turn| world.serve(turn));
     world.fleet.pump();
     world.serve(world.fetch(ticket, &small).ok().expect("a slice"));
     // The same without a host tier: who fits goes.
     let world = World::new(1, json!({"cold_slots": 20, "growth_turns": 0}));
-    all_slices_taken(&world);
+    let running = all_slices_taken(&world, [0, 1, 2]);
     world.serve(world.placed(&small));
+    drop(running);
 }
 
 #[test]
@@ -98,7 +103,7 @@ fn of_those_with_a_slice_one_that_can_still_be_in_time_goes_before_a_late_one() 
         (3_000.0, 4.0, 0),
     ] {
         let world = tiered_with(late_after_s);
-        serve_together(&world, &[0, 1, 2], 27_000);
+        serve_together(&world, &[0, 1, 2], 24_000);
         // It takes the places of the others, which keep their slices.
         let grown = world.placed(&world.turn(2, 90_000));
         assert_eq!(world.last().gave_up.len(), 2);
@@ -124,18 +129,18 @@ fn of_those_with_a_slice_one_that_can_still_be_in_time_goes_before_a_late_one() 
 fn one_that_says_that_it_ends_frees_its_slice_for_the_next() {
     for ends in [false, true] {
         let world = tiered();
-        all_slices_taken(&world);
-        let again = [0, 1, 2].map(|session| {
-            let mut request = world.turn(session, 27_500);
-            request.hints.ends = ends && session == 0;
-            world.placed(&request)
-        });
-        let small = world.turn(3, 10_000);
+        let [first, second, third] = all_slices_taken(&world, [0, 1, 2]);
+        world.serve(first);
+        let mut last = world.turn(0, 24_700);
+        last.hints.ends = ends;
+        let last = world.placed(&last);
+        let small = world.turn(3, SMALL);
         let ticket = world.waits(&small);
         world.advance(5.0);
-        again.into_iter().for_each(|turn| world.serve(turn));
+        world.serve(last);
         let went = world.fetch(ticket, &small);
         assert_eq!(went.is_ok(), ends, "ends: {ends}");
+        drop((second, third));
     }
 }
 
@@ -159,11 +164,14 @@ fn a_worker_that_comes_back_without_its_cache_has_all_its_slices_free() {
         if what == "restart" {
             world.fleet.report_engine("w0", Some(1));
         }
-        all_slices_taken(&world);
+        for turn in all_slices_taken(&world, [0, 1, 2]) {
+            world.serve(turn);
+        }
         happens(&world);
         // As many others begin at once, and beside them there is again none left.
-        serve_together(&world, &[4, 5, 6], 27_000);
-        drop(world.waits(&world.turn(3, 10_000)));
+        let running = all_slices_taken(&world, [4, 5, 6]);
+        drop(world.waits(&world.turn(3, SMALL)));
+        drop(running);
         assert!(world.fleet.is_idle(), "{what}");
     }
 }
@@ -172,11 +180,11 @@ fn a_worker_that_comes_back_without_its_cache_has_all_its_slices_free() {
 fn a_client_that_leaves_the_queue_does_not_hold_its_slice_as_one_that_waits() {
     for leaves in [false, true] {
         let world = tiered();
-        all_slices_taken(&world);
-        let running = [1, 2].map(|session| world.placed(&world.turn(session, 27_500)));
+        let [first, second, third] = all_slices_taken(&world, [0, 1, 2]);
+        world.serve(first);
         // It has grown out of its room, and waits with its place and its slice.
         let grown = world.waits(&world.turn(0, 60_000));
-        let small = world.turn(3, 10_000);
+        let small = world.turn(3, SMALL);
         let small_waits = world.waits(&small);
         world.advance(5.0);
         let grown = (!leaves).then_some(grown);
@@ -184,7 +192,7 @@ fn a_client_that_leaves_the_queue_does_not_hold_its_slice_as_one_that_waits() {
         world.fleet.pump();
         let went = world.fetch(small_waits, &small);
         assert_eq!(went.is_ok(), leaves, "leaves: {leaves}");
-        drop((running, grown));
+        drop((second, third, grown));
     }
 }
 

@@ -18,7 +18,7 @@ pub const INFO: Info = Info {
            the oldest wait goes from half of wait_bound_s to all of it (both as many times longer as those that wait \
            want what fits on all workers, and at least as long as computing all that a worker holds takes wait_bound_fills times), for a time that shrinks to \
            g*/pressed_overhead and never below, or (c) the worker has no turn in flight and computes the place again within cheap_recompute_s, \
-           or (d) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as are expected to hold \
+           or (d) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as hold \
            slice_fill of what may be booked, their turns go first (those first that have not waited for late_after_s), and each slice lasts as long as (b) with what computing all of it again costs and \
            slice_overhead as the overhead under pressure. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
            equals the longest idle",
@@ -70,12 +70,12 @@ pub const INFO: Info = Info {
         },
         ParamInfo {
             name: "slice_fill",
-            default: "0.65",
+            default: "0.55",
             meaning: "the share of what may be booked that sessions with a time slice are expected to hold; more of them is more requests/s where all fits, and later turns where it does not",
         },
         ParamInfo {
             name: "slice_overhead",
-            default: "0.3",
+            default: "0.2",
             meaning: "as pressed_overhead, for time slices: the share of a worker's time that changing who has one may cost; never less than overhead",
         },
         ParamInfo {
@@ -176,8 +176,8 @@ impl Default for Priced {
             wait_bound_fills: 4.5,
             reload_tokens_per_s: 250_000.0,
             cheap_recompute_s: 0.5,
-            slice_fill: 0.65,
-            slice_overhead: 0.3,
+            slice_fill: 0.55,
+            slice_overhead: 0.2,
             late_after_s: 3.0,
         }
     }
@@ -352,7 +352,7 @@ mod tests {
             bound_scale,
         };
         let slices = [0.0, 45.0, 67.5, 90.0, 500.0].map(|s| rule.slice_s(9.0, waiting(s, 1.0)));
-        for (slice_s, expected_s) in slices.into_iter().zip([90.0, 90.0, 60.0, 30.0, 30.0]) {
+        for (slice_s, expected_s) in slices.into_iter().zip([90.0, 90.0, 67.5, 45.0, 45.0]) {
             assert!((slice_s - expected_s).abs() < 1e-9, "{slices:?}");
         }
         let nobody_waits_s = rule.slice_s(9.0, Demand::NOBODY_WAITS);
@@ -363,7 +363,7 @@ mod tests {
             "never shorter and never longer than any share"
         );
         let scaled_s = rule.slice_s(9.0, waiting(135.0, 2.0));
-        assert!((scaled_s - 60.0).abs() < 1e-9, "{scaled_s}");
+        assert!((scaled_s - 67.5).abs() < 1e-9, "{scaled_s}");
         assert_eq!(rule.slice_s(9.0, Demand::Growth), f64::INFINITY);
         // A larger share of the worker's time for taking turns is one for time slices too.
         let rule = Priced {
