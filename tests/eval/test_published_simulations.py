@@ -162,7 +162,7 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
 
 
 def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() -> None:
-    names = ("kept-free", "idle-worker", "in-time-first", "sessions-a-gpu")
+    names = ("kept-free", "idle-worker", "in-time-first", "half-in-flight", "sessions-a-gpu")
     runs = [row for name in names for row in read_rows(PAGE.parent / f"simulated/{name}.csv")]
     said = re.findall(r"\| ([^|]+), (\d+) in flight \| (.* →.*) \|\n", PAGE.read_text())
     paced, vllm = "sglang-fp8-host-paced-residency", "vllm-fp8-host-residency"
@@ -174,9 +174,11 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "busy share": (f"{no_tier} then", f"{no_tier} price by busy share"),
         "return in 1 s": (f"{no_tier} then", f"{no_tier} idle worker, return in 1 s"),
         "return in 1 s, FP8, paced": (f"{paced} then", f"{paced} idle worker, return in 1 s"),
-        "in time first, SGLang": (f"{paced} by arrival", paced),
-        "in time first, vLLM": (f"{vllm} by arrival", vllm),
-        "short ones go along": (f"{paced} nobody goes along", paced),
+        "in time first, SGLang": (f"{paced} by arrival", f"{paced} in time first"),
+        "in time first, vLLM": (f"{vllm} by arrival", f"{vllm} in time first"),
+        "short ones go along": (f"{paced} nobody goes along", f"{paced} in time first"),
+        "half in flight, SGLang": (f"{paced} in time first", paced),
+        "half in flight, vLLM": (f"{vllm} in time first", vllm),
     }
     assert Counter(label for label, _, _ in said) == {
         "FP8, paced": 5,
@@ -188,6 +190,8 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "in time first, SGLang": 5,
         "in time first, vLLM": 5,
         "short ones go along": 4,
+        "half in flight, SGLang": 5,
+        "half in flight, vLLM": 5,
     }
 
     def mean(column: str, arm: str, sessions: str, draws: range) -> float:
@@ -208,6 +212,37 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         rates = [mean("requests_per_s", arm, sessions, range(1, 9)) for arm in both]
         expected.append(f"{rates[0]:.3f} → {rates[1]:.3f}")
         assert cells == " | ".join(expected), (label, sessions)
+
+
+def test_which_part_of_slices_brings_what() -> None:
+    runs = [
+        row
+        for name in ("in-time-first", "half-in-flight", "sessions-a-gpu")
+        for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
+        if int(row["draw"]) <= 4
+    ]
+    page = PAGE.read_text()
+    paced = "sglang-fp8-host-paced-residency"
+    variants = {
+        "before: 0.65, 0.3": f"{paced} in time first",
+        "turns without a slice go too while less than half is in flight, 0.65, 0.3": (
+            f"{paced} turns without a slice, 0.65, 0.3"
+        ),
+        "half in flight, 0.45, 0.2: now": paced,
+    }
+    for setting in ("0.65, 0.3", "0.55, 0.3", "0.55, 0.2", "0.4, 0.2"):
+        variants[f"half in flight, {setting}"] = f"{paced} half in flight, {setting}"
+    for label, arm in variants.items():
+        cells = []
+        for sessions in ("12", "16", "24"):
+            chosen = [run for run in runs if (run["arm"], run["sessions"]) == (arm, sessions)]
+            assert len(chosen) == 4, (arm, sessions)
+            within, rate = (
+                statistics.fmean(float(run[column]) for run in chosen)
+                for column in ("within_objective", "requests_per_s")
+            )
+            cells.append(f"{100 * within:.0f} %, {rate:.3f}")
+        assert f"| {label} | {' | '.join(cells)} |" in page, (label, cells)
 
 
 def test_the_validation_of_vllm_follows_from_its_lines() -> None:
