@@ -486,7 +486,7 @@ def test_what_is_said_of_ten_24_and_twelve_with_short_turns_along() -> None:
 def test_for_how_much_of_a_window_turns_waited_before_a_half_empty_cache(
     arm: str, half_empty: int
 ) -> None:
-    """Percent of the window in which a turn waited and the prompts of those in flight took less than
+    """Percent of the window in which a turn waited and prompts in flight took less than
     half of the KV, by when the router let them go."""
     capacity = 563_776
     window = phases(arm)
