@@ -3,8 +3,8 @@
 //! Beside a host tier a place on the GPU costs little to give up, so that places alone keep nobody out:
 //! all that the tier holds would take turns, and every turn would be late. So a session gets a time
 //! slice first, as a process that is swapped in does before the scheduler runs it (two-level
-//! scheduling). As many have one as their turns are expected to fill a share of the KV with, by how long
-//! each runs and thinks; their turns go before all others. Who has had a slice for long enough loses it
+//! scheduling). As many have one as their turns fill a share of the KV with, by what is in flight and by how
+//! long each runs and thinks; their turns go before all others. Who has had a slice for long enough loses it
 //! to one that waits.
 
 use super::book::{Key, Occupant};

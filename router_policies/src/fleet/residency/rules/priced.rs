@@ -71,7 +71,7 @@ pub const INFO: Info = Info {
         ParamInfo {
             name: "slice_fill",
             default: "0.45",
-            meaning: "the share of what may be booked that sessions with a time slice are expected to hold; more of them is more requests/s where all fits, and later turns where it does not",
+            meaning: "the share of what may be booked that sessions with a time slice hold, half of it by what is in flight, half by what is expected over time; more of them is more requests/s, and later turns where not all fit",
         },
         ParamInfo {
             name: "slice_overhead",

@@ -1,0 +1,198 @@
+"""One pair of processes, an owner and a reader, and what the reader measures.
+
+UCX reads its settings when an agent is made, so each combination of settings has a pair of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext.kv_read import layout, ways
+from sglang_ext.kv_read.layout import Layout
+
+Sample = dict[str, Any]
+NIXL_WAYS = ("nixl", "nixl-prepared", "nixl-write")
+MAPPED_WAYS = ("mapped-staged", "mapped-kernel")
+WAYS = NIXL_WAYS + MAPPED_WAYS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one pair of processes measures."""
+
+    layout: Layout
+    device: str
+    """`cuda` (owner on the first GPU, reader on the second) or `cpu`."""
+    ways: tuple[str, ...]
+    page_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    repeats: int
+    settings: dict[str, str]
+    """Environment of both processes."""
+    threads: int
+    """NIXL's."""
+    limit_s: float
+    """For one transfer."""
+
+
+def measure(plan: Plan) -> Iterator[Sample]:
+    """A sample for each transfer, as soon as it is done; one with an `error` where a way fails, which
+    ends that way and page size."""
+    context = multiprocessing.get_context("spawn")
+    offers, results, over = context.Queue(), context.Queue(), context.Event()
+    os.environ.update(plan.settings)
+    try:
+        owner = context.Process(target=_own, args=(plan, offers, over, results), daemon=True)
+        reader = context.Process(target=_read, args=(plan, offers, results), daemon=True)
+        owner.start()
+        reader.start()
+    finally:
+        for name in plan.settings:
+            del os.environ[name]
+    try:
+        while True:
+            try:
+                sample = results.get(timeout=1.0)
+            except queue.Empty:
+                if not reader.is_alive():
+                    yield {"error": f"the reader ended with exit status {reader.exitcode}"}
+                    return
+                continue
+            if sample is None:
+                return
+            yield sample
+    finally:
+        over.set()
+        for process in (reader, owner):
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+
+
+def _devices(device: str) -> tuple[str, str]:
+    return ("cpu", "cpu") if device == "cpu" else ("cuda:0", "cuda:1")
+
+
+def _own(plan: Plan, offers: Any, over: Any, results: Any) -> None:
+    try:
+        import torch.multiprocessing  # noqa: F401  (queues hand tensors over as mapped memory)
+
+        pool = layout.allocate(plan.layout, _devices(plan.device)[0])
+        layout.fill(pool)
+        ways.synchronize(_devices(plan.device)[0])
+        nixl = any(way in NIXL_WAYS for way in plan.ways)
+        side = ways.NixlSide("owner", pool, plan.threads) if nixl else None
+        offers.put(side.offer() if side else None)
+        offers.put(pool if any(way in MAPPED_WAYS for way in plan.ways) else None)
+        over.wait()
+    except Exception as error:
+        results.put({"error": f"owner: {type(error).__name__}: {error}"})
+        results.put(None)
+
+
+def _read(plan: Plan, offers: Any, results: Any) -> None:
+    try:
+        import torch.multiprocessing  # noqa: F401
+
+        pool = layout.allocate(plan.layout, _devices(plan.device)[1])
+        offer, theirs = offers.get(), offers.get()
+        nixl = any(way in NIXL_WAYS for way in plan.ways)
+        side = ways.NixlSide("reader", pool, plan.threads) if nixl else None
+        for name in plan.ways:
+            for sample in _samples(plan, name, side, offer, theirs, pool):
+                results.put(sample)
+    except Exception as error:
+        results.put({"error": f"reader: {type(error).__name__}: {error}"})
+    results.put(None)
+
+
+def _way(
+    plan: Plan, name: str, side: ways.NixlSide | None, offer: Any, theirs: Any, pool: ways.Pool
+) -> ways.Nixl | ways.MappedStaged | ways.MappedKernel:
+    if name == "mapped-staged":
+        return ways.MappedStaged(theirs, pool)
+    if name == "mapped-kernel":
+        return ways.MappedKernel(theirs, pool)
+    assert side is not None
+    return ways.Nixl(
+        side,
+        offer,
+        plan.layout,
+        operation="WRITE" if name == "nixl-write" else "READ",
+        prepared=name == "nixl-prepared",
+        limit_s=plan.limit_s,
+    )
+
+
+def _samples(
+    plan: Plan, name: str, side: Any, offer: Any, theirs: Any, pool: ways.Pool
+) -> Iterator[Sample]:
+    of = {"way": name, "settings": plan.settings, "threads": plan.threads}
+    try:
+        way = _way(plan, name, side, offer, theirs, pool)
+    except Exception as error:
+        yield {**of, "error": f"{type(error).__name__}: {error}"}
+        return
+    for page_tokens in plan.page_tokens:
+        try:
+            for tokens in plan.tokens:
+                for repeat in range(plan.repeats + 1):
+                    measured = _one(plan, way, name, pool, tokens, page_tokens, repeat)
+                    yield {**of, "page_tokens": page_tokens, "tokens": tokens, **measured}
+        except Exception as error:
+            yield {**of, "page_tokens": page_tokens, "error": f"{type(error).__name__}: {error}"}
+
+
+def _one(
+    plan: Plan, way: Any, name: str, pool: ways.Pool, tokens: int, page_tokens: int, repeat: int
+) -> Sample:
+    out_of = layout.pages(plan.layout, tokens, page_tokens, seed=2 * repeat)
+    into = layout.pages(plan.layout, tokens, page_tokens, seed=2 * repeat + 1)
+    ready_s, read_s = way.read(out_of, into, page_tokens)
+    sample: Sample = {
+        "repeat": repeat,
+        "warm_up": repeat == 0,
+        "bytes": len(into) * page_tokens * plan.layout.token_bytes(),
+        "ready_s": ready_s,
+        "read_s": read_s,
+    }
+    if name != "nixl-write":
+        rows = layout.rows_of(out_of, page_tokens), layout.rows_of(into, page_tokens)
+        sample["right"] = layout.is_right(pool, into=rows[1], out_of=rows[0])
+    return sample
+
+
+def table(samples: list[Sample]) -> list[str]:
+    """Markdown: a line for each way, settings, page size and number of tokens; medians of the repeats, and
+    the slowest and the fastest."""
+    lines = [
+        "| way | settings | page, tokens | tokens | GB/s | GB/s with getting ready | ms | arrived right |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[Any, ...], list[Sample]] = {}
+    for sample in samples:
+        settings = " ".join(f"{key}={value}" for key, value in sample.get("settings", {}).items())
+        key = (sample.get("way", ""), settings, sample.get("page_tokens", ""))
+        if "error" in sample:
+            lines.append(f"| {key[0]} | {settings} | {key[2]} | | {sample['error']} | | | |")
+        elif not sample["warm_up"]:
+            groups.setdefault((*key, sample["tokens"]), []).append(sample)
+    for (way, settings, page_tokens, tokens), of in groups.items():
+        rates = [sample["bytes"] / sample["read_s"] / 1e9 for sample in of]
+        in_all = [sample["bytes"] / (sample["ready_s"] + sample["read_s"]) / 1e9 for sample in of]
+        right = "not checked"
+        if all("right" in sample for sample in of):
+            right = "yes" if all(sample["right"] for sample in of) else "NO"
+        lines.append(
+            f"| {way} | {settings} | {page_tokens} | {tokens} "
+            f"| {statistics.median(rates):.2f} [{min(rates):.2f}–{max(rates):.2f}] "
+            f"| {statistics.median(in_all):.2f} "
+            f"| {1e3 * statistics.median(sample['read_s'] for sample in of):.1f} | {right} |"
+        )
+    return lines
