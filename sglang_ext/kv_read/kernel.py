@@ -43,9 +43,11 @@ def copy_rows(
     places: torch.Tensor,
     row_bytes: int,
 ) -> None:
-    """Copies row `rows[i]` of every source tensor to row `places[i]` of the target tensor of the same
-    number. `sources` and `targets` hold their addresses (int64); rows are of `row_bytes` bytes, a
-    multiple of 8."""
+    """Copies row `rows[i]` of every source tensor to row `places[i]` of its target tensor.
+
+    `sources` and `targets` hold the tensors' addresses (int64); rows are of `row_bytes` bytes, a
+    multiple of 8.
+    """
     words = row_bytes // 8
     grid = (triton.cdiv(len(rows), _ROWS_A_PROGRAM), len(sources))
     _copy[grid](

@@ -20,7 +20,7 @@ _VALUES = 32_749
 
 @dataclass(frozen=True)
 class Layout:
-    """A pool of `pool_tokens` tokens, with `row_bytes` bytes each in every one of `regions` tensors."""
+    """A pool of `pool_tokens` tokens, each with `row_bytes` bytes in every one of its tensors."""
 
     regions: int
     row_bytes: int
@@ -55,8 +55,8 @@ def fill(pool: list[torch.Tensor]) -> None:
 
 
 def pages(layout: Layout, tokens: int, page_tokens: int, seed: int) -> Rows:
-    """Where `tokens` tokens lie in a pool that has been in use for a while: the first row of each of
-    their pages, in no order."""
+    """Where tokens lie in a pool that has been in use for a while: their pages' first rows, in no
+    order."""
     count = layout.pool_tokens // page_tokens
     chosen = np.random.default_rng(seed).permutation(count)[: tokens // page_tokens]
     return chosen.astype(np.int64) * page_tokens

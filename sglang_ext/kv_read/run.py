@@ -42,8 +42,10 @@ class Plan:
 
 
 def measure(plan: Plan) -> Iterator[Sample]:
-    """A sample for each transfer, as soon as it is done; one with an `error` where a way fails, which
-    ends that way and page size."""
+    """A sample for each transfer, as soon as it is done.
+
+    Where a way fails there is one with an `error`, which ends that way and page size.
+    """
     context = multiprocessing.get_context("spawn")
     offers, results, over = context.Queue(), context.Queue(), context.Event()
     os.environ.update(plan.settings)
@@ -154,6 +156,10 @@ def _one(
 ) -> Sample:
     out_of = layout.pages(plan.layout, tokens, page_tokens, seed=2 * repeat)
     into = layout.pages(plan.layout, tokens, page_tokens, seed=2 * repeat + 1)
+    if name != "nixl-write":
+        for tensor in pool:
+            tensor.zero_()
+        ways.synchronize(str(pool[0].device))
     ready_s, read_s = way.read(out_of, into, page_tokens)
     sample: Sample = {
         "repeat": repeat,
@@ -169,12 +175,22 @@ def _one(
 
 
 def table(samples: list[Sample]) -> list[str]:
-    """Markdown: a line for each way, settings, page size and number of tokens; medians of the repeats, and
-    the slowest and the fastest."""
-    lines = [
-        "| way | settings | page, tokens | tokens | GB/s | GB/s with getting ready | ms | arrived right |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """Markdown: a line for each way, settings, page size and number of tokens.
+
+    GB/s are the median of the repeats, the slowest and the fastest; once more with the time that
+    getting ready takes.
+    """
+    heads = (
+        "way",
+        "settings",
+        "page, tokens",
+        "tokens",
+        "GB/s",
+        "and ready",
+        "ms",
+        "arrived right",
+    )
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     groups: dict[tuple[Any, ...], list[Sample]] = {}
     for sample in samples:
         settings = " ".join(f"{key}={value}" for key, value in sample.get("settings", {}).items())

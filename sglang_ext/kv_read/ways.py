@@ -38,15 +38,13 @@ class NixlSide:
     """A NIXL agent that has a pool registered: the owner's, or the reader's."""
 
     def __init__(self, name: str, pool: Pool, threads: int) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found]
+        from nixl._api import nixl_agent, nixl_agent_config
 
         on_gpu = pool[0].is_cuda
         self.memory = "VRAM" if on_gpu else "DRAM"
         self.device = pool[0].get_device() if on_gpu else 0
         self.addresses = [tensor.data_ptr() for tensor in pool]
-        self.agent: Any = nixl_agent(
-            name, nixl_agent_config(backends=["UCX"], num_threads=threads)
-        )
+        self.agent: Any = nixl_agent(name, nixl_agent_config(backends=["UCX"], num_threads=threads))
         sizes = [tensor.numel() * tensor.element_size() for tensor in pool]
         places = [
             (address, size, self.device, "")
@@ -77,7 +75,7 @@ def _descriptors(
 
 
 class Nixl:
-    """Transfers by NIXL: descriptors of these pages are made for each, or of all pages beforehand."""
+    """Transfers by NIXL: their descriptors are made for each, or for all pages beforehand."""
 
     def __init__(
         self,
@@ -119,9 +117,7 @@ class Nixl:
     def _made_for_these(self, out_of: Rows, into: Rows, page_tokens: int) -> Any:
         side, offer = self._side, self._offer
         own = _descriptors(side.addresses, side.device, into, self._layout, page_tokens)
-        other = _descriptors(
-            offer["addresses"], offer["device"], out_of, self._layout, page_tokens
-        )
+        other = _descriptors(offer["addresses"], offer["device"], out_of, self._layout, page_tokens)
         return side.agent.initialize_xfer(
             self._operation,
             side.agent.get_xfer_descs(own, side.memory),
@@ -159,8 +155,11 @@ class Nixl:
 
 
 class MappedStaged:
-    """The owner's memory is mapped (CUDA IPC). Its GPU gathers the rows of each region into one piece,
-    which is copied over and put in its places here: torch alone, three copies of all bytes."""
+    """Out of the owner's memory, mapped here (CUDA IPC), with torch alone.
+
+    The owner's GPU gathers the rows of each region into one piece, which is copied over and put in
+    its places: three copies of all bytes.
+    """
 
     def __init__(self, theirs: Pool, own: Pool) -> None:
         self._theirs, self._own = theirs, own
@@ -183,8 +182,10 @@ class MappedStaged:
 
 
 class MappedKernel:
-    """The owner's memory is mapped (CUDA IPC), and one kernel on the reader's GPU copies all rows of all
-    regions out of it: one copy of all bytes, and the owner's GPU computes nothing."""
+    """Out of the owner's memory, mapped here (CUDA IPC), by one kernel on the reader's GPU.
+
+    It copies all rows of all regions: one copy of all bytes, and the owner's GPU computes nothing.
+    """
 
     def __init__(self, theirs: Pool, own: Pool) -> None:
         import torch
