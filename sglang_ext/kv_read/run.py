@@ -40,6 +40,10 @@ class Plan:
     limit_s: float
     """For one transfer."""
 
+    def has_any(self, ways: tuple[str, ...]) -> bool:
+        """Whether one of these ways is measured."""
+        return any(way in ways for way in self.ways)
+
 
 def measure(plan: Plan) -> Iterator[Sample]:
     """A sample for each transfer, as soon as it is done.
@@ -47,13 +51,18 @@ def measure(plan: Plan) -> Iterator[Sample]:
     Where a way fails there is one with an `error`, which ends that way and page size.
     """
     context = multiprocessing.get_context("spawn")
-    offers, results, over = context.Queue(), context.Queue(), context.Event()
+    offers, results = context.Queue(), context.Queue()
+    # The owner waits until this is closed; to set an event would wait for an owner that was killed.
+    until_closed, stays_open = context.Pipe(duplex=False)
     os.environ.update(plan.settings)
     try:
-        owner = context.Process(target=_own, args=(plan, offers, over, results), daemon=True)
+        owner = context.Process(
+            target=_own, args=(plan, offers, until_closed, results), daemon=True
+        )
         reader = context.Process(target=_read, args=(plan, offers, results), daemon=True)
         owner.start()
         reader.start()
+        until_closed.close()
     finally:
         for name in plan.settings:
             del os.environ[name]
@@ -62,15 +71,16 @@ def measure(plan: Plan) -> Iterator[Sample]:
             try:
                 sample = results.get(timeout=1.0)
             except queue.Empty:
-                if not reader.is_alive():
-                    yield {"error": f"the reader ended with exit status {reader.exitcode}"}
-                    return
+                for name, process in (("reader", reader), ("owner", owner)):
+                    if not process.is_alive():
+                        yield {"error": f"the {name} ended with exit status {process.exitcode}"}
+                        return
                 continue
             if sample is None:
                 return
             yield sample
     finally:
-        over.set()
+        stays_open.close()
         for process in (reader, owner):
             process.join(10.0)
             if process.is_alive():
@@ -81,18 +91,18 @@ def _devices(device: str) -> tuple[str, str]:
     return ("cpu", "cpu") if device == "cpu" else ("cuda:0", "cuda:1")
 
 
-def _own(plan: Plan, offers: Any, over: Any, results: Any) -> None:
+def _own(plan: Plan, offers: Any, until_closed: Any, results: Any) -> None:
     try:
         import torch.multiprocessing  # noqa: F401  (queues hand tensors over as mapped memory)
 
         pool = layout.allocate(plan.layout, _devices(plan.device)[0])
         layout.fill(pool)
         ways.synchronize(_devices(plan.device)[0])
-        nixl = any(way in NIXL_WAYS for way in plan.ways)
+        nixl = plan.has_any(NIXL_WAYS)
         side = ways.NixlSide("owner", pool, plan.threads) if nixl else None
         offers.put(side.offer() if side else None)
-        offers.put(pool if any(way in MAPPED_WAYS for way in plan.ways) else None)
-        over.wait()
+        offers.put(pool if plan.has_any(MAPPED_WAYS) else None)
+        until_closed.poll(None)
     except Exception as error:
         results.put({"error": f"owner: {type(error).__name__}: {error}"})
         results.put(None)
@@ -104,7 +114,7 @@ def _read(plan: Plan, offers: Any, results: Any) -> None:
 
         pool = layout.allocate(plan.layout, _devices(plan.device)[1])
         offer, theirs = offers.get(), offers.get()
-        nixl = any(way in NIXL_WAYS for way in plan.ways)
+        nixl = plan.has_any(NIXL_WAYS)
         side = ways.NixlSide("reader", pool, plan.threads) if nixl else None
         for name in plan.ways:
             for sample in _samples(plan, name, side, offer, theirs, pool):
