@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from sglang_ext.kv_read.layout import Layout
-from sglang_ext.kv_read.run import WAYS, Plan, Sample, measure, table
+from sglang_ext.kv_read.run import MAPPED_WAYS, NIXL_WAYS, WAYS, Plan, Sample, measure, table
 
 _EXAMPLE = """\
 example, on a host with two GPUs, in SGLang's environment:
@@ -97,8 +97,8 @@ def main() -> int:
             limit_s=options.limit_s,
         )
 
-    nixl = tuple(way for way in options.ways if way.startswith("nixl"))
-    mapped = tuple(way for way in options.ways if way not in nixl)
+    nixl = tuple(way for way in options.ways if way in NIXL_WAYS)
+    mapped = tuple(way for way in options.ways if way in MAPPED_WAYS)
     plans = [plan(nixl, settings) for settings in options.ucx or [{}]] if nixl else []
     plans += [plan(mapped, {})] if mapped else []
     options.output.mkdir(parents=True, exist_ok=True)

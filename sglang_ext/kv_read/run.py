@@ -54,18 +54,11 @@ def measure(plan: Plan) -> Iterator[Sample]:
     offers, results = context.Queue(), context.Queue()
     # The owner waits until this is closed; to set an event would wait for an owner that was killed.
     until_closed, stays_open = context.Pipe(duplex=False)
-    os.environ.update(plan.settings)
-    try:
-        owner = context.Process(
-            target=_own, args=(plan, offers, until_closed, results), daemon=True
-        )
-        reader = context.Process(target=_read, args=(plan, offers, results), daemon=True)
-        owner.start()
-        reader.start()
-        until_closed.close()
-    finally:
-        for name in plan.settings:
-            del os.environ[name]
+    owner = context.Process(target=_own, args=(plan, offers, until_closed, results), daemon=True)
+    reader = context.Process(target=_read, args=(plan, offers, results), daemon=True)
+    owner.start()
+    reader.start()
+    until_closed.close()
     try:
         while True:
             try:
@@ -93,6 +86,7 @@ def _devices(device: str) -> tuple[str, str]:
 
 def _own(plan: Plan, offers: Any, until_closed: Any, results: Any) -> None:
     try:
+        os.environ.update(plan.settings)
         import torch.multiprocessing  # noqa: F401  (queues hand tensors over as mapped memory)
 
         pool = layout.allocate(plan.layout, _devices(plan.device)[0])
@@ -110,6 +104,7 @@ def _own(plan: Plan, offers: Any, until_closed: Any, results: Any) -> None:
 
 def _read(plan: Plan, offers: Any, results: Any) -> None:
     try:
+        os.environ.update(plan.settings)
         import torch.multiprocessing  # noqa: F401
 
         pool = layout.allocate(plan.layout, _devices(plan.device)[1])
@@ -166,7 +161,8 @@ def _one(
 ) -> Sample:
     out_of = layout.pages(plan.layout, tokens, page_tokens, seed=2 * repeat)
     into = layout.pages(plan.layout, tokens, page_tokens, seed=2 * repeat + 1)
-    if name != "nixl-write":
+    reads = name != "nixl-write"
+    if reads:
         for tensor in pool:
             tensor.zero_()
         ways.synchronize(str(pool[0].device))
@@ -178,7 +174,7 @@ def _one(
         "ready_s": ready_s,
         "read_s": read_s,
     }
-    if name != "nixl-write":
+    if reads:
         rows = layout.rows_of(out_of, page_tokens), layout.rows_of(into, page_tokens)
         sample["right"] = layout.is_right(pool, into=rows[1], out_of=rows[0])
     return sample

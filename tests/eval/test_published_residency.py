@@ -298,12 +298,13 @@ def test_what_is_said_of_the_noise_and_of_waits() -> None:
         ("backfill-residency", 95, 228, 9),
         ("backfill-lease", 235, 373, 3),
         ("again-residency", 121, 208, 7),
+        ("along-twentyfour", 61, 269, 11),
     ],
 )
 def test_how_long_the_unanswered_had_waited(
     arm: str, least_s: float, most_s: float, count: int
 ) -> None:
-    """By the end of a drain of 80 s."""
+    """By the end of their drains."""
     window = phases(arm)
     over_s = window["window_end_s"] + window["drain_s"]
     failed = [r for r in lines(arm) if r["phase"] == "measure" and r["error"]]
@@ -470,11 +471,6 @@ def test_what_is_said_of_ten_24_and_twelve_with_short_turns_along() -> None:
     ]
     assert carried == pytest.approx([8.7, 10.1], abs=0.05)
     assert carried[1] / carried[0] == pytest.approx(1.16, abs=0.005)
-    window = phases("along-twentyfour")
-    over_s = window["window_end_s"] + window["drain_s"]
-    failed = [r for r in lines("along-twentyfour") if r["phase"] == "measure" and r["error"]]
-    since_s = sorted(round(over_s - r["scheduled_s"]) for r in failed)
-    assert (len(since_s), since_s[0], since_s[-1]) == (11, 61, 269)
     found = _until("sglang-three-cut-off", 131)
     assert (found["answers"], found["good"], found["firsts"]) == (28, 24, 28)
     assert found["cached"] == pytest.approx(0.887, abs=5e-4)
