@@ -8,12 +8,24 @@ import sys
 from pathlib import Path
 
 from sglang_ext.kv_read.layout import Layout
-from sglang_ext.kv_read.run import MAPPED_WAYS, NIXL_WAYS, WAYS, Plan, Sample, measure, table
+from sglang_ext.kv_read.run import (
+    MAPPED_WAYS,
+    MOONCAKE_WAYS,
+    NIXL_WAYS,
+    WAYS,
+    Plan,
+    Sample,
+    measure,
+    table,
+)
+
+_MOONCAKE_NVLINK = {"MC_INTRANODE_NVLINK": "true"}
+"""Without it Mooncake ends at TCP without a word."""
 
 _EXAMPLE = """\
 example, on a host with two GPUs, in SGLang's environment:
   python -m sglang_ext.kv_read --output out/kv-read \\
-    --ucx "" --ucx "UCX_TLS=cuda_ipc,cuda_copy,sm,self UCX_RNDV_SCHEME=get_zcopy"
+    --nixl-env "" --nixl-env "UCX_TLS=cuda_ipc,cuda_copy,sm,self UCX_RNDV_SCHEME=get_zcopy"
 """
 
 
@@ -55,13 +67,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page-tokens", type=_numbers, default=(64, 16, 1))
     parser.add_argument("--tokens", type=_numbers, default=(2_000, 16_000, 64_000))
     parser.add_argument("--repeats", type=int, default=5, help="after one to warm up")
-    parser.add_argument(
-        "--ucx",
-        type=_settings,
-        action="append",
-        metavar="SETTINGS",
-        help="NAME=VALUE … for both processes; each --ucx is a pair of its own (NIXL's ways)",
-    )
+    for library, default in (
+        ("nixl", "none"),
+        ("mooncake", "on a GPU MC_INTRANODE_NVLINK=true, otherwise none"),
+    ):
+        parser.add_argument(
+            f"--{library}-env",
+            type=_settings,
+            action="append",
+            metavar="SETTINGS",
+            help="NAME=VALUE … in the environment of both processes of this library's ways; "
+            f"given again, they are measured again, by a pair of its own (default: {default})",
+        )
     parser.add_argument("--threads", type=int, default=0, help="NIXL's, beside its progress thread")
     parser.add_argument("--limit-s", type=float, default=20.0, help="for one transfer")
     shape = parser.add_argument_group("shape (default: Qwen3-Coder-30B-A3B's in bf16)")
@@ -97,15 +114,23 @@ def main() -> int:
             limit_s=options.limit_s,
         )
 
-    nixl = tuple(way for way in options.ways if way in NIXL_WAYS)
-    mapped = tuple(way for way in options.ways if way in MAPPED_WAYS)
-    plans = [plan(nixl, settings) for settings in options.ucx or [{}]] if nixl else []
-    plans += [plan(mapped, {})] if mapped else []
+    mooncake = _MOONCAKE_NVLINK if options.device == "cuda" else {}
+    families: tuple[tuple[tuple[str, ...], list[dict[str, str]]], ...] = (
+        (NIXL_WAYS, options.nixl_env or [{}]),
+        (MOONCAKE_WAYS, options.mooncake_env or [mooncake]),
+        (MAPPED_WAYS, [{}]),
+    )
+    plans = [
+        plan(chosen, settings)
+        for ways, each in families
+        if (chosen := tuple(way for way in ways if way in options.ways))
+        for settings in each
+    ]
     options.output.mkdir(parents=True, exist_ok=True)
     samples: list[Sample] = []
     with (options.output / "samples.jsonl").open("a") as file:
-        for each in plans:
-            for sample in measure(each):
+        for pair in plans:
+            for sample in measure(pair):
                 samples.append(sample)
                 file.write(json.dumps(sample) + "\n")
                 file.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,12 @@ def pages(layout: Layout, tokens: int, page_tokens: int, seed: int) -> Rows:
     count = layout.pool_tokens // page_tokens
     chosen = np.random.default_rng(seed).permutation(count)[: tokens // page_tokens]
     return chosen.astype(np.int64) * page_tokens
+
+
+def page_addresses(tensors: Sequence[int], starts: Rows, row_bytes: int) -> NDArray[np.uint64]:
+    """Where these pages begin in tensors at these addresses, tensor by tensor."""
+    offsets = (starts * row_bytes).astype(np.uint64)
+    return (np.asarray(tensors, dtype=np.uint64)[:, None] + offsets[None, :]).reshape(-1)
 
 
 def rows_of(starts: Rows, page_tokens: int) -> Rows:

@@ -1,6 +1,7 @@
 """One pair of processes, an owner and a reader, and what the reader measures.
 
-UCX reads its settings when an agent is made, so each combination of settings has a pair of its own.
+NIXL and Mooncake read their settings when they start, so each combination of settings has a pair of
+its own.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.kv_read import layout, ways
+from sglang_ext.kv_read import layout, mooncake, ways
 from sglang_ext.kv_read.layout import Layout
 
 Sample = dict[str, Any]
+Side = ways.NixlSide | mooncake.MooncakeSide
+# What writes comes last of its pair: it changes what the owner holds.
 NIXL_WAYS = ("nixl", "nixl-prepared", "nixl-write")
+MOONCAKE_WAYS = ("mooncake", "mooncake-write")
 MAPPED_WAYS = ("mapped-staged", "mapped-kernel")
-WAYS = NIXL_WAYS + MAPPED_WAYS
+WAYS = NIXL_WAYS + MOONCAKE_WAYS + MAPPED_WAYS
+_WRITES = ("nixl-write", "mooncake-write")
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Plan:
     device: str
     """`cuda` (owner on the first GPU, reader on the second) or `cpu`."""
     ways: tuple[str, ...]
+    """Of one library, or those of mapped memory."""
     page_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     repeats: int
@@ -40,9 +46,9 @@ class Plan:
     limit_s: float
     """For one transfer."""
 
-    def has_any(self, ways: tuple[str, ...]) -> bool:
-        """Whether one of these ways is measured."""
-        return any(way in ways for way in self.ways)
+    def failed(self, error: str) -> Sample:
+        """What is said where none of the ways can go on."""
+        return {"way": ", ".join(self.ways), "settings": self.settings, "error": error}
 
 
 def measure(plan: Plan) -> Iterator[Sample]:
@@ -66,7 +72,7 @@ def measure(plan: Plan) -> Iterator[Sample]:
             except queue.Empty:
                 for name, process in (("reader", reader), ("owner", owner)):
                     if not process.is_alive():
-                        yield {"error": f"the {name} ended with exit status {process.exitcode}"}
+                        yield plan.failed(f"the {name} ended with exit status {process.exitcode}")
                         return
                 continue
             if sample is None:
@@ -84,6 +90,14 @@ def _devices(device: str) -> tuple[str, str]:
     return ("cpu", "cpu") if device == "cpu" else ("cuda:0", "cuda:1")
 
 
+def _side(name: str, plan: Plan, pool: ways.Pool) -> Side | None:
+    if plan.ways[0] in NIXL_WAYS:
+        return ways.NixlSide(name, pool, plan.threads)
+    if plan.ways[0] in MOONCAKE_WAYS:
+        return mooncake.MooncakeSide(pool, plan.limit_s)
+    return None
+
+
 def _own(plan: Plan, offers: Any, until_closed: Any, results: Any) -> None:
     try:
         os.environ.update(plan.settings)
@@ -92,13 +106,11 @@ def _own(plan: Plan, offers: Any, until_closed: Any, results: Any) -> None:
         pool = layout.allocate(plan.layout, _devices(plan.device)[0])
         layout.fill(pool)
         ways.synchronize(_devices(plan.device)[0])
-        nixl = plan.has_any(NIXL_WAYS)
-        side = ways.NixlSide("owner", pool, plan.threads) if nixl else None
-        offers.put(side.offer() if side else None)
-        offers.put(pool if plan.has_any(MAPPED_WAYS) else None)
+        side = _side("owner", plan, pool)
+        offers.put(side.offer() if side else pool)
         until_closed.poll(None)
     except Exception as error:
-        results.put({"error": f"owner: {type(error).__name__}: {error}"})
+        results.put(plan.failed(f"owner: {type(error).__name__}: {error}"))
         results.put(None)
 
 
@@ -108,41 +120,37 @@ def _read(plan: Plan, offers: Any, results: Any) -> None:
         import torch.multiprocessing  # noqa: F401
 
         pool = layout.allocate(plan.layout, _devices(plan.device)[1])
-        offer, theirs = offers.get(), offers.get()
-        nixl = plan.has_any(NIXL_WAYS)
-        side = ways.NixlSide("reader", pool, plan.threads) if nixl else None
+        offer = offers.get()
+        side = _side("reader", plan, pool)
         for name in plan.ways:
-            for sample in _samples(plan, name, side, offer, theirs, pool):
+            for sample in _samples(plan, name, side, offer, pool):
                 results.put(sample)
     except Exception as error:
-        results.put({"error": f"reader: {type(error).__name__}: {error}"})
+        results.put(plan.failed(f"reader: {type(error).__name__}: {error}"))
     results.put(None)
 
 
 def _way(
-    plan: Plan, name: str, side: ways.NixlSide | None, offer: Any, theirs: Any, pool: ways.Pool
-) -> ways.Nixl | ways.MappedStaged | ways.MappedKernel:
-    if name == "mapped-staged":
-        return ways.MappedStaged(theirs, pool)
-    if name == "mapped-kernel":
-        return ways.MappedKernel(theirs, pool)
-    assert side is not None
-    return ways.Nixl(
-        side,
-        offer,
-        plan.layout,
-        operation="WRITE" if name == "nixl-write" else "READ",
-        prepared=name == "nixl-prepared",
-        limit_s=plan.limit_s,
-    )
+    plan: Plan, name: str, side: Side | None, offer: Any, pool: ways.Pool
+) -> ways.Nixl | mooncake.Mooncake | ways.MappedStaged | ways.MappedKernel:
+    """`offer` is what the owner's side says of itself; without a side, its pool."""
+    writes, limit_s = name in _WRITES, plan.limit_s
+    if isinstance(side, mooncake.MooncakeSide):
+        return mooncake.Mooncake(side, offer, plan.layout, writes=writes, limit_s=limit_s)
+    if isinstance(side, ways.NixlSide):
+        operation, prepared = "WRITE" if writes else "READ", name == "nixl-prepared"
+        return ways.Nixl(
+            side, offer, plan.layout, operation=operation, prepared=prepared, limit_s=limit_s
+        )
+    return (ways.MappedStaged if name == "mapped-staged" else ways.MappedKernel)(offer, pool)
 
 
 def _samples(
-    plan: Plan, name: str, side: Any, offer: Any, theirs: Any, pool: ways.Pool
+    plan: Plan, name: str, side: Side | None, offer: Any, pool: ways.Pool
 ) -> Iterator[Sample]:
     of = {"way": name, "settings": plan.settings, "threads": plan.threads}
     try:
-        way = _way(plan, name, side, offer, theirs, pool)
+        way = _way(plan, name, side, offer, pool)
     except Exception as error:
         yield {**of, "error": f"{type(error).__name__}: {error}"}
         return
@@ -161,7 +169,7 @@ def _one(
 ) -> Sample:
     out_of = layout.pages(plan.layout, tokens, page_tokens, seed=2 * repeat)
     into = layout.pages(plan.layout, tokens, page_tokens, seed=2 * repeat + 1)
-    reads = name != "nixl-write"
+    reads = name not in _WRITES
     if reads:
         for tensor in pool:
             tensor.zero_()

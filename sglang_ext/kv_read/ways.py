@@ -1,4 +1,4 @@
-"""The ways in which a reader gets pages out of an owner's pool.
+"""The ways in which a reader gets pages out of an owner's pool: NIXL's, and by mapped memory.
 
 Each says how long getting ready for these pages took (descriptors, indices: work that grows with
 their number) and how long it was from then until all had arrived.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sglang_ext.kv_read.layout import Layout, Rows, rows_of
+from sglang_ext.kv_read.layout import Layout, Rows, page_addresses, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +45,7 @@ class NixlSide:
         self.device = pool[0].get_device() if on_gpu else 0
         self.addresses = [tensor.data_ptr() for tensor in pool]
         self.agent: Any = nixl_agent(name, nixl_agent_config(backends=["UCX"], num_threads=threads))
-        sizes = [tensor.numel() * tensor.element_size() for tensor in pool]
-        places = [
-            (address, size, self.device, "")
-            for address, size in zip(self.addresses, sizes, strict=True)
-        ]
+        places = [(tensor.data_ptr(), tensor.nbytes, self.device, "") for tensor in pool]
         self._registered = self.agent.register_memory(places, self.memory)
 
     def offer(self) -> dict[str, Any]:
@@ -66,9 +62,7 @@ def _descriptors(
 ) -> Any:
     """A line for each page of each region, region by region: address, bytes, device."""
     lines = np.empty((len(addresses) * len(starts), 3), dtype=np.uint64)
-    bases = np.asarray(addresses, dtype=np.uint64)
-    offsets = (starts * layout.row_bytes).astype(np.uint64)
-    lines[:, 0] = (bases[:, None] + offsets[None, :]).reshape(-1)
+    lines[:, 0] = page_addresses(addresses, starts, layout.row_bytes)
     lines[:, 1] = page_tokens * layout.row_bytes
     lines[:, 2] = device
     return lines

@@ -76,6 +76,14 @@ def engine_python(version: str = DEFAULT) -> str:
     return str(installed("sglang", version).python)
 
 
+def needs_mooncake(python: str) -> None:
+    """Skips the test where this Python cannot load Mooncake's engine."""
+    command = [python, "-c", "import mooncake.engine"]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        pytest.skip(f"no Mooncake in the engine's environment: {tried.stderr[-200:]}")
+
+
 def model_files(text: bool) -> dict[str, bytes]:
     """The tiny model's folder. For text it has ids enough for SGLang's own tests, each a token."""
     if not text:

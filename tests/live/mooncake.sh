@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the live test of the elastic worker over Mooncake's TCP transport, without a GPU or RDMA device:
+# Runs the live tests of the elastic worker and of reading KV over Mooncake's TCP transport, without a GPU or
+# RDMA device:
 #   tests/live/mooncake.sh [0.5.17|0.5.23] [folder of the environment]
 # Makes an environment of that pinned SGLang with Mooncake in it (beside the one that `deltaserve launch
 # install` makes, which has none), once. Mooncake's library links RDMA's even when it uses TCP: those are
@@ -29,4 +30,5 @@ if ! "$environment/bin/python" -c "import mooncake.engine" 2>/dev/null; then
   .venv/bin/uv pip install --quiet --python "$environment/bin/python" --no-deps "$mooncake"
 fi
 DELTASERVE_LIVE_ENGINE=$environment/bin/python DELTASERVE_LIVE_VERSION=$version \
-  exec .venv/bin/python -m pytest -q -s -m live -k mooncake tests/live/test_elastic_live.py
+  exec .venv/bin/python -m pytest -q -s -m live -k mooncake \
+  tests/live/test_elastic_live.py tests/live/test_kv_read_live.py

@@ -18,7 +18,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -39,6 +38,7 @@ from tests.live.elastic_fleet import (
     ask,
     client_of,
     engine_python,
+    needs_mooncake,
     request,
 )
 
@@ -432,13 +432,7 @@ async def test_a_more_important_request_pushes_others_out_and_they_come_back(
 
 
 async def test_mooncake_over_tcp(workers: Workers) -> None:
-    present = subprocess.run(
-        [engine_python(workers.version), "-c", "import mooncake.engine"],
-        capture_output=True,
-        text=True,
-    )
-    if present.returncode != 0:
-        pytest.skip(f"no Mooncake in the engine's environment: {present.stderr[-200:]}")
+    needs_mooncake(engine_python(workers.version))
     async with workers.fleet(
         "mooncake", (), ("--disable-overlap-schedule",), backend="mooncake_tcp"
     ) as fleet:

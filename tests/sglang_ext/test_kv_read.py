@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_ext.kv_read.layout import Layout, contents, pages, rows_of
-from sglang_ext.kv_read.run import table
+from sglang_ext.kv_read import __main__ as command_line
+from sglang_ext.kv_read.layout import Layout, contents, page_addresses, pages, rows_of
+from sglang_ext.kv_read.run import MAPPED_WAYS, Plan, table
 
 LAYOUT = Layout(regions=4, row_bytes=64, pool_tokens=1_000)
 
@@ -25,6 +26,11 @@ def test_pages_lie_apart_and_within_the_pool(page_tokens: int) -> None:
     assert rows.max() < LAYOUT.pool_tokens
     assert np.any(np.diff(starts) != page_tokens)
     assert LAYOUT.token_bytes() == 256
+
+
+def test_addresses_of_pages_go_tensor_by_tensor() -> None:
+    addresses = page_addresses([1_000_000, 5_000_000], np.array([48, 0]), LAYOUT.row_bytes)
+    assert addresses.tolist() == [1_003_072, 1_000_000, 5_003_072, 5_000_000]
 
 
 def test_neighbours_hold_different_contents() -> None:
@@ -65,7 +71,8 @@ def test_the_table_leaves_warm_ups_out_and_names_what_failed() -> None:
     ("arguments", "words"),
     [
         (["--ways", "carrier-pigeon"], "carrier-pigeon: one of nixl, "),
-        (["--ucx", "UCX_TLS"], "UCX_TLS: expected NAME=VALUE"),
+        (["--nixl-env", "UCX_TLS"], "UCX_TLS: expected NAME=VALUE"),
+        (["--mooncake-env", "=1"], "=1: expected NAME=VALUE"),
         (["--tokens", "0"], "0: numbers of 1 or more"),
         (["--tokens", "90000"], "--pool-tokens 80000: fewer than the 90000 to be read"),
         (["--tokens", "32"], "--tokens: a page at least"),
@@ -79,3 +86,41 @@ def test_a_wrong_argument_is_told_by_its_name(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> list[Plan]:
+    plans: list[Plan] = []
+
+    def measure(plan: Plan) -> list[dict[str, Any]]:
+        plans.append(plan)
+        return []
+
+    monkeypatch.setattr(command_line, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["kv_read", "--output", str(folder), *arguments])
+    assert command_line.main() == 1, "nothing was measured"
+    return plans
+
+
+def test_each_library_has_a_pair_for_each_of_its_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = ("--nixl-env", "", "--nixl-env", "A=1 B=2", "--mooncake-env", "C=3")
+    plans = planned(monkeypatch, tmp_path, *settings)
+    nixl, mooncake = ("nixl", "nixl-prepared", "nixl-write"), ("mooncake", "mooncake-write")
+    assert [(plan.ways, plan.settings) for plan in plans] == [
+        (nixl, {}),
+        (nixl, {"A": "1", "B": "2"}),
+        (mooncake, {"C": "3"}),
+        (MAPPED_WAYS, {}),
+    ]
+
+
+def test_mooncake_is_told_of_nvlink_on_a_gpu_and_writes_come_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ways = ("--ways", "mooncake-write,mooncake")
+    (plan,) = planned(monkeypatch, tmp_path, *ways)
+    assert plan.ways == ("mooncake", "mooncake-write")
+    assert plan.settings == {"MC_INTRANODE_NVLINK": "true"}
+    (plan,) = planned(monkeypatch, tmp_path, *ways, "--device", "cpu")
+    assert plan.settings == {}
