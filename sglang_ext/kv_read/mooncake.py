@@ -25,11 +25,6 @@ class MooncakeSide:
         os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(math.ceil(limit_s)))
         from mooncake.engine import TransferEngine
 
-        if pool[0].is_cuda:
-            import torch
-
-            # The current GPU is the one that may reach the memory which the engine maps.
-            torch.cuda.set_device(pool[0].device)
         self.device = str(pool[0].device)
         self.addresses = [tensor.data_ptr() for tensor in pool]
         self.engine: Any = TransferEngine()

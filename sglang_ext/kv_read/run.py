@@ -98,12 +98,22 @@ def _side(name: str, plan: Plan, pool: ways.Pool) -> Side | None:
     return None
 
 
+def _pool(plan: Plan, device: str) -> ways.Pool:
+    """This process's, whose GPU becomes the current one.
+
+    Triton starts kernels there, and Mooncake maps the owner's memory for it.
+    """
+    import torch.multiprocessing  # (queues hand tensors over as mapped memory)
+
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    return layout.allocate(plan.layout, device)
+
+
 def _own(plan: Plan, offers: Any, until_closed: Any, results: Any) -> None:
     try:
         os.environ.update(plan.settings)
-        import torch.multiprocessing  # noqa: F401  (queues hand tensors over as mapped memory)
-
-        pool = layout.allocate(plan.layout, _devices(plan.device)[0])
+        pool = _pool(plan, _devices(plan.device)[0])
         layout.fill(pool)
         ways.synchronize(_devices(plan.device)[0])
         side = _side("owner", plan, pool)
@@ -117,9 +127,7 @@ def _own(plan: Plan, offers: Any, until_closed: Any, results: Any) -> None:
 def _read(plan: Plan, offers: Any, results: Any) -> None:
     try:
         os.environ.update(plan.settings)
-        import torch.multiprocessing  # noqa: F401
-
-        pool = layout.allocate(plan.layout, _devices(plan.device)[1])
+        pool = _pool(plan, _devices(plan.device)[1])
         offer = offers.get()
         side = _side("reader", plan, pool)
         for name in plan.ways:

@@ -189,8 +189,8 @@ class MappedKernel:
         self._copy: Callable[..., None] = copy_rows
         self._theirs, self._own = theirs, own
         device = own[0].device
-        # The first copy between two devices lets each reach the other's memory.
-        own[0][:1].copy_(theirs[0][:1])
+        # At the first copy from one GPU to another torch lets it reach the other's memory.
+        own[0].new_empty(1).to(theirs[0].device)
 
         def addresses(pool: Pool) -> torch.Tensor:
             return torch.tensor([tensor.data_ptr() for tensor in pool], device=device)
