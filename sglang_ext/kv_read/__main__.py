@@ -36,6 +36,11 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
+def _gpus(text: str) -> tuple[int, int]:
+    owner, reader = (int(part) for part in text.split(","))
+    return owner, reader
+
+
 def _ways(text: str) -> tuple[str, ...]:
     chosen = tuple(text.split(","))
     for way in chosen:
@@ -63,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of samples and table")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gpus", type=_gpus, default=(0, 1), help="owner's and reader's (0,1)")
     parser.add_argument("--ways", type=_ways, default=WAYS, help=f"of {','.join(WAYS)}")
     parser.add_argument("--page-tokens", type=_numbers, default=(64, 16, 1))
     parser.add_argument("--tokens", type=_numbers, default=(2_000, 16_000, 64_000))
@@ -99,12 +105,15 @@ def main() -> int:
         parser.error(f"--pool-tokens {options.pool_tokens}: fewer than the {largest} to be read")
     if min(options.tokens) < max(options.page_tokens):
         parser.error("--tokens: a page at least")
+    devices = ("cpu", "cpu")
+    if options.device == "cuda":
+        devices = (f"cuda:{options.gpus[0]}", f"cuda:{options.gpus[1]}")
     layout = Layout(2 * options.layers, options.row_bytes, options.pool_tokens)
 
     def plan(ways: tuple[str, ...], settings: dict[str, str]) -> Plan:
         return Plan(
             layout=layout,
-            device=options.device,
+            devices=devices,
             ways=ways,
             page_tokens=options.page_tokens,
             tokens=options.tokens,
@@ -118,7 +127,8 @@ def main() -> int:
     families: tuple[tuple[tuple[str, ...], list[dict[str, str]]], ...] = (
         (NIXL_WAYS, options.nixl_env or [{}]),
         (MOONCAKE_WAYS, options.mooncake_env or [mooncake]),
-        (MAPPED_WAYS, [{}]),
+        # A pair for each: a process maps an allocation once, for one GPU.
+        *(((way,), [{}]) for way in MAPPED_WAYS),
     )
     plans = [
         plan(chosen, settings)

@@ -32,10 +32,10 @@ class Plan:
     """What one pair of processes measures."""
 
     layout: Layout
-    device: str
-    """`cuda` (owner on the first GPU, reader on the second) or `cpu`."""
+    devices: tuple[str, str]
+    """The owner's and the reader's, as torch names them."""
     ways: tuple[str, ...]
-    """Of one library, or those of mapped memory."""
+    """Of one library, or one by mapped memory."""
     page_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     repeats: int
@@ -86,10 +86,6 @@ def measure(plan: Plan) -> Iterator[Sample]:
                 process.kill()
 
 
-def _devices(device: str) -> tuple[str, str]:
-    return ("cpu", "cpu") if device == "cpu" else ("cuda:0", "cuda:1")
-
-
 def _side(name: str, plan: Plan, pool: ways.Pool) -> Side | None:
     if plan.ways[0] in NIXL_WAYS:
         return ways.NixlSide(name, pool, plan.threads)
@@ -103,7 +99,7 @@ def _pool(plan: Plan, device: str) -> ways.Pool:
 
     Triton starts kernels there, and Mooncake maps the owner's memory for it.
     """
-    import torch.multiprocessing  # (queues hand tensors over as mapped memory)
+    import torch.multiprocessing  # (queues then take what maps a tensor)
 
     if device != "cpu":
         torch.cuda.set_device(device)
@@ -113,11 +109,11 @@ def _pool(plan: Plan, device: str) -> ways.Pool:
 def _own(plan: Plan, offers: Any, until_closed: Any, results: Any) -> None:
     try:
         os.environ.update(plan.settings)
-        pool = _pool(plan, _devices(plan.device)[0])
+        pool = _pool(plan, plan.devices[0])
         layout.fill(pool)
-        ways.synchronize(_devices(plan.device)[0])
+        ways.synchronize(plan.devices[0])
         side = _side("owner", plan, pool)
-        offers.put(side.offer() if side else pool)
+        offers.put(side.offer() if side else ways.shared(pool))
         until_closed.poll(None)
     except Exception as error:
         results.put(plan.failed(f"owner: {type(error).__name__}: {error}"))
@@ -127,7 +123,7 @@ def _own(plan: Plan, offers: Any, until_closed: Any, results: Any) -> None:
 def _read(plan: Plan, offers: Any, results: Any) -> None:
     try:
         os.environ.update(plan.settings)
-        pool = _pool(plan, _devices(plan.device)[1])
+        pool = _pool(plan, plan.devices[1])
         offer = offers.get()
         side = _side("reader", plan, pool)
         for name in plan.ways:
@@ -141,7 +137,7 @@ def _read(plan: Plan, offers: Any, results: Any) -> None:
 def _way(
     plan: Plan, name: str, side: Side | None, offer: Any, pool: ways.Pool
 ) -> ways.Nixl | mooncake.Mooncake | ways.MappedStaged | ways.MappedKernel:
-    """`offer` is what the owner's side says of itself; without a side, its pool."""
+    """`offer` is what the owner's side says of itself; without a side, what maps its pool."""
     writes, limit_s = name in _WRITES, plan.limit_s
     if isinstance(side, mooncake.MooncakeSide):
         return mooncake.Mooncake(side, offer, plan.layout, writes=writes, limit_s=limit_s)
@@ -218,7 +214,8 @@ def table(samples: list[Sample]) -> list[str]:
         settings = " ".join(f"{key}={value}" for key, value in sample.get("settings", {}).items())
         key = (sample.get("way", ""), settings, sample.get("page_tokens", ""))
         if "error" in sample:
-            lines.append(f"| {key[0]} | {settings} | {key[2]} | | {sample['error']} | | | |")
+            error = sample["error"].partition("\n")[0]
+            lines.append(f"| {key[0]} | {settings} | {key[2]} | | {error} | | | |")
         elif not sample["warm_up"]:
             groups.setdefault((*key, sample["tokens"]), []).append(sample)
     for (way, settings, page_tokens, tokens), of in groups.items():

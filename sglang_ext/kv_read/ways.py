@@ -148,6 +148,31 @@ class Nixl:
         )
 
 
+def shared(pool: Pool) -> list[Any]:
+    """What another process needs to map these tensors, each with the function that does."""
+    import torch.multiprocessing.reductions
+
+    return [torch.multiprocessing.reductions.reduce_tensor(tensor) for tensor in pool]
+
+
+_STORAGE_DEVICE = 6
+"""Where torch's `rebuild_cuda_tensor` has the GPU by which it maps the memory."""
+
+
+def mapped(offer: list[Any], onto: torch.device | None = None) -> Pool:
+    """The owner's tensors, mapped here.
+
+    Kernels reach them on the GPU by which they were mapped alone: that on which they are, unless
+    another is named.
+    """
+    pool = []
+    for rebuild, of in offer:
+        if onto is not None and onto.index is not None:
+            of = (*of[:_STORAGE_DEVICE], onto.index, *of[_STORAGE_DEVICE + 1 :])
+        pool.append(rebuild(*of))
+    return pool
+
+
 class MappedStaged:
     """Out of the owner's memory, mapped here (CUDA IPC), with torch alone.
 
@@ -155,8 +180,8 @@ class MappedStaged:
     its places: three copies of all bytes.
     """
 
-    def __init__(self, theirs: Pool, own: Pool) -> None:
-        self._theirs, self._own = theirs, own
+    def __init__(self, offer: list[Any], own: Pool) -> None:
+        self._theirs, self._own = mapped(offer), own
 
     def read(self, out_of: Rows, into: Rows, page_tokens: int) -> Seconds:
         import torch
@@ -181,21 +206,19 @@ class MappedKernel:
     It copies all rows of all regions: one copy of all bytes, and the owner's GPU computes nothing.
     """
 
-    def __init__(self, theirs: Pool, own: Pool) -> None:
+    def __init__(self, offer: list[Any], own: Pool) -> None:
         import torch
 
         from sglang_ext.kv_read.kernel import copy_rows
 
         self._copy: Callable[..., None] = copy_rows
-        self._theirs, self._own = theirs, own
         device = own[0].device
-        # At the first copy from one GPU to another torch lets it reach the other's memory.
-        own[0].new_empty(1).to(theirs[0].device)
+        self._theirs, self._own = mapped(offer, device), own
 
         def addresses(pool: Pool) -> torch.Tensor:
             return torch.tensor([tensor.data_ptr() for tensor in pool], device=device)
 
-        self._from, self._to = addresses(theirs), addresses(own)
+        self._from, self._to = addresses(self._theirs), addresses(own)
 
     def read(self, out_of: Rows, into: Rows, page_tokens: int) -> Seconds:
         import torch
