@@ -25,10 +25,12 @@ use router_policies::policy;
 use serde_json::{Value, json};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
+use std::io::Write;
+use std::ops::Range;
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 const PAGE_TOKENS: u32 = 64;
 const KV_TOKENS: u64 = 600_000;
@@ -37,6 +39,9 @@ const PROMPT_TOKENS: (u32, u32, u32) = (65_000, 75_000, 1_000);
 const SYSTEM_TOKENS: u32 = 8_000;
 /// More than processors' caches hold.
 const OTHER_BYTES: usize = 64 << 20;
+
+/// Of fewer the 99th percentile says nothing.
+const LEAST_SAMPLES: usize = 50;
 
 /// A row: workers, sessions a worker.
 const ROWS: [(u32, u32); 5] = [(1, 5), (1, 12), (1, 24), (8, 5), (8, 12)];
@@ -80,7 +85,7 @@ struct World {
 }
 
 impl World {
-    fn new(workers: u32, sessions: u32, is_cold: bool) -> Self {
+    fn new(workers: u32, sessions: u32) -> Self {
         let clock_us = Arc::new(AtomicU64::new(0));
         let shown = Arc::clone(&clock_us);
         let log = std::env::temp_dir().join(format!("decision-bench-{}", std::process::id()));
@@ -125,7 +130,7 @@ impl World {
                 .collect(),
             woken: Arc::default(),
             random,
-            other: is_cold.then(|| vec![1; OTHER_BYTES / 8]),
+            other: None,
             at_once: Vec::new(),
             after_wait: Vec::new(),
         }
@@ -258,59 +263,97 @@ impl World {
     }
 }
 
-/// The engine's events: the pages of the session's prompt that it has computed.
-fn store(fleet: &Fleet, number: u32, session: &mut Session, worker: String) {
-    let pages = session.tokens / PAGE_TOKENS;
-    let first = match &session.stored {
-        Some((at, pages)) if *at == worker => *pages,
-        _ => 0,
-    };
+fn pages(number: u32, pages: Range<u32>) -> Vec<KvEvent> {
     let shared = SYSTEM_TOKENS / PAGE_TOKENS;
     let name = |page: u32| match page < shared {
         true => u64::from(page) + 1,
-        false => u64::from(number + 1) << 32 | u64::from(page),
+        false => (u64::from(number + 1) << 32) | u64::from(page),
     };
-    let events: Vec<KvEvent> = (first..pages)
-        .map(|page| KvEvent::Stored {
-            tier: Tier::Device,
-            blocks: vec![name(page)],
-            parent: page.checked_sub(1).map(name),
-            tokens: (page * PAGE_TOKENS..(page + 1) * PAGE_TOKENS)
-                .map(|at| token(number, at))
-                .collect(),
-            block_size: PAGE_TOKENS as usize,
-            namespace: Namespace::default(),
-        })
-        .collect();
-    fleet.apply_kv_events(worker.as_str(), &events);
-    session.stored = Some((worker, pages.max(first)));
+    let stored = pages.map(|page| KvEvent::Stored {
+        tier: Tier::Device,
+        blocks: vec![name(page)],
+        parent: page.checked_sub(1).map(name),
+        tokens: (page * PAGE_TOKENS..(page + 1) * PAGE_TOKENS)
+            .map(|at| token(number, at))
+            .collect(),
+        block_size: PAGE_TOKENS as usize,
+        namespace: Namespace::default(),
+    });
+    stored.collect()
 }
 
-fn row(workers: u32, sessions: u32, is_cold: bool) -> Option<Value> {
-    let state = if is_cold { "cold" } else { "warm" };
-    let label = format!("decision, {workers} workers, {sessions} sessions each, {state}");
-    if !wanted(&label) {
-        return None;
+/// The engine's events: the pages of the session's prompt that it has computed.
+fn store(fleet: &Fleet, number: u32, session: &mut Session, worker: String) {
+    let held = match &session.stored {
+        Some((at, pages)) if *at == worker => *pages,
+        _ => 0,
+    };
+    let whole = session.tokens / PAGE_TOKENS;
+    fleet.apply_kv_events(worker.as_str(), &pages(number, held..whole));
+    session.stored = Some((worker, whole.max(held)));
+}
+
+/// Until the end another worker's cache changes: a prompt comes, and goes.
+fn tell(fleet: &Fleet, is_over: &AtomicBool) {
+    let stored = pages(1 << 20, 0..PROMPT_TOKENS.1 / PAGE_TOKENS);
+    let removed = stored.iter().rev().filter_map(|event| match event {
+        KvEvent::Stored { tier, blocks, .. } => Some(KvEvent::Removed {
+            tier: *tier,
+            blocks: blocks.clone(),
+        }),
+        _ => None,
+    });
+    let removed: Vec<KvEvent> = removed.collect();
+    while !is_over.load(Ordering::Relaxed) {
+        for events in [&stored, &removed] {
+            fleet.apply_kv_events("w0", events);
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum State {
+    Warm,
+    Cold,
+    Told,
+}
+
+fn label(workers: u32, sessions: u32, state: State) -> String {
+    let state = format!("{state:?}").to_lowercase();
+    format!("decision, {workers} workers, {sessions} sessions each, {state}")
+}
+
+fn row(workers: u32, sessions: u32, state: State) -> Value {
+    let label = label(workers, sessions, state);
     let turns = setting("DECISION_BENCH_TURNS", 2_000) as usize;
-    let mut world = World::new(workers, sessions, false);
+    let mut world = World::new(workers, sessions);
     // All sessions are known, and have what they hold by then.
     while world.decisions() < (workers * sessions * 8) as usize {
         world.go_on();
     }
     world.forget();
-    world.other = is_cold.then(|| vec![1; OTHER_BYTES / 8]);
-    while world.decisions() < turns {
-        world.go_on();
-    }
+    world.other = (state == State::Cold).then(|| vec![1; OTHER_BYTES / 8]);
+    let is_over = AtomicBool::new(false);
+    let fleet = Arc::clone(&world.fleet);
+    std::thread::scope(|scope| {
+        if state == State::Told {
+            scope.spawn(|| tell(&fleet, &is_over));
+        }
+        while world.decisions() < turns {
+            world.go_on();
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
     let waited = world.after_wait.len() as f64 / world.decisions() as f64;
     let mut of = json!({"what": label, "waited_share": waited});
     let mut line = format!("{label:<50}");
-    for (what, samples) in [
+    let samples = [
         ("at once", world.at_once),
         ("after a wait", world.after_wait),
-    ] {
-        if samples.len() < 50 {
+    ];
+    for (what, samples) in samples {
+        if samples.len() < LEAST_SAMPLES {
             continue;
         }
         let samples = Quantiles::new(samples);
@@ -319,7 +362,7 @@ fn row(workers: u32, sessions: u32, is_cold: bool) -> Option<Value> {
         of[what] = json!({"p50_us": p50, "p90_us": p90, "p99_us": p99});
     }
     println!("{line}  ({:.0} % had waited)", 100.0 * waited);
-    Some(of)
+    of
 }
 
 fn main() {
@@ -329,26 +372,25 @@ fn main() {
         false => 1,
     };
     let mut results = Vec::new();
-    for (workers, sessions) in ROWS {
-        for is_cold in [false, true] {
-            for _ in 0..repeats {
-                if let Some(before) = &before {
-                    let state = if is_cold { "cold" } else { "warm" };
-                    let label =
-                        format!("decision, {workers} workers, {sessions} sessions each, {state}");
-                    if wanted(&label) {
-                        print!("before  ");
-                        let _ = std::io::Write::flush(&mut std::io::stdout());
-                        let _ = Command::new(before)
-                            .env_remove("DECISION_BENCH_BEFORE")
-                            .env("ROUTER_BENCH_ONLY", label)
-                            .status();
-                        print!("now     ");
-                    }
-                }
-                results.extend(row(workers, sessions, is_cold));
+    for ((workers, sessions), state) in ROWS
+        .into_iter()
+        .flat_map(|row| [State::Warm, State::Cold, State::Told].map(|state| (row, state)))
+    {
+        let label = label(workers, sessions, state);
+        for _ in (0..repeats).filter(|_| wanted(&label)) {
+            if let Some(before) = &before {
+                print!("before  ");
+                let _ = std::io::stdout().flush();
+                let _ = Command::new(before)
+                    .env_remove("DECISION_BENCH_BEFORE")
+                    .env("ROUTER_BENCH_ONLY", &label)
+                    .status();
+                print!("now     ");
             }
+            results.push(row(workers, sessions, state));
         }
     }
-    println!("{}", json!({ "results": results }));
+    if std::env::var_os("ROUTER_BENCH_ONLY").is_none() {
+        println!("{}", json!({ "results": results }));
+    }
 }
