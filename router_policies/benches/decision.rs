@@ -284,18 +284,23 @@ fn pages(number: u32, pages: Range<u32>) -> Vec<KvEvent> {
 
 /// The engine's events: the pages of the session's prompt that it has computed.
 fn store(fleet: &Fleet, number: u32, session: &mut Session, worker: String) {
-    let held = match &session.stored {
-        Some((at, pages)) if *at == worker => *pages,
-        _ => 0,
-    };
+    let mut held = 0;
+    match session.stored.take() {
+        Some((at, pages)) if at == worker => held = pages,
+        // What it had elsewhere is evicted there, but for what it shares with others.
+        Some((at, had)) => {
+            let own = pages(number, SYSTEM_TOKENS / PAGE_TOKENS..had);
+            fleet.apply_kv_events(at.as_str(), &removal(&own));
+        }
+        None => {}
+    }
     let whole = session.tokens / PAGE_TOKENS;
     fleet.apply_kv_events(worker.as_str(), &pages(number, held..whole));
     session.stored = Some((worker, whole.max(held)));
 }
 
-/// Until the end another worker's cache changes: a prompt comes, and goes.
-fn tell(fleet: &Fleet, is_over: &AtomicBool) {
-    let stored = pages(1 << 20, 0..PROMPT_TOKENS.1 / PAGE_TOKENS);
+/// The last pages first.
+fn removal(stored: &[KvEvent]) -> Vec<KvEvent> {
     let removed = stored.iter().rev().filter_map(|event| match event {
         KvEvent::Stored { tier, blocks, .. } => Some(KvEvent::Removed {
             tier: *tier,
@@ -303,7 +308,13 @@ fn tell(fleet: &Fleet, is_over: &AtomicBool) {
         }),
         _ => None,
     });
-    let removed: Vec<KvEvent> = removed.collect();
+    removed.collect()
+}
+
+/// Until the end another worker's cache changes: a prompt comes, and goes.
+fn tell(fleet: &Fleet, is_over: &AtomicBool) {
+    let stored = pages(1 << 20, 0..PROMPT_TOKENS.1 / PAGE_TOKENS);
+    let removed = removal(&stored);
     while !is_over.load(Ordering::Relaxed) {
         for events in [&stored, &removed] {
             fleet.apply_kv_events("w0", events);
