@@ -2,6 +2,7 @@
 
 use super::log::PrefixSource;
 use super::prefix::estimate::{EstimateTree, strided};
+use super::prefix::events::Likely;
 use super::prefix::hash::{PromptHashes, Unit};
 use super::residency::cached::Cached;
 use super::worker::Worker;
@@ -81,7 +82,7 @@ impl State {
     }
 
     fn fill_exact(&mut self, prompt: &PromptHashes) {
-        let mut by_page: SmallVec<[(usize, SmallVec<[(u32, usize); 8]>); 1]> = SmallVec::new();
+        let mut by_page: SmallVec<[(usize, SmallVec<[Likely; 8]>); 1]> = SmallVec::new();
         for (slot, worker) in self.workers.iter().enumerate() {
             let Some(worker) = worker else { continue };
             // A prompt that waits is kept in larger blocks than pages may be.

@@ -539,6 +539,38 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     #[test]
+    fn events_are_written_at_once_though_nobody_wakes_the_thread() {
+        let folder = std::env::temp_dir().join(format!("log-{:x}", fastrand::u64(..)));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let path = folder.join("d.jsonl");
+        let sink = EventSink::to_file(&path, |_| {}).expect("a file");
+        let lines = || {
+            std::fs::read_to_string(&path)
+                .expect("text")
+                .lines()
+                .count()
+        };
+        for count in 1..=3 {
+            sink.send(Event::Wait(WaitRecord {
+                ts_unix_s: unix_now_s(),
+                request_id: count.to_string(),
+                session_id: None,
+                reason: WaitReason::NoRoom,
+                waiting: count,
+            }));
+            let begun = Instant::now();
+            while lines() < count {
+                assert!(begun.elapsed() < Duration::from_secs(10), "event {count}");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        let begun = Instant::now();
+        drop(sink);
+        assert!(begun.elapsed() < WAITS_AFTER, "the end wakes it");
+        std::fs::remove_dir_all(&folder).expect("removed");
+    }
+
+    #[test]
     fn a_log_that_could_not_be_written_goes_on_with_whole_lines_once_it_can_be() {
         let folder = std::env::temp_dir().join(format!("log-{:x}", fastrand::u64(..)));
         std::fs::create_dir_all(&folder).expect("a folder");

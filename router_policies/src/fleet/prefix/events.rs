@@ -193,6 +193,8 @@ struct Held {
 }
 
 type Group = SmallVec<[u32; 8]>;
+/// A worker, and how many pages of a prompt it is likely to hold.
+pub type Likely = (u32, usize);
 
 /// The blocks of all workers that publish events.
 #[derive(Default)]
@@ -329,14 +331,14 @@ impl ExactIndex {
     }
 
     /// Calls `found` with every worker of `workers` that holds a beginning of the prompt, and its
-    /// length in pages of `stride` of the prompt's blocks. Beside each worker is how many pages it is likely
-    /// to hold: it is looked there first, and then ever further off, for each look may take as long as
-    /// memory does. Mostly it is known, as that of a session's next turn is, and two looks are enough.
+    /// length in pages of `stride` of the prompt's blocks. It is looked first where each is likely to hold
+    /// it up to, and then ever further off, for each look may take as long as memory does. Mostly it is
+    /// known, as that of a session's next turn is, and two looks are enough.
     pub fn matched(
         &self,
         prompt: &PromptHashes,
         stride: usize,
-        workers: &[(u32, usize)],
+        workers: &[Likely],
         mut found: impl FnMut(u32, usize),
     ) {
         let pages = prompt.states.len() / stride;
