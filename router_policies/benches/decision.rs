@@ -2,14 +2,16 @@
 //! again, on workers with a host tier that publish KV events, under a clock of the benchmark's own.
 //!
 //! `cargo bench -p router_policies --bench decision`. Each row is one number of workers and of sessions a
-//! worker: with few nobody waits, with many some always do. A decision is timed from the call that asks for
-//! a place to its return; what had to wait is timed once more when it is let in. `cold` rows read
-//! other memory between two decisions, as a router that waits for seconds between two requests finds
-//! its own no longer in the processor's caches; `warm` rows decide one after the other.
+//! worker: with few nobody waits, with many some do. A decision is timed from the call that asks for a place
+//! to its return; of a turn that had to wait, the call that finds it let in. `warm` rows decide one after the
+//! other; `cold` rows use other memory between two decisions, as a router that waits for seconds between
+//! two requests finds its own no longer in the processor's caches; in `told` rows another thread applies KV
+//! events meanwhile, all pages of a prompt at once.
 //!
 //! DECISION_BENCH_TURNS (2000) is how many decisions of a row are timed, DECISION_BENCH_BEFORE another
-//! commit's program of this benchmark, whose rows then run in turns with these, DECISION_BENCH_REPEATS (3)
-//! how often, and ROUTER_BENCH_ONLY leaves out every row whose name does not contain it.
+//! commit's program of this benchmark (where that commit has none, with this file and its entry in Cargo.toml
+//! put there), whose rows then run in turns with these, DECISION_BENCH_REPEATS (3) how often, and
+//! ROUTER_BENCH_ONLY leaves out every row whose name does not contain it.
 
 mod arms;
 
@@ -401,6 +403,7 @@ fn main() {
             results.push(row(workers, sessions, state));
         }
     }
+    // Not among the rows of a run that has started this one for its own.
     if std::env::var_os("ROUTER_BENCH_ONLY").is_none() {
         println!("{}", json!({ "results": results }));
     }
