@@ -2,12 +2,13 @@
 
 use super::log::PrefixSource;
 use super::prefix::estimate::{EstimateTree, strided};
+use super::prefix::events::Likely;
 use super::prefix::hash::{PromptHashes, Unit};
 use super::residency::cached::Cached;
 use super::worker::Worker;
 use super::{ESTIMATE_BLOCK_TOKENS, State};
 use crate::policy::Route;
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 impl State {
     /// Tokens that a worker is believed to have in its cache, of all prompts together. Whatever changes
@@ -42,6 +43,8 @@ impl State {
 
     pub(super) fn fill_cached(&mut self, prompt: &PromptHashes) {
         let count = self.workers.len();
+        self.likely_tokens.clear();
+        self.likely_tokens.resize(count, 0);
         let mut apply = |tree: &EstimateTree,
                          states: &[u64],
                          block: usize,
@@ -51,6 +54,8 @@ impl State {
             tree.matched(states, &mut self.held_blocks);
             for (facts, &held) in self.facts.iter_mut().zip(&self.held_blocks) {
                 let worker = self.workers[facts.slot].as_ref();
+                let likely = &mut self.likely_tokens[facts.slot];
+                *likely = (*likely).max(held as usize * block);
                 if held > 0
                     && worker.is_some_and(|w| {
                         tokens.is_none_or(|b| w.estimate_block == b && w.needs_estimate_of(prompt))
@@ -77,7 +82,7 @@ impl State {
     }
 
     fn fill_exact(&mut self, prompt: &PromptHashes) {
-        let mut by_page: SmallVec<[(usize, Vec<u32>); 2]> = SmallVec::new();
+        let mut by_page: SmallVec<[(usize, SmallVec<[Likely; 8]>); 1]> = SmallVec::new();
         for (slot, worker) in self.workers.iter().enumerate() {
             let Some(worker) = worker else { continue };
             // A prompt that waits is kept in larger blocks than pages may be.
@@ -86,9 +91,11 @@ impl State {
             if worker.prefix_source != PrefixSource::Events || !fits {
                 continue;
             }
+            // What the estimate says is mostly what events tell.
+            let likely = (slot as u32, self.likely_tokens[slot] / page);
             match by_page.iter_mut().find(|(other, _)| *other == page) {
-                Some((_, slots)) => slots.push(slot as u32),
-                None => by_page.push((page, vec![slot as u32])),
+                Some((_, slots)) => slots.push(likely),
+                None => by_page.push((page, smallvec![likely])),
             }
         }
         let most = prompt.tokens().saturating_sub(1);

@@ -16,7 +16,7 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::mpsc::{self, TryRecvError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Decisions kept in memory.
@@ -349,6 +349,7 @@ impl EventSink {
     pub fn reopen(&self) {
         if let Some(writer) = &self.writer {
             let _ = writer.sender.send(Task::Reopen);
+            writer.thread.thread().unpark();
         }
     }
 
@@ -368,10 +369,16 @@ impl Drop for EventSink {
     fn drop(&mut self) {
         if let Some(Writer { sender, thread }) = self.writer.take() {
             drop(sender);
+            thread.thread().unpark();
             let _ = thread.join();
         }
     }
 }
+
+/// How often the writing thread looks for events while some come.
+const LOOKS_EVERY: Duration = Duration::from_millis(20);
+/// After so long without one it waits until one comes.
+const WAITS_AFTER: Duration = Duration::from_secs(10);
 
 /// How long after it could not be written the file is tried again.
 const TRY_AGAIN: Duration = Duration::from_secs(10);
@@ -409,21 +416,37 @@ impl LogFile {
         })
     }
 
-    /// Does what it is told until nobody is left to tell it anything.
+    /// Does what it is told until nobody is left to tell it anything. Whoever tells a thread that waits has to
+    /// wake it, by a call to the kernel that takes as long as a decision: so while events come it looks for them
+    /// now and then, and waits for one only after a while without any.
     fn follow(&mut self, tasks: &mpsc::Receiver<Task>) {
-        while let Ok(first) = tasks.recv() {
-            let mut next = Some(first);
-            while let Some(task) = next {
-                match task {
-                    Task::Write(event) => self.take(&event),
-                    Task::Reopen => {
-                        self.write();
-                        self.reopen();
+        while let Ok(task) = tasks.recv() {
+            self.carry_out(task);
+            let mut last = Instant::now();
+            while last.elapsed() < WAITS_AFTER {
+                match tasks.try_recv() {
+                    Ok(task) => {
+                        self.carry_out(task);
+                        last = Instant::now();
                     }
+                    Err(TryRecvError::Empty) => {
+                        self.write();
+                        std::thread::park_timeout(LOOKS_EVERY);
+                    }
+                    Err(TryRecvError::Disconnected) => break,
                 }
-                next = tasks.try_recv().ok();
             }
             self.write();
+        }
+    }
+
+    fn carry_out(&mut self, task: Task) {
+        match task {
+            Task::Write(event) => self.take(&event),
+            Task::Reopen => {
+                self.write();
+                self.reopen();
+            }
         }
     }
 
@@ -514,6 +537,38 @@ fn append(file: &mut File, lines: &[u8]) -> io::Result<()> {
 mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering};
+
+    #[test]
+    fn events_are_written_at_once_though_nobody_wakes_the_thread() {
+        let folder = std::env::temp_dir().join(format!("log-{:x}", fastrand::u64(..)));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let path = folder.join("d.jsonl");
+        let sink = EventSink::to_file(&path, |_| {}).expect("a file");
+        let lines = || {
+            std::fs::read_to_string(&path)
+                .expect("text")
+                .lines()
+                .count()
+        };
+        for count in 1..=3 {
+            sink.send(Event::Wait(WaitRecord {
+                ts_unix_s: unix_now_s(),
+                request_id: count.to_string(),
+                session_id: None,
+                reason: WaitReason::NoRoom,
+                waiting: count,
+            }));
+            let begun = Instant::now();
+            while lines() < count {
+                assert!(begun.elapsed() < Duration::from_secs(10), "event {count}");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        let begun = Instant::now();
+        drop(sink);
+        assert!(begun.elapsed() < WAITS_AFTER, "the end wakes it");
+        std::fs::remove_dir_all(&folder).expect("removed");
+    }
 
     #[test]
     fn a_log_that_could_not_be_written_goes_on_with_whole_lines_once_it_can_be() {

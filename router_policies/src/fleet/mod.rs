@@ -121,6 +121,9 @@ pub(crate) struct State {
     /// Slots of the workers that may have changed since these were found.
     stale_facts: Marks,
     held_blocks: Vec<u32>,
+    /// By slot: tokens of the prompt that the facts are filled in for, by the estimate, whether it counts
+    /// or not.
+    likely_tokens: Vec<usize>,
     /// See [`State::sites`].
     known_sites: KnownSites,
     /// Where the worker of an id is, of those that have not been removed.
@@ -185,6 +188,7 @@ impl Fleet {
                 known_facts: Vec::new(),
                 stale_facts: Marks::default(),
                 held_blocks: Vec::new(),
+                likely_tokens: Vec::new(),
                 known_sites: KnownSites::default(),
                 slots: HashMap::new(),
                 residency: Residency::new(ungated()),

@@ -202,8 +202,9 @@ impl Fleet {
         request: &Request,
         exclude: &[String],
     ) -> Admit {
+        let begun = self.begin();
         match ticket.id.take() {
-            Some(id) => self.fetch(self.state.lock(), self.begin(), request, exclude, id),
+            Some(id) => self.fetch(self.state.lock(), begun, request, exclude, id),
             None => Admit::Refused(Refused::ByPolicy(Refusal::NoCandidates)),
         }
     }

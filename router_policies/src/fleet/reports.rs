@@ -6,7 +6,12 @@ use super::prefix::events::{KvEvent, Tier};
 use super::which::Which;
 use super::worker::{EngineLoad, Worker};
 use super::{Fleet, State, circuit};
+use parking_lot::MutexGuard;
 use std::sync::Arc;
+
+/// Decisions that wait for the lock go between so many KV events: a batch may have one for each page of a
+/// long prompt, and applying all of them takes longer than many decisions.
+const EVENTS_AT_ONCE: usize = 16;
 
 /// What is known of a worker's cache where its KV events begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,25 +58,20 @@ impl Fleet {
     /// Applies a worker's KV events, in their order. False when events before them are missing: the
     /// estimate then counts as well, where it knows more.
     pub fn apply_kv_events<'a>(&self, which: impl Into<Which<'a>>, events: &[KvEvent]) -> bool {
+        let which = which.into();
         let mut guard = self.state.lock();
-        let state = &mut *guard;
-        let Some(slot) = state.slot_of(which) else {
+        let Some(slot) = guard.slot_of(which) else {
             return true;
         };
-        self.learn_page_size(state, slot, events);
+        self.learn_page_size(&mut guard, slot, events);
         let mut all = true;
-        for event in events {
-            state.workers.marks.add(slot);
-            let is_applied = state.exact.apply(slot, event);
-            all &= is_applied;
-            let is_clear = *event == KvEvent::Cleared;
-            if is_clear {
-                state.forget_prefixes(slot);
-            }
-            if let Some(worker) = &mut state.workers[slot] {
-                // Nothing that came before it is of any use any more.
-                worker.lacks_events = !is_clear && (worker.lacks_events || !is_applied);
-            }
+        for some in events.chunks(EVENTS_AT_ONCE) {
+            // Whoever had the lock meanwhile may have removed it.
+            let Some(slot) = guard.slot_of(which) else {
+                break;
+            };
+            all &= guard.apply_kv_events(slot, some);
+            MutexGuard::bump(&mut guard);
         }
         if events
             .iter()
@@ -225,6 +225,25 @@ impl Fleet {
 }
 
 impl State {
+    /// False when events before these are missing.
+    fn apply_kv_events(&mut self, slot: usize, events: &[KvEvent]) -> bool {
+        let mut all = true;
+        for event in events {
+            self.workers.marks.add(slot);
+            let is_applied = self.exact.apply(slot, event);
+            all &= is_applied;
+            let is_clear = *event == KvEvent::Cleared;
+            if is_clear {
+                self.forget_prefixes(slot);
+            }
+            if let Some(worker) = &mut self.workers[slot] {
+                // Nothing that came before it is of any use any more.
+                worker.lacks_events = !is_clear && (worker.lacks_events || !is_applied);
+            }
+        }
+        all
+    }
+
     /// The worker's cache is gone, and with it the places on it.
     pub(super) fn forget_cache(&mut self, slot: usize) {
         self.forget_prefixes(slot);

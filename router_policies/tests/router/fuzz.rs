@@ -279,12 +279,12 @@ fn kv_events_never_leave_the_index_inconsistent() {
                 index.apply(worker, &event);
             }
         }
-        index.matched(&prompt, 1, &[0, 1], |worker, _| {
+        index.matched(&prompt, 1, &[(0, 0), (1, 7)], |worker, _| {
             assert!(index.held_blocks(worker as usize) > 0);
         });
         index.clear(0);
         index.clear(1);
-        index.matched(&prompt, 1, &[0, 1], |worker, _| {
+        index.matched(&prompt, 1, &[(0, 0), (1, 7)], |worker, _| {
             panic!("worker {worker} holds nothing")
         });
     });

@@ -130,7 +130,9 @@ impl Recency {
 pub struct EstimateTree {
     nodes: Vec<Node>,
     free: Vec<NodeId>,
-    starts: StateMap<NodeId>,
+    /// By their first states, with how many blocks they are: the next node can be looked up while this one
+    /// is still on its way from memory.
+    starts: StateMap<(NodeId, u32)>,
     workers: Vec<Worker>,
 }
 
@@ -138,7 +140,7 @@ impl EstimateTree {
     /// Blocks of `states` that each worker holds, written to `held` by slot.
     pub fn matched(&self, states: &[u64], held: &mut [u32]) {
         let mut at = 0;
-        while let Some(&id) = states.get(at).and_then(|state| self.starts.get(state)) {
+        while let Some(&(id, blocks)) = states.get(at).and_then(|state| self.starts.get(state)) {
             let node = &self.nodes[id as usize];
             let common = common_blocks(&node.states, &states[at..]);
             for &(worker, _) in &node.holders {
@@ -146,10 +148,10 @@ impl EstimateTree {
                     *entry = (at + common) as u32;
                 }
             }
-            at += common;
-            if common < node.states.len() {
+            if common < blocks as usize {
                 break;
             }
+            at += blocks as usize;
         }
     }
 
@@ -163,7 +165,7 @@ impl EstimateTree {
         let mut at = 0;
         while at < states.len() {
             let id = match self.starts.get(&states[at]) {
-                Some(&id) => {
+                Some(&(id, _)) => {
                     let common = common_blocks(&self.nodes[id as usize].states, &states[at..]);
                     if common < self.nodes[id as usize].states.len() {
                         self.split(id, common);
@@ -187,7 +189,7 @@ impl EstimateTree {
     /// Takes back a node that [`EstimateTree::insert`] made: its prompt was not run. Nodes that other
     /// prompts have put behind it meanwhile are out of reach then, and age.
     pub fn retract(&mut self, worker: usize, start: u64) {
-        let Some(&id) = self.starts.get(&start) else {
+        let Some(&(id, _)) = self.starts.get(&start) else {
             return;
         };
         let holders = &self.nodes[id as usize].holders;
@@ -227,7 +229,7 @@ impl EstimateTree {
     pub fn len_blocks(&self) -> usize {
         self.starts
             .values()
-            .map(|&id| self.nodes[id as usize].states.len())
+            .map(|&(id, _)| self.nodes[id as usize].states.len())
             .sum()
     }
 
@@ -241,7 +243,7 @@ impl EstimateTree {
     }
 
     fn add(&mut self, states: Vec<u64>) -> NodeId {
-        let start = states[0];
+        let (start, blocks) = (states[0], states.len() as u32);
         let node = Node {
             states,
             holders: SmallVec::new(),
@@ -256,7 +258,7 @@ impl EstimateTree {
                 (self.nodes.len() - 1) as NodeId
             }
         };
-        self.starts.insert(start, id);
+        self.starts.insert(start, (id, blocks));
         id
     }
 
@@ -265,6 +267,7 @@ impl EstimateTree {
         let node = &mut self.nodes[id as usize];
         let tail = node.states.split_off(blocks);
         node.states.shrink_to_fit();
+        self.starts.insert(node.states[0], (id, blocks as u32));
         let mut holders = node.holders.clone();
         let new = self.add(tail);
         for (worker, place) in &mut holders {

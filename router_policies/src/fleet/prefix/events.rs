@@ -3,13 +3,14 @@
 //! Engines name a block by a hash of their own and tell its tokens and its parent, so every block is
 //! translated once into the state of [`super::hash`]: a prompt's states can then be looked up
 //! whatever the engine hashes with. A worker holds a block, on its device or in its host tier, only if it
-//! holds the blocks before it (engines evict leaves first), so its match in a prompt is found by
-//! bisection, for all workers of one page size together.
+//! holds the blocks before it (engines evict leaves first), so its match in a prompt is found without
+//! looking at all of it ([`super::span`]), for all workers of one page size together.
 
 use super::estimate::StateMap;
 use super::hash::{Namespace, PromptHashes, TokenChain, digits, step};
+use super::span::Span;
 use rmpv::Value;
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 /// Where a worker holds a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -191,6 +192,10 @@ struct Held {
     on_device: usize,
 }
 
+type Group = SmallVec<[u32; 8]>;
+/// A worker, and how many pages of a prompt it is likely to hold.
+pub type Likely = (u32, usize);
+
 /// The blocks of all workers that publish events.
 #[derive(Default)]
 pub struct ExactIndex {
@@ -326,40 +331,40 @@ impl ExactIndex {
     }
 
     /// Calls `found` with every worker of `workers` that holds a beginning of the prompt, and its
-    /// length in pages of `stride` of the prompt's blocks.
+    /// length in pages of `stride` of the prompt's blocks. It is looked first where each is likely to hold
+    /// it up to, and then ever further off, for each look may take as long as memory does. Mostly it is
+    /// known, as that of a session's next turn is, and two looks are enough.
     pub fn matched(
         &self,
         prompt: &PromptHashes,
         stride: usize,
-        workers: &[u32],
+        workers: &[Likely],
         mut found: impl FnMut(u32, usize),
     ) {
         let pages = prompt.states.len() / stride;
-        // Each of a span's workers holds `low` pages and not `high`.
-        let mut spans = vec![(0, pages + 1, workers.to_vec())];
-        while let Some((low, high, mut group)) = spans.pop() {
-            if group.is_empty() {
+        let mut spans: SmallVec<[(Span, Group); 4]> = SmallVec::new();
+        for &(worker, likely) in workers {
+            let whole = Span::new(pages, likely);
+            match spans.iter_mut().find(|(span, _)| *span == whole) {
+                Some((_, group)) => group.push(worker),
+                None => spans.push((whole, smallvec![worker])),
+            }
+        }
+        while let Some((span, group)) = spans.pop() {
+            let Some(page) = span.next() else {
+                let held = span.held();
+                let group = group.into_iter().filter(|_| held > 0);
+                group.for_each(|worker| found(worker, held));
                 continue;
-            }
-            if high - low == 1 {
-                if low > 0 {
-                    group.iter().for_each(|&worker| found(worker, low));
-                }
-                continue;
-            }
-            let middle = low + (high - low) / 2;
-            let state = prompt.states[middle * stride - 1];
-            let holders = self.holders.get(&state);
-            let (mut has, mut lacks) = (Vec::new(), Vec::new());
-            for worker in group.drain(..) {
-                if holders.is_some_and(|holders| holders.contains(&worker)) {
-                    has.push(worker);
-                } else {
-                    lacks.push(worker);
+            };
+            let holders = self.holders.get(&prompt.states[page * stride - 1]);
+            let holds = |worker: &u32| holders.is_some_and(|holders| holders.contains(worker));
+            let (has, lacks): (Group, Group) = group.into_iter().partition(holds);
+            for (group, holds) in [(has, true), (lacks, false)] {
+                if !group.is_empty() {
+                    spans.push((span.after(page, holds), group));
                 }
             }
-            spans.push((middle, high, has));
-            spans.push((low, middle, lacks));
         }
     }
 }
@@ -381,11 +386,21 @@ mod tests {
     }
 
     fn held(index: &ExactIndex, tokens: &[u32], page: usize, worker: u32) -> usize {
+        held_near(index, tokens, page, worker, 0)
+    }
+
+    fn held_near(
+        index: &ExactIndex,
+        tokens: &[u32],
+        page: usize,
+        worker: u32,
+        likely: usize,
+    ) -> usize {
         let mut length = 0;
         index.matched(
             &PromptHashes::of_tokens(tokens, 1),
             page,
-            &[worker],
+            &[(worker, likely)],
             |_, pages| {
                 length = pages * page;
             },
@@ -522,7 +537,7 @@ mod tests {
                 (Some("sql"), Some("salt")),
             ] {
                 let mut pages = 0;
-                index.matched(&apart(other), 2, &[0], |_, found| pages = found);
+                index.matched(&apart(other), 2, &[(0, 0)], |_, found| pages = found);
                 assert_eq!(
                     pages,
                     if other == own { 2 } else { 0 },
@@ -701,6 +716,7 @@ mod tests {
             steps in proptest::collection::vec(
                 (0u32..3, any::<bool>(), proptest::collection::vec(0u32..3, 1..14)), 1..40),
             probe in proptest::collection::vec(0u32..3, 1..14),
+            likely in 0usize..16,
         ) {
             let mut engines: [Engine; 3] = Default::default();
             let mut index = ExactIndex::default();
@@ -721,7 +737,8 @@ mod tests {
                         engine.device.contains(&probe[..end]) || engine.host.contains(&probe[..end])
                     })
                     .max().unwrap_or(0);
-                prop_assert_eq!(held(&index, &probe, page, worker as u32), longest);
+                let found = held_near(&index, &probe, page, worker as u32, likely);
+                prop_assert_eq!(found, longest);
                 prop_assert_eq!(index.device_blocks(worker), engine.device.len());
             }
             for worker in 0..3 {

@@ -3,3 +3,4 @@
 pub mod estimate;
 pub mod events;
 pub mod hash;
+mod span;

@@ -246,13 +246,14 @@ impl Hold {
         }
         chain.block_tokens = prompt.block_tokens;
         chain.tail_tokens = prompt.tail_tokens();
-        for at in chain.states.len()..prompt.blocks() {
-            let state = prompt.state(at);
-            self.blocks.add(state, prompt.block_tokens);
-            if at == 0 {
-                self.blocks.start(state, prompt.block_tokens);
-            }
-            chain.states.push(state);
+        let known = chain.states.len();
+        let new = (known..prompt.blocks()).map(|at| prompt.state(at));
+        self.blocks.add(new.clone(), prompt.block_tokens);
+        chain.states.extend(new);
+        if known == 0
+            && let Some(&first) = chain.states.first()
+        {
+            self.blocks.start(first, prompt.block_tokens);
         }
         self.loose_tokens += chain.tail_tokens + output_tokens;
         self.growth_tokens -= std::mem::take(&mut occupant.growth_tokens);

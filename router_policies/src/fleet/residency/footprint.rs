@@ -8,6 +8,7 @@
 use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::{BYTES_PER_TOKEN, PromptHashes, Unit};
 use smallvec::SmallVec;
+use std::collections::hash_map::Entry;
 
 /// Tokens a coarse block (the nearest multiple of the prompt's own blocks).
 pub const COARSE_TOKENS: usize = 256;
@@ -138,23 +139,29 @@ impl Blocks {
         self.tokens
     }
 
-    pub fn add(&mut self, state: u64, tokens: u32) {
+    /// Adds one holder of each of these blocks, which have so many tokens each.
+    pub fn add(&mut self, states: impl ExactSizeIterator<Item = u64>, tokens: u32) {
+        if states.len() == 0 {
+            return;
+        }
         let (least, most) = self.sizes.unwrap_or((tokens, tokens));
         self.sizes = Some((least.min(tokens), most.max(tokens)));
-        let fresh = Count { holders: 0, tokens };
-        let count = self.counts.entry(state).or_insert(fresh);
-        count.holders += 1;
-        if count.holders == 1 {
-            self.tokens += u64::from(count.tokens);
+        self.counts.reserve(states.len());
+        for state in states {
+            let fresh = Count { holders: 0, tokens };
+            let count = self.counts.entry(state).or_insert(fresh);
+            count.holders += 1;
+            if count.holders == 1 {
+                self.tokens += u64::from(count.tokens);
+            }
         }
     }
 
     pub fn remove(&mut self, state: u64) {
-        if let Some(count) = self.counts.get_mut(&state) {
-            count.holders -= 1;
-            if count.holders == 0 {
-                self.tokens -= u64::from(count.tokens);
-                self.counts.remove(&state);
+        if let Entry::Occupied(mut count) = self.counts.entry(state) {
+            count.get_mut().holders -= 1;
+            if count.get().holders == 0 {
+                self.tokens -= u64::from(count.remove().tokens);
             }
         }
     }
@@ -290,9 +297,9 @@ mod tests {
         assert_eq!((a.blocks(), a.tail_tokens(), b.blocks()), (10, 40, 7));
         let (of_a, of_b) = (chain(&a), chain(&b));
         let mut blocks = Blocks::default();
-        of_a.states.iter().for_each(|&state| blocks.add(state, 256));
+        blocks.add(of_a.states.iter().copied(), 256);
         assert_eq!(blocks.held(&b, 0), 4);
-        of_b.states.iter().for_each(|&state| blocks.add(state, 256));
+        blocks.add(of_b.states.iter().copied(), 256);
         assert_eq!(blocks.tokens(), 13 * 256);
         assert_eq!((blocks.shared(&of_a), of_a.common(&b)), (4, 4));
         let nothing = prompt(0..0);

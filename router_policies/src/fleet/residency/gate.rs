@@ -187,6 +187,10 @@ impl Residency {
     /// As [`Residency::ask`], for one that comes now.
     pub fn ask_now(&self, asked: &Asked<'_>, sites: &Sites, now_s: f64) -> Result<Go, WaitReason> {
         let mut round = Round::new(sites, now_s, 0.0, 1.0);
+        // Mostly it may go, and then nobody asks what kept it from workers that it may not go to.
+        if let Ok(go) = self.ask(asked, sites, &mut round) {
+            return Ok(go);
+        }
         round.says_why = true;
         self.ask(asked, sites, &mut round)
     }

@@ -11,6 +11,7 @@ use super::book::{Key, Occupant};
 use super::gaps::MOST_S;
 use super::gate::Round;
 use super::rules::Demand;
+use super::sessions::Known;
 use super::{Residency, Site, Sites, site_of};
 use crate::policy::attention_pairs;
 use std::rc::Rc;
@@ -63,7 +64,7 @@ impl Residency {
 
     fn is_home(&self, key: Key, site: &Site) -> bool {
         let known = self.sessions.get(key);
-        known.is_some_and(|known| known.home == Some((site.slot, site.serial)))
+        known.is_some_and(|known| is_home(known, site))
     }
 
     /// Whether a session has a slice there, or may begin one now, or needs none.
@@ -129,12 +130,12 @@ impl Residency {
         };
         let mut over = Vec::new();
         for (&key, &since_s) in &seen.slices {
-            if !self.is_home(key, site) {
+            let Some(known) = self.sessions.get(key).filter(|known| is_home(known, site)) else {
                 continue;
-            }
-            let tokens = self.expected_tokens(key, now_s);
+            };
+            let tokens = self.expected_of(known, now_s);
             load.tokens += tokens;
-            if now_s - since_s >= self.slice_s(key, site, demand) {
+            if now_s - since_s >= self.slice_s(known, site, demand) {
                 over.push((since_s, key, blended(0, tokens)));
             }
         }
@@ -158,7 +159,8 @@ impl Residency {
     /// in full.
     fn ends_for(&self, key: Key, load: &Load, budget: f64) -> Option<Vec<Key>> {
         // It has come back, whatever was to be expected.
-        let own = self.tokens_over_time(key);
+        let known = self.sessions.get(key);
+        let own = known.map_or(0.0, |known| self.tokens_over_time(known));
         let mut left = load.tokens;
         let mut ends = Vec::new();
         let mut over = load.over.iter();
@@ -172,12 +174,8 @@ impl Residency {
     }
 
     /// How long a session keeps its slice from one that waits.
-    fn slice_s(&self, key: Key, site: &Site, demand: Demand) -> f64 {
-        let known = self.sessions.get(key);
-        let tokens = known
-            .and_then(|known| known.prompt_tokens)
-            .unwrap_or(0)
-            .max(1);
+    fn slice_s(&self, known: &Known, site: &Site, demand: Demand) -> f64 {
+        let tokens = known.prompt_tokens.unwrap_or(0).max(1);
         let recompute_s = site.rates.compute_s(tokens, attention_pairs(0, tokens));
         let capacity = site.kv_capacity_tokens.unwrap_or(tokens) as f64;
         self.rule
@@ -187,9 +185,11 @@ impl Residency {
     /// The KV that a session's turns are expected to hold, in tokens, over the time in which they run and
     /// it thinks. The less it is to be expected back, the fewer.
     fn expected_tokens(&self, key: Key, now_s: f64) -> f64 {
-        let Some(known) = self.sessions.get(key) else {
-            return 0.0;
-        };
+        let known = self.sessions.get(key);
+        known.map_or(0.0, |known| self.expected_of(known, now_s))
+    }
+
+    fn expected_of(&self, known: &Known, now_s: f64) -> f64 {
         let returns = match known.ended_s {
             _ if known.in_flight > 0 || known.waiting > 0 => 1.0,
             Some(ended_s) => {
@@ -201,18 +201,19 @@ impl Residency {
             // It left before its first turn.
             None => 0.0,
         };
-        returns * self.tokens_over_time(key)
+        returns * self.tokens_over_time(known)
     }
 
     /// The same of one that is there.
-    fn tokens_over_time(&self, key: Key) -> f64 {
-        let Some(known) = self.sessions.get(key) else {
-            return 0.0;
-        };
+    fn tokens_over_time(&self, known: &Known) -> f64 {
         let run_s = known.run_s.unwrap_or(self.run_s);
         let think_s = self.gaps.mean_s(&known.gaps);
         known.prompt_tokens.unwrap_or(0) as f64 * run_s / (run_s + think_s)
     }
+}
+
+fn is_home(known: &Known, site: &Site) -> bool {
+    known.home == Some((site.slot, site.serial))
 }
 
 /// Tokens of which so many are held at the moment, and so many over time.
