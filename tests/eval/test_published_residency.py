@@ -34,6 +34,7 @@ TABLES = (
     ("slices-twelve",),
     ("vllm-fp8-host-ten",),
     ("along-ten", "along-twelve", "along-twentyfour"),
+    ("half-twelve", "half-twentyfour"),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -56,8 +57,8 @@ README = (
     ("vllm-fp8-host-ten",),
     ("slices-eight",),
     ("along-ten",),
-    ("slices-twelve", "along-twelve"),
-    ("slices-twentyfour", "along-twentyfour"),
+    ("slices-twelve", "along-twelve", "half-twelve"),
+    ("slices-twentyfour", "along-twentyfour", "half-twentyfour"),
 )
 COLUMNS = [
     (page, table, at, arm)
@@ -163,6 +164,7 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         (9, State.STEADY),
         (10, State.STEADY),
         (11, State.STEADY),
+        (12, State.STEADY),
     ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
@@ -299,6 +301,7 @@ def test_what_is_said_of_the_noise_and_of_waits() -> None:
         ("backfill-lease", 235, 373, 3),
         ("again-residency", 121, 208, 7),
         ("along-twentyfour", 61, 269, 11),
+        ("half-twentyfour", 56, 253, 8),
     ],
 )
 def test_how_long_the_unanswered_had_waited(
@@ -348,10 +351,30 @@ def test_what_is_said_of_prompt_tokens_a_second() -> None:
     assert lengths == pytest.approx([60_000, 60_000, 79_000, 82_700], rel=0.015)
 
 
-def test_how_long_the_longest_of_twelve_waited() -> None:
-    measured = [r for r in lines("slices-twelve") if r["phase"] == "measure"]
+@pytest.mark.parametrize(
+    ("arm", "most_s"), [("slices-twelve", 112), ("half-twelve", 203), ("half-twentyfour", 70)]
+)
+def test_how_long_the_longest_that_was_answered_waited(arm: str, most_s: int) -> None:
+    measured = [r for r in lines(arm) if r["phase"] == "measure"]
     waits_s = [r["first_token_s"] - r["scheduled_s"] for r in measured if not r["error"]]
-    assert max(waits_s) == pytest.approx(112, abs=0.5)
+    assert max(waits_s) == pytest.approx(most_s, abs=0.6)
+
+
+@pytest.mark.parametrize(
+    ("arm", "late", "computed", "most_s"),
+    [("half-twelve", 18, 6, 69), ("half-twentyfour", 17, 4, 55)],
+)
+def test_what_is_said_of_late_turns_with_half_in_flight(
+    arm: str, late: int, computed: int, most_s: int
+) -> None:
+    """Those that computed all of their prompt, and how late the others came."""
+    measured = [r for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
+    came_late = [r for r in measured if _misses(r)[0]]
+    cold = [r for r in came_late if r["cached_tokens"] == 0]
+    assert (len(came_late), len(cold)) == (late, computed)
+    assert all(r["turn"] <= 1 for r in cold)
+    waits_s = [r["first_token_s"] - r["scheduled_s"] for r in came_late if r["cached_tokens"]]
+    assert max(waits_s) == pytest.approx(most_s, abs=0.6)
 
 
 def test_what_is_said_of_the_same_work_to_its_end() -> None:
@@ -477,7 +500,14 @@ def test_what_is_said_of_ten_24_and_twelve_with_short_turns_along() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arm", "half_empty"), [("along-ten", 6), ("along-twelve", 26), ("along-twentyfour", 18)]
+    ("arm", "half_empty"),
+    [
+        ("along-ten", 6),
+        ("along-twelve", 26),
+        ("along-twentyfour", 18),
+        ("half-twelve", 22),
+        ("half-twentyfour", 26),
+    ],
 )
 def test_for_how_much_of_a_window_turns_waited_before_a_half_empty_cache(
     arm: str, half_empty: int
