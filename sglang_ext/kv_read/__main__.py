@@ -25,7 +25,7 @@ _MOONCAKE_NVLINK = {"MC_INTRANODE_NVLINK": "true"}
 _EXAMPLE = """\
 example, on a host with two GPUs, in SGLang's environment:
   python -m sglang_ext.kv_read --output out/kv-read \\
-    --nixl-env "" --nixl-env "UCX_TLS=cuda_ipc,cuda_copy,sm,self UCX_RNDV_SCHEME=get_zcopy"
+    --nixl-env "" --nixl-env "UCX_RNDV_SCHEME=get_zcopy"
 """
 
 
@@ -37,8 +37,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _gpus(text: str) -> tuple[int, int]:
-    owner, reader = (int(part) for part in text.split(","))
-    return owner, reader
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: two GPUs' numbers, as 0,1")
+    return int(parts[0]), int(parts[1])
 
 
 def _ways(text: str) -> tuple[str, ...]:

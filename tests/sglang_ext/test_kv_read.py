@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,12 @@ from sglang_ext.kv_read.layout import Layout, contents, page_addresses, pages, r
 from sglang_ext.kv_read.run import MAPPED_WAYS, Plan, table
 
 LAYOUT = Layout(regions=4, row_bytes=64, pool_tokens=1_000)
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def published() -> list[dict[str, Any]]:
+    """The samples that docs/results/kv-read.md is about."""
+    return [json.loads(line) for line in (RESULTS / "kv-read.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
@@ -111,8 +119,21 @@ def test_each_library_has_a_pair_for_each_of_its_settings(
         (nixl, {}),
         (nixl, {"A": "1", "B": "2"}),
         (mooncake, {"C": "3"}),
-        (MAPPED_WAYS, {}),
+        *(((way,), {}) for way in MAPPED_WAYS),
     ]
+
+
+def test_the_owner_and_the_reader_have_the_gpus_that_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ways = ("--ways", "mapped-kernel")
+    for arguments, devices in (
+        ((), ("cuda:0", "cuda:1")),
+        (("--gpus", "3,2"), ("cuda:3", "cuda:2")),
+        (("--device", "cpu"), ("cpu", "cpu")),
+    ):
+        (plan,) = planned(monkeypatch, tmp_path, *ways, *arguments)
+        assert plan.devices == devices
 
 
 def test_mooncake_is_told_of_nvlink_on_a_gpu_and_writes_come_last(
@@ -124,3 +145,37 @@ def test_mooncake_is_told_of_nvlink_on_a_gpu_and_writes_come_last(
     assert plan.settings == {"MC_INTRANODE_NVLINK": "true"}
     (plan,) = planned(monkeypatch, tmp_path, *ways, "--device", "cpu")
     assert plan.settings == {}
+
+
+def test_the_published_table_follows_from_its_lines() -> None:
+    said = (RESULTS / "kv-read.md").read_text().splitlines()
+    samples = published()
+    assert [line for line in table(samples) if line not in said] == []
+    assert all(sample.get("right", True) for sample in samples)
+
+
+def test_what_is_said_of_each_way_follows_from_the_published_lines() -> None:
+    """In GB/s, by pages of 64, 16 and 1 tokens."""
+    rates: dict[tuple[str, str, int, int], list[float]] = {}
+    for of in published():
+        key = of["way"], " ".join(of["settings"]), of["page_tokens"], of["tokens"]
+        if not of["warm_up"]:
+            rates.setdefault(key, []).append(of["bytes"] / of["read_s"] / 1e9)
+    page = (RESULTS / "kv-read.md").read_text()
+
+    def said(way: str, *of: tuple[str, str, int, int]) -> None:
+        cells = " | ".join(f"{statistics.median(rates[key]):.3g}" for key in of)
+        assert f"| {way} | {cells}" in page, cells
+
+    for way, tokens, label in (
+        ("mapped-kernel", 64_000, "`mapped-kernel`, 64,000 tokens"),
+        ("mapped-kernel", 2_000, "`mapped-kernel`, 2,000 tokens (0.7 ms)"),
+        ("mapped-staged", 64_000, "`mapped-staged`, 64,000 tokens"),
+    ):
+        said(label, *((way, "", page_tokens, tokens) for page_tokens in (64, 16, 1)))
+    said(
+        "`nixl`, 64,000 tokens; of 16: 16,000; of 1: 2,000",
+        ("nixl", "", 64, 64_000),
+        ("nixl", "", 16, 16_000),
+    )
+    said("the same with `UCX_RNDV_SCHEME=get_zcopy`", ("nixl", "UCX_RNDV_SCHEME", 64, 64_000))
