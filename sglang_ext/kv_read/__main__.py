@@ -126,12 +126,12 @@ def main() -> int:
         )
 
     mooncake = _MOONCAKE_NVLINK if options.device == "cuda" else {}
-    families: tuple[tuple[tuple[str, ...], list[dict[str, str]]], ...] = (
+    families: list[tuple[tuple[str, ...], list[dict[str, str]]]] = [
         (NIXL_WAYS, options.nixl_env or [{}]),
         (MOONCAKE_WAYS, options.mooncake_env or [mooncake]),
-        # A pair for each: a process maps an allocation once, for one GPU.
-        *(((way,), [{}]) for way in MAPPED_WAYS),
-    )
+    ]
+    # A pair for each: a process maps an allocation once, for one GPU.
+    families += [((way,), [{}]) for way in MAPPED_WAYS]
     plans = [
         plan(chosen, settings)
         for ways, each in families
