@@ -792,7 +792,10 @@ fn who_comes_back_from_the_host_tier_goes_before_who_is_computed_but_not_for_eve
         (Some(2_000), 10.0, false),
         (Some(500_000), 150.0, false),
     ] {
-        let world = World::new(0, json!({"cold_slots": 10, "growth_turns": 0}));
+        let world = World::new(
+            0,
+            json!({"cold_slots": 10, "growth_turns": 0, "slice_fill": 1.0}),
+        );
         world.add_tiered("w0", host_kv_tokens);
         world.serve(world.placed(&world.turn(0, 60_000)));
         let large = world.turn(9, 90_000);

@@ -155,12 +155,14 @@ impl Residency {
         load
     }
 
-    /// Who has to end so that this one may begin; none if all who may are not enough. What it holds counts
-    /// in full.
+    /// Who has to end so that this one may begin; none if all who may are not enough. What it holds over time
+    /// counts in full, and its prompt beside that as it will be in flight: the larger the sessions, the more
+    /// of a worker is left because the next one does not fit.
     fn ends_for(&self, key: Key, load: &Load, budget: f64) -> Option<Vec<Key>> {
         // It has come back, whatever was to be expected.
-        let known = self.sessions.get(key);
-        let own = known.map_or(0.0, |known| self.tokens_over_time(known));
+        let own = self.sessions.get(key).map_or(0.0, |known| {
+            self.tokens_over_time(known) + NOW_SHARE * known.prompt_tokens.unwrap_or(0) as f64
+        });
         let mut left = load.tokens;
         let mut ends = Vec::new();
         let mut over = load.over.iter();
@@ -395,7 +397,7 @@ mod tests {
     fn one_waits_until_the_last_of_its_turns_has_left_the_queue() {
         let world = World::new();
         world.serve(0, 20_000, 5.0);
-        let running = world.placed(&world.turn(1, 50_000));
+        let running = world.placed(&world.turn(1, 20_000));
         let tickets = [0, 1].map(|_| world.waits(&world.turn(0, 90_000)));
         world.advance(60.0);
         let waiting = world.expected_tokens(0);

@@ -4,16 +4,16 @@
 use super::*;
 
 fn tiered() -> World {
-    tiered_with(3.0)
+    tiered_with(0.76, 3.0)
 }
 
 /// A worker with a host tier that holds every session of these tests. What fits is what the GPU's KV and
 /// the slices allow: neither cold starts nor growth hold anybody up.
-fn tiered_with(late_after_s: f64) -> World {
+fn tiered_with(slice_fill: f64, late_after_s: f64) -> World {
     let world = World::new(
         0,
         json!({"fill": 0.95, "cold_slots": 20, "growth_turns": 0, "max_wait_s": 3000.0,
-            "slice_fill": 0.62, "late_after_s": late_after_s}),
+            "slice_fill": slice_fill, "late_after_s": late_after_s}),
     );
     world.add_tiered("w0", Some(1_000_000));
     world
@@ -28,13 +28,13 @@ fn serve_together(world: &World, sessions: &[u32], length: u32) {
 }
 
 /// As all slices are taken, no turn of so many tokens begins one, though it would have room.
-const SMALL: u32 = 18_000;
+const SMALL: u32 = 26_000;
 
 /// Three sessions that have a slice each, and their next turns, which run.
 fn all_slices_taken(world: &World, sessions: [u32; 3]) -> [Reservation; 3] {
-    serve_together(world, &sessions, 24_000);
+    serve_together(world, &sessions, 22_000);
     world.advance(4.0);
-    sessions.map(|session| world.placed(&world.turn(session, 24_500)))
+    sessions.map(|session| world.placed(&world.turn(session, 22_500)))
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn of_those_with_a_slice_one_that_can_still_be_in_time_goes_before_a_late_one() 
         (3.0, 35.0, 0),
         (3_000.0, 4.0, 0),
     ] {
-        let world = tiered_with(late_after_s);
+        let world = tiered_with(0.76, late_after_s);
         serve_together(&world, &[0, 1, 2], 24_000);
         // It takes the places of the others, which keep their slices.
         let grown = world.placed(&world.turn(2, 90_000));
@@ -131,7 +131,7 @@ fn one_that_says_that_it_ends_frees_its_slice_for_the_next() {
         let world = tiered();
         let [first, second, third] = all_slices_taken(&world, [0, 1, 2]);
         world.serve(first);
-        let mut last = world.turn(0, 24_700);
+        let mut last = world.turn(0, 22_700);
         last.hints.ends = ends;
         let last = world.placed(&last);
         let small = world.turn(3, SMALL);
@@ -302,7 +302,7 @@ fn take_turns(
 fn of_three_times_the_sessions_that_fit_few_turns_wait_and_nobody_waits_for_long() {
     const LENGTH: u32 = 29_000;
     for (sessions, think_s) in [(9, 2.0), (12, 2.0), (12, 4.0)] {
-        let world = tiered();
+        let world = tiered_with(0.55, 3.0);
         let waits = take_turns(&world, sessions, LENGTH, (think_s, 4.0), 1_200.0);
         let all: Vec<f64> = waits.iter().flatten().copied().collect();
         let late = all.iter().filter(|&&wait_s| wait_s > 2.0).count();

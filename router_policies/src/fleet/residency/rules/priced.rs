@@ -70,7 +70,7 @@ pub const INFO: Info = Info {
         },
         ParamInfo {
             name: "slice_fill",
-            default: "0.45",
+            default: "0.55",
             meaning: "the share of what may be booked that sessions with a time slice hold, half of it by what is in flight, half by what is expected over time; more of them is more requests/s, and later turns where not all fit",
         },
         ParamInfo {
@@ -176,7 +176,7 @@ impl Default for Priced {
             wait_bound_fills: 4.5,
             reload_tokens_per_s: 250_000.0,
             cheap_recompute_s: 0.5,
-            slice_fill: 0.45,
+            slice_fill: 0.55,
             slice_overhead: 0.2,
             late_after_s: 3.0,
         }
