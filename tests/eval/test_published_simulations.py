@@ -161,9 +161,16 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
         assert line in lines
 
 
+HALF = "half in flight, 0.45, 0.2"
+
+
 def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() -> None:
-    names = ("kept-free", "idle-worker", "in-time-first", "half-in-flight", "sessions-a-gpu")
-    runs = [row for name in names for row in read_rows(PAGE.parent / f"simulated/{name}.csv")]
+    names = ("kept-free", "idle-worker", "in-time-first", "half-in-flight", "prompt-at-once")
+    runs = [
+        row
+        for name in (*names, "sessions-a-gpu")
+        for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
+    ]
     said = re.findall(r"\| ([^|]+), (\d+) in flight \| (.* →.*) \|\n", PAGE.read_text())
     paced, vllm = "sglang-fp8-host-paced-residency", "vllm-fp8-host-residency"
     no_tier, bf16 = "sglang-residency", "sglang-host-residency"
@@ -177,8 +184,11 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "in time first, SGLang": (f"{paced} by arrival", f"{paced} in time first"),
         "in time first, vLLM": (f"{vllm} by arrival", f"{vllm} in time first"),
         "short ones go along": (f"{paced} nobody goes along", f"{paced} in time first"),
-        "half in flight, SGLang": (f"{paced} in time first", paced),
-        "half in flight, vLLM": (f"{vllm} in time first", vllm),
+        "half in flight, SGLang": (f"{paced} in time first", f"{paced} {HALF}"),
+        "half in flight, vLLM": (f"{vllm} in time first", f"{vllm} {HALF}"),
+        "prompt at once, SGLang": (f"{paced} {HALF}", paced),
+        "prompt at once, vLLM": (f"{vllm} {HALF}", vllm),
+        "prompt at once, bf16": (f"{bf16} {HALF}", bf16),
     }
     assert Counter(label for label, _, _ in said) == {
         "FP8, paced": 5,
@@ -192,6 +202,9 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "short ones go along": 4,
         "half in flight, SGLang": 5,
         "half in flight, vLLM": 5,
+        "prompt at once, SGLang": 5,
+        "prompt at once, vLLM": 5,
+        "prompt at once, bf16": 4,
     }
 
     def mean(column: str, arm: str, sessions: str, draws: range) -> float:
@@ -217,7 +230,7 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
 def test_which_part_of_slices_brings_what() -> None:
     runs = [
         row
-        for name in ("in-time-first", "half-in-flight", "sessions-a-gpu")
+        for name in ("in-time-first", "half-in-flight")
         for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
         if int(row["draw"]) <= 4
     ]
@@ -228,9 +241,8 @@ def test_which_part_of_slices_brings_what() -> None:
         "turns without a slice go too while less than half is in flight, 0.65, 0.3": (
             f"{paced} turns without a slice, 0.65, 0.3"
         ),
-        "half in flight, 0.45, 0.2: now": paced,
     }
-    for setting in ("0.65, 0.3", "0.55, 0.3", "0.55, 0.2", "0.4, 0.2"):
+    for setting in ("0.65, 0.3", "0.55, 0.3", "0.55, 0.2", "0.45, 0.2", "0.4, 0.2"):
         variants[f"half in flight, {setting}"] = f"{paced} half in flight, {setting}"
     for label, arm in variants.items():
         cells = []
