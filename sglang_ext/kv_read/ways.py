@@ -6,6 +6,7 @@ their number) and how long it was from then until all had arrived.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -155,10 +156,6 @@ def shared(pool: Pool) -> list[Any]:
     return [torch.multiprocessing.reductions.reduce_tensor(tensor) for tensor in pool]
 
 
-_STORAGE_DEVICE = 6
-"""Where torch's `rebuild_cuda_tensor` has the GPU by which it maps the memory."""
-
-
 def mapped(offer: list[Any], onto: torch.device | None = None) -> Pool:
     """The owner's tensors, mapped here.
 
@@ -167,8 +164,9 @@ def mapped(offer: list[Any], onto: torch.device | None = None) -> Pool:
     """
     pool = []
     for rebuild, of in offer:
-        if onto is not None and onto.index is not None:
-            of = (*of[:_STORAGE_DEVICE], onto.index, *of[_STORAGE_DEVICE + 1 :])
+        if onto is not None and onto.type == "cuda":
+            at = list(inspect.signature(rebuild).parameters).index("storage_device")
+            of = (*of[:at], onto.index, *of[at + 1 :])
         pool.append(rebuild(*of))
     return pool
 

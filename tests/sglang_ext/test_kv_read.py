@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from sglang_ext.kv_read import __main__ as command_line
 from sglang_ext.kv_read.layout import Layout, contents, page_addresses, pages, rows_of
 from sglang_ext.kv_read.run import MAPPED_WAYS, Plan, table
+from sglang_ext.kv_read.ways import mapped
 
 LAYOUT = Layout(regions=4, row_bytes=64, pool_tokens=1_000)
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -145,6 +147,19 @@ def test_mooncake_is_told_of_nvlink_on_a_gpu_and_writes_come_last(
     assert plan.settings == {"MC_INTRANODE_NVLINK": "true"}
     (plan,) = planned(monkeypatch, tmp_path, *ways, "--device", "cpu")
     assert plan.settings == {}
+
+
+def test_memory_is_mapped_by_the_gpu_that_is_to_read_it() -> None:
+    """Of a device, mapping asks for its type and number alone, so that none is needed here."""
+
+    def rebuild(rows: int, storage_device: int, handle: str) -> tuple[int, int, str]:
+        return rows, storage_device, handle
+
+    offer: list[Any] = [(rebuild, (3, 0, "handle"))]
+    gpu: Any = SimpleNamespace(type="cuda", index=1)
+    processor: Any = SimpleNamespace(type="cpu", index=None)
+    assert mapped(offer, gpu) == [(3, 1, "handle")]
+    assert mapped(offer, processor) == mapped(offer) == [(3, 0, "handle")]
 
 
 def test_the_published_table_follows_from_its_lines() -> None:
