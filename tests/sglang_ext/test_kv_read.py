@@ -86,6 +86,7 @@ def test_the_table_leaves_warm_ups_out_and_names_what_failed() -> None:
         (["--tokens", "0"], "0: numbers of 1 or more"),
         (["--tokens", "90000"], "--pool-tokens 80000: fewer than the 90000 to be read"),
         (["--tokens", "32"], "--tokens: a page at least"),
+        (["--gpus", "1"], "1: two GPUs' numbers, as 0,1"),
         (["--row-bytes", "12"], "--row-bytes: a multiple of 8"),
     ],
 )
