@@ -20,6 +20,7 @@ from launch import checking, guard, planning
 from launch.cache import make_folder
 from launch.caches import FlushError, flush
 from launch.capacity import reported_capacity_tokens
+from launch.freezing import freeze
 from launch.hardware import GpuError, GpuSample, sample_gpus, sample_until_free
 from launch.http_calls import FAILURES, call, reason
 from launch.kv import worker_kv
@@ -153,6 +154,8 @@ class Fleet:
         self._learn_capacities()
         if self.plan.topology.connects_pairs:
             self._warm_up()
+        if self.plan.engine.name == "sglang" and self.plan.topology.freeze_gc:
+            freeze(self.plan.workers, self._tell)
         self._start_all([m for m in self._members if m.plan.kind == "router"])
         self.timings["start_s"] = time.monotonic() - began_s
         if interval_s := self.plan.topology.sample_interval_s:

@@ -18,10 +18,12 @@ from launch.engines import is_older
 from launch.models import is_shape, shape_config
 from launch.topology import KvKeys, Topology, WorkerGroup
 
-HICACHE_PAGE_TOKENS = 64
-"""Page of SGLang's GPU workers with a host tier: their transfers copy page by page, and pages of
-one token make them slow. On a CPU pages stay at one token: SGLang's allocator of longer ones is a
-Triton kernel."""
+LONG_PAGE_TOKENS = 64
+"""Page of SGLang's GPU workers with a host tier, and of colocated ones that publish KV events.
+Tiers copy page by page, and pages of one token make that slow. An event is published for each page
+by the scheduler itself: of a prompt of 100,000 tokens in pages of one it takes 0.15 to 0.8 s, in
+which no step is launched, in pages of 64 about 15 ms (`python -m sglang_ext.bench.event_cost`). On a
+CPU pages stay at one token: SGLang's allocator of longer ones is a Triton kernel."""
 
 _DEFAULT_PAGE_TOKENS = {"sglang": 1, "vllm": 16}
 _DTYPE_BYTES = {
@@ -73,8 +75,10 @@ def worker_kv(topology: Topology, group: WorkerGroup) -> WorkerKv:
     has_host = bool(keys.host_kv_tokens or keys.host_kv_gb)
     page_tokens = keys.page_size
     if page_tokens is None:
-        hicache = has_host and topology.engine.name == "sglang" and topology.device == "cuda"
-        page_tokens = HICACHE_PAGE_TOKENS if hicache else _DEFAULT_PAGE_TOKENS[topology.engine.name]
+        page_tokens = _DEFAULT_PAGE_TOKENS[topology.engine.name]
+        if topology.engine.name == "sglang" and topology.device == "cuda":
+            publishes = topology.kv_events and group.role == "colocated"
+            page_tokens = LONG_PAGE_TOKENS if has_host or publishes else page_tokens
     bytes_per_token = _bytes_per_token(topology, keys)
     host_tokens = keys.host_kv_tokens
     if host_tokens is None and keys.host_kv_gb and bytes_per_token:

@@ -183,6 +183,7 @@ class Topology(KvKeys, PacingKeys):
     telemetry: bool = False
     incremental_streaming_output: bool = True
     warm_up: bool | None = None
+    freeze_gc: bool = True
     host: _Text = "127.0.0.1"
     base_port: Annotated[int, Field(ge=0, le=60000)] = 30000
     gpus: tuple[_Gpu, ...] = ()

@@ -132,7 +132,7 @@ def _kv_cache(topology: Topology, group: WorkerGroup) -> list[str]:
     argv = []
     if kv.capacity_tokens:
         argv += ["--max-total-tokens", str(kv.capacity_tokens)]
-    if keys.page_size or kv.has_host_tier:
+    if keys.page_size or kv.has_host_tier or kv.page_tokens > 1:
         argv += ["--page-size", str(kv.page_tokens)]
     for flag, value in (
         ("--kv-cache-dtype", keys.kv_cache_dtype),

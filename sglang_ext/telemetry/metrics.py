@@ -63,6 +63,11 @@ class Totals:
             "KV bytes not sent, because the decode worker held them.",
             names,
         ).labels(**labels)
+        self._collections: Any = Summary(
+            "deltaserve_garbage_collection_seconds",
+            "Collections of Python's garbage that stopped the scheduler for 5 ms or longer.",
+            [*names, "generation"],
+        )
         self._children: dict[tuple[int, str], Any] = {}
 
     def _child(self, metric: Any, label: str, value: str) -> Any:
@@ -85,6 +90,9 @@ class Totals:
         self._child(self._transfers, "ok", "true" if ok else "false").inc()
         self._moved.inc(moved_bytes)
         self._saved.inc(saved_bytes)
+
+    def collection(self, generation: int, duration_s: float) -> None:
+        self._child(self._collections, "generation", str(generation)).observe(duration_s)
 
 
 _attached = False

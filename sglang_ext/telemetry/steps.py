@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.guards import Hook
-from sglang_ext.telemetry import metrics, requests
+from sglang_ext.telemetry import garbage, metrics, requests
 from sglang_ext.telemetry.sink import emit, harmless, unix_minus
 
 
@@ -54,6 +54,8 @@ def _write_step(scheduler: Any, batch: Any, requests_of_step: list[Any]) -> None
     forward_mode = mode.name.lower()
     duration_s = done_s - batch.launch_ts
     metrics.attach(scheduler)
+    garbage.watch()
+    garbage.write()
     if (totals := metrics.totals()) is not None:
         totals.step(forward_mode, duration_s, prefill_tokens)
     requests.record_finished(scheduler.disaggregation_mode.value, requests_of_step)

@@ -129,6 +129,8 @@ class _Health(http.server.BaseHTTPRequestHandler):
             return 200, json.dumps({"success": behaviour != "busy"}).encode()
         if self.path.startswith("/flush_cache") and behaviour == "busy":
             return 400, b"requests are running"
+        if self.path == "/freeze_gc" and behaviour == "no-freeze":
+            return 404, b"not found"
         if self.path == "/v1/completions":
             asked = json.loads(body).get("kv_transfer_params") or {}
             if asked.get("do_remote_decode"):

@@ -74,6 +74,23 @@ def test_on_a_cpu_pages_stay_at_one_token() -> None:
     assert told(made)[0]["page_size"] == 1
 
 
+def test_colocated_gpu_workers_that_publish_kv_events_have_long_pages() -> None:
+    # An event a page, made by the scheduler itself: 100,000 for a long prompt in pages of one token.
+    made = planned("colocated-1", "kv_events=true")
+    assert value_of(made.workers[0].argv, "--page-size") == "64"
+    assert told(made)[0]["page_size"] == 64
+    asked = planned("colocated-1", "kv_events=true", "page_size=1")
+    assert value_of(asked.workers[0].argv, "--page-size") == "1"
+    for name in ("colocated-1", "laptop-sglang-1"):  # no events; a CPU
+        overrides = ["kv_events=true"] if name.startswith("laptop") else []
+        worker = planned(name, *overrides)
+        assert "--page-size" not in worker.workers[0].argv
+        assert told(worker)[0]["page_size"] == 1
+    # Workers that send each other KV keep pages of one token: longer ones were not measured there.
+    pair = planned("elastic-1p1d", "kv_events=true")
+    assert [spec["page_size"] for spec in told(pair)] == [1, 1]
+
+
 def test_a_host_tier_without_a_known_pool_is_rounded_up_to_whole_gb() -> None:
     topology = load_topology("colocated-1", ["host_kv_tokens=700000"])
     topology = topology.model_copy(update={"max_total_tokens": None})

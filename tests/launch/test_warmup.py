@@ -48,8 +48,10 @@ def test_workers_prefill_every_size_and_connect_and_are_emptied_then(
     assert set(logs) == {"prefill-0", "elastic-0"}
     rooms = set()
     for name, calls in logs.items():
-        *generated, (_, connecting), (last, _) = calls
-        assert last.startswith("/flush_cache")
+        *generated, (_, connecting), (emptied, _), (last, _) = calls
+        assert emptied.startswith("/flush_cache")
+        # When all that is done: what there is then is left out of garbage collections.
+        assert last == "/freeze_gc"
         assert [len(body["input_ids"]) for _, body in generated] == list(step_sizes(512))
         # No prompt may be found in the cache that another left.
         assert len({body["input_ids"][0] for _, body in generated}) == len(generated)
@@ -65,7 +67,22 @@ def test_workers_prefill_every_size_and_connect_and_are_emptied_then(
 
 def test_without_the_key_a_cpu_fleet_is_not_warmed_up(fakes: Fakes, tmp_path: Path) -> None:
     with fleet(fakes("serve"), tmp_path / "run") as running:
+        assert asked(running.workers[0].log) == [("/freeze_gc", {})]
+
+
+def test_collections_are_left_as_they_are_where_the_key_says_so(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    with fleet(fakes("serve", overrides=("freeze_gc=false",)), tmp_path / "run") as running:
         assert asked(running.workers[0].log) == []
+
+
+def test_a_worker_that_cannot_be_frozen_serves_all_the_same(fakes: Fakes, tmp_path: Path) -> None:
+    with fleet(fakes("no-freeze", "serve"), tmp_path / "run") as running:
+        running.check()
+        assert asked(running.workers[1].log) == [("/freeze_gc", {})]
+    text = (tmp_path / "run" / "transcript.txt").read_text()
+    assert "colocated-0: /freeze_gc: 404 not found" in text
 
 
 def test_a_worker_that_refuses_ends_the_fleet_and_says_what_it_said(

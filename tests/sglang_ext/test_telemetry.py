@@ -6,6 +6,7 @@ and really calls the hooks, is shown by the live tests.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import resource
@@ -30,6 +31,7 @@ class Telemetry:
         self.expected_faults: list[str] = []
         for name in [name for name in sys.modules if name.startswith("sglang_ext.telemetry")]:
             del sys.modules[name]
+        self.garbage = importlib.import_module("sglang_ext.telemetry.garbage")
         self.steps = importlib.import_module("sglang_ext.telemetry.steps")
         self.requests = importlib.import_module("sglang_ext.telemetry.requests")
         self.metrics = importlib.import_module("sglang_ext.telemetry.metrics")
@@ -52,6 +54,7 @@ def telemetry(
     monkeypatch.setenv("DELTASERVE_WORKER_ID", "decode-0")
     telemetry = Telemetry(tmp_path / "steps")
     yield telemetry
+    gc.callbacks[:] = [call for call in gc.callbacks if call is not telemetry.garbage._note]
     # Its faults are logged, not raised: a test that looks at other things must see them.
     errors = [record.getMessage() for record in caplog.get_records("call") if record.exc_info]
     assert errors == telemetry.expected_faults
@@ -203,6 +206,26 @@ def test_a_request_that_fell_back_keeps_its_room(telemetry: Telemetry) -> None:
     fell_back.bootstrap_room, fell_back.deltaserve_room = None, 7
     run(telemetry, step("decode", [fell_back]))
     assert telemetry.lines("request")[0]["room"] == 7
+
+
+def test_a_long_garbage_collection_has_a_line_before_the_step_that_it_held_up(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began_unix_s = time.time()
+    monkeypatch.setattr(telemetry.garbage, "LEAST_S", 1e9)
+    run(telemetry, step("decode", [request()]))
+    gc.collect()
+    monkeypatch.setattr(telemetry.garbage, "LEAST_S", 0.0)
+    gc.collect(1)
+    monkeypatch.setattr(telemetry.garbage, "LEAST_S", 1e9)
+    run(telemetry, step("decode", [request()]))
+    (line,) = telemetry.lines("garbage_collection")
+    assert line["generation"] == 1
+    assert 0 <= line["duration_s"] < 5
+    assert began_unix_s <= line["start_unix_s"] <= time.time()
+    (path,) = telemetry.folder.glob("*.jsonl")
+    events = [json.loads(text)["event"] for text in path.read_text().splitlines()]
+    assert events == ["step", "garbage_collection", "step"]
 
 
 def test_an_idle_step_is_not_recorded(telemetry: Telemetry) -> None:
