@@ -1,10 +1,9 @@
-"""Takes what an SGLang worker holds when it is ready out of Python's garbage collection.
+"""Takes what an SGLang worker holds when it is warm out of Python's garbage collection.
 
-Its scheduler has 800,000 objects after its imports, and more on a GPU. Python looks at every one
-of them whenever as many again as a quarter of them have come to stay, and no step is launched
-meanwhile: decode steps of 10 ms took 0.4 to 0.95 s then, once or twice a minute
-(docs/results/separation.md). SGLang has a call for it, `/freeze_gc`, that it makes nowhere itself;
-vLLM freezes its own objects when it starts.
+Its scheduler has 800,000 objects after its imports. Whenever a quarter as many new ones have stayed
+for a while, Python looks at all of them, and no step is launched meanwhile: 0.4 to 1 s on a CPU,
+and part of what held up decode steps for 0.3 to 0.95 s on GPUs (docs/results/separation.md). SGLang
+has a call for that, `/freeze_gc`, which it never makes itself; vLLM freezes when it starts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One line a garbage collection of Python's that stopped the scheduler for long.
 
-SGLang's scheduler is a Python process with a million objects and more after its imports. A collection
+SGLang's scheduler is a Python process with 800,000 objects or more after its imports. A collection
 of the oldest generation looks at each of them, and no step is launched meanwhile: every answer in
-flight has a gap as long. (`launch` takes what is there after the warm-up out of collections,
-`launch/warmup.py`; where a worker was started otherwise these lines say what the gaps are.)
+flight has a gap as long. `launch` takes what is there when a worker is warm out of collections
+(`launch/freezing.py`); of a worker that was started otherwise these lines say what its gaps are.
 """
 
 from __future__ import annotations

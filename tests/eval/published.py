@@ -16,9 +16,9 @@ from eval.records import Run, read_run
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
-def lines(name: str) -> list[dict[str, Any]]:
+def lines(name: str, folder: str = "residency") -> list[dict[str, Any]]:
     """The result lines of a run."""
-    return _unpacked(f"{name}.requests.jsonl.zst")
+    return _unpacked(folder, f"{name}.requests.jsonl.zst")
 
 
 def phases(name: str) -> dict[str, Any]:
@@ -27,24 +27,30 @@ def phases(name: str) -> dict[str, Any]:
     return found
 
 
-def decisions(name: str) -> list[dict[str, Any]]:
+def decisions(name: str, folder: str = "residency") -> list[dict[str, Any]]:
     """What its router logged."""
-    return _unpacked(f"{name}.decisions.jsonl.zst")
+    return _unpacked(folder, f"{name}.decisions.jsonl.zst")
 
 
-def _unpacked(name: str) -> list[dict[str, Any]]:
-    with (RESULTS / "residency" / name).open("rb") as packed:
+def steps(name: str, folder: str) -> list[dict[str, Any]]:
+    """What its workers' telemetry wrote, one worker after another."""
+    return _unpacked(folder, f"{name}.steps.jsonl.zst")
+
+
+def _unpacked(folder: str, name: str) -> list[dict[str, Any]]:
+    with (RESULTS / folder / name).open("rb") as packed:
         found = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(packed))
         return [orjson.loads(line) for line in found]
 
 
-def run_of(name: str, folder: Path) -> Run:
-    """A run as reports read it, from its raw lines; `folder` is made for it."""
+def run_of(name: str, folder: Path, results: str = "residency") -> Run:
+    """A run as reports read it, from its raw lines in the folder `results` of docs/results;
+    `folder` is made for it."""
     folder.mkdir()
     manifest = {"arm": {"name": name}, "state": "complete", "repeat": 1}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "requests.jsonl").write_bytes(
-        b"".join(orjson.dumps(line) + b"\n" for line in lines(name))
+        b"".join(orjson.dumps(line) + b"\n" for line in lines(name, results))
     )
-    shutil.copy(RESULTS / "residency" / f"{name}.phases.json", folder / "phases.json")
+    shutil.copy(RESULTS / results / f"{name}.phases.json", folder / "phases.json")
     return read_run(folder)
