@@ -14,7 +14,6 @@ import gc
 import importlib
 import random
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -96,4 +95,4 @@ def _ms(seconds: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -75,7 +75,7 @@ def test_on_a_cpu_pages_stay_at_one_token() -> None:
 
 
 def test_colocated_gpu_workers_that_publish_kv_events_have_long_pages() -> None:
-    # An event a page, made by the scheduler itself: 100,000 for a long prompt in pages of one token.
+    # The scheduler makes an event a page: 100,000 for a long prompt with pages of one token.
     made = planned("colocated-1", "kv_events=true")
     assert value_of(made.workers[0].argv, "--page-size") == "64"
     assert told(made)[0]["page_size"] == 64
