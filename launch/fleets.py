@@ -23,6 +23,7 @@ from launch.capacity import reported_capacity_tokens
 from launch.freezing import freeze
 from launch.hardware import GpuError, GpuSample, sample_gpus, sample_until_free
 from launch.http_calls import FAILURES, call, reason
+from launch.jit_locks import remove_stale
 from launch.kv import worker_kv
 from launch.planning import Plan, Process
 from launch.record import write_record
@@ -148,6 +149,7 @@ class Fleet:
         self.timings["check_s"] = time.monotonic() - began_s
         self._transcript.tell("checked: engine, flags, ports")
         self._tell_gpus(sample_gpus)
+        remove_stale((w.full_environment() for w in self.plan.workers), self._tell)
         self._state = "starting"
         self._write()
         self._start_all([m for m in self._members if m.plan.kind == "worker"])

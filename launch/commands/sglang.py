@@ -6,6 +6,7 @@ a generated token would be in the cache before the first request.
 
 from __future__ import annotations
 
+import os
 import signal
 
 from launch.commands import (
@@ -17,6 +18,7 @@ from launch.commands import (
     local_only,
     visible_gpus,
 )
+from launch.jit_locks import VARIABLE, extensions_dir
 from launch.kv import hicache_size, worker_kv
 from launch.models import TOOL_CALL_PARSERS, is_shape
 from launch.topology import Role, Topology, WorkerGroup
@@ -104,6 +106,8 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         "DELTASERVE_TELEMETRY_DIR": str(paths.run_dir / "steps"),
         "DELTASERVE_WORKER_ID": place.id,
     }
+    if VARIABLE not in os.environ:
+        environment[VARIABLE] = str(extensions_dir(paths.python))
     python_path = [str(paths.plugin_dir)]
     if topology.device == "cpu":
         # A stand-in for the kernels' package, whose own import needs a CUDA driver.
