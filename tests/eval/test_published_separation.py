@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.run_lines import figures
+from eval.experiment import Slo
+from eval.outcomes import good
+from eval.run_lines import figures, turns_of
 from tests.eval.published import RESULTS, decisions, lines, run_of, steps
 
 PAGE = RESULTS / "separation.md"
@@ -30,7 +32,8 @@ def number(cell: str) -> float:
 
 @pytest.mark.parametrize(("at", "name"), list(enumerate(RUNS)), ids=RUNS)
 def test_every_figure_of_a_run_comes_from_its_lines(at: int, name: str, tmp_path: Path) -> None:
-    found = figures(run_of(name, tmp_path / name, FOLDER))
+    run = run_of(name, tmp_path / name, FOLDER)
+    found = figures(run)
     for label, key in (
         ("requests/s", "requests_per_s"),
         ("prompt tokens from cache", "cached_share"),
@@ -39,6 +42,8 @@ def test_every_figure_of_a_run_comes_from_its_lines(at: int, name: str, tmp_path
         assert number(row(label)[at]) == pytest.approx(float(found[key]), abs=5.1e-4)
     tpot_ms = float(found["tpot_p50_s"]) * 1e3
     assert number(row("TPOT p50")[at]) == pytest.approx(tpot_ms, abs=0.051)
+    within_slo = 100 * float(good(turns_of(run), Slo()).mean())
+    assert number(row("turns within the SLO")[at]) == pytest.approx(within_slo, abs=0.51)
     measured = [r for r in lines(name, FOLDER) if r["phase"] == "measure"]
     answered = [r for r in measured if not r["error"]]
     assert int(row("turns that failed")[at]) == len(measured) - len(answered)
@@ -107,3 +112,10 @@ def test_the_simulated_tables_are_the_means_of_their_lines() -> None:
                 assert len(values) == 4
                 mean = "–" if "" in values else form.format(statistics.mean(map(float, values)))
                 assert cell.replace(" %", "%") == mean
+
+
+def test_the_readme_repeats_the_page() -> None:
+    readme = (RESULTS.parents[1] / "README.md").read_text()
+    paced, elastic = (number(row("requests/s")[at]) for at in (3, 4))
+    assert f"({paced:.3f} and {elastic:.3f} a second" in readme
+    assert f"served {paced / elastic:.1f} times the requests" in readme
