@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 
-from launch.http_calls import FAILURES, call, reason
+from launch.http_calls import FAILURES, call, reason, told
 
 FLUSH_TIMEOUT_S = 10.0
 _POLL_S = 0.2
@@ -36,11 +36,12 @@ def flush(engine: str, url: str, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
 
 
 def _sglang(url: str, timeout_s: float) -> str | None:
-    path = f"/flush_cache?timeout={timeout_s:.0f}"
-    status, answer = call("POST", url + path, b"", timeout_s=timeout_s + 30)
+    path = "/flush_cache"
+    url = f"{url}{path}?timeout={timeout_s:.0f}"
+    status, answer = call("POST", url, b"", timeout_s=timeout_s + 30)
     if status == 200:
         return None
-    return f"/flush_cache: {status} {answer[:300].decode(errors='replace').strip()}"
+    return told(path, status, answer)
 
 
 def _vllm(url: str, timeout_s: float) -> str | None:
@@ -52,7 +53,7 @@ def _vllm(url: str, timeout_s: float) -> str | None:
             "environment when it starts"
         )
     if status != 200:
-        return f"{path}: {status} {answer[:300].decode(errors='replace').strip()}"
+        return told(path, status, answer)
     try:
         said = json.loads(answer or b"{}")
     except ValueError:

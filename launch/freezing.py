@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from launch.http_calls import FAILURES, call, reason
+from launch.http_calls import FAILURES, call, reason, told
 from launch.planning import Process
 
 _TIMEOUT_S = 30.0
@@ -19,14 +19,14 @@ _TIMEOUT_S = 30.0
 def freeze(workers: Iterable[Process], tell: Callable[[str], None]) -> None:
     """Freezes each of the SGLang `workers` that is our own. A worker that refuses serves all the
     same, with longer gaps: `tell` is given what it said."""
+    path = "/freeze_gc"
     for worker in workers:
         if worker.attached:
             continue
         try:
-            status, answer = call("POST", f"{worker.url}/freeze_gc", b"", timeout_s=_TIMEOUT_S)
+            status, answer = call("POST", worker.url + path, b"", timeout_s=_TIMEOUT_S)
         except FAILURES as error:
-            tell(f"{worker.id}: /freeze_gc: {reason(error)}")
+            tell(f"{worker.id}: {path}: {reason(error)}")
             continue
         if status != 200:
-            text = answer[:300].decode(errors="replace").strip()
-            tell(f"{worker.id}: /freeze_gc: {status} {text}")
+            tell(f"{worker.id}: {told(path, status, answer)}")

@@ -24,7 +24,7 @@ import orjson
 
 from deltaserve.step_sizes import step_sizes
 from launch.caches import FlushError, flush
-from launch.http_calls import FAILURES, call, reason
+from launch.http_calls import FAILURES, call, reason, told
 from launch.planning import Plan, Process
 
 _NO_TRANSFER = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
@@ -211,6 +211,5 @@ def _post(worker: Process, path: str, body: dict[str, Any]) -> bytes:
     except FAILURES as error:
         raise WarmUpError(worker, f"{path}: {error!r}") from error
     if status != 200:
-        text = answer[:300].decode(errors="replace")
-        raise WarmUpError(worker, f"{path}: {status} {text}")
+        raise WarmUpError(worker, told(path, status, answer))
     return answer

@@ -43,6 +43,11 @@ def _unpacked(folder: str, name: str) -> list[dict[str, Any]]:
         return [orjson.loads(line) for line in found]
 
 
+def number(cell: str) -> float:
+    """The figure that a table's cell begins with."""
+    return float(cell.split()[0].rstrip("%"))
+
+
 def run_of(name: str, folder: Path, results: str = "residency") -> Run:
     """A run as reports read it, from its raw lines in the folder `results` of docs/results;
     `folder` is made for it."""

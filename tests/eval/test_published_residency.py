@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eval.steady import State, steadiness
-from tests.eval.published import RESULTS, decisions, lines, phases, run_of
+from tests.eval.published import RESULTS, decisions, lines, number, phases, run_of
 
 # By table of the page, the arms of its columns.
 TABLES = (
@@ -75,10 +75,6 @@ def row(table: int, label: str, page: str = "residency.md") -> list[str]:
     found = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", block, re.M)
     assert found, f"table {table} has no row {label}"
     return [cell.strip() for cell in found[1].split("|")]
-
-
-def number(cell: str) -> float:
-    return float(cell.split()[0].rstrip("%"))
 
 
 @pytest.mark.parametrize(("page", "table", "at", "arm"), COLUMNS, ids=[arm for *_, arm in COLUMNS])

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from eval.experiment import Slo
-from eval.outcomes import good
+from eval.outcomes import good, recomputed_tokens
 from eval.run_lines import figures, turns_of
-from tests.eval.published import RESULTS, decisions, lines, run_of, steps
+from tests.eval.published import RESULTS, decisions, lines, number, run_of, steps
 
 PAGE = RESULTS / "separation.md"
 RUNS = ("paced-three", "elastic-three", "pd-three", "paced-six", "elastic-six")
@@ -24,10 +24,6 @@ def row(label: str) -> list[str]:
     found = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", PAGE.read_text(), re.M)
     assert found, f"no row {label}"
     return [cell.strip() for cell in found[1].split("|")]
-
-
-def number(cell: str) -> float:
-    return float(cell.split()[0])
 
 
 @pytest.mark.parametrize(("at", "name"), list(enumerate(RUNS)), ids=RUNS)
@@ -52,14 +48,10 @@ def test_every_figure_of_a_run_comes_from_its_lines(at: int, name: str, tmp_path
     gaps_s = [max(np.diff([at_s for at_s, _ in r["arrivals"]]), default=0.0) for r in answered]
     worst_s = float(np.quantile(gaps_s, 0.9))
     assert number(row("worst gap p90, of answers")[at]) == pytest.approx(worst_s, abs=5.1e-4)
-    prompt = sum(r["prompt_tokens"] for r in answered)
-    again = sum(
-        max(0, min(r["best_cached_tokens"], r["prompt_tokens"]) - r["cached_tokens"])
-        for r in answered
-    )
-    assert number(row("recomputed, of prompt tokens")[at]) == pytest.approx(
-        100 * again / prompt, abs=0.051
-    )
+    turns = turns_of(run)
+    turns = turns[turns["ok"]]
+    again = 100 * recomputed_tokens(turns).sum() / turns["prompt_tokens"].sum()
+    assert number(row("recomputed, of prompt tokens")[at]) == pytest.approx(again, abs=0.051)
 
 
 @pytest.mark.parametrize(
