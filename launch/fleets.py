@@ -20,10 +20,11 @@ from launch import checking, guard, planning
 from launch.cache import make_folder
 from launch.caches import FlushError, flush
 from launch.capacity import reported_capacity_tokens
+from launch.engines import is_older
 from launch.freezing import freeze
 from launch.hardware import GpuError, GpuSample, sample_gpus, sample_until_free
 from launch.http_calls import FAILURES, call, reason
-from launch.jit_locks import remove_stale
+from launch.jit_locks import KERNEL_LOCKS_SINCE, remove_stale
 from launch.kv import worker_kv
 from launch.planning import Plan, Process
 from launch.record import write_record
@@ -149,7 +150,8 @@ class Fleet:
         self.timings["check_s"] = time.monotonic() - began_s
         self._transcript.tell("checked: engine, flags, ports")
         self._tell_gpus(sample_gpus)
-        remove_stale((w.full_environment() for w in self.plan.workers), self._tell)
+        if is_older(self.plan.engine.versions.get("torch", "0"), KERNEL_LOCKS_SINCE):
+            remove_stale((w.full_environment() for w in self.plan.workers), self._tell)
         self._state = "starting"
         self._write()
         self._start_all([m for m in self._members if m.plan.kind == "worker"])

@@ -1,12 +1,13 @@
-"""Locks that a killed process left in torch's folder of compiled extensions.
+"""Locks that nobody holds in torch's folder of compiled extensions.
 
 SGLang compiles an extension when it first needs one, with KV events at a worker's first prompt.
-torch has the others wait until a file called ``lock`` is gone (`torch.utils.file_baton`). A process
-that is killed while it compiles leaves it there, and every worker that starts later waits for it
-until SGLang's watchdog ends that worker after 300 s.
+Before 2.14 torch has the others wait until a file called ``lock`` is gone
+(`torch.utils.file_baton`). A process that is killed while it compiles leaves it there, and torch
+2.14 always does, whose lock is the kernel's and ends with its process: every worker with an older
+torch that starts later waits until SGLang's watchdog ends it after 300 s.
 
-Each engine's extensions have a folder of their own: releases give different sources the same name,
-and would compile them over each other.
+So each engine's extensions have a folder of their own. Besides, releases of SGLang give different
+sources the same name, and would compile them over each other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from pathlib import Path
 from launch.cache import cache_dir
 
 VARIABLE = "TORCH_EXTENSIONS_DIR"
+KERNEL_LOCKS_SINCE = (2, 14)
+"""The release of torch that waits for a process and not for a file (torch's issue 189245; 2.11.0
+waits for the file, 2.14.1 does not, those between were not looked at)."""
 
 
 def extensions_dir(python: Path) -> Path:
@@ -33,7 +37,8 @@ def remove_stale(environments: Iterable[Mapping[str, str]], tell: Callable[[str]
     these environments compile to, and tells of each.
 
     A holder keeps its lock's file open. Processes whose files may not be seen, of other users, do
-    not write to this user's cache.
+    not write to this user's cache. Not for a torch from `KERNEL_LOCKS_SINCE` on, which needs none
+    of this and keeps the file.
     """
     for folder in {
         environment[VARIABLE] for environment in environments if VARIABLE in environment
@@ -42,7 +47,7 @@ def remove_stale(environments: Iterable[Mapping[str, str]], tell: Callable[[str]
             with suppress(OSError):  # released meanwhile
                 if not _is_open(lock.stat()):
                     lock.unlink()
-                    tell(f"{lock}: left by a process that was killed while it compiled; removed")
+                    tell(f"{lock}: no process holds it, and torch would wait for it; removed")
 
 
 def _is_open(file: os.stat_result) -> bool:

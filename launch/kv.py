@@ -22,8 +22,8 @@ LONG_PAGE_TOKENS = 64
 """Page of SGLang's GPU workers with a host tier, and of colocated ones that publish KV events.
 
 Tiers copy page by page, and pages of one token make that slow. Events are made page by page, by the
-scheduler itself: for a prompt of 100,000 tokens that takes 0.15 to 0.8 s with pages of one token,
-and no step is launched meanwhile, with pages of 64 about 15 ms (docs/results/separation.md). On a
+scheduler itself: for a prompt of 100,000 tokens that takes 0.13 to 0.8 s with pages of one token,
+and no step is launched meanwhile, with pages of 64 3 to 15 ms (docs/results/separation.md). On a
 CPU pages stay at one token: SGLang's allocator of longer ones is a Triton kernel."""
 
 _DEFAULT_PAGE_TOKENS = {"sglang": 1, "vllm": 16}

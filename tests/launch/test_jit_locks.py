@@ -1,4 +1,4 @@
-"""A lock that a killed process left is removed before workers wait for it; held ones are not."""
+"""A lock that nobody holds is removed before workers wait for it; one that is held is not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
         remove_stale([{VARIABLE: str(tmp_path)}, {}], told.append)
     assert held.exists()
     assert not left.exists()
-    assert told == [f"{left}: left by a process that was killed while it compiled; removed"]
+    assert told == [f"{left}: no process holds it, and torch would wait for it; removed"]
 
 
 def test_a_fleet_that_starts_removes_them_from_its_engines_folder(
@@ -42,7 +42,7 @@ def test_a_fleet_that_starts_removes_them_from_its_engines_folder(
     with fleet(topology, tmp_path / "run") as running:
         assert running.plan.workers[0].environment[VARIABLE] == str(folder)
     assert not any(lock.exists() for lock in left)
-    assert "left by a process that was killed" in (tmp_path / "run/transcript.txt").read_text()
+    assert "no process holds it" in (tmp_path / "run/transcript.txt").read_text()
 
 
 def test_a_folder_that_the_user_chose_stays(
@@ -53,3 +53,15 @@ def test_a_folder_that_the_user_chose_stays(
     with fleet(fakes("serve"), tmp_path / "run") as running:
         assert VARIABLE not in running.plan.workers[0].environment
     assert not any(lock.exists() for lock in left)
+
+
+def test_a_torch_that_keeps_its_locks_files_has_them_left_alone(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"python": "3.11.0", "sglang": "0.5.23", "torch": "2.14.1+cpu"}
+    monkeypatch.setattr("launch.engines._versions", lambda python, where: versions)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "mine"))
+    kept = locks(tmp_path / "mine")
+    with fleet(fakes("serve"), tmp_path / "run"):
+        pass
+    assert all(lock.exists() for lock in kept)
