@@ -44,8 +44,14 @@ def row_of(run: Run, arm: str, sessions: int) -> Row:
 
 
 def rows_in(folder: Path) -> Iterator[Row]:
-    """A line for each complete run of an experiment's folder, whose loads are named by their
-    sessions in flight: arms as the packaged experiment has them, then others; by sessions and
+    """A line for each complete run of a folder of this experiment."""
+    for run, sessions in runs_in(folder, EXPERIMENT):
+        yield row_of(run, run.arm, sessions)
+
+
+def runs_in(folder: Path, experiment: str) -> Iterator[tuple[Run, int]]:
+    """The complete runs of an experiment's folder, whose loads are named by their sessions in
+    flight, with these: arms as the packaged experiment has them, then others; by sessions and
     draws."""
     runs = [read_run(path.parent) for path in folder.glob("*/r*/manifest.json")]
     complete = [run for run in runs if run.manifest.get("state") == "complete"]
@@ -57,10 +63,10 @@ def rows_in(folder: Path) -> Iterator[Row]:
             raise InputError(f"{folder}: load {run.load}: expected the sessions in flight")
         return int(run.load)
 
-    packaged = [arm.name for arm in load_experiment(EXPERIMENT)[0].arms]
+    packaged = [arm.name for arm in load_experiment(experiment)[0].arms]
     arms = [*packaged, *sorted({run.arm for run in complete} - set(packaged))]
     for run in sorted(complete, key=lambda run: (arms.index(run.arm), sessions(run), run.repeat)):
-        yield row_of(run, run.arm, sessions(run))
+        yield run, sessions(run)
 
 
 def _by_arm(rows: Sequence[Row]) -> dict[str, list[Row]]:
