@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from deltaserve.errors import InputError
 from eval.experiment_files import load_experiment
 from eval.run_lines import Row, read_rows
+from eval.separation import carried
 from eval.sessions_a_gpu import MEASURES, app, picture, row_of, rows_in, summary, table
 from tests.eval.conftest import Recipe, write_run
 from tests.eval.published import RESULTS, run_of
@@ -223,3 +224,60 @@ def test_the_page_follows_from_its_lines() -> None:
             assert cell in values
     drawn = (RESULTS / "simulated" / "sessions-a-gpu.svg").read_text()
     assert drawn == picture(simulated, measured, DRAWN)
+
+
+def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
+    text = (RESULTS / "simulated-think.md").read_text()
+    rows, shorter = read_rows(RESULTS / "simulated" / "think.csv"), read_rows(SIMULATED)
+    for lines in (summary(rows), *(table(rows, column) for column in MEASURES)):
+        assert "\n".join(lines) in text, lines[0]
+    paced, host = "sglang-fp8-host-paced-residency", "vllm-fp8-host"
+
+    def agents(of: list[Row], arm: str) -> list[float]:
+        return [
+            carried(
+                [row for row in of if (row["arm"], row["draw"]) == (arm, str(draw))],
+                "within_objective",
+            )
+            for draw in range(1, 5)
+        ]
+
+    def mean(of: list[Row], column: str, arm: str, sessions: int) -> float:
+        chosen = [row for row in of if (row["arm"], row["sessions"]) == (arm, str(sessions))]
+        return statistics.fmean(float(row[column]) for row in chosen)
+
+    now, before = (
+        {arm: statistics.fmean(agents(of, arm)) for arm in (paced, host, "sglang", "vllm")}
+        for of in (rows, shorter)
+    )
+    apart = [a - b for a, b in zip(agents(rows, paced), agents(rows, host), strict=True)]
+    words = [
+        f"carries {now[paced]:.1f} sessions where it is {before[paced]:.1f}",
+        f"same memory {now[host]:.1f} where it is {before[host]:.1f}",
+        (
+            f"as they come {now['sglang']:.1f} and {now['vllm']:.1f} where it is "
+            f"{before['sglang']:.1f} and {before['vllm']:.1f}"
+        ),
+        (
+            f"Ours is {now[paced] / now[host]:.2f} times vLLM with the same memory** "
+            f"({before[paced] / before[host]:.2f} times with 10 s), "
+            f"{now[paced] / now['sglang']:.1f} times SGLang and "
+            f"{now[paced] / now['vllm']:.1f} times vLLM"
+        ),
+        f"in the others by {apart[1]:.1f} and {apart[2]:.1f}",
+    ]
+    assert max(apart[0], apart[3]) < 1
+    for column, scale, form in (
+        ("within_objective", 100, ".0f"),
+        ("cached_share", 1, ".2f"),
+        ("requests_per_s", 1, ".2f"),
+    ):
+        both = [f"{scale * mean(rows, column, paced, at):{form}}" for at in (16, 24)]
+        words.append(" and ".join(both))
+    shares = [f"{100 * mean(rows, 'within_objective', host, at):.0f}" for at in (16, 24)]
+    rates = [f"{mean(rows, 'requests_per_s', host, at):.2f}" for at in (16, 24)]
+    words.append(
+        f"vLLM has {' and '.join(shares)} % of its turns in time there, at {' and '.join(rates)} "
+        "requests/s where ours has"
+    )
+    assert [word for word in words if word not in text] == []
