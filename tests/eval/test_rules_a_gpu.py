@@ -1,0 +1,226 @@
+"""How rules of residency fare before one GPU: what is kept of a run, and the page made of that."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deltaserve.errors import InputError
+from eval.experiment_files import load_experiment
+from eval.rules_a_gpu import app, by_draws, caps, rows_in, table
+from eval.run_lines import Row, read_rows
+from tests.eval.conftest import Recipe, write_run
+from tests.eval.published import RESULTS
+
+PAGE = RESULTS / "simulated-rules.md"
+RULES = RESULTS / "simulated" / "rules.csv"
+CAPS = RESULTS / "simulated" / "rules-cap.csv"
+CHOSEN, SHOWN = range(1, 5), range(5, 9)
+
+
+def made(arm: str, sessions: int, draw: int = 1, **figures: str) -> Row:
+    return {
+        "arm": arm,
+        "sessions": str(sessions),
+        "draw": str(draw),
+        "requests_per_s": "0.5",
+        "within_objective": "0.8",
+        "good_per_s": "0.4",
+        "cached_share": "0.9",
+        "ttft_p50_s": "0.2",
+        "ttft_p90_s": "3",
+        "ttft_p99_s": "20",
+        "longest_wait_s": "40",
+        "unanswered": "1",
+        "sessions_there": "10",
+        "sessions_answered": "9",
+        **figures,
+    }
+
+
+def test_a_run_says_who_waited_longest_and_who_got_no_answer(tmp_path: Path) -> None:
+    write_run(tmp_path, Recipe(arm="lease", load="8", ttft_s=0.2, sessions=30, turns=4))
+    write_run(tmp_path, Recipe(arm="off", load="8", sessions=30, turns=4, errors=5))
+    off, lease = rows_in(tmp_path)
+    assert (off["arm"], lease["arm"]) == ("off", "lease")
+    assert (lease["unanswered"], lease["sessions_there"]) == ("0", "30")
+    assert lease["sessions_answered"] == "30"
+    assert 0.2 < float(lease["ttft_p99_s"]) <= float(lease["longest_wait_s"])
+    assert off["unanswered"] == "5"
+    # More than one turn in a hundred got no answer.
+    assert off["ttft_p99_s"] == ""
+    assert float(lease["good_per_s"]) > float(off["good_per_s"]) > 0
+
+
+def test_a_table_has_means_over_draws_and_sums_of_sessions() -> None:
+    rows = [
+        made("a", 8),
+        made("a", 8, draw=2, requests_per_s="0.7", ttft_p99_s="", sessions_answered="5"),
+        made("b", 12),
+    ]
+    assert table(rows, 8)[2:] == [
+        "| `a` | 0.600 | 80 % | 0.400 | 0.90 | 0.20 s | 3.0 s | – | 40 s | 70 % of 20 | 2 |"
+    ]
+    assert table(rows, 12)[2:] == [
+        "| `b` | 0.500 | 80 % | 0.400 | 0.90 | 0.20 s | 3.0 s | 20 s | 40 s | 90 % of 10 | 1 |"
+    ]
+
+
+def test_parts_of_the_draws_stand_side_by_side() -> None:
+    rows = [made("a", 8), made("a", 8, draw=5, good_per_s="0.3")]
+    assert by_draws(rows, (CHOSEN, SHOWN)) == [
+        "| simulated: turns within the objective a second, draws 1–4; draws 5–8 | 8 |",
+        "|--|--|",
+        "| `a` | 0.400; 0.300 |",
+    ]
+
+
+def test_values_of_cap_stand_in_their_order() -> None:
+    rows = [made("cap-10", 8, good_per_s="0.5"), made("cap-9", 8)]
+    assert caps(rows)[2:] == [
+        "| 9 | 80 %, 0.500, 90 % of 10 | 0.4000 |",
+        "| 10 | 80 %, 0.500, 90 % of 10 | 0.5000 |",
+    ]
+
+
+def test_the_commands_keep_lines_and_show_them(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", Recipe(arm="cap-3", load="8"))
+    kept, runner = tmp_path / "kept.csv", CliRunner()
+    assert runner.invoke(app, ["lines", str(tmp_path / "runs"), str(kept)]).exit_code == 0
+    rows = read_rows(kept)
+    for command, lines in (("show", table(rows, 8)), ("caps", caps(rows))):
+        shown = runner.invoke(app, [command, str(kept)])
+        assert shown.exit_code == 0
+        assert "\n".join(lines) in shown.output
+
+
+def test_a_folder_without_runs_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no complete run"):
+        list(rows_in(tmp_path))
+
+
+def test_the_experiment_is_that_of_sessions_a_gpu_with_other_rules() -> None:
+    """So that its runs may stand beside those, and `priced` is an arm of both."""
+    experiment, _ = load_experiment("rules-gpu")
+    other, _ = load_experiment("sessions-a-gpu")
+    assert (experiment.replay, experiment.phases) == (other.replay, other.phases)
+    loads = {load.name: load.replay for load in other.loads}
+    assert {load.name: load.replay for load in experiment.loads}.items() <= loads.items()
+
+
+def test_the_tables_of_the_page_follow_from_their_lines() -> None:
+    text, rows, of_cap = PAGE.read_text(), read_rows(RULES), read_rows(CAPS)
+    tables = [table(rows, level) for level in (8, 12, 16, 24)]
+    for lines in (*tables, by_draws(rows, (CHOSEN, SHOWN)), caps(of_cap)):
+        assert "\n".join(lines) in text, lines[0]
+    assert {int(row["draw"]) for row in rows} == {*CHOSEN, *SHOWN}
+    assert {int(row["draw"]) for row in of_cap} == set(CHOSEN)
+
+
+def test_cap_has_the_value_with_the_most_turns_within_the_objective_a_second() -> None:
+    best = max(caps(read_rows(CAPS))[2:], key=lambda line: float(line.split("|")[-2]))
+    (cap,) = [arm for arm in load_experiment("rules-gpu")[0].arms if arm.name == "cap"]
+    found = re.search(r"'sessions': (\d+)", str(cap.set))
+    assert found
+    assert best.startswith(f"| {found[1]} |")
+
+
+def test_ours_is_the_same_arm_as_on_the_page_of_agents_a_gpu() -> None:
+    there = {
+        (row["sessions"], row["draw"]): row
+        for row in read_rows(RESULTS / "simulated" / "sessions-a-gpu.csv")
+        if row["arm"] == "sglang-fp8-host-paced-residency"
+    }
+    ours = [
+        row for row in read_rows(RULES) if row["arm"] == "priced" and int(row["draw"]) in CHOSEN
+    ]
+    assert len(ours) == 16
+    for row in ours:
+        other = {**there[row["sessions"], row["draw"]], "arm": "priced"}
+        assert row == {**row, **other}
+
+
+def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
+    text, rows, of_cap = PAGE.read_text(), read_rows(RULES), read_rows(CAPS)
+
+    def values(arm: str, level: int, column: str, runs: list[Row] = rows) -> list[float]:
+        of = [row for row in runs if (row["arm"], row["sessions"]) == (arm, str(level))]
+        return [float(row[column]) for row in of]
+
+    def mean(arm: str, level: int, column: str, runs: list[Row] = rows) -> float:
+        return statistics.fmean(values(arm, level, column, runs))
+
+    def times(arm: str, level: int, column: str) -> float:
+        return mean(arm, level, column) / mean("priced", level, column)
+
+    def more_in(arm: str, level: int, column: str) -> int:
+        both = zip(values(arm, level, column), values("priced", level, column), strict=True)
+        return sum(a > b for a, b in both)
+
+    def within(arm: str, level: int) -> str:
+        return f"{100 * mean(arm, level, 'within_objective'):.0f}"
+
+    def served(arm: str, level: int, runs: list[Row] = rows) -> float:
+        answered, there = (
+            sum(values(arm, level, column, runs))
+            for column in ("sessions_answered", "sessions_there")
+        )
+        return 100 * answered / there
+
+    both = ("cap", "aimd")
+    good = {
+        at: " and ".join(f"{times(arm, at, 'good_per_s'):.2f}" for arm in both)
+        for at in (12, 16, 24)
+    }
+    waits = {
+        arm: " and ".join(f"{mean(arm, at, 'longest_wait_s'):.0f}" for at in (12, 16))
+        for arm in ("priced", *both)
+    }
+    more = " and ".join(f"{100 * times(arm, 16, 'requests_per_s') - 100:.0f}" for arm in both)
+    said = [
+        f"{within('cap', 16)} and {within('aimd', 16)} % where ours has {within('priced', 16)} %",
+        f"at {more} % more requests/s",
+        f"{good[16]} times ours",
+        f"With twelve it is {good[12]} times, with 24 {good[24]} times",
+        f"{waits['priced']} s on average, `aimd` {waits['aimd']} s, `cap` {waits['cap']} s",
+        f"and {mean('priced', 24, 'longest_wait_s'):.0f} s with 24",
+        f"24 in flight {served('priced', 24):.0f} % of sessions got an answer",
+        f"with `aimd` {served('aimd', 24):.0f} and with `cap` {served('cap', 24):.0f} %",
+        (
+            f"more than {mean('priced', 16, 'ttft_p90_s'):.1f} s, where it is "
+            f"{mean('cap', 16, 'ttft_p90_s'):.1f} and {mean('aimd', 16, 'ttft_p90_s'):.1f} s"
+        ),
+        f"requests/s of all ({mean('off', 12, 'requests_per_s'):.3f})",
+        f"and {within('off', 12)} % in time; with 16 it is {within('off', 16)} %",
+    ]
+    said += [
+        f"{served('priced', at):.0f}, {served('aimd', at):.0f} and {served('cap', at):.0f} %"
+        for at in (16, 12)
+    ]
+    cached = [f"{mean(arm, 16, 'cached_share'):.2f}" for arm in ("priced", *both)]
+    assert cached[1] == cached[2]
+    late = " or ".join(
+        f"{100 * mean(f'cap-{n}', 16, 'within_objective', of_cap):.0f}" for n in (13, 14)
+    )
+    said += [
+        f"of prompt tokens {cached[0]} come from the cache with 16 in flight, {cached[1]} with",
+        f"then {late} % of its turns are in time",
+        f"the shortest p99 ({statistics.median(values('off', 12, 'ttft_p99_s')):.0f} s)",
+        f"with `off` half of the turns for {mean('off', 24, 'ttft_p50_s'):.0f} s",
+    ]
+    assert {within("lease", at) for at in (12, 16, 24)} == {"88", "91"}
+    assert {f"{mean('lease', at, 'requests_per_s'):.2f}" for at in (12, 16, 24)} == {"0.45", "0.43"}
+    assert [words for words in said if words not in text] == []
+    assert [more_in(arm, 16, "good_per_s") for arm in both] == [7, 5]
+    assert [more_in("aimd", at, "longest_wait_s") for at in (12, 16)] == [8, 8]
+    for arm in both:
+        assert sum(wait >= 599 for wait in values(arm, 24, "longest_wait_s")) > 4
+    assert sum(wait >= 599 for wait in values("priced", 24, "longest_wait_s")) == 1
+    assert max(served(f"cap-{n}", 24, of_cap) for n in range(6, 15)) < 74.5
+    for arm in ("off", "priced", *both):
+        assert within(arm, 8) in {"97", "98"}
+        assert 0.58 <= mean(arm, 8, "requests_per_s") < 0.595
