@@ -216,6 +216,12 @@ def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
     assert {f"{mean('lease', at, 'requests_per_s'):.2f}" for at in (12, 16, 24)} == {"0.45", "0.43"}
     assert [words for words in said if words not in text] == []
     assert [more_in(arm, 16, "good_per_s") for arm in both] == [7, 5]
+    draw_3 = {arm: values(arm, 24, "good_per_s")[2] for arm in ("priced", *both)}
+    others = {arm: sum(values(arm, 24, "good_per_s")) - draw_3[arm] for arm in draw_3}
+    assert others["priced"] < min(others[arm] for arm in both)
+    cap, aimd = (draw_3["priced"] / draw_3[arm] for arm in both)
+    assert f"{cap:.2f} times the turns within the objective a second of `cap`" in text
+    assert f"{aimd:.2f} times those of `aimd`" in text
     assert [more_in("aimd", at, "longest_wait_s") for at in (12, 16)] == [8, 8]
     for arm in both:
         assert sum(wait >= 599 for wait in values(arm, 24, "longest_wait_s")) > 4
