@@ -158,6 +158,34 @@ def caps(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def frontier(rows: Sequence[Row], parts: Sequence[range]) -> list[str]:
+    """A line an arm, the one first that has the most turns within the objective a second over all
+    levels: these turns (in brackets those of each part of the draws), the sessions that got an
+    answer, and the longest wait."""
+    levels = sorted({int(row["sessions"]) for row in rows})
+    heads = " | ".join(
+        f"{level} in flight: in time a second | answered | longest wait" for level in levels
+    )
+    names = "; ".join(f"{part[0]}–{part[-1]}" for part in parts)
+    lines = [f"| simulated (draws {names}) | {heads} |", "|--" * (1 + 3 * len(levels)) + "|"]
+    arms = {row["arm"]: [other for other in rows if other["arm"] == row["arm"]] for row in rows}
+    for arm, of_arm in sorted(arms.items(), key=lambda item: -_mean(item[1], "good_per_s")):
+        cells = []
+        for level in levels:
+            of = [row for row in of_arm if row["sessions"] == str(level)]
+            by_part = "; ".join(
+                f"{_mean([row for row in of if int(row['draw']) in part], 'good_per_s'):.3f}"
+                for part in parts
+            )
+            answered = list(_figures(of))[-2]
+            cells.append(
+                f"{_mean(of, 'good_per_s'):.3f} ({by_part}) | {answered} "
+                f"| {_mean(of, 'longest_wait_s'):.0f} s"
+            )
+        lines.append(f"| `{arm}` | {' | '.join(cells)} |")
+    return lines
+
+
 def _value_of(arm: str) -> int:
     return int(arm.rpartition("-")[2])
 
@@ -190,6 +218,17 @@ def caps_command(
 ) -> None:
     """Print what each number of sessions that `cap` lets in brings."""
     typer.echo("\n".join(caps(read_rows(runs, ("arm", "sessions", "good_per_s")))))
+
+
+@app.command("frontier")
+def frontier_command(
+    runs: Annotated[list[Path], typer.Argument(help="CSVs of simulated runs, draws 1 to 8.")],
+    level: Annotated[list[int], typer.Option(help="Sessions in flight.")],
+) -> None:
+    """Print who is served well against who is served at all, a line an arm."""
+    rows = [row for path in runs for row in read_rows(path, ("arm", "sessions", "good_per_s"))]
+    of_levels = [row for row in rows if int(row["sessions"]) in level]
+    typer.echo("\n".join(frontier(of_levels, (range(1, 5), range(5, 9)))))
 
 
 if __name__ == "__main__":

@@ -11,14 +11,16 @@ from typer.testing import CliRunner
 
 from deltaserve.errors import InputError
 from eval.experiment_files import load_experiment
-from eval.rules_a_gpu import app, by_draws, caps, rows_in, table
-from eval.run_lines import Row, read_rows
+from eval.rules_a_gpu import app, by_draws, caps, frontier, rows_in, table
+from eval.run_lines import Row, read_rows, write_rows
+from eval.simulate import read_calibration
 from tests.eval.conftest import Recipe, write_run
 from tests.eval.published import RESULTS
 
 PAGE = RESULTS / "simulated-rules.md"
 RULES = RESULTS / "simulated" / "rules.csv"
 CAPS = RESULTS / "simulated" / "rules-cap.csv"
+BOUNDS = RESULTS / "simulated" / "rules-bound.csv"
 CHOSEN, SHOWN = range(1, 5), range(5, 9)
 
 
@@ -85,6 +87,26 @@ def test_values_of_cap_stand_in_their_order() -> None:
         "| 9 | 80 %, 0.500, 90 % of 10 | 0.4000 |",
         "| 10 | 80 %, 0.500, 90 % of 10 | 0.5000 |",
     ]
+
+
+def test_whoever_has_the_most_turns_in_time_over_all_levels_is_first_of_the_frontier() -> None:
+    rows = [made("a", 8), made("a", 8, draw=5, good_per_s="0.3", longest_wait_s="60")]
+    rows += [made("b", 8, good_per_s="0.5"), made("b", 8, draw=5, sessions_answered="5")]
+    assert frontier(rows, (CHOSEN, SHOWN))[2:] == [
+        "| `b` | 0.450 (0.500; 0.400) | 70 % of 20 | 40 s |",
+        "| `a` | 0.350 (0.400; 0.300) | 90 % of 20 | 50 s |",
+    ]
+
+
+def test_the_frontier_is_shown_of_some_levels_of_several_files(tmp_path: Path) -> None:
+    rows = [made("a", level, draw=draw) for level in (8, 12) for draw in (1, 5)]
+    files = [tmp_path / "one.csv", tmp_path / "other.csv"]
+    write_rows(files[0], rows)
+    write_rows(files[1], [{**row, "arm": "b"} for row in rows])
+    shown = CliRunner().invoke(app, ["frontier", *map(str, files), "--level", "12"])
+    assert shown.exit_code == 0
+    assert [line[:5] for line in shown.output.splitlines()[2:]] == ["| `a`", "| `b`"]
+    assert "8 in flight" not in shown.output
 
 
 def test_the_commands_keep_lines_and_show_them(tmp_path: Path) -> None:
@@ -230,3 +252,80 @@ def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
     for arm in ("off", "priced", *both):
         assert within(arm, 8) in {"97", "98"}
         assert 0.58 <= mean(arm, 8, "requests_per_s") < 0.595
+
+
+def test_what_a_longer_bound_brings_follows_from_its_lines() -> None:
+    text = PAGE.read_text()
+    rows = [row for row in read_rows(RULES) if row["arm"] in {"priced", "cap", "aimd"}]
+    rows += read_rows(BOUNDS)
+    beyond = [row for row in rows if row["sessions"] in {"16", "24"}]
+    assert "\n".join(frontier(beyond, (CHOSEN, SHOWN))) in text
+    both = "bound-180-overhead-0.1"
+
+    def values(arm: str, level: int, column: str) -> list[float]:
+        of = [row for row in rows if (row["arm"], row["sessions"]) == (arm, str(level))]
+        assert {int(row["draw"]) for row in of} == {*CHOSEN, *SHOWN}
+        return [float(row[column]) for row in of]
+
+    def mean(arm: str, level: int, column: str) -> float:
+        return statistics.fmean(values(arm, level, column))
+
+    def served(arm: str, level: int) -> str:
+        answered, there = (
+            sum(values(arm, level, column)) for column in ("sessions_answered", "sessions_there")
+        )
+        return f"{100 * answered / there:.0f}"
+
+    def good(arm: str, level: int) -> str:
+        return f"{mean(arm, level, 'good_per_s'):.3f}"
+
+    def wait(arm: str, level: int) -> str:
+        return f"{mean(arm, level, 'longest_wait_s'):.0f}"
+
+    times = {at: mean(both, at, "good_per_s") / mean("cap", at, "good_per_s") for at in (16, 24)}
+    late_s = " s, where it is ".join(
+        f"{mean(arm, 16, 'ttft_p90_s'):.1f}" for arm in (both, "priced")
+    )
+    a_second = " and ".join(good(arm, 16) for arm in (both, "cap"))
+    longest = "bound-270-overhead-0.1"
+    said = [
+        f"With 16 in flight {times[16]:.2f} times those of `cap` ({a_second} a second)",
+        f"with {served(both, 16)} % of sessions answered where `cap` answers {served('cap', 16)}",
+        f"with 24 {times[24]:.2f} times with {served(both, 24)} where it is {served('cap', 24)} %",
+        f"Of prompt tokens {mean(both, 16, 'cached_share'):.2f} come from the cache",
+        f"one turn in ten waits for more than {late_s} s with the defaults",
+        f"({good(both, 8)} in time a second for {good('priced', 8)})",
+        f"with twelve it is {good(both, 12)} for {good('priced', 12)}",
+        f"{wait(both, 16)} s where it is {wait('priced', 16)} with 16 in flight",
+        f"{wait(both, 12)} where it is {wait('priced', 12)} with twelve",
+        f"nearly as long ({wait('cap', 16)} and {wait('cap', 12)} s)",
+        f"with 16 in flight ({good(longest, 16)} a second) and more with 24 ({good(longest, 24)})",
+        f"somebody waits for {wait(longest, 16)} s with 16",
+    ]
+    assert [words for words in said if words not in text] == []
+    assert min(values(both, 24, "longest_wait_s")) >= 599
+    # What nothing was chosen on says the same.
+    for at in (16, 24):
+        assert statistics.fmean(values(both, at, "good_per_s")[4:]) > statistics.fmean(
+            values("cap", at, "good_per_s")[4:]
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_tokens", "seconds"),
+    [
+        ("qwen3-coder-30b-a3b-h200-sglang", 281888, 90),
+        ("qwen3-coder-30b-a3b-h200-sglang-fp8", 563776, 143),
+    ],
+)
+def test_how_long_a_time_slice_is_follows_from_the_calibration(
+    name: str, kv_tokens: int, seconds: int
+) -> None:
+    table, prompt = read_calibration(name), 80_000
+    overhead_s, tokens_per_s, pairs_per_s = (
+        float(table[f"prefill_{constant}"])
+        for constant in ("overhead_s", "tokens_per_s", "pairs_per_s")
+    )
+    prompt_s = overhead_s + prompt / tokens_per_s + prompt * prompt / 2 / pairs_per_s
+    assert round(kv_tokens / prompt * prompt_s / 0.2) == seconds
+    assert re.search(rf"\b{seconds} s with {kv_tokens:,}", PAGE.read_text())
