@@ -220,19 +220,19 @@ impl Residency {
     /// How many times longer than `wait_bound_s` turns may wait: as many times what all workers may hold as
     /// those want that wait, and longer where it takes long to compute what a worker holds. For that is what
     /// one round of turns costs: within a bound that is short for it, most of the time goes into changing
-    /// who has a place. A host tier gives back what it holds.
+    /// who has a place. Beside a host tier as well, for its sessions wait longest once it is full; and a time slice
+    /// is about as long, so that within a shorter bound every round would be in the order of arrival.
     fn bound_scale(&self, sites: &Sites) -> f64 {
         let queued_share = self.queue.tokens() as f64 / sites.budget_tokens.max(1) as f64;
         let fills_s = self.manner.bound_fills * self.fill_s(sites);
         queued_share.max(1.0) * (fills_s / self.settings.wait_bound_s).max(1.0)
     }
 
-    /// Seconds in which a worker without a host tier computes as much as it holds, in prompts like those
-    /// that wait; on average over the first workers.
+    /// Seconds in which a worker computes as much as its GPU holds, in prompts like those that wait; on average
+    /// over the first workers.
     fn fill_s(&self, sites: &Sites) -> f64 {
         let tokens = self.queue.tokens() / self.queue.len().max(1) as u64;
-        let has_no_tier = |site: &&Site| site.spec.host_kv_tokens.is_none();
-        let capacities = sites.iter().filter(has_no_tier).filter_map(|site| {
+        let capacities = sites.iter().filter_map(|site| {
             let prompts = site.kv_capacity_tokens? as f64 / tokens.max(1) as f64;
             Some(prompts * site.rates.compute_s(tokens, attention_pairs(0, tokens)))
         });
@@ -686,8 +686,8 @@ mod tests {
         assert!(large > 1.0 && larger > 2.0 * large, "{large}, {larger}");
         assert_eq!(
             scale(1_000_000, Some(4_000_000)),
-            1.0,
-            "a tier gives it back"
+            large,
+            "once a tier is full it gives nobody's prompt back"
         );
         for rule in [json!({"wait_bound_fills": 0}), json!({"rule": "lease"})] {
             assert_eq!(bound_scale(&rule, 1_000_000, None), 1.0);

@@ -16,7 +16,7 @@ pub const INFO: Info = Info {
            and of single prompts nearly every answer is the last: that share is learnt), or (b) it \
            has had its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), or, while \
            the oldest wait goes from half of wait_bound_s to all of it (both as many times longer as those that wait \
-           want what fits on all workers, and at least as long as computing all that a worker holds takes wait_bound_fills times), for a time that shrinks to \
+           want what fits on all workers, and at least as long as computing all that a worker's GPU holds takes wait_bound_fills times), for a time that shrinks to \
            g*/pressed_overhead and never below, or (c) the worker has no turn in flight and computes the place again within cheap_recompute_s, \
            or (d) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as hold \
            slice_fill of what may be booked, their turns go first (those first that have not waited for late_after_s), and each slice lasts as long as (b) with what computing all of it again costs and \
@@ -56,7 +56,7 @@ pub const INFO: Info = Info {
         ParamInfo {
             name: "wait_bound_fills",
             default: "4.5",
-            meaning: "the bound is at least as long as computing all that a worker without a host tier holds takes so many times, for a round of turns costs as much; 0 leaves it at wait_bound_s",
+            meaning: "the bound is at least as long as computing all that a worker's GPU holds takes so many times, for a round of turns costs as much; 0 leaves it at wait_bound_s",
         },
         ParamInfo {
             name: "reload_tokens_per_s",
