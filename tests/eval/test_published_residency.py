@@ -35,6 +35,12 @@ TABLES = (
     ("vllm-fp8-host-ten",),
     ("along-ten", "along-twelve", "along-twentyfour"),
     ("half-twelve", "half-twentyfour"),
+    (
+        "vllm-fp8-host-twelve",
+        "vllm-fp8-host-residency-twelve",
+        "vllm-fp8-host-residency-twentyfour",
+    ),
+    ("rules-priced-sixteen", "rules-aimd-sixteen", "rules-cap-sixteen"),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -55,9 +61,13 @@ README = (
     ("tier-residency-1", "tier-residency-2"),
     ("vllm-fp8-host-eight",),
     ("vllm-fp8-host-ten",),
+    ("vllm-fp8-host-twelve",),
+    ("vllm-fp8-host-residency-twelve",),
+    ("vllm-fp8-host-residency-twentyfour",),
     ("slices-eight",),
     ("along-ten",),
     ("slices-twelve", "along-twelve", "half-twelve"),
+    ("rules-priced-sixteen",),
     ("slices-twentyfour", "along-twentyfour", "half-twentyfour"),
 )
 COLUMNS = [
@@ -134,9 +144,14 @@ def test_the_readme_repeats_the_page() -> None:
         for cell, label in zip(cells[2:], labels, strict=True):
             said = [row(where[arm][0], label)[where[arm][1]] for arm in arms]
             assert cell == ", ".join(re.sub(r" (\[.*\]|s\b.*)$", "", text) for text in said)
-        in_flight = {"three": 3, "four": 4, "eight": 8, "ten": 10, "twentyfour": 24}.get(
-            arms[0].rsplit("-")[-1], 12
-        )
+        in_flight = {
+            "three": 3,
+            "four": 4,
+            "eight": 8,
+            "ten": 10,
+            "sixteen": 16,
+            "twentyfour": 24,
+        }.get(arms[0].rsplit("-")[-1], 12)
         assert cells[1] == str(in_flight)
 
 
@@ -161,6 +176,8 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         (10, State.STEADY),
         (11, State.STEADY),
         (12, State.STEADY),
+        (13, State.STEADY),
+        (14, State.STEADY),
     ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
@@ -237,6 +254,74 @@ def test_what_is_said_of_24_sessions_before_both_engines() -> None:
     assert np.median(again["waits_s"]) == pytest.approx(0.97, abs=0.005)
 
 
+def test_what_is_said_of_24_sessions_before_vllm_with_and_without_residency() -> None:
+    """In the seconds of the window that the run without has lines for, beside the same of others."""
+    arms = (
+        "vllm-fp8-host-twentyfour-cut-off-again",
+        "vllm-fp8-host-residency-twentyfour",
+        "half-twentyfour",
+    )
+    page, readme = ((RESULTS / name).read_text() for name in ("residency.md", "../../README.md"))
+    columns = [_until(arm, 230) for arm in arms]
+    for label, form in (
+        ("answers", "{answers}"),
+        ("their prompt tokens from cache", "{cached:.3f}"),
+        ("first tokens", "{firsts}"),
+        ("of them within 10 s", "{early} of {firsts}"),
+        ("of them within the SLO", "{good} of {firsts}"),
+        ("sessions that got an answer", "{sessions}"),
+    ):
+        cells = " | ".join(form.format(**column) for column in columns)
+        assert f"| {label} | {cells} |" in page
+    vllm, residency, ours = columns
+    assert f"{residency['answers'] / vllm['answers']:.1f} times the answers" in page
+    assert f"{100 * residency['good'] / residency['firsts']:.0f} % of first tokens" in page
+    assert f"{ours['answers'] / residency['answers']:.2f} times as many again" in page
+    assert min(vllm["waits_s"]) == pytest.approx(88, abs=0.5)
+    assert np.median(vllm["waits_s"]) == pytest.approx(111, abs=0.5)
+    assert f"{vllm['answers']} answers, each first token after 88 s at least" in readme
+    assert f"there were {residency['answers']}, and {ours['answers']} of ours" in readme
+    assert f"{ours['early']} of {ours['firsts']} first tokens within 10 s" in readme
+
+
+def test_what_is_said_of_three_rules_with_16_sessions() -> None:
+    page = (RESULTS / "residency.md").read_text()
+    arms = ("rules-priced-sixteen", "rules-aimd-sixteen", "rules-cap-sixteen")
+    good, served, unserved_s = [], [], []
+    for arm in arms:
+        measured = [r for r in lines(arm) if r["phase"] == "measure"]
+        good.append(sum(not r["error"] and not any(_misses(r)) for r in measured))
+        window = phases(arm)
+        start_s, end_s = window["window_start_s"], window["window_end_s"]
+        there = [
+            r
+            for r in lines(arm)
+            if r["phase"] != "prime" and r["scheduled_s"] < end_s and r["finished_s"] >= start_s
+        ]
+        ended = [r for r in there if not r["error"] and r["finished_s"] < end_s]
+        served.append(tuple(len({r["session_id"] for r in of}) for of in (ended, there)))
+        waits_s = [
+            r["finished_s"] - r["scheduled_s"]
+            for r in measured
+            if r["error"] and r["first_token_s"] is None and r["turn"] == 0
+        ]
+        unserved_s.append((len(waits_s), round(min(waits_s)), round(max(waits_s))))
+    rates = [turns / 210 for turns in good]
+    assert "{:.3f}, {:.3f} and {:.3f} ({}, {} and {} turns in 210 s)".format(*rates, *good) in page
+    ours, aimd, cap = served
+    assert ours == (20, 23)
+    assert aimd == (14, 24)
+    assert cap == (17, 24)
+    assert unserved_s == [(2, 218, 231), (6, 61, 219), (6, 91, 238)]
+    found = _until("rules-aimd-twentyfour-cut-off", 160)
+    assert (found["answers"], found["sessions"]) == (85, 12)
+    assert (found["good"], found["firsts"]) == (68, 85)
+    before = [_until(f"{run}-twentyfour", 160) for run in ("slices", "along", "half")]
+    assert sorted(of["answers"] for of in before) == [98, 106, 107]
+    assert sorted(of["sessions"] for of in before) == [18, 19, 20]
+    assert sorted((of["good"], of["firsts"]) for of in before) == [(72, 99), (86, 105), (90, 110)]
+
+
 def _until(arm: str, seconds: float) -> dict[str, Any]:
     """In the first seconds of its window."""
     start_s = phases(arm)["window_start_s"]
@@ -257,6 +342,7 @@ def _between(arm: str, start_s: float, end_s: float) -> dict[str, Any]:
         "waits_s": waits_s,
         "early": sum(wait_s <= 10 for wait_s in waits_s),
         "good": sum(not r["error"] and not any(_misses(r)) for r in firsts),
+        "sessions": len({r["session_id"] for r in answers}),
     }
 
 
@@ -348,7 +434,17 @@ def test_what_is_said_of_prompt_tokens_a_second() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arm", "most_s"), [("slices-twelve", 112), ("half-twelve", 203), ("half-twentyfour", 69)]
+    ("arm", "most_s"),
+    [
+        ("slices-twelve", 112),
+        ("half-twelve", 203),
+        ("half-twentyfour", 69),
+        ("vllm-fp8-host-twelve", 30),
+        ("vllm-fp8-host-residency-twelve", 219),
+        ("rules-priced-sixteen", 99),
+        ("rules-aimd-sixteen", 8),
+        ("rules-cap-sixteen", 10),
+    ],
 )
 def test_how_long_the_longest_that_was_answered_waited(arm: str, most_s: int) -> None:
     measured = [r for r in lines(arm) if r["phase"] == "measure"]

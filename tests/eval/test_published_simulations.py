@@ -162,13 +162,14 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
 
 
 HALF = "half in flight, 0.45, 0.2"
+ONCE = "prompt at once"
 
 
 def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() -> None:
     names = ("kept-free", "idle-worker", "in-time-first", "half-in-flight", "prompt-at-once")
     runs = [
         row
-        for name in (*names, "sessions-a-gpu")
+        for name in (*names, "tier-bound", "sessions-a-gpu")
         for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
     ]
     said = re.findall(r"\| ([^|]+), (\d+) in flight \| (.* →.*) \|\n", PAGE.read_text())
@@ -186,9 +187,12 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "short ones go along": (f"{paced} nobody goes along", f"{paced} in time first"),
         "half in flight, SGLang": (f"{paced} in time first", f"{paced} {HALF}"),
         "half in flight, vLLM": (f"{vllm} in time first", f"{vllm} {HALF}"),
-        "prompt at once, SGLang": (f"{paced} {HALF}", paced),
-        "prompt at once, vLLM": (f"{vllm} {HALF}", vllm),
-        "prompt at once, bf16": (f"{bf16} {HALF}", bf16),
+        "prompt at once, SGLang": (f"{paced} {HALF}", f"{paced} {ONCE}"),
+        "prompt at once, vLLM": (f"{vllm} {HALF}", f"{vllm} {ONCE}"),
+        "prompt at once, bf16": (f"{bf16} {HALF}", f"{bf16} {ONCE}"),
+        "bound by the GPU, SGLang": (f"{paced} {ONCE}", paced),
+        "bound by the GPU, vLLM": (f"{vllm} {ONCE}", vllm),
+        "bound by the GPU, bf16": (f"{bf16} {ONCE}", bf16),
     }
     assert Counter(label for label, _, _ in said) == {
         "FP8, paced": 5,
@@ -205,6 +209,9 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "prompt at once, SGLang": 5,
         "prompt at once, vLLM": 5,
         "prompt at once, bf16": 4,
+        "bound by the GPU, SGLang": 5,
+        "bound by the GPU, vLLM": 5,
+        "bound by the GPU, bf16": 5,
     }
 
     def mean(column: str, arm: str, sessions: str, draws: range) -> float:

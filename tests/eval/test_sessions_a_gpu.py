@@ -37,6 +37,7 @@ RUNS = {
     ("sglang-fp8-host-paced-residency", 8): ("slices-eight",),
     ("sglang-fp8-host-paced-residency", 10): ("along-ten",),
     ("sglang-fp8-host-paced-residency", 12): ("slices-twelve", "along-twelve", "half-twelve"),
+    ("sglang-fp8-host-paced-residency", 16): ("rules-priced-sixteen",),
     ("sglang-fp8-host-paced-residency", 24): (
         "slices-twentyfour",
         "along-twentyfour",
@@ -46,6 +47,9 @@ RUNS = {
     ("vllm", 4): ("vllm-four",),
     ("vllm-fp8-host", 8): ("vllm-fp8-host-eight",),
     ("vllm-fp8-host", 10): ("vllm-fp8-host-ten",),
+    ("vllm-fp8-host", 12): ("vllm-fp8-host-twelve",),
+    ("vllm-fp8-host-residency", 12): ("vllm-fp8-host-residency-twelve",),
+    ("vllm-fp8-host-residency", 24): ("vllm-fp8-host-residency-twentyfour",),
 }
 BOUND = "sglang-residency"
 # The arms of the page's picture.
