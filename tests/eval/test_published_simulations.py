@@ -19,6 +19,7 @@ from eval.run_lines import read_rows
 from eval.separation import OBJECTIVES, figure, table
 from eval.simulate import packaged_calibrations
 from eval.validation import measures, read_lines
+from eval.waits import COLUMNS, waits
 
 PAGE = Path(__file__).parents[2] / "docs/results/simulated.md"
 SEPARATION = PAGE.with_name("simulated-separation.md")
@@ -232,6 +233,27 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         rates = [mean("requests_per_s", arm, sessions, range(1, 9)) for arm in both]
         expected.append(f"{rates[0]:.3f} → {rates[1]:.3f}")
         assert cells == " | ".join(expected), (label, sessions)
+
+
+def test_the_tails_of_waits_follow_from_their_lines() -> None:
+    rows = read_rows(PAGE.parent / "simulated/waits.csv", COLUMNS)
+    page = PAGE.read_text()
+    arms = {"SGLang": "sglang-fp8-host-paced-residency", "vLLM": "vllm-fp8-host-residency"}
+
+    def tail(arm: str, sessions: str) -> list[float]:
+        of = [row for row in rows if (row["arm"], row["sessions"]) == (arm, sessions)]
+        assert len({row["draw"] for row in of}) == 8
+        return waits(of, (0.95, 0.97, 0.99))
+
+    for engine, arm in arms.items():
+        for sessions in ("12", "16", "24"):
+            both = zip(tail(f"{arm} bound of 90 s", sessions), tail(arm, sessions), strict=True)
+            cells = [f"{before:.0f} → {now:.0f} s" for before, now in both]
+            assert f"| {engine}, {sessions} in flight | {' | '.join(cells)} |" in page
+    longer = [tail(f"{arms['SGLang']} 6.5 fills", sessions) for sessions in ("16", "24")]
+    assert f"95 % within {longer[0][0]:.0f} and {longer[1][0]:.0f} s" in page
+    assert f"99 % within {longer[0][2]:.0f} s" in page
+    assert longer[1][2] > 595
 
 
 def test_which_part_of_slices_brings_what() -> None:
