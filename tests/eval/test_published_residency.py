@@ -255,7 +255,7 @@ def test_what_is_said_of_24_sessions_before_both_engines() -> None:
 
 
 def test_what_is_said_of_24_sessions_before_vllm_with_and_without_residency() -> None:
-    """In the seconds of the window that the run without has lines for, beside the same of others."""
+    """In the seconds of the window that the run without has lines for, and the same of others."""
     arms = (
         "vllm-fp8-host-twentyfour-cut-off-again",
         "vllm-fp8-host-residency-twentyfour",

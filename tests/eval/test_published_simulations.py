@@ -249,7 +249,7 @@ def test_the_tails_of_waits_follow_from_their_lines() -> None:
         for sessions in ("12", "16", "24"):
             both = zip(tail(f"{arm} bound of 90 s", sessions), tail(arm, sessions), strict=True)
             cells = [f"{before:.0f} → {now:.0f} s" for before, now in both]
-            assert f"| {engine}, {sessions} in flight | {' | '.join(cells)} |" in page
+            assert f"| {engine} with {sessions} sessions | {' | '.join(cells)} |" in page
     longer = [tail(f"{arms['SGLang']} 6.5 fills", sessions) for sessions in ("16", "24")]
     assert f"95 % within {longer[0][0]:.0f} and {longer[1][0]:.0f} s" in page
     assert f"99 % within {longer[0][2]:.0f} s" in page
