@@ -17,7 +17,7 @@ import typer
 
 from deltaserve.errors import told_in_one_line
 from eval.experiment import Slo
-from eval.outcomes import good
+from eval.outcomes import good, recomputed_tokens
 from eval.records import Run
 from eval.run_lines import Row, cell, read_rows, turns_of, write_rows
 from eval.sessions_a_gpu import row_of, runs_in
@@ -36,6 +36,8 @@ COLUMNS = (
     "turns never answered",
 )
 """What the page's tables say of a rule."""
+RECOMPUTED_TOKENS = 4_000
+"""At the least, of a turn that came back to nothing: of others engines compute a few again too."""
 
 
 def rule_row(run: Run, arm: str, sessions: int) -> Row:
@@ -74,6 +76,22 @@ def rows_in(folder: Path) -> Iterator[Row]:
     """A line for each complete run of a folder of the experiment."""
     for run, sessions in runs_in(folder, EXPERIMENT):
         yield rule_row(run, run.arm, sessions)
+
+
+def recomputed_row(run: Run, arm: str, sessions: int) -> Row:
+    """How many turns with their first token in a run's window came back to nothing: no tier held
+    what had been computed for their session before."""
+    every = run.all_requests
+    there = every[every["phase"].ne("prime") & every["ok"]]
+    start_s, end_s = run.span_s
+    there = there[there["first_token_s"].ge(start_s) & there["first_token_s"].lt(end_s)]
+    recomputed = recomputed_tokens(there).ge(RECOMPUTED_TOKENS).sum()
+    return {
+        "arm": arm,
+        "sessions": str(sessions),
+        "draw": str(run.repeat),
+        "recomputed_turns": str(int(recomputed)),
+    }
 
 
 def table(rows: Sequence[Row], level: int) -> list[str]:
@@ -200,6 +218,16 @@ def lines_command(
 ) -> None:
     """Keep a line of each run of the experiment."""
     write_rows(output, rows_in(folder))
+
+
+@app.command("recomputed")
+def recomputed_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of `eval run` or `eval simulate`.")],
+    output: Annotated[Path, typer.Argument(help="CSV to write, a line a run.")],
+) -> None:
+    """Keep of each run how many turns came back to nothing."""
+    runs = runs_in(folder, EXPERIMENT)
+    write_rows(output, (recomputed_row(run, run.arm, sessions) for run, sessions in runs))
 
 
 @app.command("show")
