@@ -4,7 +4,7 @@
 //! all that the tier holds would take turns, and every turn would be late. So a session gets a time
 //! slice first, as a process that is swapped in does before the scheduler runs it (two-level
 //! scheduling). As many have one as their turns fill a share of the KV with, by what is in flight and by how
-//! long each runs and thinks; their turns go before all others. Who has had a slice for long enough loses it
+//! long each runs and thinks, and no more than the tier keeps the prompts of; their turns go before all others. Who has had a slice for long enough loses it
 //! to one that waits.
 
 use super::book::{Key, Occupant};
@@ -25,24 +25,47 @@ pub(super) const ASSUMED_RUN_S: f64 = 5.0;
 /// (docs/results/simulated.md).
 const NOW_SHARE: f64 = 0.5;
 
-/// What those with a slice, and others that run, hold of one worker's KV.
+/// What those with a slice, and others that run, hold of one worker's KV, and what its tiers are to keep of them.
 pub(super) struct Load {
     /// Tokens, [`NOW_SHARE`] of them of this moment.
     tokens: f64,
-    /// Those who have had theirs for long enough, and what there will be less over time without them; the
-    /// longest first.
-    over: Vec<(Key, f64)>,
+    /// Tokens of their prompts: running or not, they are to be found in one of the tiers again.
+    kept: f64,
+    /// Those who have had theirs for long enough; the longest first.
+    over: Vec<Over>,
     /// [`super::book::Hold::changes`] of the places that it is of.
     pub changes: u64,
+}
+
+/// A session that has had its slice for long enough, and what there will be less over time without it.
+struct Over {
+    key: Key,
+    tokens: f64,
+    kept: f64,
+}
+
+/// What sessions with a slice may hold on a worker.
+#[derive(Clone, Copy)]
+struct SliceBudget {
+    /// Of the GPU's KV, in tokens, by what their turns are expected to hold.
+    tokens: f64,
+    /// Of what the tiers keep, in tokens of their prompts.
+    kept: f64,
 }
 
 impl Residency {
     /// What turns of sessions with a slice may be expected to hold on a worker; none where there are
     /// no slices.
-    fn slice_budget(&self, site: &Site) -> Option<f64> {
-        let fill = self.manner.slices?.fill;
-        site.spec.host_kv_tokens?;
-        Some(self.budget_tokens(site)? as f64 * fill)
+    ///
+    /// The host tier holds what the GPU holds too, as HiCache and vLLM's offloading write it through. What sessions
+    /// with a slice leave behind while they think must fit in it, or each comes back to nothing.
+    fn slice_budget(&self, site: &Site) -> Option<SliceBudget> {
+        let slices = self.manner.slices?;
+        let kept = site.spec.host_kv_tokens?.max(site.kv_capacity_tokens?);
+        Some(SliceBudget {
+            tokens: self.budget_tokens(site)? as f64 * slices.fill,
+            kept: kept as f64 * slices.tier_fill,
+        })
     }
 
     /// Whether sessions take turns in time slices on any worker.
@@ -106,6 +129,7 @@ impl Residency {
         let hold = &self.holds[site.slot];
         let in_flight = hold.occupant(key).map_or(0, Occupant::in_flight_tokens);
         load.tokens -= blended(in_flight, self.expected_tokens(key, now_s));
+        load.kept -= self.kept_tokens(key, now_s);
         let Some(ends) = self.ends_for(key, &load, budget) else {
             return;
         };
@@ -122,6 +146,7 @@ impl Residency {
     fn load(&self, site: &Site, now_s: f64, demand: Demand) -> Load {
         let mut load = Load {
             tokens: 0.0,
+            kept: 0.0,
             over: Vec::new(),
             changes: self.changes_at(site.slot),
         };
@@ -133,44 +158,47 @@ impl Residency {
             let Some(known) = self.sessions.get(key).filter(|known| is_home(known, site)) else {
                 continue;
             };
-            let tokens = self.expected_of(known, now_s);
+            let (tokens, kept) = (self.expected_of(known, now_s), self.kept_of(known, now_s));
             load.tokens += tokens;
+            load.kept += kept;
             if now_s - since_s >= self.slice_s(known, site, demand) {
-                over.push((since_s, key, blended(0, tokens)));
+                let tokens = blended(0, tokens);
+                over.push((since_s, Over { key, tokens, kept }));
             }
         }
         let others = hold.occupants().filter(|(_, o)| !o.turns.is_empty());
         let others = others.filter(|(key, _)| !seen.slices.contains_key(key));
-        load.tokens += others
-            .map(|(key, _)| self.expected_tokens(key, now_s))
-            .sum::<f64>();
+        for (key, _) in others {
+            load.tokens += self.expected_tokens(key, now_s);
+            load.kept += self.kept_tokens(key, now_s);
+        }
         load.tokens = blended(hold.in_flight_tokens(), load.tokens);
-        over.sort_by(|(one_s, one, _), (other_s, other, _)| {
-            one_s.total_cmp(other_s).then(one.cmp(other))
+        over.sort_by(|(one_s, one), (other_s, other)| {
+            one_s.total_cmp(other_s).then(one.key.cmp(&other.key))
         });
-        load.over = over
-            .into_iter()
-            .map(|(_, key, tokens)| (key, tokens))
-            .collect();
+        load.over = over.into_iter().map(|(_, over)| over).collect();
         load
     }
 
     /// Who has to end so that this one may begin; none if all who may are not enough. What it holds over time
     /// counts in full, and its prompt beside that as it will be in flight: the larger the sessions, the more
     /// of a worker is left because the next one does not fit.
-    fn ends_for(&self, key: Key, load: &Load, budget: f64) -> Option<Vec<Key>> {
+    fn ends_for(&self, key: Key, load: &Load, budget: SliceBudget) -> Option<Vec<Key>> {
         // It has come back, whatever was to be expected.
-        let own = self.sessions.get(key).map_or(0.0, |known| {
-            self.tokens_over_time(known) + NOW_SHARE * known.prompt_tokens.unwrap_or(0) as f64
+        let (own, prompt) = self.sessions.get(key).map_or((0.0, 0.0), |known| {
+            let prompt = known.prompt_tokens.unwrap_or(0) as f64;
+            (self.tokens_over_time(known) + NOW_SHARE * prompt, prompt)
         });
-        let mut left = load.tokens;
+        // One alone may be larger than a budget; less than a token is what rounding leaves.
+        let exceeds = |left: f64, own: f64, budget: f64| left >= 1.0 && left + own > budget;
+        let (mut left, mut kept) = (load.tokens, load.kept);
         let mut ends = Vec::new();
         let mut over = load.over.iter();
-        // One alone may be larger than the budget; less than a token is what rounding leaves.
-        while left >= 1.0 && left + own > budget {
-            let (other, tokens) = over.next()?;
-            left -= tokens;
-            ends.push(*other);
+        while exceeds(left, own, budget.tokens) || exceeds(kept, prompt, budget.kept) {
+            let other = over.next()?;
+            left -= other.tokens;
+            kept -= other.kept;
+            ends.push(other.key);
         }
         Some(ends)
     }
@@ -192,7 +220,23 @@ impl Residency {
     }
 
     fn expected_of(&self, known: &Known, now_s: f64) -> f64 {
-        let returns = match known.ended_s {
+        self.returns(known, now_s) * self.tokens_over_time(known)
+    }
+
+    /// What is to be kept of a session in one of the tiers, in tokens: its prompt, the less so the less it is to be
+    /// expected back.
+    fn kept_tokens(&self, key: Key, now_s: f64) -> f64 {
+        let known = self.sessions.get(key);
+        known.map_or(0.0, |known| self.kept_of(known, now_s))
+    }
+
+    fn kept_of(&self, known: &Known, now_s: f64) -> f64 {
+        self.returns(known, now_s) * known.prompt_tokens.unwrap_or(0) as f64
+    }
+
+    /// The chance that a session comes back; 1 of one that is there.
+    fn returns(&self, known: &Known, now_s: f64) -> f64 {
+        match known.ended_s {
             _ if known.in_flight > 0 || known.waiting > 0 => 1.0,
             Some(ended_s) => {
                 let last_share = self.endings.last_share(known.kind());
@@ -202,8 +246,7 @@ impl Residency {
             }
             // It left before its first turn.
             None => 0.0,
-        };
-        returns * self.tokens_over_time(known)
+        }
     }
 
     /// The same of one that is there.
@@ -236,12 +279,21 @@ mod tests {
     struct World {
         fleet: Arc<Fleet>,
         clock_ms: Arc<AtomicU64>,
+        host_kv_tokens: u32,
     }
 
     impl World {
         fn new() -> Self {
+            Self::with_tier(500_000)
+        }
+
+        fn with_tier(host_kv_tokens: u32) -> Self {
             let (fleet, clock_ms) = fleet_under(&json!({"cold_slots": 10, "growth_turns": 0}));
-            let world = Self { fleet, clock_ms };
+            let world = Self {
+                fleet,
+                clock_ms,
+                host_kv_tokens,
+            };
             world.add();
             world
         }
@@ -250,7 +302,7 @@ mod tests {
             add(
                 &self.fleet,
                 json!({"id": "w", "url": "http://w:1", "kv_capacity_tokens": 100_000,
-                    "host_kv_tokens": 500_000}),
+                    "host_kv_tokens": self.host_kv_tokens}),
             );
         }
 
@@ -425,5 +477,38 @@ mod tests {
         let mut round = Round::new(&sites, now_s, 0.0, 1.0);
         let may_begin = state.residency.may_begin_slice(key, &sites[0], &mut round);
         assert!(!may_begin, "both would hold more than fits");
+    }
+
+    #[test]
+    fn no_more_sessions_have_a_slice_than_the_tier_keeps_while_they_think() {
+        let world = World::with_tier(110_000);
+        // Two that come back when nobody expects them.
+        world.serve(8, 50_000, 1.0);
+        world.serve(9, 30_000, 1.0);
+        world.advance(100.0);
+        for session in 0..8 {
+            world.serve(session, 10_000, 0.1);
+        }
+        let now_s = world.fleet.now_s();
+        let mut state = world.fleet.state.lock();
+        let sites = state.sites(&[], now_s);
+        let (residency, site) = (&state.residency, &sites[0]);
+        let budget = residency.slice_budget(site).unwrap();
+        assert_eq!(budget.kept.round(), 88_000.0, "0.8 of 110,000");
+        let load = residency.load(site, now_s, Demand::NOBODY_WAITS);
+        assert!(load.over.is_empty());
+        assert!(load.tokens + 50_000.0 < budget.tokens, "the GPU has room");
+        // Not all are expected back.
+        assert!(
+            load.kept > 40_000.0 && load.kept < 58_000.0,
+            "{}",
+            load.kept
+        );
+        for (session, may_begin) in [(8, false), (9, true)] {
+            let key = crate::fleet::affinity::session_key(&format!("s{session}"));
+            let mut round = Round::new(&sites, now_s, 0.0, 1.0);
+            let begins = residency.may_begin_slice(key, site, &mut round);
+            assert_eq!(begins, may_begin, "s{session} beside {}", load.kept);
+        }
     }
 }

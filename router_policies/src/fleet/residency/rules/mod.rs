@@ -174,6 +174,8 @@ pub struct Manner {
 pub struct Slices {
     /// The share of the KV that those with a slice may be expected to hold.
     pub fill: f64,
+    /// The share of the host tier that their prompts may take.
+    pub tier_fill: f64,
     /// A turn that has waited so long is late, and goes behind those that are not yet.
     pub late_after_s: f64,
 }

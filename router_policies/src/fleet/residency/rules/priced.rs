@@ -19,7 +19,7 @@ pub const INFO: Info = Info {
            want what fits on all workers, and at least as long as computing all that a worker's GPU holds takes wait_bound_fills times), for a time that shrinks to \
            g*/pressed_overhead and never below, or (c) the worker has no turn in flight and computes the place again within cheap_recompute_s, \
            or (d) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as hold \
-           slice_fill of what may be booked, their turns go first (those first that have not waited for late_after_s), and each slice lasts as long as (b) with what computing all of it again costs and \
+           slice_fill of what may be booked and as slice_tier_fill of the tier keeps the prompts of, their turns go first (those first that have not waited for late_after_s), and each slice lasts as long as (b) with what computing all of it again costs and \
            slice_overhead as the overhead under pressure. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
            equals the longest idle",
     params: &[
@@ -72,6 +72,11 @@ pub const INFO: Info = Info {
             name: "slice_fill",
             default: "0.55",
             meaning: "the share of what may be booked that sessions with a time slice hold, half of it by what is in flight, half by what is expected over time; more of them is more requests/s, and later turns where not all fit",
+        },
+        ParamInfo {
+            name: "slice_tier_fill",
+            default: "0.8",
+            meaning: "the share of a worker's host tier that the prompts of sessions with a time slice may take; more of them, and the tier drops some before they come back",
         },
         ParamInfo {
             name: "slice_overhead",
@@ -132,6 +137,11 @@ pub const INFO: Info = Info {
                     p.slice_fill > 0.0 && p.slice_fill <= 1.0,
                 ),
                 (
+                    "slice_tier_fill",
+                    "a number above 0",
+                    p.slice_tier_fill > 0.0,
+                ),
+                (
                     "slice_overhead",
                     "a share above 0 and up to 1",
                     p.slice_overhead > 0.0 && p.slice_overhead <= 1.0,
@@ -160,6 +170,7 @@ struct Priced {
     reload_tokens_per_s: f64,
     cheap_recompute_s: f64,
     slice_fill: f64,
+    slice_tier_fill: f64,
     slice_overhead: f64,
     late_after_s: f64,
 }
@@ -177,6 +188,7 @@ impl Default for Priced {
             reload_tokens_per_s: 250_000.0,
             cheap_recompute_s: 0.5,
             slice_fill: 0.55,
+            slice_tier_fill: 0.8,
             slice_overhead: 0.2,
             late_after_s: 3.0,
         }
@@ -222,6 +234,7 @@ impl Rule for Priced {
             bound_fills: self.wait_bound_fills,
             slices: Some(Slices {
                 fill: self.slice_fill,
+                tier_fill: self.slice_tier_fill,
                 late_after_s: self.late_after_s,
             }),
             ..Manner::default()
