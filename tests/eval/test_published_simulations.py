@@ -164,13 +164,15 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
 
 HALF = "half in flight, 0.45, 0.2"
 ONCE = "prompt at once"
+BOUND = "bound by the GPU"
+MINUTE = "think 60 s"
 
 
 def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() -> None:
     names = ("kept-free", "idle-worker", "in-time-first", "half-in-flight", "prompt-at-once")
     runs = [
         row
-        for name in (*names, "tier-bound", "sessions-a-gpu")
+        for name in (*names, "tier-bound", "tier-kept", "sessions-a-gpu")
         for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
     ]
     said = re.findall(r"\| ([^|]+), (\d+) in flight \| (.* →.*) \|\n", PAGE.read_text())
@@ -191,9 +193,14 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "prompt at once, SGLang": (f"{paced} {HALF}", f"{paced} {ONCE}"),
         "prompt at once, vLLM": (f"{vllm} {HALF}", f"{vllm} {ONCE}"),
         "prompt at once, bf16": (f"{bf16} {HALF}", f"{bf16} {ONCE}"),
-        "bound by the GPU, SGLang": (f"{paced} {ONCE}", paced),
-        "bound by the GPU, vLLM": (f"{vllm} {ONCE}", vllm),
-        "bound by the GPU, bf16": (f"{bf16} {ONCE}", bf16),
+        "bound by the GPU, SGLang": (f"{paced} {ONCE}", f"{paced} {BOUND}"),
+        "bound by the GPU, vLLM": (f"{vllm} {ONCE}", f"{vllm} {BOUND}"),
+        "bound by the GPU, bf16": (f"{bf16} {ONCE}", f"{bf16} {BOUND}"),
+        "think 60 s, SGLang": (f"{paced} {MINUTE}, any number", f"{paced} {MINUTE}"),
+        "think 60 s, vLLM": (f"{vllm} {MINUTE}, any number", f"{vllm} {MINUTE}"),
+        "kept, SGLang": (f"{paced} {BOUND}", paced),
+        "kept, vLLM": (f"{vllm} {BOUND}", vllm),
+        "kept, bf16": (f"{bf16} {BOUND}", bf16),
     }
     assert Counter(label for label, _, _ in said) == {
         "FP8, paced": 5,
@@ -213,6 +220,11 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "bound by the GPU, SGLang": 5,
         "bound by the GPU, vLLM": 5,
         "bound by the GPU, bf16": 5,
+        "think 60 s, SGLang": 4,
+        "think 60 s, vLLM": 4,
+        "kept, SGLang": 3,
+        "kept, vLLM": 3,
+        "kept, bf16": 4,
     }
 
     def mean(column: str, arm: str, sessions: str, draws: range) -> float:
@@ -247,7 +259,8 @@ def test_the_tails_of_waits_follow_from_their_lines() -> None:
 
     for engine, arm in arms.items():
         for sessions in ("12", "16", "24"):
-            both = zip(tail(f"{arm} bound of 90 s", sessions), tail(arm, sessions), strict=True)
+            before_s, now_s = (tail(f"{arm} {then}", sessions) for then in ("bound of 90 s", BOUND))
+            both = zip(before_s, now_s, strict=True)
             cells = [f"{before:.0f} → {now:.0f} s" for before, now in both]
             assert f"| {engine} with {sessions} sessions | {' | '.join(cells)} |" in page
     longer = [tail(f"{arms['SGLang']} 6.5 fills", sessions) for sessions in ("16", "24")]
