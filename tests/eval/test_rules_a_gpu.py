@@ -223,7 +223,7 @@ def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
     said = [
         f"has the most turns in time**: {mean('priced', 24, 'good_per_s'):.3f} within",
         f"{1 / times('cap', 24, 'good_per_s'):.2f} times those of `cap` with ten sessions",
-        f"{1 / times('aimd', 24, 'good_per_s'):.2f} times those of `aimd`, more than `cap` in seven",
+        f"{1 / times('aimd', 24, 'good_per_s'):.2f} times those of `aimd`, more than `cap`",
         f"at {rates} times their requests/s",
         f"{good[12]} times ours with `cap` and `aimd` with twelve, {good[16]} times with 16",
         f"{within('cap', 16)} and {within('aimd', 16)} % are in time where ours has",
