@@ -269,8 +269,11 @@ def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
             f"{now[paced] / now['vllm']:.1f} times vLLM"
         ),
         f"in the others by {apart[1]:.1f} and {apart[2]:.1f}",
+        " ({0[0]:.1f} and {1[0]:.1f}, {0[3]:.1f} and {1[3]:.1f})".format(
+            agents(rows, paced), agents(rows, host)
+        ),
     ]
-    assert max(apart[0], apart[3]) < 1
+    assert 1 < min(apart[0], apart[3]) < max(apart[0], apart[3]) < 1.2
     for column, scale, form in (
         ("within_objective", 100, ".0f"),
         ("cached_share", 1, ".2f"),
@@ -284,4 +287,62 @@ def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
         f"vLLM has {' and '.join(shares)} % of its turns in time there, at {' and '.join(rates)} "
         "requests/s where ours has"
     )
+    least = min(mean(rows, "requests_per_s", paced, at) for at in (10, 12, 16, 24, 32, 48))
+    waits = [
+        float(row["ttft_p90_s"]) for row in rows if (row["arm"], row["sessions"]) == (paced, "48")
+    ]
+    words += [
+        f"{least:.2f} at the least from ten sessions on, and with 48 sessions",
+        f"waits for {min(waits):.0f} s or more, in one of the four draws for {max(waits):.0f} s",
+    ]
     assert [word for word in words if word not in text] == []
+
+
+def test_more_slices_than_the_tier_keeps_are_fewer_turns_in_time_when_people_think_longer() -> None:
+    text = (RESULTS / "simulated-think.md").read_text()
+    now, before, recomputed, shorter = (
+        read_rows(RESULTS / "simulated" / f"{name}.csv")
+        for name in ("think", "think-before", "think-recomputed", "rules-recomputed")
+    )
+    arm = "sglang-fp8-host-paced-residency"
+    now = [row for row in now if row["arm"] == arm]
+    levels = (10, 12, 16, 24, 32, 48)
+    assert {row["arm"] for row in before} == {arm}
+    assert sorted({int(row["sessions"]) for row in before}) == list(levels)
+
+    def mean(of: list[Row], sessions: int, column: str) -> float:
+        chosen = [float(row[column]) for row in of if row["sessions"] == str(sessions)]
+        assert len(chosen) == 4
+        return statistics.fmean(chosen)
+
+    def share(of: list[Row], *sessions: int) -> str:
+        return " and ".join(f"{100 * mean(of, at, 'within_objective'):.0f}" for at in sessions)
+
+    def again(of: list[Row], rule: str) -> str:
+        """Turns a run that were computed again, with 16 and with 24."""
+        turns = (
+            [
+                int(row["recomputed_turns"])
+                for row in of
+                if (row["arm"], row["sessions"]) == (rule, sessions)
+            ]
+            for sessions in ("16", "24")
+        )
+        return " and ".join(f"{statistics.fmean(runs):.0f}" for runs in turns)
+
+    few = [row for row in now if int(row["sessions"]) < min(levels)]
+    agents = statistics.fmean(
+        carried([row for row in few + before if row["draw"] == str(draw)], "within_objective")
+        for draw in range(1, 5)
+    )
+    rates = " and ".join(f"{mean(before, at, 'requests_per_s'):.2f}" for at in (16, 24))
+    at_48 = " for ".join(f"{mean(of, 48, 'requests_per_s'):.2f}" for of in (before, now))
+    said = [
+        f"{share(before, 16, 24)} % with 16 and 24 sessions, {share(before, 32, 48)} % with 32 and",
+        f"where it now is {share(now, 32, 48)} %; requests/s {rates}, and with 48 {at_48}",
+        f"{again(recomputed, 'priced before')} turns a run with 16 and 24 were computed again",
+        f"where it now is {again(recomputed, 'priced')} ([one line",
+        f"with 10 s [{again(shorter, 'priced')}]",
+        f"hardly changed: {agents:.1f} before",
+    ]
+    assert [words for words in said if words not in text] == []
