@@ -296,6 +296,10 @@ def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
         f"waits for {min(waits):.0f} s or more, in one of the four draws for {max(waits):.0f} s",
     ]
     assert [word for word in words if word not in text] == []
+    assert (
+        f"{now[paced]:.1f} with all of it in place of {before[paced]:.1f}, {now[host]:.1f} with vLLM "
+        f"and the same memory in place of {before[host]:.1f} (simulated)"
+    ) in PAGE.read_text()
 
 
 def test_more_slices_than_the_tier_keeps_are_fewer_turns_in_time_when_people_think_longer() -> None:
