@@ -297,8 +297,8 @@ def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
     ]
     assert [word for word in words if word not in text] == []
     assert (
-        f"{now[paced]:.1f} with all of it in place of {before[paced]:.1f}, {now[host]:.1f} with vLLM "
-        f"and the same memory in place of {before[host]:.1f} (simulated)"
+        f"{now[paced]:.1f} with all of it in place of {before[paced]:.1f}, "
+        f"{now[host]:.1f} with vLLM and the same memory in place of {before[host]:.1f} (simulated)"
     ) in PAGE.read_text()
 
 
