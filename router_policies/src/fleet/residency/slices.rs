@@ -4,8 +4,8 @@
 //! all that the tier holds would take turns, and every turn would be late. So a session gets a time
 //! slice first, as a process that is swapped in does before the scheduler runs it (two-level
 //! scheduling). As many have one as their turns fill a share of the KV with, by what is in flight and by how
-//! long each runs and thinks, and no more than the tier keeps the prompts of; their turns go before all others. Who has had a slice for long enough loses it
-//! to one that waits.
+//! long each runs and thinks, and no more than the tier keeps the prompts of; their turns go before all
+//! others. Who has had a slice for long enough loses it to one that waits.
 
 use super::book::{Key, Occupant};
 use super::gaps::MOST_S;
@@ -35,6 +35,15 @@ pub(super) struct Load {
     over: Vec<Over>,
     /// [`super::book::Hold::changes`] of the places that it is of.
     pub changes: u64,
+}
+
+/// What is to be expected of a session.
+#[derive(Clone, Copy, Default)]
+struct Expected {
+    /// Tokens that its turns hold over time.
+    tokens: f64,
+    /// Tokens that are to be kept of it in one of the tiers.
+    kept: f64,
 }
 
 /// A session that has had its slice for long enough, and what there will be less over time without it.
@@ -128,8 +137,9 @@ impl Residency {
         // The turn runs already.
         let hold = &self.holds[site.slot];
         let in_flight = hold.occupant(key).map_or(0, Occupant::in_flight_tokens);
-        load.tokens -= blended(in_flight, self.expected_tokens(key, now_s));
-        load.kept -= self.kept_tokens(key, now_s);
+        let own = self.expected(key, now_s);
+        load.tokens -= blended(in_flight, own.tokens);
+        load.kept -= own.kept;
         let Some(ends) = self.ends_for(key, &load, budget) else {
             return;
         };
@@ -137,7 +147,7 @@ impl Residency {
         for key in ends {
             slices.remove(&key);
         }
-        slices.retain(|key, _| self.is_home(*key, site) && self.expected_tokens(*key, now_s) > 0.0);
+        slices.retain(|key, _| self.is_home(*key, site) && self.expected(*key, now_s).tokens > 0.0);
         slices.insert(key, now_s);
         self.seen[site.slot].slices = slices;
     }
@@ -158,7 +168,7 @@ impl Residency {
             let Some(known) = self.sessions.get(key).filter(|known| is_home(known, site)) else {
                 continue;
             };
-            let (tokens, kept) = (self.expected_of(known, now_s), self.kept_of(known, now_s));
+            let Expected { tokens, kept } = self.expected_of(known, now_s);
             load.tokens += tokens;
             load.kept += kept;
             if now_s - since_s >= self.slice_s(known, site, demand) {
@@ -169,8 +179,9 @@ impl Residency {
         let others = hold.occupants().filter(|(_, o)| !o.turns.is_empty());
         let others = others.filter(|(key, _)| !seen.slices.contains_key(key));
         for (key, _) in others {
-            load.tokens += self.expected_tokens(key, now_s);
-            load.kept += self.kept_tokens(key, now_s);
+            let expected = self.expected(key, now_s);
+            load.tokens += expected.tokens;
+            load.kept += expected.kept;
         }
         load.tokens = blended(hold.in_flight_tokens(), load.tokens);
         over.sort_by(|(one_s, one), (other_s, other)| {
@@ -212,26 +223,18 @@ impl Residency {
             .slice_s(recompute_s * capacity / tokens as f64, demand)
     }
 
-    /// The KV that a session's turns are expected to hold, in tokens, over the time in which they run and
-    /// it thinks. The less it is to be expected back, the fewer.
-    fn expected_tokens(&self, key: Key, now_s: f64) -> f64 {
+    /// What is to be expected of a session's turns. The less it is to be expected back, the less.
+    fn expected(&self, key: Key, now_s: f64) -> Expected {
         let known = self.sessions.get(key);
-        known.map_or(0.0, |known| self.expected_of(known, now_s))
+        known.map_or(Expected::default(), |known| self.expected_of(known, now_s))
     }
 
-    fn expected_of(&self, known: &Known, now_s: f64) -> f64 {
-        self.returns(known, now_s) * self.tokens_over_time(known)
-    }
-
-    /// What is to be kept of a session in one of the tiers, in tokens: its prompt, the less so the less it is to be
-    /// expected back.
-    fn kept_tokens(&self, key: Key, now_s: f64) -> f64 {
-        let known = self.sessions.get(key);
-        known.map_or(0.0, |known| self.kept_of(known, now_s))
-    }
-
-    fn kept_of(&self, known: &Known, now_s: f64) -> f64 {
-        self.returns(known, now_s) * known.prompt_tokens.unwrap_or(0) as f64
+    fn expected_of(&self, known: &Known, now_s: f64) -> Expected {
+        let returns = self.returns(known, now_s);
+        Expected {
+            tokens: returns * self.tokens_over_time(known),
+            kept: returns * known.prompt_tokens.unwrap_or(0) as f64,
+        }
     }
 
     /// The chance that a session comes back; 1 of one that is there.
@@ -249,7 +252,7 @@ impl Residency {
         }
     }
 
-    /// The same of one that is there.
+    /// The KV that a session's turns hold, in tokens, over the time in which they run and it thinks.
     fn tokens_over_time(&self, known: &Known) -> f64 {
         let run_s = known.run_s.unwrap_or(self.run_s);
         let think_s = self.gaps.mean_s(&known.gaps);
@@ -358,7 +361,7 @@ mod tests {
             let key = crate::fleet::affinity::session_key(&format!("s{session}"));
             let now_s = self.fleet.now_s();
             let state = self.fleet.state.lock();
-            state.residency.expected_tokens(key, now_s)
+            state.residency.expected(key, now_s).tokens
         }
     }
 
