@@ -67,13 +67,19 @@ impl Residency {
     /// no slices.
     ///
     /// The host tier holds what the GPU holds too, as HiCache and vLLM's offloading write it through. What sessions
-    /// with a slice leave behind while they think must fit in it, or each comes back to nothing.
+    /// with a slice leave behind while they think must fit in it, or each comes back to nothing. One that holds no
+    /// more than the GPU keeps nothing beyond it, and bounds nobody.
     fn slice_budget(&self, site: &Site) -> Option<SliceBudget> {
         let slices = self.manner.slices?;
-        let kept = site.spec.host_kv_tokens?.max(site.kv_capacity_tokens?);
+        let (tier, budget) = (site.spec.host_kv_tokens?, self.budget_tokens(site)? as f64);
+        let keeps_more = tier > site.kv_capacity_tokens?;
         Some(SliceBudget {
-            tokens: self.budget_tokens(site)? as f64 * slices.fill,
-            kept: kept as f64 * slices.tier_fill,
+            tokens: budget * slices.fill,
+            kept: if keeps_more {
+                (tier as f64 * slices.tier_fill).max(budget)
+            } else {
+                f64::INFINITY
+            },
         })
     }
 
@@ -484,9 +490,9 @@ mod tests {
 
     #[test]
     fn no_more_sessions_have_a_slice_than_the_tier_keeps_while_they_think() {
-        let world = World::with_tier(110_000);
+        let world = World::with_tier(125_000);
         // Two that come back when nobody expects them.
-        world.serve(8, 50_000, 1.0);
+        world.serve(8, 60_000, 1.0);
         world.serve(9, 30_000, 1.0);
         world.advance(100.0);
         for session in 0..8 {
@@ -497,13 +503,13 @@ mod tests {
         let sites = state.sites(&[], now_s);
         let (residency, site) = (&state.residency, &sites[0]);
         let budget = residency.slice_budget(site).unwrap();
-        assert_eq!(budget.kept.round(), 88_000.0, "0.8 of 110,000");
+        assert_eq!(budget.kept.round(), 100_000.0, "0.8 of 125,000");
         let load = residency.load(site, now_s, Demand::NOBODY_WAITS);
         assert!(load.over.is_empty());
-        assert!(load.tokens + 50_000.0 < budget.tokens, "the GPU has room");
+        assert!(load.tokens + 35_000.0 < budget.tokens, "the GPU has room");
         // Not all are expected back.
         assert!(
-            load.kept > 40_000.0 && load.kept < 58_000.0,
+            load.kept > 40_000.0 && load.kept < 70_000.0,
             "{}",
             load.kept
         );
@@ -513,5 +519,11 @@ mod tests {
             let begins = residency.may_begin_slice(key, site, &mut round);
             assert_eq!(begins, may_begin, "s{session} beside {}", load.kept);
         }
+        drop(state);
+        let world = World::with_tier(50_000);
+        let mut state = world.fleet.state.lock();
+        let sites = state.sites(&[], world.fleet.now_s());
+        let budget = state.residency.slice_budget(&sites[0]).unwrap();
+        assert_eq!(budget.kept, f64::INFINITY, "of less than the GPU's 100,000");
     }
 }
