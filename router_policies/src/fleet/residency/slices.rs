@@ -127,7 +127,7 @@ impl Residency {
             None => Rc::new(self.load(site, round.now_s, round.demand())),
         };
         round.loads[site.slot] = Some(Rc::clone(&load));
-        self.ends_for(key, &load, budget).is_some()
+        self.ends_for(key, site, &load, budget).is_some()
     }
 
     /// A session whose turn was let in begins a slice, unless it has one, and those end that make room for it.
@@ -143,17 +143,19 @@ impl Residency {
         // The turn runs already.
         let hold = &self.holds[site.slot];
         let in_flight = hold.occupant(key).map_or(0, Occupant::in_flight_tokens);
-        let own = self.expected(key, now_s);
+        let own = self.expected(key, site, now_s);
         load.tokens -= blended(in_flight, own.tokens);
         load.kept -= own.kept;
-        let Some(ends) = self.ends_for(key, &load, budget) else {
+        let Some(ends) = self.ends_for(key, site, &load, budget) else {
             return;
         };
         let mut slices = std::mem::take(&mut self.seen[site.slot].slices);
         for key in ends {
             slices.remove(&key);
         }
-        slices.retain(|key, _| self.is_home(*key, site) && self.expected(*key, now_s).tokens > 0.0);
+        slices.retain(|key, _| {
+            self.is_home(*key, site) && self.expected(*key, site, now_s).tokens > 0.0
+        });
         slices.insert(key, now_s);
         self.seen[site.slot].slices = slices;
     }
@@ -174,7 +176,7 @@ impl Residency {
             let Some(known) = self.sessions.get(key).filter(|known| is_home(known, site)) else {
                 continue;
             };
-            let Expected { tokens, kept } = self.expected_of(known, now_s);
+            let Expected { tokens, kept } = self.expected_of(known, site, now_s);
             load.tokens += tokens;
             load.kept += kept;
             if now_s - since_s >= self.slice_s(known, site, demand) {
@@ -185,7 +187,7 @@ impl Residency {
         let others = hold.occupants().filter(|(_, o)| !o.turns.is_empty());
         let others = others.filter(|(key, _)| !seen.slices.contains_key(key));
         for (key, _) in others {
-            let expected = self.expected(key, now_s);
+            let expected = self.expected(key, site, now_s);
             load.tokens += expected.tokens;
             load.kept += expected.kept;
         }
@@ -200,18 +202,25 @@ impl Residency {
     /// Who has to end so that this one may begin; none if all who may are not enough. What it holds over time
     /// counts in full, and its prompt beside that as it will be in flight: the larger the sessions, the more
     /// of a worker is left because the next one does not fit.
-    fn ends_for(&self, key: Key, load: &Load, budget: SliceBudget) -> Option<Vec<Key>> {
+    fn ends_for(
+        &self,
+        key: Key,
+        site: &Site,
+        load: &Load,
+        budget: SliceBudget,
+    ) -> Option<Vec<Key>> {
         // It has come back, whatever was to be expected.
-        let (own, prompt) = self.sessions.get(key).map_or((0.0, 0.0), |known| {
+        let (own, kept_own) = self.sessions.get(key).map_or((0.0, 0.0), |known| {
             let prompt = known.prompt_tokens.unwrap_or(0) as f64;
-            (self.tokens_over_time(known) + NOW_SHARE * prompt, prompt)
+            let own = self.tokens_over_time(known) + NOW_SHARE * prompt;
+            (own, self.worth_keeping(known, site))
         });
         // One alone may be larger than a budget; less than a token is what rounding leaves.
         let exceeds = |left: f64, own: f64, budget: f64| left >= 1.0 && left + own > budget;
         let (mut left, mut kept) = (load.tokens, load.kept);
         let mut ends = Vec::new();
         let mut over = load.over.iter();
-        while exceeds(left, own, budget.tokens) || exceeds(kept, prompt, budget.kept) {
+        while exceeds(left, own, budget.tokens) || exceeds(kept, kept_own, budget.kept) {
             let other = over.next()?;
             left -= other.tokens;
             kept -= other.kept;
@@ -230,16 +239,30 @@ impl Residency {
     }
 
     /// What is to be expected of a session's turns. The less it is to be expected back, the less.
-    fn expected(&self, key: Key, now_s: f64) -> Expected {
+    fn expected(&self, key: Key, site: &Site, now_s: f64) -> Expected {
         let known = self.sessions.get(key);
-        known.map_or(Expected::default(), |known| self.expected_of(known, now_s))
+        known.map_or(Expected::default(), |known| {
+            self.expected_of(known, site, now_s)
+        })
     }
 
-    fn expected_of(&self, known: &Known, now_s: f64) -> Expected {
+    fn expected_of(&self, known: &Known, site: &Site, now_s: f64) -> Expected {
         let returns = self.returns(known, now_s);
         Expected {
             tokens: returns * self.tokens_over_time(known),
-            kept: returns * known.prompt_tokens.unwrap_or(0) as f64,
+            kept: returns * self.worth_keeping(known, site),
+        }
+    }
+
+    /// The tokens of a session's prompt that a tier is to keep: none where it is computed again so soon that a
+    /// worker which waits for sessions with a slice would lose more.
+    fn worth_keeping(&self, known: &Known, site: &Site) -> f64 {
+        let tokens = known.prompt_tokens.unwrap_or(0);
+        let cheap_s = self.manner.slices.map_or(0.0, |slices| slices.cheap_s);
+        if site.rates.compute_s(tokens, attention_pairs(0, tokens)) <= cheap_s {
+            0.0
+        } else {
+            tokens as f64
         }
     }
 
@@ -293,11 +316,12 @@ mod tests {
 
     impl World {
         fn new() -> Self {
-            Self::with_tier(500_000)
+            Self::with_tier(500_000, 0.5)
         }
 
-        fn with_tier(host_kv_tokens: u32) -> Self {
-            let (fleet, clock_ms) = fleet_under(&json!({"cold_slots": 10, "growth_turns": 0}));
+        fn with_tier(host_kv_tokens: u32, cheap_recompute_s: f64) -> Self {
+            let (fleet, clock_ms) = fleet_under(&json!({"cold_slots": 10, "growth_turns": 0,
+                "cheap_recompute_s": cheap_recompute_s}));
             let world = Self {
                 fleet,
                 clock_ms,
@@ -366,8 +390,9 @@ mod tests {
         fn expected_tokens(&self, session: u32) -> f64 {
             let key = crate::fleet::affinity::session_key(&format!("s{session}"));
             let now_s = self.fleet.now_s();
-            let state = self.fleet.state.lock();
-            state.residency.expected(key, now_s).tokens
+            let mut state = self.fleet.state.lock();
+            let sites = state.sites(&[], now_s);
+            state.residency.expected(key, &sites[0], now_s).tokens
         }
     }
 
@@ -490,7 +515,7 @@ mod tests {
 
     #[test]
     fn no_more_sessions_have_a_slice_than_the_tier_keeps_while_they_think() {
-        let world = World::with_tier(125_000);
+        let world = World::with_tier(125_000, 0.0);
         // Two that come back when nobody expects them.
         world.serve(8, 60_000, 1.0);
         world.serve(9, 30_000, 1.0);
@@ -520,7 +545,15 @@ mod tests {
             assert_eq!(begins, may_begin, "s{session} beside {}", load.kept);
         }
         drop(state);
-        let world = World::with_tier(50_000);
+        let world = World::with_tier(125_000, 5.0);
+        world.serve(8, 60_000, 1.0);
+        let now_s = world.fleet.now_s();
+        let mut state = world.fleet.state.lock();
+        let sites = state.sites(&[], now_s);
+        let load = state.residency.load(&sites[0], now_s, Demand::NOBODY_WAITS);
+        assert_eq!(load.kept, 0.0, "computed again within 5 s");
+        drop(state);
+        let world = World::with_tier(50_000, 0.0);
         let mut state = world.fleet.state.lock();
         let sites = state.sites(&[], world.fleet.now_s());
         let budget = state.residency.slice_budget(&sites[0]).unwrap();

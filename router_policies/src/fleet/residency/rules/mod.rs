@@ -176,6 +176,8 @@ pub struct Slices {
     pub fill: f64,
     /// The share of the host tier that their prompts may take.
     pub tier_fill: f64,
+    /// A prompt that is computed again within so long need not be kept there.
+    pub cheap_s: f64,
     /// A turn that has waited so long is late, and goes behind those that are not yet.
     pub late_after_s: f64,
 }

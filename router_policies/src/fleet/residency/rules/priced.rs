@@ -76,7 +76,7 @@ pub const INFO: Info = Info {
         ParamInfo {
             name: "slice_tier_fill",
             default: "0.8",
-            meaning: "the share of a worker's host tier that the prompts of sessions with a time slice may take; more of them, and the tier drops some before they come back",
+            meaning: "the share of a worker's host tier that the prompts of sessions with a time slice may take, but for those that are computed again within cheap_recompute_s; more of them, and the tier drops some before they come back",
         },
         ParamInfo {
             name: "slice_overhead",
@@ -235,6 +235,7 @@ impl Rule for Priced {
             slices: Some(Slices {
                 fill: self.slice_fill,
                 tier_fill: self.slice_tier_fill,
+                cheap_s: self.cheap_recompute_s,
                 late_after_s: self.late_after_s,
             }),
             ..Manner::default()
