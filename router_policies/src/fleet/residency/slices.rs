@@ -527,7 +527,7 @@ mod tests {
         let mut state = world.fleet.state.lock();
         let sites = state.sites(&[], now_s);
         let (residency, site) = (&state.residency, &sites[0]);
-        let budget = residency.slice_budget(site).unwrap();
+        let budget = residency.slice_budget(site).expect("it has a tier");
         assert_eq!(budget.kept.round(), 100_000.0, "0.8 of 125,000");
         let load = residency.load(site, now_s, Demand::NOBODY_WAITS);
         assert!(load.over.is_empty());
@@ -556,7 +556,10 @@ mod tests {
         let world = World::with_tier(50_000, 0.0);
         let mut state = world.fleet.state.lock();
         let sites = state.sites(&[], world.fleet.now_s());
-        let budget = state.residency.slice_budget(&sites[0]).unwrap();
+        let budget = state
+            .residency
+            .slice_budget(&sites[0])
+            .expect("it has a tier");
         assert_eq!(budget.kept, f64::INFINITY, "of less than the GPU's 100,000");
     }
 }
