@@ -235,15 +235,7 @@ def test_what_is_said_of_24_sessions_before_both_engines() -> None:
     arms = ("vllm-fp8-host-twentyfour-cut-off", "slices-twentyfour-cut-off")
     page = (RESULTS / "residency.md").read_text()
     columns = [_until(arm, 105) for arm in arms]
-    for label, form in (
-        ("answers", "{answers}"),
-        ("their prompt tokens from cache", "{cached:.3f}"),
-        ("first tokens", "{firsts}"),
-        ("of them within 10 s", "{early} of {firsts}"),
-        ("of them within the SLO", "{good} of {firsts}"),
-    ):
-        cells = " | ".join(form.format(**column) for column in columns)
-        assert f"| {label} | {cells} |" in page
+    _has_rows(page, columns)
     medians_s = [float(np.median(column["waits_s"])) for column in columns]
     assert medians_s == pytest.approx([107.0, 0.996], rel=0.001)
     assert min(columns[0]["waits_s"]) == pytest.approx(86, abs=0.5)
@@ -263,16 +255,7 @@ def test_what_is_said_of_24_sessions_before_vllm_with_and_without_residency() ->
     )
     page, readme = ((RESULTS / name).read_text() for name in ("residency.md", "../../README.md"))
     columns = [_until(arm, 230) for arm in arms]
-    for label, form in (
-        ("answers", "{answers}"),
-        ("their prompt tokens from cache", "{cached:.3f}"),
-        ("first tokens", "{firsts}"),
-        ("of them within 10 s", "{early} of {firsts}"),
-        ("of them within the SLO", "{good} of {firsts}"),
-        ("sessions that got an answer", "{sessions}"),
-    ):
-        cells = " | ".join(form.format(**column) for column in columns)
-        assert f"| {label} | {cells} |" in page
+    _has_rows(page, columns, ("sessions that got an answer", "{sessions}"))
     vllm, residency, ours = columns
     assert f"{residency['answers'] / vllm['answers']:.1f} times the answers" in page
     assert f"{100 * residency['good'] / residency['firsts']:.0f} % of first tokens" in page
@@ -320,6 +303,20 @@ def test_what_is_said_of_three_rules_with_16_sessions() -> None:
     assert sorted(of["answers"] for of in before) == [98, 106, 107]
     assert sorted(of["sessions"] for of in before) == [18, 19, 20]
     assert sorted((of["good"], of["firsts"]) for of in before) == [(72, 99), (86, 105), (90, 110)]
+
+
+def _has_rows(page: str, columns: list[dict[str, Any]], *further: tuple[str, str]) -> None:
+    """A row for each label, with what was found of each run."""
+    for label, form in (
+        ("answers", "{answers}"),
+        ("their prompt tokens from cache", "{cached:.3f}"),
+        ("first tokens", "{firsts}"),
+        ("of them within 10 s", "{early} of {firsts}"),
+        ("of them within the SLO", "{good} of {firsts}"),
+        *further,
+    ):
+        cells = " | ".join(form.format(**column) for column in columns)
+        assert f"| {label} | {cells} |" in page, label
 
 
 def _until(arm: str, seconds: float) -> dict[str, Any]:
