@@ -350,3 +350,34 @@ def test_more_slices_than_the_tier_keeps_are_fewer_turns_in_time_when_people_thi
         f"hardly changed: {agents:.1f} before",
     ]
     assert [words for words in said if words not in text] == []
+
+
+def test_the_page_of_smaller_chunks_follows_from_its_lines() -> None:
+    text = (RESULTS / "simulated-chunks.md").read_text()
+    ours, vllm, sglang = "sglang-fp8-host-paced-residency", "vllm-fp8-host", "sglang-fp8-host"
+    # Lines of the page, those of another that stand beside them, and these one's arms.
+    parts = {
+        "chunks": ("sessions-a-gpu", (sglang, "vllm", vllm, f"{vllm}-residency", ours)),
+        "chunks-h200": ("sessions-a-gpu-h200", (sglang, vllm, ours)),
+        "chunks-think": ("think", (vllm, ours)),
+    }
+    for kept, (other, arms) in parts.items():
+        beside = read_rows(RESULTS / "simulated" / f"{other}.csv")
+        rows = [row for row in beside if row["arm"] in arms]
+        rows += read_rows(RESULTS / "simulated" / f"{kept}.csv")
+        assert {row["draw"] for row in rows} == {"1", "2", "3", "4"}
+        for lines in (summary(rows), *(table(rows, name) for name in list(MEASURES)[:2])):
+            assert "\n".join(lines) in text, (kept, lines[0])
+
+        def agents(arm: str, of: list[Row] = rows) -> float:
+            return statistics.fmean(
+                carried(
+                    [row for row in of if (row["arm"], row["draw"]) == (arm, str(draw))],
+                    "within_objective",
+                )
+                for draw in range(1, 5)
+            )
+
+        peers = (f"{vllm} chunk 4096", f"{sglang} mixed chunk 4096", vllm)
+        ratios = [agents(ours) / agents(arm) for arm in peers]
+        assert "| " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |" in text, (kept, ratios)
