@@ -41,6 +41,7 @@ TABLES = (
         "vllm-fp8-host-residency-twentyfour",
     ),
     ("rules-priced-sixteen", "rules-aimd-sixteen", "rules-cap-sixteen"),
+    ("bound-twentyfour", "think-twelve", "think-sixteen"),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -68,7 +69,7 @@ README = (
     ("along-ten",),
     ("slices-twelve", "along-twelve", "half-twelve"),
     ("rules-priced-sixteen",),
-    ("slices-twentyfour", "along-twentyfour", "half-twentyfour"),
+    ("slices-twentyfour", "along-twentyfour", "half-twentyfour", "bound-twentyfour"),
 )
 COLUMNS = [
     (page, table, at, arm)
@@ -183,6 +184,27 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
     for arm in TABLES[table]:
         assert steadiness(run_of(arm, tmp_path / arm)).state is state
+
+
+def test_what_is_said_of_a_minute_of_thinking(tmp_path: Path) -> None:
+    """Which runs are steady, whose turns were computed again and who still waited at the end."""
+    *first, again = (TABLES[-1][0], TABLES[-1][2], TABLES[-1][1])
+    states = [steadiness(run_of(arm, tmp_path / arm)).state for arm in (*first, again)]
+    assert states == [State.STEADY, State.STEADY, State.NOT_SUSTAINED]
+    window = phases("think-sixteen")
+    over_s = window["window_end_s"] + window["drain_s"]
+    measured = [r for r in lines("think-sixteen") if r["phase"] == "measure"]
+    computed_again = [
+        r
+        for r in measured
+        if not r["error"]
+        and min(r["best_cached_tokens"], r["prompt_tokens"]) - r["cached_tokens"] >= 4000
+    ]
+    assert len(computed_again) == 4
+    waited_s = [over_s - r["scheduled_s"] for r in measured if r["first_token_s"] is None]
+    assert [round(f(waited_s)) for f in (len, min, max)] == [4, 49, 68]
+    longest_s = sorted(r["first_token_s"] - r["scheduled_s"] for r in measured if not r["error"])
+    assert longest_s[-2:] == pytest.approx([201, 225], abs=0.5)
 
 
 def test_what_is_said_of_the_run_that_was_cut_off() -> None:
@@ -381,6 +403,8 @@ def test_what_is_said_of_the_noise_and_of_waits() -> None:
         ("again-residency", 121, 208, 7),
         ("along-twentyfour", 61, 269, 11),
         ("half-twentyfour", 56, 253, 8),
+        ("bound-twentyfour", 33, 33, 2),
+        ("think-sixteen", 38, 119, 7),
     ],
 )
 def test_how_long_the_unanswered_had_waited(
@@ -441,6 +465,8 @@ def test_what_is_said_of_prompt_tokens_a_second() -> None:
         ("rules-priced-sixteen", 99),
         ("rules-aimd-sixteen", 8),
         ("rules-cap-sixteen", 10),
+        ("bound-twentyfour", 30),
+        ("think-sixteen", 225),
     ],
 )
 def test_how_long_the_longest_that_was_answered_waited(arm: str, most_s: int) -> None:

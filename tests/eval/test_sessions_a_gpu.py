@@ -42,6 +42,7 @@ RUNS = {
         "slices-twentyfour",
         "along-twentyfour",
         "half-twentyfour",
+        "bound-twentyfour",
     ),
     ("vllm", 3): ("vllm-three",),
     ("vllm", 4): ("vllm-four",),
