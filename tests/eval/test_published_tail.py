@@ -1,0 +1,92 @@
+"""What docs/results/simulated-tail.md says of long waits follows from the lines that it keeps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from eval.run_lines import Row, read_rows
+from eval.waits import KEPT_S, waits
+from tests.eval.published import RESULTS
+
+PAGE = RESULTS / "simulated-tail.md"
+HALVES = (range(1, 5), range(5, 9))
+
+
+def _rows(name: str) -> list[Row]:
+    return read_rows(RESULTS / "simulated" / f"{name}.csv")
+
+
+def _of(rows: Sequence[Row], arm: str, level: int, draws: range = range(1, 9)) -> list[Row]:
+    return [
+        row
+        for row in rows
+        if (row["arm"], row["sessions"]) == (arm, str(level)) and int(row["draw"]) in draws
+    ]
+
+
+def _mean(rows: Sequence[Row], column: str) -> float:
+    return statistics.fmean(float(row[column]) for row in rows)
+
+
+def _seconds(wait_s: float) -> str:
+    return f"under {KEPT_S:.0f} s" if wait_s < KEPT_S else f"{wait_s:.0f} s"
+
+
+def test_the_tables_of_long_waits_follow_from_their_lines() -> None:
+    text = PAGE.read_text()
+    runs, long, recomputed = _rows("tail"), _rows("tail-waits"), _rows("tail-recomputed")
+    for level in (8, 12, 16, 24):
+        head = f"| simulated, {level} in flight |"
+        table = text.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+        arms = [line.split("`")[1] for line in table]
+        assert sorted(arms) == sorted({row["arm"] for row in runs})
+        for line, arm in zip(table, arms, strict=True):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            of = _of(runs, arm, level)
+            p95_s, p97_s, p99_s = waits(_of(long, arm, level), (0.95, 0.97, 0.99))
+            p99 = _seconds(p99_s)
+            if p99_s >= KEPT_S:
+                halves = [waits(_of(long, arm, level, half), (0.99,))[0] for half in HALVES]
+                p99 += f" ({'; '.join(map(_seconds, halves))})"
+            in_time = [_mean(_of(runs, arm, level, half), "good_per_s") for half in HALVES]
+            answered, there = (
+                sum(int(row[column]) for row in of)
+                for column in ("sessions_answered", "sessions_there")
+            )
+            again = _mean(_of(recomputed, arm, level), "recomputed_turns")
+            assert cells[1:7] == [
+                _seconds(p95_s),
+                _seconds(p97_s),
+                p99,
+                f"{_mean(of, 'good_per_s'):.3f} ({in_time[0]:.3f}; {in_time[1]:.3f})",
+                f"{_mean(of, 'requests_per_s'):.3f}",
+                f"{100 * answered / there:.0f} %",
+            ]
+            assert cells[8] == f"{again:.1f}"
+
+
+def test_what_holds_on_both_halves_of_the_draws() -> None:
+    runs, long = _rows("tail"), _rows("tail-waits")
+    arms = {row["arm"] for row in runs if row["arm"].startswith("bound-20")} | {"fill-0.7"}
+    for half in HALVES:
+        for arm in arms:
+            for level in (16, 24):
+                own_s, usual_s = (
+                    waits(_of(long, name, level, half), (0.99,))[0] for name in (arm, "priced")
+                )
+                assert own_s < usual_s
+            own, usual = (
+                _mean(_of(runs, name, 24, half), "good_per_s") for name in (arm, "priced")
+            )
+            assert own < usual
+
+
+def test_the_longest_waits_with_a_short_bound() -> None:
+    runs = _rows("tail")
+    found = [
+        round(_mean(_of(runs, arm, level), "longest_wait_s"))
+        for arm in ("bound-20-fill-0.85", "priced")
+        for level in (16, 24)
+    ]
+    assert found == [172, 290, 340, 590]
