@@ -60,8 +60,8 @@ pub const INFO: Info = Info {
         },
         ParamInfo {
             name: "reload_tokens_per_s",
-            default: "250000",
-            meaning: "what a host tier gives back in a second (workers with host_kv_tokens)",
+            default: "1000000",
+            meaning: "what a host tier gives back for a second of the worker's time (workers with host_kv_tokens): more than it copies in a second, for the worker computes beside the copy",
         },
         ParamInfo {
             name: "cheap_recompute_s",
@@ -185,7 +185,7 @@ impl Default for Priced {
             most_share_s: 400.0,
             wait_bound_s: 90.0,
             wait_bound_fills: 4.5,
-            reload_tokens_per_s: 250_000.0,
+            reload_tokens_per_s: 1_000_000.0,
             cheap_recompute_s: 0.5,
             slice_fill: 0.55,
             slice_tier_fill: 0.8,
@@ -324,14 +324,14 @@ mod tests {
             ..place.clone()
         };
         assert!((rule.worth_s(&view, &shared) - 24.0).abs() < 1e-9);
-        // A host tier makes the return cheap: 0.1 s.
+        // A host tier makes the return cheap: 25 ms.
         let held = |host_share| Place {
             host_share,
             ..place.clone()
         };
-        assert!((rule.worth_s(&view, &held(1.0)) - 0.4).abs() < 1e-9);
+        assert!((rule.worth_s(&view, &held(1.0)) - 0.1).abs() < 1e-9);
         // A tier that holds half of it leaves the other half to be computed.
-        assert!((rule.worth_s(&view, &held(0.5)) - 9.2).abs() < 1e-9);
+        assert!((rule.worth_s(&view, &held(0.5)) - 9.05).abs() < 1e-9);
     }
 
     #[test]
