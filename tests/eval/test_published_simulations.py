@@ -165,6 +165,8 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
 HALF = "half in flight, 0.45, 0.2"
 ONCE = "prompt at once"
 BOUND = "bound by the GPU"
+KEPT = "kept"
+BESIDE = "copied beside"
 MINUTE = "think 60 s"
 
 
@@ -172,7 +174,7 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
     names = ("kept-free", "idle-worker", "in-time-first", "half-in-flight", "prompt-at-once")
     runs = [
         row
-        for name in (*names, "tier-bound", "tier-kept", "sessions-a-gpu")
+        for name in (*names, "tier-bound", "tier-kept", "reload-price", "sessions-a-gpu")
         for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
     ]
     said = re.findall(r"\| ([^|]+), (\d+) in flight \| (.* →.*) \|\n", PAGE.read_text())
@@ -198,9 +200,15 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "bound by the GPU, bf16": (f"{bf16} {ONCE}", f"{bf16} {BOUND}"),
         "think 60 s, SGLang": (f"{paced} {MINUTE}, any number", f"{paced} {MINUTE}"),
         "think 60 s, vLLM": (f"{vllm} {MINUTE}, any number", f"{vllm} {MINUTE}"),
-        "kept, SGLang": (f"{paced} {BOUND}", paced),
-        "kept, vLLM": (f"{vllm} {BOUND}", vllm),
-        "kept, bf16": (f"{bf16} {BOUND}", bf16),
+        "kept, SGLang": (f"{paced} {BOUND}", f"{paced} {KEPT}"),
+        "kept, vLLM": (f"{vllm} {BOUND}", f"{vllm} {KEPT}"),
+        "kept, bf16": (f"{bf16} {BOUND}", f"{bf16} {KEPT}"),
+        "copied beside, SGLang": (f"{paced} {KEPT}", paced),
+        "copied beside, vLLM": (f"{vllm} {KEPT}", vllm),
+        "copied beside, bf16": (f"{bf16} {KEPT}", bf16),
+        "think 60 s, copied beside, SGLang": (f"{paced} {MINUTE}", f"{paced} {MINUTE}, {BESIDE}"),
+        "think 60 s, copied beside, vLLM": (f"{vllm} {MINUTE}", f"{vllm} {MINUTE}, {BESIDE}"),
+        "an H200's memory, SGLang": (f"{paced} H200 {KEPT}", f"{paced} H200"),
     }
     assert Counter(label for label, _, _ in said) == {
         "FP8, paced": 5,
@@ -225,6 +233,12 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "kept, SGLang": 3,
         "kept, vLLM": 3,
         "kept, bf16": 4,
+        "copied beside, SGLang": 5,
+        "copied beside, vLLM": 5,
+        "copied beside, bf16": 5,
+        "think 60 s, copied beside, SGLang": 4,
+        "think 60 s, copied beside, vLLM": 4,
+        "an H200's memory, SGLang": 4,
     }
 
     def mean(column: str, arm: str, sessions: str, draws: range) -> float:

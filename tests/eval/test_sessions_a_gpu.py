@@ -270,11 +270,10 @@ def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
             f"{now[paced] / now['vllm']:.1f} times vLLM"
         ),
         f"in the others by {apart[1]:.1f} and {apart[2]:.1f}",
-        " ({0[0]:.1f} and {1[0]:.1f}, {0[3]:.1f} and {1[3]:.1f})".format(
-            agents(rows, paced), agents(rows, host)
+        "by {2[0]:.1f} and {2[3]:.1f} ({0[0]:.1f} and {1[0]:.1f}, {0[3]:.1f} and {1[3]:.1f})".format(
+            agents(rows, paced), agents(rows, host), apart
         ),
     ]
-    assert 0.9 < min(apart[0], apart[3]) < max(apart[0], apart[3]) < 1.2
     for column, scale, form in (
         ("within_objective", 100, ".0f"),
         ("cached_share", 1, ".2f"),
