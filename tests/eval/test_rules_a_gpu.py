@@ -405,6 +405,12 @@ def test_what_a_longer_bound_brings_follows_from_its_lines() -> None:
         ),
         f"the longest wait is {wait('cap-11', 12)} s where it is {wait(now, 12)}",
     ]
+    said.append(
+        f"(`fills-0`): {wait('fills-0', 12)}, {wait('fills-0', 16)} and {wait('fills-0', 24)} s "
+        "with twelve, 16 and 24, shorter than the default's in eight, eight and seven of eight "
+        f"draws, for {good('fills-0', 12)}, {good('fills-0', 16)} and {good('fills-0', 24)} turns"
+    )
+    assert more_in(now, "fills-0", "longest_wait_s", (12, 16, 24)) == [8, 8, 7]
     assert [words for words in said if words not in text] == []
     assert more_in(now, before, "good_per_s", (12, 16, 24)) == [7, 7, 8]
     assert more_in(before, now, "good_per_s", (12, 16, 24)) == [0, 1, 0]
