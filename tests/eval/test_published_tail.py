@@ -89,4 +89,68 @@ def test_the_longest_waits_with_a_short_bound() -> None:
         for arm in ("bound-20-fill-0.85", "priced")
         for level in (16, 24)
     ]
-    assert found == [172, 290, 340, 590]
+    assert found == [164, 288, 378, 595]
+
+
+def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
+    text, runs, long = PAGE.read_text(), _rows("tail"), _rows("tail-waits")
+
+    def p99(arm: str, level: int) -> str:
+        return f"{waits(_of(long, arm, level), (0.99,))[0]:.0f}"
+
+    def p95(arm: str, level: int) -> str:
+        return f"{waits(_of(long, arm, level), (0.95,))[0]:.0f}"
+
+    def good(arm: str, level: int) -> str:
+        return f"{_mean(_of(runs, arm, level), 'good_per_s'):.3f}"
+
+    def times(arm: str, level: int, column: str = "good_per_s") -> float:
+        own, usual = (_mean(_of(runs, name, level), column) for name in (arm, "priced"))
+        return own / usual
+
+    def fewer(arm: str, level: int, column: str = "good_per_s") -> str:
+        return f"{100 - 100 * times(arm, level, column):.0f}"
+
+    def served(arm: str, level: int) -> str:
+        answered, there = (
+            sum(int(row[column]) for row in _of(runs, arm, level))
+            for column in ("sessions_answered", "sessions_there")
+        )
+        return f"{100 * answered / there:.0f}"
+
+    step, short = "fill-0.7", "bound-20-fill-0.85"
+    said = [
+        f"With 24 in flight {p99(short, 24)} s is reached, at {times(short, 24):.2f} times",
+        f"{times(short, 24, 'requests_per_s'):.2f} times the requests/s (`{short}`)",
+        (
+            f"{p99('bound-20-fill-0.92', 16)} s with 16 at {times('bound-20-fill-0.92', 16):.2f} "
+            f"times (`bound-20-fill-0.92`), and {p99(short, 16)} s at {times(short, 16):.2f} times"
+        ),
+        (
+            f"p99 {p99(step, 12)} s for {p99('priced', 12)} with twelve in flight, {p99(step, 16)} "
+            f"for {p99('priced', 16)} with 16 and {p99(step, 24)} for {p99('priced', 24)} with 24"
+        ),
+        (
+            f"({good(step, 8)} and {good(step, 12)} a second for {good('priced', 8)} and "
+            f"{good('priced', 12)}; with twelve"
+        ),
+        f"with twelve there are {-int(fewer(step, 12, 'requests_per_s'))} % more requests/s",
+        (
+            f"{fewer(step, 16)} % of the turns in time a second with 16 and {fewer(step, 24)} % "
+            f"with 24, at {-int(fewer(step, 16, 'requests_per_s'))} % more and "
+            f"{fewer(step, 24, 'requests_per_s')} % fewer requests/s"
+        ),
+        f"the p99 is {p99('bound-20', 16)} and {p99('bound-20', 24)} s (`bound-20`)",
+        (
+            f"waits for {p95('bound-20', 16)} and {p95('bound-20', 24)} s in place of "
+            f"{p95('priced', 16)} and {p95('priced', 24)} s"
+        ),
+        (
+            f"answers {served('overhead-0.4', 24)} % of sessions in place of "
+            f"{served('priced', 24)} with 24 in flight and {served('overhead-0.4', 16)} in place "
+            f"of {served('priced', 16)} with 16, at {fewer('overhead-0.4', 24)} and "
+            f"{fewer('overhead-0.4', 16)} % fewer"
+        ),
+        f"`bound-20` has {fewer('bound-20', 24)} % fewer turns in time",
+    ]
+    assert [words for words in said if words not in text] == []
