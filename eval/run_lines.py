@@ -74,10 +74,10 @@ def read_rows(path: Path, columns: Iterable[str] = ()) -> list[Row]:
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
-            rows = list(reader)
+            rows, known = list(reader), reader.fieldnames or ()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    missing = [column for column in columns if column not in (reader.fieldnames or ())]
+    missing = [column for column in columns if column not in known]
     if missing:
         raise InputError(f"{path}: has no column {missing[0]}")
     return rows

@@ -156,12 +156,14 @@ def test_the_commands_keep_lines_and_show_them(tmp_path: Path) -> None:
         (["lines", "nowhere", "x.csv"], "error: nowhere: no complete run"),
         (["show", "nowhere.csv"], "error: nowhere.csv: No such file or directory"),
         (["show", "other.csv"], "error: other.csv: has no column sessions"),
+        (["show", "empty.csv"], "error: empty.csv: has no column arm"),
     ],
 )
 def test_a_wrong_file_is_one_line_and_exit_status_2(
     arguments: list[str], words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "other.csv").write_text("arm,draw\n")
+    (tmp_path / "empty.csv").touch()
     command = [sys.executable, "-m", "eval.sessions_a_gpu", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, f"{words}\n")

@@ -794,7 +794,8 @@ fn who_comes_back_from_the_host_tier_goes_before_who_is_computed_but_not_for_eve
     ] {
         let world = World::new(
             0,
-            json!({"cold_slots": 10, "growth_turns": 0, "slice_fill": 1.0}),
+            // A place that is worth keeping for a moment, so that the large turn has to wait.
+            json!({"cold_slots": 10, "growth_turns": 0, "slice_fill": 1.0, "reload_tokens_per_s": 250_000}),
         );
         world.add_tiered("w0", host_kv_tokens);
         world.serve(world.placed(&world.turn(0, 60_000)));
