@@ -6,6 +6,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -272,8 +273,9 @@ def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
             f"{now[paced] / now['vllm']:.1f} times vLLM"
         ),
         f"in the others by {apart[1]:.1f} and {apart[2]:.1f}",
-        "by {2[0]:.1f} and {2[3]:.1f} ({0[0]:.1f} and {1[0]:.1f}, {0[3]:.1f} and {1[3]:.1f})".format(
-            agents(rows, paced), agents(rows, host), apart
+        f"by {apart[0]:.1f} and {apart[3]:.1f} "
+        "({0[0]:.1f} and {1[0]:.1f}, {0[3]:.1f} and {1[3]:.1f})".format(
+            agents(rows, paced), agents(rows, host)
         ),
     ]
     for column, scale, form in (
@@ -383,3 +385,31 @@ def test_the_page_of_smaller_chunks_follows_from_its_lines() -> None:
         peers = (f"{vllm} chunk 4096", f"{sglang} mixed chunk 4096", vllm)
         ratios = [agents(ours) / agents(arm) for arm in peers]
         assert "| " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |" in text, (kept, ratios)
+        if kept == "chunks":
+            three = (*peers[:2], ours)
+            _says_what_flags_do([agents(arm) for arm in three], rows, three)
+
+
+def _says_what_flags_do(agents: list[float], rows: list[Row], arms: Sequence[str]) -> None:
+    """The README and the page of agents a GPU of vLLM's chunks, SGLang's mixed ones, and ours."""
+    in_time = []
+    for arm in arms:
+        of = [row for row in rows if (row["arm"], row["sessions"]) == (arm, "16")]
+        in_time.append(100 * statistics.fmean(float(row["within_objective"]) for row in of))
+    readme = (RESULTS.parents[1] / "README.md").read_text()
+    assert (
+        f"a GPU carries {agents[0]:.1f} sessions with vLLM and `--max-num-batched-tokens 4096`, "
+        f"{agents[1]:.1f} with SGLang and `--enable-mixed-chunk`, {agents[2]:.1f} with ours; with "
+        "16 sessions these two have {:.0f} and {:.0f} % of turns in time, ours {:.0f} %.".format(
+            *in_time
+        )
+    ) in readme
+    page = PAGE.read_text()
+    for word in (
+        f"`--max-num-batched-tokens 4096` {agents[0]:.1f}.",
+        f"| and `--enable-mixed-chunk`, chunks of 4,096 | {agents[1]:.1f} |",
+        f"| and chunks of 4,096 | {agents[0]:.1f} |",
+        f"is {agents[2] / agents[0]:.2f} times vLLM (chunks of 4,096)",
+        f"and {agents[2] / agents[1]:.2f} times SGLang with its own mixed chunks",
+    ):
+        assert word in page, word
