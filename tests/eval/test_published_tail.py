@@ -29,6 +29,14 @@ def _mean(rows: Sequence[Row], column: str) -> float:
     return statistics.fmean(float(row[column]) for row in rows)
 
 
+def _served(rows: Sequence[Row]) -> str:
+    """Of the sessions that were there, those that got an answer, in per cent."""
+    answered, there = (
+        sum(int(row[column]) for row in rows) for column in ("sessions_answered", "sessions_there")
+    )
+    return f"{100 * answered / there:.0f}"
+
+
 def _seconds(wait_s: float) -> str:
     return f"under {KEPT_S:.0f} s" if wait_s < KEPT_S else f"{wait_s:.0f} s"
 
@@ -50,10 +58,6 @@ def test_the_tables_of_long_waits_follow_from_their_lines() -> None:
                 halves = [waits(_of(long, arm, level, half), (0.99,))[0] for half in HALVES]
                 p99 += f" ({'; '.join(map(_seconds, halves))})"
             in_time = [_mean(_of(runs, arm, level, half), "good_per_s") for half in HALVES]
-            answered, there = (
-                sum(int(row[column]) for row in of)
-                for column in ("sessions_answered", "sessions_there")
-            )
             again = _mean(_of(recomputed, arm, level), "recomputed_turns")
             assert cells[1:7] == [
                 _seconds(p95_s),
@@ -61,7 +65,7 @@ def test_the_tables_of_long_waits_follow_from_their_lines() -> None:
                 p99,
                 f"{_mean(of, 'good_per_s'):.3f} ({in_time[0]:.3f}; {in_time[1]:.3f})",
                 f"{_mean(of, 'requests_per_s'):.3f}",
-                f"{100 * answered / there:.0f} %",
+                f"{_served(of)} %",
             ]
             assert cells[8] == f"{again:.1f}"
 
@@ -112,11 +116,7 @@ def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
         return f"{100 - 100 * times(arm, level, column):.0f}"
 
     def served(arm: str, level: int) -> str:
-        answered, there = (
-            sum(int(row[column]) for row in _of(runs, arm, level))
-            for column in ("sessions_answered", "sessions_there")
-        )
-        return f"{100 * answered / there:.0f}"
+        return _served(_of(runs, arm, level))
 
     step, short = "fill-0.7", "bound-20-fill-0.85"
     said = [
