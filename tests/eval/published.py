@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import orjson
 import zstandard
 
 from eval.records import Run, read_run
+from eval.run_lines import Row
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -35,6 +37,15 @@ def decisions(name: str, folder: str = "residency") -> list[dict[str, Any]]:
 def steps(name: str, folder: str) -> list[dict[str, Any]]:
     """What its workers' telemetry wrote, one worker after another."""
     return _unpacked(folder, f"{name}.steps.jsonl.zst")
+
+
+def served_percent(rows: Iterable[Row]) -> float:
+    """Of the sessions that were there in simulated runs, those that got an answer."""
+    runs = list(rows)
+    answered, there = (
+        sum(int(row[column]) for row in runs) for column in ("sessions_answered", "sessions_there")
+    )
+    return 100 * answered / there
 
 
 def _unpacked(folder: str, name: str) -> list[dict[str, Any]]:

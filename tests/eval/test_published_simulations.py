@@ -179,6 +179,13 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
     ]
     said = re.findall(r"\| ([^|]+), (\d+) in flight \| (.* →.*) \|\n", PAGE.read_text())
     paced, vllm = "sglang-fp8-host-paced-residency", "vllm-fp8-host-residency"
+    # Draws 1 to 4 as they are now stand in the lines of other pages.
+    for name, variant in (("think", f"{MINUTE}, {BESIDE}"), ("sessions-a-gpu-h200", "H200")):
+        runs += [
+            row | {"arm": f"{paced} {variant}"}
+            for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
+            if row["arm"] == paced
+        ]
     no_tier, bf16 = "sglang-residency", "sglang-host-residency"
     arms = {
         "FP8, paced": (f"{paced} before", f"{paced} then"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from eval.run_lines import Row, read_rows
 from eval.waits import KEPT_S, waits
-from tests.eval.published import RESULTS
+from tests.eval.published import RESULTS, served_percent
 
 PAGE = RESULTS / "simulated-tail.md"
 HALVES = (range(1, 5), range(5, 9))
@@ -15,6 +15,11 @@ HALVES = (range(1, 5), range(5, 9))
 
 def _rows(name: str) -> list[Row]:
     return read_rows(RESULTS / "simulated" / f"{name}.csv")
+
+
+def _runs() -> list[Row]:
+    """Of all arms of the page; the default's are those of the page of rules."""
+    return _rows("tail") + [row for row in _rows("rules") if row["arm"] == "priced"]
 
 
 def _of(rows: Sequence[Row], arm: str, level: int, draws: range = range(1, 9)) -> list[Row]:
@@ -29,21 +34,14 @@ def _mean(rows: Sequence[Row], column: str) -> float:
     return statistics.fmean(float(row[column]) for row in rows)
 
 
-def _served(rows: Sequence[Row]) -> str:
-    """Of the sessions that were there, those that got an answer, in per cent."""
-    answered, there = (
-        sum(int(row[column]) for row in rows) for column in ("sessions_answered", "sessions_there")
-    )
-    return f"{100 * answered / there:.0f}"
-
-
 def _seconds(wait_s: float) -> str:
     return f"under {KEPT_S:.0f} s" if wait_s < KEPT_S else f"{wait_s:.0f} s"
 
 
 def test_the_tables_of_long_waits_follow_from_their_lines() -> None:
     text = PAGE.read_text()
-    runs, long, recomputed = _rows("tail"), _rows("tail-waits"), _rows("tail-recomputed")
+    runs, long = _runs(), _rows("tail-waits")
+    recomputed = _rows("tail-recomputed") + _rows("rules-recomputed")
     for level in (8, 12, 16, 24):
         head = f"| simulated, {level} in flight |"
         table = text.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
@@ -65,13 +63,13 @@ def test_the_tables_of_long_waits_follow_from_their_lines() -> None:
                 p99,
                 f"{_mean(of, 'good_per_s'):.3f} ({in_time[0]:.3f}; {in_time[1]:.3f})",
                 f"{_mean(of, 'requests_per_s'):.3f}",
-                f"{_served(of)} %",
+                f"{served_percent(of):.0f} %",
             ]
             assert cells[8] == f"{again:.1f}"
 
 
 def test_what_holds_on_both_halves_of_the_draws() -> None:
-    runs, long = _rows("tail"), _rows("tail-waits")
+    runs, long = _runs(), _rows("tail-waits")
     arms = {row["arm"] for row in runs if row["arm"].startswith("bound-20")} | {"fill-0.7"}
     for half in HALVES:
         for arm in arms:
@@ -87,7 +85,7 @@ def test_what_holds_on_both_halves_of_the_draws() -> None:
 
 
 def test_the_longest_waits_with_a_short_bound() -> None:
-    runs = _rows("tail")
+    runs = _runs()
     found = [
         round(_mean(_of(runs, arm, level), "longest_wait_s"))
         for arm in ("bound-20-fill-0.85", "priced")
@@ -97,7 +95,7 @@ def test_the_longest_waits_with_a_short_bound() -> None:
 
 
 def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
-    text, runs, long = PAGE.read_text(), _rows("tail"), _rows("tail-waits")
+    text, runs, long = PAGE.read_text(), _runs(), _rows("tail-waits")
 
     def p99(arm: str, level: int) -> str:
         return f"{waits(_of(long, arm, level), (0.99,))[0]:.0f}"
@@ -116,7 +114,7 @@ def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
         return f"{100 - 100 * times(arm, level, column):.0f}"
 
     def served(arm: str, level: int) -> str:
-        return _served(_of(runs, arm, level))
+        return f"{served_percent(_of(runs, arm, level)):.0f}"
 
     step, short = "fill-0.7", "bound-20-fill-0.85"
     said = [

@@ -17,7 +17,7 @@ from eval.rules_a_gpu import app, by_draws, caps, frontier, recomputed_row, rows
 from eval.run_lines import Row, read_rows, write_rows
 from eval.simulate import read_calibration
 from tests.eval.conftest import Recipe, write_run
-from tests.eval.published import RESULTS
+from tests.eval.published import RESULTS, served_percent
 
 PAGE = RESULTS / "simulated-rules.md"
 RULES = RESULTS / "simulated" / "rules.csv"
@@ -187,9 +187,11 @@ def test_ours_is_the_same_arm_as_on_the_page_of_agents_a_gpu() -> None:
 def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
     text, rows, of_cap = PAGE.read_text(), read_rows(RULES), read_rows(CAPS)
 
+    def runs_of(arm: str, level: int, runs: list[Row] = rows) -> list[Row]:
+        return [row for row in runs if (row["arm"], row["sessions"]) == (arm, str(level))]
+
     def values(arm: str, level: int, column: str, runs: list[Row] = rows) -> list[float]:
-        of = [row for row in runs if (row["arm"], row["sessions"]) == (arm, str(level))]
-        return [float(row[column]) for row in of]
+        return [float(row[column]) for row in runs_of(arm, level, runs)]
 
     def mean(arm: str, level: int, column: str, runs: list[Row] = rows) -> float:
         return statistics.fmean(values(arm, level, column, runs))
@@ -205,11 +207,7 @@ def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
         return f"{100 * mean(arm, level, 'within_objective'):.0f}"
 
     def served(arm: str, level: int, runs: list[Row] = rows) -> float:
-        answered, there = (
-            sum(values(arm, level, column, runs))
-            for column in ("sessions_answered", "sessions_there")
-        )
-        return 100 * answered / there
+        return served_percent(runs_of(arm, level, runs))
 
     both = ("cap", "aimd")
     good = {
@@ -309,10 +307,13 @@ def test_what_a_longer_bound_brings_follows_from_its_lines() -> None:
         shown = [row for row in rows if row["sessions"] in levels]
         assert "\n".join(frontier(shown, (CHOSEN, SHOWN))) in text
 
-    def values(arm: str, level: int, column: str) -> list[float]:
+    def runs_of(arm: str, level: int) -> list[Row]:
         of = [row for row in rows if (row["arm"], row["sessions"]) == (arm, str(level))]
         assert [int(row["draw"]) for row in of] == [*CHOSEN, *SHOWN]
-        return [float(row[column]) for row in of]
+        return of
+
+    def values(arm: str, level: int, column: str) -> list[float]:
+        return [float(row[column]) for row in runs_of(arm, level)]
 
     def mean(arm: str, level: int, column: str) -> float:
         return statistics.fmean(values(arm, level, column))
@@ -328,10 +329,7 @@ def test_what_a_longer_bound_brings_follows_from_its_lines() -> None:
         ]
 
     def served(arm: str, level: int) -> str:
-        answered, there = (
-            sum(values(arm, level, column)) for column in ("sessions_answered", "sessions_there")
-        )
-        return f"{100 * answered / there:.0f}"
+        return f"{served_percent(runs_of(arm, level)):.0f}"
 
     def good(arm: str, level: int) -> str:
         return f"{mean(arm, level, 'good_per_s'):.3f}"

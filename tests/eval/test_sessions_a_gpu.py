@@ -234,21 +234,23 @@ def test_the_page_follows_from_its_lines() -> None:
     assert drawn == picture(simulated, measured, DRAWN)
 
 
+def agents(of: Sequence[Row], arm: str) -> list[float]:
+    """How many an arm carries, by draw."""
+    return [
+        carried(
+            [row for row in of if (row["arm"], row["draw"]) == (arm, str(draw))],
+            "within_objective",
+        )
+        for draw in range(1, 5)
+    ]
+
+
 def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
     text = (RESULTS / "simulated-think.md").read_text()
     rows, shorter = read_rows(RESULTS / "simulated" / "think.csv"), read_rows(SIMULATED)
     for lines in (summary(rows), *(table(rows, column) for column in MEASURES)):
         assert "\n".join(lines) in text, lines[0]
     paced, host = "sglang-fp8-host-paced-residency", "vllm-fp8-host"
-
-    def agents(of: list[Row], arm: str) -> list[float]:
-        return [
-            carried(
-                [row for row in of if (row["arm"], row["draw"]) == (arm, str(draw))],
-                "within_objective",
-            )
-            for draw in range(1, 5)
-        ]
 
     def mean(of: list[Row], column: str, arm: str, sessions: int) -> float:
         chosen = [row for row in of if (row["arm"], row["sessions"]) == (arm, str(sessions))]
@@ -339,10 +341,7 @@ def test_more_slices_than_the_tier_keeps_are_fewer_turns_in_time_when_people_thi
         return " and ".join(f"{statistics.fmean(runs):.0f}" for runs in turns)
 
     few = [row for row in now if int(row["sessions"]) < min(levels)]
-    agents = statistics.fmean(
-        carried([row for row in few + before if row["draw"] == str(draw)], "within_objective")
-        for draw in range(1, 5)
-    )
+    carries = statistics.fmean(agents(few + before, arm))
     rates = " and ".join(f"{mean(before, at, 'requests_per_s'):.2f}" for at in (16, 24))
     at_48 = " for ".join(f"{mean(of, 48, 'requests_per_s'):.2f}" for of in (before, now))
     said = [
@@ -351,7 +350,7 @@ def test_more_slices_than_the_tier_keeps_are_fewer_turns_in_time_when_people_thi
         f"{again(recomputed, 'priced before')} turns a run with 16 and 24 were computed again",
         f"where it now is {again(recomputed, 'priced')} ([one line",
         f"with 10 s [{again(shorter, 'priced')}]",
-        f"hardly changed: {agents:.1f} before",
+        f"hardly changed: {carries:.1f} before",
     ]
     assert [words for words in said if words not in text] == []
 
@@ -373,24 +372,16 @@ def test_the_page_of_smaller_chunks_follows_from_its_lines() -> None:
         for lines in (summary(rows), *(table(rows, name) for name in list(MEASURES)[:2])):
             assert "\n".join(lines) in text, (kept, lines[0])
 
-        def agents(arm: str, of: list[Row] = rows) -> float:
-            return statistics.fmean(
-                carried(
-                    [row for row in of if (row["arm"], row["draw"]) == (arm, str(draw))],
-                    "within_objective",
-                )
-                for draw in range(1, 5)
-            )
-
         peers = (f"{vllm} chunk 4096", f"{sglang} mixed chunk 4096", vllm)
-        ratios = [agents(ours) / agents(arm) for arm in peers]
+        mean = {arm: statistics.fmean(agents(rows, arm)) for arm in (*peers, ours)}
+        ratios = [mean[ours] / mean[arm] for arm in peers]
         assert "| " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |" in text, (kept, ratios)
         if kept == "chunks":
             three = (*peers[:2], ours)
-            _says_what_flags_do([agents(arm) for arm in three], rows, three)
+            _says_what_flags_do([mean[arm] for arm in three], rows, three)
 
 
-def _says_what_flags_do(agents: list[float], rows: list[Row], arms: Sequence[str]) -> None:
+def _says_what_flags_do(carry: list[float], rows: list[Row], arms: Sequence[str]) -> None:
     """The README and the page of agents a GPU of vLLM's chunks, SGLang's mixed ones, and ours."""
     in_time = []
     for arm in arms:
@@ -398,18 +389,18 @@ def _says_what_flags_do(agents: list[float], rows: list[Row], arms: Sequence[str
         in_time.append(100 * statistics.fmean(float(row["within_objective"]) for row in of))
     readme = (RESULTS.parents[1] / "README.md").read_text()
     assert (
-        f"a GPU carries {agents[0]:.1f} sessions with vLLM and `--max-num-batched-tokens 4096`, "
-        f"{agents[1]:.1f} with SGLang and `--enable-mixed-chunk`, {agents[2]:.1f} with ours; with "
+        f"a GPU carries {carry[0]:.1f} sessions with vLLM and `--max-num-batched-tokens 4096`, "
+        f"{carry[1]:.1f} with SGLang and `--enable-mixed-chunk`, {carry[2]:.1f} with ours; with "
         "16 sessions these two have {:.0f} and {:.0f} % of turns in time, ours {:.0f} %.".format(
             *in_time
         )
     ) in readme
     page = PAGE.read_text()
     for word in (
-        f"`--max-num-batched-tokens 4096` {agents[0]:.1f}.",
-        f"| and `--enable-mixed-chunk`, chunks of 4,096 | {agents[1]:.1f} |",
-        f"| and chunks of 4,096 | {agents[0]:.1f} |",
-        f"is {agents[2] / agents[0]:.2f} times vLLM (chunks of 4,096)",
-        f"and {agents[2] / agents[1]:.2f} times SGLang with its own mixed chunks",
+        f"`--max-num-batched-tokens 4096` {carry[0]:.1f}.",
+        f"| and `--enable-mixed-chunk`, chunks of 4,096 | {carry[1]:.1f} |",
+        f"| and chunks of 4,096 | {carry[0]:.1f} |",
+        f"is {carry[2] / carry[0]:.2f} times vLLM (chunks of 4,096)",
+        f"and {carry[2] / carry[1]:.2f} times SGLang with its own mixed chunks",
     ):
         assert word in page, word
