@@ -131,10 +131,10 @@ def not_sustained(runs: Sequence[Run]) -> str | None:
 def trend(values: Array) -> Trend:
     """The straight line through values at equal distances; unknown ones are left out."""
     known = np.isfinite(values)
-    x, y = np.arange(len(values))[known], values[known]
+    places, y = np.arange(len(values))[known], values[known]
     if len(y) < 4:
         return Trend(float(np.mean(y)) if len(y) else float("nan"), 0.0, 1.0)
-    x = x - x.mean()
+    x = places - places.mean()
     slope = float((x * y).sum() / (x * x).sum())
     left = y - y.mean() - slope * x
     freedom = len(y) - 2
