@@ -70,7 +70,8 @@ impl Exchange<'_> {
         let Some(prefill) = reservation.prefill() else {
             let payload = self.local_payload(answering);
             // `/v1/responses` announces an answer before it is scheduled.
-            let opening = match self.api == Api::Responses && !answering.may_abort_queued() {
+            let announces = self.context.api == Api::Responses;
+            let opening = match announces && !answering.may_abort_queued() {
                 true => Opening::HeldForAnswer,
                 false => Opening::Passed,
             };
@@ -131,7 +132,7 @@ impl Exchange<'_> {
         &self,
         step: impl Future<Output = Result<T, Failure>>,
     ) -> Result<T, Failure> {
-        tokio::time::timeout_at(self.deadline, step)
+        tokio::time::timeout_at(self.context.deadline, step)
             .await
             .unwrap_or(Err(Failure::Timeout))
     }
@@ -217,7 +218,7 @@ impl Exchange<'_> {
 
     /// What makes a vLLM request prefill and stop; the last of equal keys wins.
     fn vllm_prefill_fields(&self, params: &str) -> String {
-        let limit = match self.api {
+        let limit = match self.context.api {
             Api::Chat => r#""max_completion_tokens":1,"#,
             Api::Completions | Api::Generate | Api::Messages | Api::Responses => "",
         };

@@ -46,37 +46,56 @@ const MAX_ERRORS_OF_SEPARATED: usize = 2;
 /// How often a request on a silent worker looks for another one, where there is none.
 const LOOK_ELSEWHERE: Duration = Duration::from_millis(500);
 
+/// What goes with a request from its headers to its answer, whatever its body says: who asks for what
+/// and until when, and what of it outlives one attempt. All that serve it share this one.
+pub(super) struct RequestContext {
+    client: Arc<Client>,
+    pub api: Api,
+    /// Its answer must have left by then.
+    pub deadline: Instant,
+    /// Where the fleet has workers that a queued request must not be aborted on.
+    stay: Option<Stay>,
+    /// Where it is recorded, until a stream takes it along.
+    trace: Option<Box<RequestTrace>>,
+}
+
+impl RequestContext {
+    pub fn new(client: Arc<Client>, api: Api, deadline: Instant) -> Self {
+        Self {
+            client,
+            api,
+            deadline,
+            stay: None,
+            trace: None,
+        }
+    }
+}
+
 /// Serves one generation request.
 pub(super) async fn handle(
     gateway: &Arc<Gateway>,
-    client: Arc<Client>,
-    deadline: Instant,
-    api: Api,
+    mut context: RequestContext,
     request: Request<Incoming>,
 ) -> Response<Reply> {
     if !gateway.fleet.has_kept_queues() {
-        return traced(gateway, client, deadline, api, request, None).await;
+        return traced(gateway, context, request).await;
     }
     let (gateway, stay) = (Arc::clone(gateway), Stay::new());
-    let staying = stay.clone();
-    let serving =
-        async move { traced(&gateway, client, deadline, api, request, Some(staying)).await };
+    context.stay = Some(stay.clone());
+    let serving = async move { traced(&gateway, context, request).await };
     departure::outlive(stay, serving).await
 }
 
 async fn traced(
     gateway: &Arc<Gateway>,
-    client: Arc<Client>,
-    deadline: Instant,
-    api: Api,
+    mut context: RequestContext,
     request: Request<Incoming>,
-    stay: Option<Stay>,
 ) -> Response<Reply> {
     let tracer = gateway.tracer.as_ref();
-    let mut trace = tracer.and_then(|tracer| tracer.begin(api, request.headers()));
-    let response = serve(gateway, client, deadline, api, request, stay, &mut trace).await;
+    context.trace = tracer.and_then(|tracer| tracer.begin(context.api, request.headers()));
+    let response = serve(gateway, &mut context, request).await;
     // Of a stream it goes on with the answer.
-    if let Some(trace) = trace {
+    if let Some(trace) = context.trace {
         trace.answered(response.status());
     }
     response
@@ -84,13 +103,10 @@ async fn traced(
 
 async fn serve(
     gateway: &Arc<Gateway>,
-    client: Arc<Client>,
-    deadline: Instant,
-    api: Api,
+    context: &mut RequestContext,
     request: Request<Incoming>,
-    stay: Option<Stay>,
-    trace: &mut Option<Box<RequestTrace>>,
 ) -> Response<Reply> {
+    let (api, deadline) = (context.api, context.deadline);
     let received_s = gateway.fleet.now_s();
     let (parts, incoming) = request.into_parts();
     let limit = gateway.config.max_body_bytes;
@@ -147,7 +163,7 @@ async fn serve(
         answers: scanned.answers.saturating_mul(scanned.prompts as u64),
         prompts: scanned.prompts as u64,
     };
-    if let Some(trace) = trace {
+    if let Some(trace) = &mut context.trace {
         trace.event("body");
         trace.note("deltaserve.request_id", Some(placement.request_id.as_str()));
         trace.note("deltaserve.session_id", placement.session_id.as_deref());
@@ -162,7 +178,7 @@ async fn serve(
             return refuse(status, kind, message);
         }
     };
-    if let Some(trace) = trace {
+    if let Some(trace) = &mut context.trace {
         trace.event("admitted");
     }
     if let Some(encoder) = &gateway.encoder {
@@ -181,8 +197,7 @@ async fn serve(
     let strips = gateway.config.strip_transfer_keys;
     let mut exchange = Exchange {
         gateway,
-        client,
-        api,
+        context,
         target: target_of(api, &parts.uri),
         headers: {
             let mut headers = parts.headers;
@@ -194,14 +209,10 @@ async fn serve(
         bytes,
         scanned,
         placement,
-        deadline,
         is_repeated: AtomicBool::new(false),
-        stay,
         decision_id: None,
-        trace: trace.take(),
     };
     let mut response = exchange.run(permit).await;
-    *trace = exchange.trace.take();
     // Failures too: what became of them stands in the log under it.
     if let Some(id) = exchange.decision_id.take() {
         response.headers_mut().insert(DECISION_ID, id);
@@ -240,22 +251,17 @@ fn separable(api: Api, scanned: &Scanned) -> Separable {
 /// A request while it has no answer.
 pub(super) struct Exchange<'a> {
     pub gateway: &'a Arc<Gateway>,
-    client: Arc<Client>,
-    pub api: Api,
+    pub context: &'a mut RequestContext,
     /// Path and query at the worker.
     pub target: PathAndQuery,
     pub headers: HeaderMap,
     pub bytes: Bytes,
     pub scanned: Scanned,
     placement: Placement,
-    pub deadline: Instant,
     /// A worker that had it already gets it again.
     is_repeated: AtomicBool,
-    /// Where the fleet has workers that a queued request must not be aborted on.
-    stay: Option<Stay>,
     /// Of its last attempt.
     decision_id: Option<HeaderValue>,
-    trace: Option<Box<RequestTrace>>,
 }
 
 /// An attempt whose answer has begun.
@@ -299,10 +305,10 @@ impl Exchange<'_> {
                 }
                 None => {
                     attempts += 1;
-                    if let Some(trace) = &mut self.trace {
+                    if let Some(trace) = &mut self.context.trace {
                         trace.placing();
                     }
-                    let (request, deadline) = (&self.placement, self.deadline);
+                    let (request, deadline) = (&self.placement, self.context.deadline);
                     let held = Some(&mut permit);
                     let placed = waiting::place(gateway, request, &exclude, held, deadline).await;
                     // What follows is tried again, and queues as what came now.
@@ -320,7 +326,7 @@ impl Exchange<'_> {
                 }
             };
             self.decision_id = HeaderValue::from_str(reservation.decision_id()).ok();
-            if let Some(trace) = &mut self.trace {
+            if let Some(trace) = &mut self.context.trace {
                 trace.sending(gateway, &reservation, &mut self.headers);
             }
             // Serving alone is none, nor is what cannot be placed any more.
@@ -426,12 +432,13 @@ impl Exchange<'_> {
         let workers = [Some(reservation.answering()), reservation.prefill()];
         let may_abort = |worker: &Arc<WorkerSpec>| worker.may_abort_queued();
         let is_free = workers.into_iter().flatten().all(may_abort);
-        let _staying = self.stay.as_ref().filter(|_| !is_free).map(Stay::hold);
+        let stay = self.context.stay.as_ref();
+        let _staying = stay.filter(|_| !is_free).map(Stay::hold);
         self.attempt(reservation).await
     }
 
     fn note_failure(&mut self, message: &str) {
-        if let Some(trace) = &mut self.trace {
+        if let Some(trace) = &mut self.context.trace {
             trace.failed(message);
         }
     }
@@ -507,7 +514,7 @@ impl Exchange<'_> {
         let exclude = [exclude, silent].concat();
         if fleet.could_place_elsewhere(&exclude) {
             // It keeps its permit: it may still be answered where it is.
-            let (request, deadline) = (&self.placement, self.deadline);
+            let (request, deadline) = (&self.placement, self.context.deadline);
             let room = waiting::place(self.gateway, request, &exclude, None, deadline);
             let recovery = async {
                 while silent.iter().any(|id| fleet.is_doubtful(id)) {
@@ -527,7 +534,7 @@ impl Exchange<'_> {
     }
 
     fn error(&self, status: StatusCode, kind: &str, message: &str) -> Response<Reply> {
-        error_of(self.api, status, kind, message)
+        error_of(self.context.api, status, kind, message)
     }
 
     fn unplaced(&self, not_placed: &NotPlaced, last: Option<(String, Fault)>) -> Response<Reply> {
@@ -540,14 +547,15 @@ impl Exchange<'_> {
                 }
             };
         }
-        if let Some(response) = waiting::answer(self.gateway, self.api, not_placed) {
+        let api = self.context.api;
+        if let Some(response) = waiting::answer(self.gateway, api, not_placed) {
             return response;
         }
         let is_whole = self.placement.separable != Separable::ByAll;
         if is_whole && !self.gateway.fleet.serves_alone() {
             self.gateway.metrics.refused(StatusCode::BAD_REQUEST);
             let what = match self.scanned.answers {
-                _ if self.api.shape().separates == Separates::None => self.api.path(),
+                _ if api.shape().separates == Separates::None => api.path(),
                 0 | 1 => "a request with several prompts",
                 _ => "n > 1",
             };
@@ -604,7 +612,7 @@ impl Exchange<'_> {
             Head::Stream(response, first) => {
                 let status = response.status().as_u16();
                 reservation.streams();
-                let mut trace = self.trace.take();
+                let mut trace = self.context.trace.take();
                 if let Some(trace) = &mut trace {
                     trace.note_status(status);
                     trace.first_event();
@@ -614,8 +622,8 @@ impl Exchange<'_> {
                         first,
                         incoming,
                         reservation,
-                        (self.api, status),
-                        Arc::clone(&self.client),
+                        (self.context.api, status),
+                        Arc::clone(&self.context.client),
                         Held {
                             prefill,
                             permit,

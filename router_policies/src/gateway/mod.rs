@@ -52,6 +52,7 @@ use apis::Api;
 use buffers::Buffers;
 use bytes::Bytes;
 use client::Socket;
+use dispatch::RequestContext;
 use encoder::PromptEncoder;
 use engine_info::Vocabulary;
 use http_body_util::{BodyExt, Full, Limited};
@@ -322,7 +323,8 @@ impl Gateway {
         }
         match (request.method(), api) {
             (&Method::POST, Some(api)) => {
-                dispatch::handle(&self, client, deadline, api, request).await
+                let context = RequestContext::new(client, api, deadline);
+                dispatch::handle(&self, context, request).await
             }
             // Boxed, so that the requests above do not carry the room for these.
             (&Method::POST, None) if passthrough::is_passed_on(path) => {
