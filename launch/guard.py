@@ -153,4 +153,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # At once: an interpreter that ends takes its handlers back first, and a signal that came then
+    # would end the guardian, whose status would be that signal and not the command's.
+    os._exit(main(sys.argv[1:]))

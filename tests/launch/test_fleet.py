@@ -192,6 +192,31 @@ def test_a_worker_is_asked_to_leave_by_the_signal_that_its_engine_heeds_at_once(
     assert process["exit_status"] == 0
 
 
+LEAVES_WITH_7 = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_is_asked_to_leave_again_while_it_leaves_keeps_its_own_status(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", LEAVES_WITH_7]
+    running = supervised.Supervised(command, dict(os.environ), log, tmp_path)
+    try:
+        wait_until(lambda: log.read_text() == "ready\n")
+        # Up to the guardian's very last moment.
+        while running.exit_status() is None:
+            running.request_stop()
+            time.sleep(0.0002)
+        assert running.exit_status() == 7
+    finally:
+        running.stop()
+
+
 def test_a_worker_that_ignores_every_signal_is_killed(
     fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
