@@ -463,12 +463,11 @@ async fn a_client_that_leaves_aborts_the_request_on_both_workers() {
         )
         .await;
         let body = generate(stream).to_string().into_bytes();
-        let request = router.send("/generate", &[], body);
-        assert!(
-            tokio::time::timeout(Duration::from_millis(200), request)
-                .await
-                .is_err()
-        );
+        let running = |mock: &MockWorker| mock.behaviour.running.load(Ordering::SeqCst);
+        tokio::select! {
+            _ = router.send("/generate", &[], body) => panic!("both stall"),
+            () = until("both have it", || running(&p) == 1 && running(&d) == 1) => {}
+        }
         until("both saw the request end", || {
             p.behaviour.aborted.load(Ordering::SeqCst) == 1
                 && d.behaviour.aborted.load(Ordering::SeqCst) == 1
@@ -920,7 +919,7 @@ async fn beyond_the_limit_requests_wait_then_are_refused() {
         policy: "round_robin".to_owned(),
         max_inflight: 1,
         max_queued: 1,
-        queue_timeout_s: 0.3,
+        queue_timeout_s: 3.0,
         workers: vec![worker(&mock, "w", "colocated")],
         ..Config::default()
     })
@@ -928,11 +927,14 @@ async fn beyond_the_limit_requests_wait_then_are_refused() {
     let body = || generate(false).to_string().into_bytes();
     let first = router.send("/generate", &[], body());
     let second = async {
-        tokio::time::sleep(Duration::from_millis(100)).await;
+        until("the first runs", || {
+            mock.behaviour.running.load(Ordering::SeqCst) == 1
+        })
+        .await;
         router.send("/generate", &[], body()).await
     };
     let third = async {
-        tokio::time::sleep(Duration::from_millis(200)).await;
+        router.counts("deltaserve_queued_requests 1").await;
         router.send("/generate", &[], body()).await
     };
     let (waited, refused) = tokio::select! {

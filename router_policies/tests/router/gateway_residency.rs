@@ -1,5 +1,6 @@
 //! Requests that wait for room, as clients and workers see it.
 
+use crate::mock::router::until;
 use crate::mock::{Fault, MockWorker};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
@@ -13,7 +14,6 @@ use router_policies::gateway::Server;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 struct Router {
     url: String,
@@ -99,16 +99,6 @@ impl Router {
 async fn text(answer: Answer) -> String {
     let bytes = answer.into_body().collect().await.expect("a whole answer");
     String::from_utf8(bytes.to_bytes().to_vec()).expect("UTF-8")
-}
-
-async fn until(what: &str, condition: impl Fn() -> bool) {
-    for _ in 0..2000 {
-        if condition() {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    panic!("waited in vain: {what}");
 }
 
 #[tokio::test]

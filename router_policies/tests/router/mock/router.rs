@@ -12,7 +12,7 @@ use router_policies::fleet::Fleet;
 use router_policies::gateway::Server;
 use serde_json::{Value, json};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub struct Router {
     pub url: String,
@@ -110,6 +110,15 @@ impl Router {
         (status, text(response).await)
     }
 
+    /// Waits until the metrics have this line.
+    pub async fn counts(&self, line: &str) {
+        let begun = Instant::now();
+        while !self.get("/metrics").await.1.lines().any(|it| it == line) {
+            assert!(begun.elapsed() < PATIENCE, "waited in vain: {line}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     pub async fn idle(&self) {
         until("nothing is reserved", || self.fleet.is_idle()).await;
     }
@@ -125,14 +134,15 @@ pub async fn text(response: Response<hyper::body::Incoming>) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
+/// How long something may take that comes at once on an idle machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 pub async fn until(what: &str, condition: impl Fn() -> bool) {
-    for _ in 0..1000 {
-        if condition() {
-            return;
-        }
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < PATIENCE, "waited in vain: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    panic!("waited in vain: {what}");
 }
 
 pub fn generate(stream: bool) -> Value {
