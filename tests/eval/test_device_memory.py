@@ -61,18 +61,14 @@ def test_a_line_says_what_the_worker_held_and_which_part_of_the_objective_was_mi
 def test_what_is_in_flight_is_what_turns_hold_from_when_they_are_due_to_their_end(
     tmp_path: Path,
 ) -> None:
-    """Worked by hand: 1,000 tokens for 10 s, 4,000 more for the last of these, of a run of 10 s."""
-    ended = {"output_tokens": 0, "tokens": 1, "finished_s": 10.0}
-    run = run_of(
-        tmp_path / "r",
-        [turn("a", 0, 0.0, **ended), turn("b", 0, 9.5, prompt=4000, ttft_s=0.1, **ended)],
-    )
-    assert in_flight_tokens(run) == (pytest.approx(1200.0), 1000.0)
-    longer = run_of(
-        tmp_path / "s",
-        [turn("a", 0, 0.0, **ended), turn("b", 0, 8.5, prompt=4000, ttft_s=0.1, **ended)],
-    )
-    assert in_flight_tokens(longer) == (pytest.approx(1600.0), 5000.0)
+    """Worked by hand: 1,000 tokens for 10 s, 4,000 more for the last of these (half a
+    second, then one and a half), of a run of 10 s."""
+    found: list[float] = []
+    for at, due_s in enumerate((9.5, 8.5)):
+        both = [turn("a", 0, 0.0), turn("b", 0, due_s, prompt=4000)]
+        ended = [one.model_copy(update={"output_tokens": 0, "finished_s": 10.0}) for one in both]
+        found += in_flight_tokens(run_of(tmp_path / str(at), ended))
+    assert found == pytest.approx([1200.0, 1000.0, 1600.0, 5000.0])
 
 
 @pytest.mark.parametrize("workers", [{}, {"workers": []}, {"workers": [{"id": "w"}]}])
