@@ -238,6 +238,16 @@ def test_what_the_page_says_of_the_device_and_of_the_tier_follows_from_its_lines
         ),
     ]
     assert [words for words in said if words not in text] == []
+    small = read_rows(RESULTS / "simulated" / "memory-small-tier.csv")
+    price, fill, both = (
+        mean([row for row in small if row["arm"] == f"{OURS} {name}"], 8, "within_objective")
+        for name in ("reload 5000", "fill 0.95", "reload 5000 fill 0.95")
+    )
+    words = (
+        f"about what computing costs, {100 * price:.0f} % are in time; with `fill` 0.95 and "
+        f"`growth_turns` 1 as without a tier {100 * fill:.0f} %, with both {100 * both:.0f} %"
+    )
+    assert words in text, words
     assert all(float(row["gap"]) == 0 for row in of(OURS, ENDLESS))
 
 
