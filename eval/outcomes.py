@@ -106,14 +106,22 @@ def new_tokens(requests: pd.DataFrame) -> pd.Series[float]:
     return new.clip(lower=0)
 
 
-def good(requests: pd.DataFrame, slo: Slo) -> npt.NDArray[np.bool_]:
-    """Which requests kept the SLO. A request whose tokens all came at once has no pace or gap to
-    keep; one that failed is never good."""
+def missed(requests: pd.DataFrame, slo: Slo) -> dict[str, npt.NDArray[np.bool_]]:
+    """Which requests missed which bound of the SLO: `ttft`, `tpot` or `worst_gap`. A request whose
+    tokens all came at once has no pace or gap to keep; one that failed missed all that it has."""
     bound_s = slo.ttft_s + slo.ttft_s_per_new_token * new_tokens(requests)
-    kept = requests["ok"] & requests["ttft_s"].le(bound_s)
-    for column, most_s in (("tpot_s", slo.tpot_s), ("worst_gap_s", slo.worst_gap_s)):
-        kept &= requests[column].isna() | requests[column].le(most_s)
-    return kept.to_numpy(dtype=bool)
+    found = {"ttft": ~requests["ttft_s"].le(bound_s)}
+    for name, most_s in (("tpot", slo.tpot_s), ("worst_gap", slo.worst_gap_s)):
+        found[name] = requests[f"{name}_s"].gt(most_s)
+    return {name: of.to_numpy(dtype=bool) for name, of in found.items()}
+
+
+def good(requests: pd.DataFrame, slo: Slo) -> npt.NDArray[np.bool_]:
+    """Which requests kept the SLO; one that failed is never good."""
+    kept = requests["ok"].to_numpy(dtype=bool)
+    for of in missed(requests, slo).values():
+        kept = kept & ~of
+    return kept
 
 
 def recomputed_tokens(requests: pd.DataFrame) -> pd.Series[float]:

@@ -10,7 +10,7 @@ import pytest
 
 from eval import provenance
 from eval.experiment import Slo
-from eval.outcomes import by_session, good, new_tokens, recomputed_tokens
+from eval.outcomes import by_session, good, missed, new_tokens, recomputed_tokens
 from eval.records import Run, read_run
 from eval.stretch import alone_from
 from replay.results import ErrorInfo, Result, ResultWriter
@@ -84,6 +84,11 @@ def test_a_turn_is_good_when_it_keeps_every_bound_of_the_slo(tmp_path: Path) -> 
     )
     table = run.requests.set_index("session_id")
     assert table.index[good(run.requests, slo)].tolist() == ["good", "long", "at once"]
+    assert {part: table.index[of].tolist() for part, of in missed(run.requests, slo).items()} == {
+        "ttft": ["slow", "too long", "failed"],
+        "tpot": ["pace", "failed"],
+        "worst_gap": ["stall", "failed"],
+    }
     assert new_tokens(run.requests)[2] == 10_000
     assert table.loc["stall", "tpot_s"] == pytest.approx(1.2 / 100)
 
