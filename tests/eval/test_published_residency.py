@@ -43,6 +43,14 @@ TABLES = (
     ),
     ("rules-priced-sixteen", "rules-aimd-sixteen", "rules-cap-sixteen"),
     ("bound-twentyfour", "think-twelve", "think-sixteen"),
+    (
+        "mixed-ten",
+        "mixed-sixteen",
+        "price-sixteen",
+        "vllm-4096-ten",
+        "vllm-4096-residency-sixteen",
+        "vllm-4096-think-twelve",
+    ),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -59,17 +67,19 @@ README = (
     ("vllm-four",),
     ("backfill-off",),
     ("backfill-residency", "again-residency"),
-    ("tier-off",),
-    ("tier-residency-1", "tier-residency-2"),
     ("vllm-fp8-host-eight",),
     ("vllm-fp8-host-ten",),
     ("vllm-fp8-host-twelve",),
     ("vllm-fp8-host-residency-twelve",),
     ("vllm-fp8-host-residency-twentyfour",),
+    ("vllm-4096-ten",),
+    ("vllm-4096-residency-sixteen",),
+    ("mixed-ten",),
+    ("mixed-sixteen",),
     ("slices-eight",),
     ("along-ten",),
     ("slices-twelve", "along-twelve", "half-twelve"),
-    ("rules-priced-sixteen",),
+    ("rules-priced-sixteen", "price-sixteen"),
     ("slices-twentyfour", "along-twentyfour", "half-twentyfour", "bound-twentyfour"),
 )
 COLUMNS = [
@@ -180,6 +190,7 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         (12, State.STEADY),
         (13, State.STEADY),
         (14, State.STEADY),
+        (16, State.STEADY),
     ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
@@ -189,7 +200,7 @@ def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: P
 
 def test_what_is_said_of_a_minute_of_thinking(tmp_path: Path) -> None:
     """Which runs are steady, whose turns were computed again and who still waited at the end."""
-    states = [steadiness(run_of(arm, tmp_path / arm)).state for arm in TABLES[-1]]
+    states = [steadiness(run_of(arm, tmp_path / arm)).state for arm in TABLES[15]]
     assert states == [State.STEADY, State.NOT_SUSTAINED, State.STEADY]
     window = phases("think-sixteen")
     over_s = window["window_end_s"] + window["drain_s"]
@@ -328,6 +339,34 @@ def test_what_is_said_of_three_rules_with_16_sessions() -> None:
     assert sorted((of["good"], of["firsts"]) for of in before) == [(72, 99), (86, 105), (90, 110)]
 
 
+def test_what_is_said_of_the_engines_own_chunks() -> None:
+    """In the first seconds with 16 sessions, of which vLLM's were cut off; what missed the
+    objective with ten; who still waited when the runs with residency ended."""
+    page, readme = ((RESULTS / name).read_text() for name in ("residency.md", "../../README.md"))
+    ended = ("vllm-4096-residency-sixteen", "price-sixteen")
+    arms = ("vllm-4096-sixteen-cut-off", "mixed-sixteen", *ended)
+    _has_rows(page[page.index("| 16 in flight, 115 s |") :], [_until(arm, 115) for arm in arms])
+
+    def misses(arm: str) -> list[tuple[bool, bool, bool]]:
+        return [_misses(r) for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
+
+    for arm, late, gaps in (("vllm-fp8-host-ten", 22, 10), ("vllm-4096-ten", 28, 1)):
+        assert [sum(of) for of in zip(*misses(arm), strict=True)] == [late, gaps, 0]
+    assert [sum(not any(of) for of in misses(arm)) for arm in ended] == [78, 88]
+    unserved = [
+        [r for r in lines(arm) if r["phase"] == "measure" and r["first_token_s"] is None]
+        for arm in ended
+    ]
+    assert [len(of) for of in unserved] == [3, 7]
+    longest = [max(of, key=lambda r: r["finished_s"] - r["scheduled_s"]) for of in unserved]
+    assert [r["turn"] for r in longest] == [0, 0]
+    rates = [number(row(16, "requests/s")[at]) for at in range(3)]
+    assert f"{rates[2] / rates[1]:.1f} times as many, and 75 % of turns" in page
+    assert f"keep none, at {rates[1]:.3f} requests/s; ours" in readme
+    shares = [number(row(table, "turns within the SLO")[0]) for table in (11, 16)]
+    assert "keeps {1} % of turns in time, ours {0} %, vLLM 71 to 74 %".format(*shares) in readme
+
+
 def _has_rows(page: str, columns: list[dict[str, Any]], *further: tuple[str, str]) -> None:
     """A row for each label, with what was found of each run."""
     for label, form in (
@@ -406,6 +445,8 @@ def test_what_is_said_of_the_noise_and_of_waits() -> None:
         ("half-twentyfour", 56, 253, 8),
         ("bound-twentyfour", 33, 33, 2),
         ("think-sixteen", 38, 119, 7),
+        ("price-sixteen", 31, 267, 9),
+        ("vllm-4096-residency-sixteen", 42, 248, 5),
     ],
 )
 def test_how_long_the_unanswered_had_waited(
@@ -468,6 +509,8 @@ def test_what_is_said_of_prompt_tokens_a_second() -> None:
         ("rules-cap-sixteen", 10),
         ("bound-twentyfour", 30),
         ("think-sixteen", 225),
+        ("price-sixteen", 23),
+        ("vllm-4096-residency-sixteen", 20),
     ],
 )
 def test_how_long_the_longest_that_was_answered_waited(arm: str, most_s: int) -> None:

@@ -35,10 +35,12 @@ RUNS = {
     ("sglang-host-residency before slices", 12): ("tier-residency-1", "tier-residency-2"),
     ("sglang-fp8-host-residency", 8): ("fp8-eight-1", "fp8-eight-2"),
     ("sglang-fp8-host-residency before slices", 12): ("fp8-twelve",),
+    ("sglang-fp8-host-mixed", 10): ("mixed-ten",),
+    ("sglang-fp8-host-mixed", 16): ("mixed-sixteen",),
     ("sglang-fp8-host-paced-residency", 8): ("slices-eight",),
     ("sglang-fp8-host-paced-residency", 10): ("along-ten",),
     ("sglang-fp8-host-paced-residency", 12): ("slices-twelve", "along-twelve", "half-twelve"),
-    ("sglang-fp8-host-paced-residency", 16): ("rules-priced-sixteen",),
+    ("sglang-fp8-host-paced-residency", 16): ("rules-priced-sixteen", "price-sixteen"),
     ("sglang-fp8-host-paced-residency", 24): (
         "slices-twentyfour",
         "along-twentyfour",
@@ -52,6 +54,8 @@ RUNS = {
     ("vllm-fp8-host", 12): ("vllm-fp8-host-twelve",),
     ("vllm-fp8-host-residency", 12): ("vllm-fp8-host-residency-twelve",),
     ("vllm-fp8-host-residency", 24): ("vllm-fp8-host-residency-twentyfour",),
+    ("vllm-fp8-host-4096", 10): ("vllm-4096-ten",),
+    ("vllm-fp8-host-4096-residency", 16): ("vllm-4096-residency-sixteen",),
 }
 BOUND = "sglang-residency"
 # The arms of the page's picture.
