@@ -764,8 +764,8 @@ fn what_the_host_tier_holds_is_not_lost_when_it_is_evicted_from_the_gpu() {
     for (host_kv_tokens, states) in [
         (None, [Residence::Admitted, Residence::Admitted]),
         (Some(500_000), [Residence::Resident, Residence::Resident]),
-        // Room for the one of the two that was used last.
-        (Some(25_000), [Residence::Resident, Residence::Admitted]),
+        // A tier that holds no more than the GPU's 100,000 has copies of what is there, and no more.
+        (Some(25_000), [Residence::Admitted, Residence::Admitted]),
     ] {
         let world = World::new(0, Value::Null);
         world.add_tiered("w0", host_kv_tokens);

@@ -526,7 +526,7 @@ impl Residency {
 
     /// What is booked of a growth of so many tokens a turn, for the turns after this one.
     pub(super) fn booked_growth(&self, tokens: f64, site: &Site) -> u64 {
-        let has_host_tier = site.spec.host_kv_tokens.is_some();
+        let has_host_tier = site.host_tier_tokens().is_some();
         (tokens * self.settings.growth_turns(has_host_tier)) as u64
     }
 

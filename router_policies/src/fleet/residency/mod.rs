@@ -136,6 +136,13 @@ impl Site {
             self.external_tokens,
         )
     }
+
+    /// What its host tier holds, where that is more than the GPU does. Engines write through, so that one
+    /// which holds less has copies of what the GPU has, and gives nothing back of what was evicted there.
+    pub fn host_tier_tokens(&self) -> Option<u64> {
+        let device = self.kv_capacity_tokens.unwrap_or(0);
+        self.spec.host_kv_tokens.filter(|&tier| tier > device)
+    }
 }
 
 /// The workers that may answer requests, in the order of their slots, and what follows from all of them.
@@ -170,8 +177,10 @@ impl Sites {
         let ungated = self.all.iter();
         let ungated = ungated.filter(|site| site.kv_capacity_tokens.is_none());
         self.ungated = ungated.map(|site| site.slot).collect();
-        let mut tiers = self.all.iter().map(|site| site.spec.host_kv_tokens);
-        self.has_host_tier = tiers.any(|tokens| tokens.is_some());
+        self.has_host_tier = self
+            .all
+            .iter()
+            .any(|site| site.host_tier_tokens().is_some());
     }
 }
 
@@ -305,7 +314,7 @@ impl Residency {
     /// What may be booked on a worker; none where its capacity is unknown.
     fn budget_tokens(&self, site: &Site) -> Option<u64> {
         let capacity = site.kv_capacity_tokens? as f64;
-        let default = self.settings.fill(site.spec.host_kv_tokens.is_some());
+        let default = self.settings.fill(site.host_tier_tokens().is_some());
         let fill = self.manner.fill.unwrap_or(default);
         Some(((capacity * fill) as u64).saturating_sub(site.external_tokens))
     }
@@ -439,7 +448,7 @@ impl Residency {
     /// used last, as far as it has room, those who have given up their places included.
     fn host_shares(&self, site: &Site, now_s: f64) -> StateMap<f64> {
         let mut shares = StateMap::default();
-        let (Some(host_tokens), Some(hold)) = (site.spec.host_kv_tokens, self.holds.get(site.slot))
+        let (Some(host_tokens), Some(hold)) = (site.host_tier_tokens(), self.holds.get(site.slot))
         else {
             return shares;
         };

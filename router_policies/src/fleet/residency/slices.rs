@@ -67,19 +67,13 @@ impl Residency {
     /// no slices.
     ///
     /// The host tier holds what the GPU holds too, as HiCache and vLLM's offloading write it through. What sessions
-    /// with a slice leave behind while they think must fit in it, or each comes back to nothing. One that holds no
-    /// more than the GPU keeps nothing beyond it, and bounds nobody.
+    /// with a slice leave behind while they think must fit in it, or each comes back to nothing.
     fn slice_budget(&self, site: &Site) -> Option<SliceBudget> {
         let slices = self.manner.slices?;
-        let (tier, budget) = (site.spec.host_kv_tokens?, self.budget_tokens(site)? as f64);
-        let keeps_more = tier > site.kv_capacity_tokens?;
+        let (tier, budget) = (site.host_tier_tokens()?, self.budget_tokens(site)? as f64);
         Some(SliceBudget {
             tokens: budget * slices.fill,
-            kept: if keeps_more {
-                (tier as f64 * slices.tier_fill).max(budget)
-            } else {
-                f64::INFINITY
-            },
+            kept: (tier as f64 * slices.tier_fill).max(budget),
         })
     }
 
@@ -553,13 +547,23 @@ mod tests {
         let load = state.residency.load(&sites[0], now_s, Demand::NOBODY_WAITS);
         assert_eq!(load.kept, 0.0, "computed again within 5 s");
         drop(state);
-        let world = World::with_tier(50_000, 0.0);
-        let mut state = world.fleet.state.lock();
-        let sites = state.sites(&[], world.fleet.now_s());
-        let budget = state
-            .residency
-            .slice_budget(&sites[0])
-            .expect("it has a tier");
-        assert_eq!(budget.kept, f64::INFINITY, "of less than the GPU's 100,000");
+    }
+
+    #[test]
+    fn a_tier_that_holds_no_more_than_the_gpu_is_none() {
+        for (tier, is_one) in [(100_000, false), (100_001, true)] {
+            let world = World::with_tier(tier, 0.0);
+            let mut state = world.fleet.state.lock();
+            let sites = state.sites(&[], world.fleet.now_s());
+            let (residency, site) = (&state.residency, &sites[0]);
+            assert_eq!(residency.slice_budget(site).is_some(), is_one);
+            assert_eq!(residency.has_slices(&sites), is_one);
+            let booked = if is_one { 98_000 } else { 95_000 };
+            assert_eq!(
+                residency.budget_tokens(site),
+                Some(booked),
+                "a tier of {tier}"
+            );
+        }
     }
 }
