@@ -606,7 +606,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 /// A worker's host tier: none, one that holds less than all sessions, and one that holds more.
 fn tier() -> impl Strategy<Value = Option<u64>> {
-    prop_oneof![Just(None), Just(Some(50_000)), Just(Some(1_000_000))]
+    prop_oneof![Just(None), Just(Some(120_000)), Just(Some(1_000_000))]
 }
 
 fn rules() -> impl Strategy<Value = Value> {
@@ -788,7 +788,7 @@ fn who_comes_back_from_the_host_tier_goes_before_who_is_computed_but_not_for_eve
     for (host_kv_tokens, earlier_s, known_goes) in [
         (None, 10.0, false),
         (Some(500_000), 10.0, true),
-        // Hardly anything of the known session fits the tier.
+        // A tier that holds no more than the GPU is none.
         (Some(2_000), 10.0, false),
         (Some(500_000), 150.0, false),
     ] {
