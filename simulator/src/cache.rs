@@ -431,13 +431,8 @@ impl Cache {
         }
         for id in path.into_iter().rev() {
             let count = self.nodes[id as usize].blocks.len() as u64;
-            while self.host_blocks + count > self.host_capacity {
-                // Never what the copy hangs on.
-                let oldest = self.host_leaves.iter().map(|&(_, _, leaf)| leaf);
-                let Some(leaf) = oldest.into_iter().find(|&leaf| !self.is_above(leaf, id)) else {
-                    return;
-                };
-                self.evict_from_host(leaf);
+            if !self.make_host_room(count, id) {
+                return;
             }
             self.delist(id);
             let node = &mut self.nodes[id as usize];
@@ -450,6 +445,38 @@ impl Cache {
             self.enlist(parent);
             self.enlist(id);
         }
+    }
+
+    /// Makes room in host memory for `count` blocks of a node that hang on what is above it. False where there
+    /// is none to be had.
+    ///
+    /// SGLang (`HiRadixCache.evict_host`) gives up whole nodes that the device no longer holds until they are as
+    /// many as it is about to write, so that what was free before stays free beside them: of a tier of 1.2 million
+    /// tokens sessions of 73,000 fill 1.1. vLLM gives up what it lacks, here in runs of blocks.
+    fn make_host_room(&mut self, count: u64, id: NodeId) -> bool {
+        let lacking = |cache: &Self| {
+            let wanted = cache.host_blocks + count;
+            wanted.saturating_sub(cache.host_capacity)
+        };
+        let mut left = match lacking(self) {
+            0 => return true,
+            lacks if self.by_block => lacks,
+            _ => count,
+        };
+        while left > 0 {
+            // Never what the copy hangs on.
+            let may_go = |leaf: &NodeId| {
+                let is_device_copy = self.nodes[*leaf as usize].on_device;
+                (self.by_block || !is_device_copy) && !self.is_above(*leaf, id)
+            };
+            let mut oldest = self.host_leaves.iter().map(|&(_, _, leaf)| leaf);
+            let Some(leaf) = oldest.find(may_go) else {
+                break;
+            };
+            left = left.saturating_sub(self.nodes[leaf as usize].blocks.len() as u64);
+            self.evict_from_host(leaf);
+        }
+        lacking(self) == 0
     }
 
     fn is_above(&self, above: NodeId, id: NodeId) -> bool {

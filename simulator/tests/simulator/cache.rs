@@ -197,3 +197,33 @@ fn the_least_recently_used_is_evicted_first_and_comes_back_from_host_memory() {
     assert_eq!(cache.find(&other).device_blocks, 30);
     assert_eq!(cache.totals.reloaded, 26);
 }
+
+#[test]
+fn what_host_memory_gives_up_for_a_new_copy_is_the_engines_own_way() {
+    let of = |session: u64, length: u64| -> Vec<u64> {
+        (0..length)
+            .map(|at| (session << 32) + at + 1)
+            .collect::<Vec<_>>()
+    };
+    // By block as vLLM: what lacks. By node as SGLang: as much as is written, of what the device has not.
+    for (by_block, left) in [(true, [0, 40, 40]), (false, [0, 0, 40])] {
+        let mut cache = Cache::new(Eviction::Lru, by_block, 100, false);
+        for session in [1, 2] {
+            cache.insert(&of(session, 40));
+            cache.evict(40);
+        }
+        // 20 of 100 blocks are free, and this one wants 60.
+        cache.insert(&of(3, 60));
+        let peeked = [of(1, 40), of(2, 40), of(3, 40)].map(|prompt| cache.peek(&prompt));
+        assert_eq!(peeked, left, "by block: {by_block}");
+        assert_eq!(cache.host_blocks(), if by_block { 100 } else { 60 });
+    }
+    let mut cache = Cache::new(Eviction::Lru, false, 100, false);
+    cache.insert(&of(1, 60));
+    cache.insert(&of(2, 60));
+    assert_eq!(
+        cache.host_blocks(),
+        60,
+        "the device has the first one, whose copy stays"
+    );
+}
