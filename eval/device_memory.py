@@ -18,7 +18,7 @@ from deltaserve.errors import InputError, told_in_one_line
 from eval.experiment import Slo
 from eval.outcomes import missed
 from eval.records import Run
-from eval.run_lines import Row, cell, read_rows, turns_of, write_rows
+from eval.run_lines import Row, add_lines_command, cell, read_rows, turns_of
 from eval.separation import carried
 from eval.sessions_a_gpu import EXPERIMENT, row_of, runs_in
 
@@ -136,15 +136,7 @@ def mean(rows: Sequence[Row], level: int, column: str) -> float:
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-
-
-@app.command("lines")
-def lines_command(
-    folder: Annotated[Path, typer.Argument(help="Folder of `eval simulate`.")],
-    output: Annotated[Path, typer.Argument(help="CSV to write, a line a run.")],
-) -> None:
-    """Keep a line of each run of the experiment."""
-    write_rows(output, rows_in(folder))
+add_lines_command(app, rows_in)
 
 
 @app.command("show")

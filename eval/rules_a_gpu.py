@@ -19,7 +19,7 @@ from deltaserve.errors import told_in_one_line
 from eval.experiment import Slo
 from eval.outcomes import good, recomputed_tokens
 from eval.records import Run
-from eval.run_lines import Row, cell, read_rows, turns_of, write_rows
+from eval.run_lines import Row, add_lines_command, cell, read_rows, turns_of, write_rows
 from eval.sessions_a_gpu import row_of, runs_in
 
 EXPERIMENT = "rules-gpu"
@@ -209,15 +209,7 @@ def _value_of(arm: str) -> int:
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-
-
-@app.command("lines")
-def lines_command(
-    folder: Annotated[Path, typer.Argument(help="Folder of `eval run` or `eval simulate`.")],
-    output: Annotated[Path, typer.Argument(help="CSV to write, a line a run.")],
-) -> None:
-    """Keep a line of each run of the experiment."""
-    write_rows(output, rows_in(folder))
+add_lines_command(app, rows_in)
 
 
 @app.command("recomputed")

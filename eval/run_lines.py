@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
+import typer
 
 from deltaserve.errors import InputError
 from eval.records import Run
@@ -81,3 +83,15 @@ def read_rows(path: Path, columns: Iterable[str] = ()) -> list[Row]:
     if missing:
         raise InputError(f"{path}: has no column {missing[0]}")
     return rows
+
+
+def add_lines_command(app: typer.Typer, rows_in: Callable[[Path], Iterable[Row]]) -> None:
+    """Gives an app the command `lines`, which writes the rows of a folder's runs to a CSV."""
+
+    @app.command("lines")
+    def lines_command(
+        folder: Annotated[Path, typer.Argument(help="Folder of `eval run` or `eval simulate`.")],
+        output: Annotated[Path, typer.Argument(help="CSV to write, a line a run.")],
+    ) -> None:
+        """Keep a line of each run of the experiment."""
+        write_rows(output, rows_in(folder))

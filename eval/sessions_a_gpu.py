@@ -19,7 +19,7 @@ from eval.experiment_files import load_experiment
 from eval.outcomes import good
 from eval.plot import PALETTE, Axis, Chart, Dots, Line, Rule, svg
 from eval.records import Run, read_run
-from eval.run_lines import Row, cell, figures, read_rows, turns_of, write_rows
+from eval.run_lines import Row, add_lines_command, cell, figures, read_rows, turns_of
 from eval.separation import ATTAINMENT, carried
 
 EXPERIMENT = "sessions-a-gpu"
@@ -171,15 +171,7 @@ def picture(rows: Sequence[Row], measured: Sequence[Row], arms: Sequence[str] | 
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-
-
-@app.command("lines")
-def lines_command(
-    folder: Annotated[Path, typer.Argument(help="Folder of `eval run` or `eval simulate`.")],
-    output: Annotated[Path, typer.Argument(help="CSV to write, a line a run.")],
-) -> None:
-    """Keep a line of each run of the experiment."""
-    write_rows(output, rows_in(folder))
+add_lines_command(app, rows_in)
 
 
 @app.command("show")
