@@ -19,7 +19,7 @@ from eval.experiment import Slo
 from eval.outcomes import missed
 from eval.records import Run
 from eval.run_lines import Row, add_lines_command, cell, read_rows, turns_of
-from eval.separation import carried
+from eval.separation import carried_by_draw
 from eval.sessions_a_gpu import EXPERIMENT, row_of, runs_in
 
 SIZES = ("device_tokens", "host_tokens")
@@ -90,10 +90,7 @@ def rows_in(folder: Path) -> Iterator[Row]:
 
 def agents(rows: Sequence[Row]) -> list[float]:
     """The sessions that one arm carries with one size of memory, a figure a draw."""
-    draws: dict[str, list[Row]] = {}
-    for row in rows:
-        draws.setdefault(row["draw"], []).append(row)
-    return [carried(of_draw, "within_objective") for of_draw in draws.values()]
+    return carried_by_draw(rows, "within_objective")
 
 
 def table(rows: Sequence[Row], arm: str) -> list[str]:

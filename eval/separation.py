@@ -200,6 +200,14 @@ def carried(rows: Sequence[Row], objective: str) -> float:
     return levels[-1][0]
 
 
+def carried_by_draw(rows: Sequence[Row], objective: str) -> list[float]:
+    """What one arm carries at one place, a figure a draw in the order of their first rows."""
+    draws: dict[str, list[Row]] = {}
+    for row in rows:
+        draws.setdefault(row["draw"], []).append(row)
+    return [carried(of_draw, objective) for of_draw in draws.values()]
+
+
 @dataclass(frozen=True)
 class Carried:
     """What an arm carries at a place, in sessions a GPU: the mean over draws, the least and the
@@ -233,10 +241,7 @@ def summary(rows: Sequence[Row], objective: str) -> dict[tuple[int, int], dict[s
 
 
 def _summed(rows: Sequence[Row], objective: str) -> Carried:
-    draws: dict[str, list[Row]] = {}
-    for row in rows:
-        draws.setdefault(row["draw"], []).append(row)
-    a_gpu = [carried(of_draw, objective) / GPUS for of_draw in draws.values()]
+    a_gpu = [of_draw / GPUS for of_draw in carried_by_draw(rows, objective)]
     levels = sorted((float(row["sessions"]) / GPUS, float(row["load"])) for row in rows)
     highest, load = levels[-1]
     return Carried(

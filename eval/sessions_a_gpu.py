@@ -20,7 +20,7 @@ from eval.outcomes import good
 from eval.plot import PALETTE, Axis, Chart, Dots, Line, Rule, svg
 from eval.records import Run, read_run
 from eval.run_lines import Row, add_lines_command, cell, figures, read_rows, turns_of
-from eval.separation import ATTAINMENT, carried
+from eval.separation import ATTAINMENT, carried_by_draw
 
 EXPERIMENT = "sessions-a-gpu"
 MEASURES = {
@@ -106,10 +106,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
     lines = ["| simulated | agents a GPU | most requests/s, at | at the highest level, of it |"]
     lines.append("|--|--|--|--|")
     for arm, of_arm in _by_arm(rows).items():
-        draws: dict[str, list[Row]] = {}
-        for row in of_arm:
-            draws.setdefault(row["draw"], []).append(row)
-        agents = [carried(of_draw, "within_objective") for of_draw in draws.values()]
+        agents = carried_by_draw(of_arm, "within_objective")
         rates = {
             level: statistics.fmean(values)
             for level, values in _levels(of_arm, "requests_per_s").items()

@@ -451,8 +451,8 @@ impl Cache {
     /// is none to be had.
     ///
     /// SGLang (`HiRadixCache.evict_host`) gives up whole nodes that the device no longer holds until they are as
-    /// many as it is about to write, so that what was free before stays free beside them: of a tier of 1.2 million
-    /// tokens sessions of 73,000 fill 1.1. vLLM gives up what it lacks, here in runs of blocks.
+    /// many as it is about to write, so that what was free before stays free beside them. vLLM gives up what it
+    /// lacks, here in runs of blocks.
     fn make_host_room(&mut self, count: u64, id: NodeId) -> bool {
         let lacking = |cache: &Self| {
             let wanted = cache.host_blocks + count;

@@ -201,9 +201,7 @@ fn the_least_recently_used_is_evicted_first_and_comes_back_from_host_memory() {
 #[test]
 fn what_host_memory_gives_up_for_a_new_copy_is_the_engines_own_way() {
     let of = |session: u64, length: u64| -> Vec<u64> {
-        (0..length)
-            .map(|at| (session << 32) + at + 1)
-            .collect::<Vec<_>>()
+        (0..length).map(|at| (session << 32) + at + 1).collect()
     };
     // By block as vLLM: what lacks. By node as SGLang: as much as is written, of what the device has not.
     for (by_block, left) in [(true, [0, 40, 40]), (false, [0, 0, 40])] {

@@ -429,8 +429,8 @@ fn a_host_tier_that_others_will_fill_is_not_counted_on() {
         let ends = lines.iter().filter_map(|line| line["finished_s"].as_f64());
         (cached, ends.fold(0.0, f64::max))
     };
-    // Ten sessions of 12,000 tokens and more want nearly twice what this tier holds, whose last sixth SGLang leaves free: what leaves the GPU is
-    // gone when it comes back, unless few take turns among themselves.
+    // Ten sessions of 12,000 tokens and more want nearly twice what this tier holds, of which SGLang leaves
+    // some free: what leaves the GPU is gone when it comes back, unless few take turns among themselves.
     let (off, without, with) = (
         served("off", 72_000),
         served("priced", 0),
