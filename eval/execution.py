@@ -178,13 +178,7 @@ def _with_possible(folder: Path, trace: Path, replay: Replay, facts: TraceFacts)
     """`facts` with what this run's own requests can have left in caches, by when they were sent."""
     results = read_results(folder) if (folder / RESULTS_FILE).is_file() else []
     return dataclasses.replace(
-        facts,
-        possible_cached_tokens=possible_cached_tokens(
-            trace,
-            replay,
-            {r.request_id: r.sent_s for r in results if r.sent_s is not None},
-            {r.request_id: r.first_token_s for r in results if r.first_token_s is not None},
-        ),
+        facts, possible_cached_tokens=possible_cached_tokens(trace, replay, results)
     )
 
 

@@ -51,12 +51,7 @@ def import_replay(source: Path, folder: Path, manifest: dict[str, Any]) -> None:
             folder,
             replace(
                 facts,
-                possible_cached_tokens=possible_cached_tokens(
-                    path,
-                    replay,
-                    {r.request_id: r.sent_s for r in results if r.sent_s is not None},
-                    {r.request_id: r.first_token_s for r in results if r.first_token_s is not None},
-                ),
+                possible_cached_tokens=possible_cached_tokens(path, replay, results),
             ),
         )
     finished = "summary" in record

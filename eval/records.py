@@ -24,6 +24,7 @@ from eval.experiment import Analysis, Slo, ValidityRules
 from eval.experiment_files import one_line
 from eval.provenance import MANIFEST
 from eval.telemetry import events, read_json_lines, step_table, transfer_table
+from replay.plays import in_the_plan
 from replay.results import RESULTS_FILE, Result, read_results
 
 __all__ = [
@@ -267,11 +268,7 @@ def read_run(folder: Path) -> Run:
     table["window_tokens"] = _tokens_within(results, window)
     table = join_decisions(table, decision_table(decisions))
     if trace is not None:
-        # In a later play of a session the trace's ids have the play's number behind them.
-        names = [
-            name.removesuffix(f"#{play}") if play else name
-            for name, play in zip(table["request_id"], table["play"], strict=True)
-        ]
+        names = list(map(in_the_plan, table["request_id"], table["play"]))
         known = pd.Series(names, index=table.index).map(trace.best_cached_tokens).astype(float)
         table["best_cached_tokens"] = table["best_cached_tokens"].fillna(known)
     possible = {} if trace is None else trace.possible_cached_tokens

@@ -10,9 +10,10 @@ import hashlib
 import math
 import random
 import subprocess
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,8 @@ from deltaserve.errors import InputError
 from eval.experiment import Excerpt, Experiment, Prefixes, Replay, Scalar, Trace, Turns
 from eval.records import TraceFacts
 from replay.plan import Plan, make_plan
+from replay.plays import in_the_plan
+from replay.results import Result
 from replay.trace import Request, digest, read_trace, write_trace
 
 Made = TypeVar("Made", Prefixes, Turns)
@@ -273,24 +276,31 @@ def plan_of(trace: Path, selected: Selection) -> Plan:
 
 
 def possible_cached_tokens(
-    trace: Path, replay: Replay, sent_s: Mapping[str, float], first_token_s: Mapping[str, float]
+    trace: Path, replay: Replay, results: Sequence[Result]
 ) -> dict[str, int]:
-    """For each request with a first token, the longest prefix that any other request had which was
-    sent before that token came. On a fleet that was cold no request finds more in a cache."""
+    """For each request with a first token, the longest prefix that any other request of the run had
+    which was sent before that token came, those that prime caches among them. On a fleet that was
+    cold no request finds more in a cache."""
     plan = {request.request_id: request for request in make_replay_plan(trace, replay).requests}
-    sending = sorted((at, name) for name, at in sent_s.items() if name in plan)
-    seen: Counter[int] = Counter()
+    named = [(in_the_plan(result.request_id, result.play), result) for result in results]
+    known = [(plan[name], result) for name, result in named if name in plan]
+    sent = [(r.sent_s, r.play, p.hash_ids) for p, r in known if r.sent_s is not None]
+    sending = sorted(sent, key=itemgetter(0))
+    # Each play has prompts of its own.
+    seen: defaultdict[int, Counter[int]] = defaultdict(Counter)
     found: dict[str, int] = {}
     begun = 0
-    for at_s, name in sorted((at, name) for name, at in first_token_s.items() if name in plan):
+    answered = [(r.first_token_s, p, r) for p, r in known if r.first_token_s is not None]
+    for at_s, request, result in sorted(answered, key=itemgetter(0)):
         while begun < len(sending) and sending[begun][0] < at_s:
-            seen.update(plan[sending[begun][1]].hash_ids.tolist())
+            _, play, hash_ids = sending[begun]
+            seen[play].update(hash_ids.tolist())
             begun += 1
-        request = plan[name]
         blocks = request.hash_ids.tolist()
         # Its own blocks are counted once.
-        shared = next((i for i, block in enumerate(blocks) if seen[block] < 2), len(blocks))
-        found[name] = min(shared * request.block_size, request.input_length)
+        times = seen[result.play]
+        shared = next((i for i, block in enumerate(blocks) if times[block] < 2), len(blocks))
+        found[result.request_id] = min(shared * request.block_size, request.input_length)
     return found
 
 

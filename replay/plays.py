@@ -20,6 +20,13 @@ from replay.plan import Planned, PlannedRequests
 PRIME_SUFFIX = "~prime"
 
 
+def in_the_plan(request_id: str, play: int) -> str:
+    """The request of the plan that one of a run stands for: that of another play, or one that
+    primes caches with its prompt."""
+    name = request_id.removesuffix(PRIME_SUFFIX)
+    return name.removesuffix(f"#{play}") if play else name
+
+
 class Plays:
     """The requests of all plays by number, an endless sequence.
 

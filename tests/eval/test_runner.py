@@ -41,6 +41,7 @@ from eval.traces import (
     trace_facts,
 )
 from replay.plan import make_plan
+from replay.results import Result
 from replay.trace import Request, read_trace, write_trace
 
 FAKE_REPLAY = (sys.executable, str(Path(__file__).with_name("fake_replay.py")))
@@ -641,18 +642,53 @@ def test_best_possible_reuse_is_the_longest_prefix_that_came_before(small_trace:
     assert trace_facts(small_trace, Replay(request_limit=5)).planned == 5
 
 
+def a_result(name: str, sent_s: float | None, first_token_s: float | None, play: int = 0) -> Result:
+    return Result(
+        request_id=name,
+        session_id=name[:2],
+        turn=int(name[3]),
+        input_length=1,
+        output_length=1,
+        sent_s=sent_s,
+        first_token_s=first_token_s,
+        play=play,
+    )
+
+
 def test_possible_reuse_counts_what_was_sent_before_a_requests_first_token(
     small_trace: Path,
 ) -> None:
     def possible(**first_token_s: float) -> dict[str, int]:
         sent_s = {"s0-0": 0.0, "s0-1": 5.0, "s1-0": 6.0}
         named = {name.replace("_", "-"): at for name, at in first_token_s.items()}
-        return possible_cached_tokens(small_trace, Replay(), sent_s, named)
+        return possible_cached_tokens(
+            small_trace,
+            Replay(),
+            [
+                a_result(name, sent_s.get(name), named.get(name))
+                for name in sent_s.keys() | named.keys()
+            ],
+        )
 
     # Turn 0's two blocks begin turn 1, and may be there as soon as turn 1 was sent, and no sooner.
     assert possible(s0_0=1.0, s0_1=5.5) == {"s0-0": 0, "s0-1": 128}
     assert possible(s0_0=5.2) == {"s0-0": 128}
     assert possible(s1_0=9.0) == {"s1-0": 0}
+
+
+def test_possible_reuse_counts_requests_that_prime_caches_and_keeps_plays_apart(
+    small_trace: Path,
+) -> None:
+    def possible(*results: Result) -> dict[str, int]:
+        return possible_cached_tokens(small_trace, Replay(), results)
+
+    first, second = a_result("s0-0~prime", 0.0, 1.0), a_result("s0-1~prime", 0.0, 2.0)
+    assert possible(first, second) == {"s0-0~prime": 128, "s0-1~prime": 128}
+    assert possible(first, a_result("s0-1", 5.0, 6.0)) == {"s0-0~prime": 0, "s0-1": 128}
+    again = a_result("s0-0#1", 5.0, 6.0, play=1)
+    assert possible(first, again) == {"s0-0~prime": 0, "s0-0#1": 0}
+    primed_again = a_result("s0-1#1~prime", 7.0, 8.0, play=1)
+    assert possible(first, again, primed_again)["s0-1#1~prime"] == 128
 
 
 def test_replay_settings_become_flags_and_unset_ones_are_left_to_replay() -> None:
