@@ -453,6 +453,21 @@ def test_what_a_longer_bound_brings_follows_from_its_lines() -> None:
     assert set(best) == {"cap-9", "cap"}
 
 
+def test_other_pages_quote_what_the_rules_lines_say_of_16_sessions() -> None:
+    rows = [row for row in read_rows(RULES) if row["sessions"] == "16"]
+    good = {
+        arm: statistics.fmean(float(row["good_per_s"]) for row in rows if row["arm"] == arm)
+        for arm in ("priced", "aimd", "cap")
+    }
+    aimd, cap = (f"{100 * good[arm] / good['priced'] - 100:.0f}" for arm in ("aimd", "cap"))
+    assert (
+        f"[have {aimd} and {cap} %](simulated-rules.md)" in (RESULTS / "residency.md").read_text()
+    )
+    assert (
+        f"([since then {aimd} to {cap} %](simulated-rules.md))" in (RESULTS / "plan.md").read_text()
+    )
+
+
 def test_how_many_turns_came_back_to_neither_tier_follows_from_its_lines() -> None:
     rows = read_rows(RECOMPUTED)
 
