@@ -6,6 +6,7 @@ import csv
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,10 +59,7 @@ def test_every_figure_of_a_run_comes_from_its_lines(at: int, name: str, tmp_path
     ("at", "name"), [(1, "elastic-three"), (2, "pd-three"), (4, "elastic-six")]
 )
 def test_what_was_separated_and_moved(at: int, name: str) -> None:
-    kinds = {
-        e["request_id"]: e["kind"] for e in decisions(name, FOLDER) if e["event"] == "decision"
-    }
-    answered = [r for r in lines(name, FOLDER) if r["phase"] == "measure" and not r["error"]]
+    kinds, answered = _kinds(name), _answered(name)
     separated = sum(kinds[r["request_id"]] == "prefill_decode" for r in answered)
     assert row("separated, of answered turns")[at] == f"{separated} of {len(answered)}"
     sent = [event for event in steps(name, FOLDER) if event["event"] == "kv_transfer"]
@@ -83,18 +81,151 @@ def test_how_many_decode_steps_were_held_up() -> None:
     assert (min(long_s), max(long_s)) == pytest.approx((0.30, 0.95), abs=0.006)
 
 
-def test_the_simulated_tables_are_the_means_of_their_lines() -> None:
-    with (RESULTS / "simulated" / "separation-two-gpus.csv").open() as file:
+@pytest.mark.parametrize(("at", "name"), [(0, "glm-paced"), (1, "glm-elastic")])
+def test_every_figure_of_the_profile_comes_from_its_lines(
+    at: int, name: str, tmp_path: Path
+) -> None:
+    run = run_of(name, tmp_path / name, FOLDER)
+    found = figures(run)
+    for label, key, scale, digits in (
+        ("requests/s", "requests_per_s", 1.0, 3),
+        ("prompt tokens from cache", "cached_share", 1.0, 3),
+        ("TTFT p50 of turns", "ttft_p50_s", 1.0, 3),
+        ("TTFT p90 of turns", "ttft_p90_s", 1.0, 3),
+        ("TPOT p50", "tpot_p50_s", 1e3, 1),
+        ("worst gap p90", "worst_gap_p90_s", 1.0, 3),
+    ):
+        half = 0.51 * 10**-digits
+        shown = number(row(f"profile: {label}")[at])
+        assert shown == pytest.approx(scale * float(found[key]), abs=half), label
+    counted = turns_of(run)
+    within_slo = 100 * float(good(counted, Slo()).mean())
+    assert number(row("profile: turns within the SLO")[at]) == pytest.approx(within_slo, abs=0.051)
+    assert int(row("profile: turns that failed")[at]) == int(counted["failed"].sum())
+    turns = counted[counted["ok"]]
+    again = 100 * recomputed_tokens(turns).sum() / turns["prompt_tokens"].sum()
+    assert number(row("profile: recomputed, of prompt tokens")[at]) == pytest.approx(
+        again, abs=0.051
+    )
+
+
+def _kinds(name: str) -> dict[str, str]:
+    """By request, whether it was separated."""
+    found = (event for event in decisions(name, FOLDER) if event["event"] == "decision")
+    return {event["request_id"]: event["kind"] for event in found}
+
+
+def _answered(name: str) -> list[dict[str, Any]]:
+    return [r for r in lines(name, FOLDER) if r["phase"] == "measure" and not r["error"]]
+
+
+def test_what_the_profile_was_separated_for() -> None:
+    answered = _answered("glm-elastic")
+    kinds = _kinds("glm-elastic")
+    away = [r for r in answered if kinds[r["request_id"]] == "prefill_decode"]
+    cell = row("profile: separated, of answered turns")[1]
+    assert cell == f"{len(away)} of {len(answered)}"
+
+    def computed(turns: list[dict[str, Any]]) -> int:
+        return sum(r["prompt_tokens"] - r["cached_tokens"] for r in turns)
+
+    text = PAGE.read_text()
+    rounded = [f"{round(computed(turns), -3):,}" for turns in (away, answered)]
+    assert "({} of {} tokens)".format(*rounded) in text
+    medians = [
+        statistics.median(
+            r["first_token_s"] - r["scheduled_s"]
+            for r in _answered(name)
+            if 20_000 <= r["prompt_tokens"] - r["best_cached_tokens"] < 50_000
+        )
+        for name in ("glm-elastic", "glm-paced")
+    ]
+    assert "after {:.1f} s at the median, colocated after {:.1f} s".format(*medians) in text
+    sent = [e for e in steps("glm-elastic", FOLDER) if e["event"] == "kv_transfer"]
+    moved, saved = (sum(e[key] for e in sent) / 1e9 for key in ("bytes", "saved_bytes"))
+    assert row("profile: KV moved; saved, since it was there")[1] == f"{moved:.0f}; {saved:.0f} GB"
+
+
+def test_no_decode_step_of_the_profile_was_held_up() -> None:
+    longest_s = max(
+        event["duration_s"]
+        for event in steps("glm-elastic", FOLDER)
+        if event["event"] == "step" and event["forward_mode"] in ("decode", "mixed")
+    )
+    assert 0.2 < longest_s < 0.21
+    assert PAGE.read_text().count("took longer than 0.21 s") == 2
+
+
+def test_every_figure_of_the_decode_radix_cache_comes_from_its_lines() -> None:
+    measures: dict[str, list[float]] = {}
+    for name in ("radix-off", "radix-on"):
+        found = lines(name, FOLDER)
+        ttft = [r["first_token_s"] - r["scheduled_s"] for r in found]
+        tpot = [
+            (r["finished_s"] - r["first_token_s"]) / (r["output_tokens"] - 1) * 1e3 for r in found
+        ]
+        whole = [r["finished_s"] - r["scheduled_s"] for r in found]
+        span_s = max(r["finished_s"] for r in found) - min(r["sent_s"] for r in found)
+        sent = [e for e in steps(name, FOLDER) if e["event"] == "kv_transfer"]
+        for label, value in (
+            ("requests/s", len(found) / span_s),
+            ("TTFT p50", float(np.quantile(ttft, 0.5))),
+            ("TTFT p90", float(np.quantile(ttft, 0.9))),
+            ("TPOT p50", float(np.quantile(tpot, 0.5))),
+            ("whole answer p50", float(np.quantile(whole, 0.5))),
+            ("KV moved", sum(e["bytes"] for e in sent) / 1e9),
+        ):
+            measures.setdefault(label, []).append(value)
+    for label, (off, on) in measures.items():
+        cells = row(f"shape: {label}")
+        for value, cell in zip((off, on), cells[:2], strict=True):
+            digits = len(cell.split()[0].partition(".")[2])
+            assert number(cell) == pytest.approx(value, abs=0.51 * 10**-digits), label
+        assert number(cells[2]) == pytest.approx(on / off, abs=0.0051), label
+
+
+def test_what_the_decode_radix_cache_does_to_the_decode_worker() -> None:
+    most = {
+        name: max(
+            e["decode_requests"]
+            for e in steps(name, FOLDER)
+            if e["event"] == "step" and e["worker_id"] == "decode-0"
+        )
+        for name in ("radix-off", "radix-on")
+    }
+    assert most == {"radix-off": 10, "radix-on": 26}
+    whole = [
+        e
+        for e in steps("radix-on", FOLDER)
+        if e["event"] == "kv_transfer" and e["tokens"] > 50_000 and not e["saved_tokens"]
+    ]
+    text = PAGE.read_text()
+    assert f"{len(whole)} of the 160 prompts took all of theirs along" in text
+    assert "up to 26 decode at once" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "arms"),
+    [("separation-two-gpus", "simulated", 5), ("glm-two-gpus", "the profile, simulated", 5)],
+)
+def test_the_simulated_tables_are_the_means_of_their_lines(
+    name: str, prefix: str, arms: int
+) -> None:
+    with (RESULTS / "simulated" / f"{name}.csv").open() as file:
         rows = list(csv.DictReader(file))
     text = PAGE.read_text()
     for title, key, form in (
         ("requests/s", "requests_per_s", "{:.2f}"),
         ("turns within the objective", "within_objective", "{:.0%}"),
+        ("TTFT p90, s", "ttft_p90_s", "{:.1f}"),
         ("worst gap p90, s", "worst_gap_p90_s", "{:.2f}"),
     ):
-        table = text[text.index(f"| simulated: {title} |") :].split("\n\n")[0].splitlines()
+        if f"| {prefix}: {title} |" not in text:
+            assert (name, key) == ("separation-two-gpus", "ttft_p90_s")
+            continue
+        table = text[text.index(f"| {prefix}: {title} |") :].split("\n\n")[0].splitlines()
         loads = [cell.strip() for cell in table[0].strip("|").split("|")[1:]]
-        assert len(table) == 7
+        assert len(table) == arms + 2
         for line in table[2:]:
             arm, *cells = [cell.strip() for cell in line.strip("|").split("|")]
             for load, cell in zip(loads, cells, strict=True):
