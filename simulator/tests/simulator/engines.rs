@@ -385,3 +385,34 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_long_answer_keeps_its_prompt_in_the_host_tier_of_sglang_and_not_of_vllm() {
+    let limits = Limits {
+        host_kv_tokens: 22_000,
+        ..limits(16_000)
+    };
+    // By engine, what is found of the first prompt, which is answered for longer than the second, when another has
+    // taken the device and most of the tier.
+    let found = |family: u64| -> Vec<u64> {
+        let of = |worker: &mut Box<dyn Worker>| {
+            worker.submit(job(0, 0, 4_800, 1_600), 0.0);
+            worker.submit(job(1, 1, 4_800, 16), 0.0);
+            finish(worker.as_mut());
+            worker.submit(job(2, 2, 15_900, 1), 1e3);
+            finish(worker.as_mut());
+            worker.submit(job(3, family, 4_816, 1), 2e3);
+            let told = finish(worker.as_mut());
+            told.iter().find_map(|(_, emission)| match emission {
+                Emission::Finished { cached_tokens, .. } => Some(*cached_tokens),
+                _ => None,
+            })
+        };
+        engines(&limits).iter_mut().filter_map(of).collect()
+    };
+    let (first, second) = (found(0), found(1));
+    println!("simulated: {first:?} {second:?}");
+    assert_eq!((first[0], second[0]), (4_800, 0), "SGLang");
+    // 25,488 tokens of prompts in full blocks, where 22,000 have room.
+    assert_eq!((first[1], second[1]), (1_312, 4_800), "vLLM");
+}
