@@ -120,6 +120,35 @@ fn a_request_alone_takes_what_the_formula_says() {
 }
 
 #[test]
+fn a_prefill_that_carries_decodes_has_an_overhead_of_its_own() {
+    let of = |mixed_overhead_s| Calibration {
+        mixed_overhead_s,
+        ..Calibration::default()
+    };
+    // The first token of one alone, and of one whose prompt comes while that is answered.
+    let first_tokens = |mixed_overhead_s| {
+        let mut worker = Vllm::new(of(mixed_overhead_s), limits(100_000));
+        worker.submit(job(0, 0, 400, 100), 0.0);
+        worker.submit(job(1, 1, 400, 1), 0.2);
+        let told = finish(&mut worker);
+        [0, 1].map(|job| {
+            let first = told.iter().find(|(_, e)| *e == Emission::Token { job });
+            first.map(|(at_s, _)| *at_s).expect("a first token")
+        })
+    };
+    let default_s = Calibration::default().prefill_overhead_s;
+    let without = first_tokens(None);
+    assert_eq!(first_tokens(Some(default_s)), without);
+    let with = first_tokens(Some(default_s + 0.1));
+    assert_eq!(with[0], without[0], "alone");
+    assert!((with[1] - without[1] - 0.1).abs() < 1e-9, "{with:?}");
+    let wrong = of(Some(-1.0)).check();
+    let words = "calibration.mixed_overhead_s: expected 0 or more, not -1";
+    assert_eq!(wrong, Err(words.to_owned()));
+    assert!(of(Some(0.0)).check().is_ok() && of(None).check().is_ok());
+}
+
+#[test]
 fn sglang_holds_decodes_up_for_a_prefill_and_vllm_does_not() {
     let worst = |worker: &mut dyn Worker| {
         worker.submit(job(0, 0, 100, 400), 0.0);
