@@ -24,6 +24,10 @@ _LONGEST_DECODE_S = 0.08
 # What is loaded from a host tier, and client's delays, make steps differ.
 _PREFILL_TRIM = 0.4
 _DECODE_TRIM = 0.3
+# A prefill step's overhead is less than this.
+_LONGEST_OVERHEAD_S = 0.5
+# So many prefills beside which nobody decodes are the least that say what their steps take.
+_LEAST_ALONE = 5
 
 Request = dict[str, Any]
 Step = tuple[float, dict[int, int]]
@@ -50,7 +54,8 @@ def fit_arrivals(runs: Sequence[Sequence[Request]], chunk_tokens: int) -> Calibr
     answers got a token, while nobody waited for a first one. Prefills: while a request waits alone
     for its first token, by how much longer than a step of decodes alone those who decode wait for
     theirs. What is left of its time to the first token, less half a step until it is seen, is
-    `request_s`: the engine's API, or loading from a host tier.
+    `request_s`: the engine's API, or loading from a host tier. Prefills while nobody decodes have
+    an overhead of their own where there are enough of them ([alone_prefills]).
     """
     all_steps = [_steps(run) for run in runs]
     both = list(zip(runs, all_steps, strict=True))
@@ -60,7 +65,50 @@ def fit_arrivals(runs: Sequence[Sequence[Request]], chunk_tokens: int) -> Calibr
     found = [pair for run, steps in both for pair in _prefills(run, steps, decode, chunk_tokens)]
     prefill = fit_rows([row for row, _ in found], _PREFILL_TRIM)
     waited_s = max(0.0, float(np.median([waited_s for _, waited_s in found]))) if prefill else None
-    return Calibration(prefill, decode, request_s=waited_s)
+    alone = [row for run in runs for row in alone_prefills(run, chunk_tokens)]
+    alone_s = alone_overhead_s(alone, prefill) if prefill else None
+    return Calibration(prefill, decode, request_s=waited_s, alone_overhead_s=alone_s)
+
+
+def alone_prefills(run: Sequence[Request], chunk_tokens: int) -> Iterator[Row]:
+    """The terms of prefills that followed each other while nobody decoded, and what they took: the
+    time between two first tokens, where the second request was sent before the first of them and no
+    other answer was under way. The budget that the last chunk of one leaves is the next one's.
+
+    Requests without an answer are not seen: what is computed of them makes a prefill look longer.
+    """
+    by_first = sorted(run, key=lambda request: float(request["first_token_s"]))
+    until_s = float("-inf")
+    left = 0.0
+    for before, request in pairwise(by_first):
+        until_s = max(until_s, before["arrivals"][-1][0])
+        new = float(request["prompt_tokens"] - request["cached_tokens"])
+        begun_s = before["first_token_s"]
+        if until_s > begun_s + _TOGETHER_S or request["sent_s"] > begun_s:
+            left = 0.0
+            continue
+        if not left:
+            left = -float(before["prompt_tokens"] - before["cached_tokens"]) % chunk_tokens
+        chunks = max(0.0, -(-(new - left) // chunk_tokens))
+        left += chunks * chunk_tokens - new
+        if chunks:
+            pairs = new * (request["cached_tokens"] + new / 2)
+            yield chunks, new, pairs, request["first_token_s"] - begun_s
+
+
+def alone_overhead_s(rows: Sequence[Row], prefill: Fit) -> float | None:
+    """Of steps that prefill while nobody decodes: with it all `rows` together take as long as they
+    did, tokens and pairs at the speed of `prefill`. None of too few rows."""
+    _, token_s, pair_s = prefill.constants
+    besides = [
+        (took_s - tokens * token_s - pairs * pair_s, chunks)
+        for chunks, tokens, pairs, took_s in rows
+        # Longer by more than a chunk may be: others were computed in between.
+        if took_s - tokens * token_s - pairs * pair_s < chunks * _LONGEST_OVERHEAD_S
+    ]
+    if len(besides) < _LEAST_ALONE:
+        return None
+    return max(0.0, sum(s for s, _ in besides) / sum(chunks for _, chunks in besides))
 
 
 def _steps(run: Sequence[Request]) -> list[tuple[float, dict[int, int]]]:

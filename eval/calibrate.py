@@ -63,6 +63,7 @@ class Calibration:
     """Fits of both kinds of step; either is None where too few such steps were recorded.
 
     `attends_all`: the prefills' attention runs over the whole sequence, its cached prefix too.
+    `alone_overhead_s`: of prefill steps without decodes, where `prefill` is of steps with some.
     `request_s`: what a request waits for besides its steps, where that is known.
     """
 
@@ -70,13 +71,17 @@ class Calibration:
     decode: Fit | None
     attends_all: bool = False
     request_s: float | None = None
+    alone_overhead_s: float | None = None
 
     def constants(self) -> dict[str, float]:
         """By their names in a plan of the simulator."""
         found: dict[str, float] = {}
         if self.prefill:
             overhead_s, token_s, pair_s = self.prefill.constants
-            found["prefill_overhead_s"] = overhead_s
+            alone_s = self.alone_overhead_s
+            found["prefill_overhead_s"] = overhead_s if alone_s is None else alone_s
+            if alone_s is not None:
+                found["mixed_overhead_s"] = overhead_s
             found["prefill_tokens_per_s"] = 1 / token_s
             found["prefill_pairs_per_s"] = 1 / pair_s
         if self.decode:

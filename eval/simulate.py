@@ -23,8 +23,8 @@ from replay.trace import read_trace
 
 PLAN_FILE = "plan.json"
 PLANNED_FILE = "planned.jsonl"
-_KINDS = ("prefill", "decode")
-"""Kinds of step, with which the names of their constants begin."""
+_KINDS = {"prefill": ("prefill", "mixed"), "decode": ("decode",)}
+"""Kinds of step, and how the names of their constants begin."""
 _MEDIAN_OF_NORMAL = 0.6745
 """Half of a normal's values are within so many standard deviations."""
 
@@ -137,7 +137,7 @@ def drawn_calibration(name: str, seed: int) -> dict[str, Any]:
     for kind in _KINDS:
         factor = math.exp(rng.gauss(0.0, _spread(table, name, kind)))
         for key, value in drawn.items():
-            if key.startswith(kind):
+            if key.startswith(_KINDS[kind]):
                 # Twice the time a step is half the tokens a second.
                 drawn[key] = value / factor if key.endswith("_per_s") else value * factor
     return drawn

@@ -61,6 +61,8 @@ struct Node {
     host_children: u32,
     locks: u32,
     last_used: u64,
+    /// The same, as vLLM's host tier is told of it: looked up, or more of its prompt stored.
+    host_used: u64,
     made: u64,
     uses: u64,
 }
@@ -85,7 +87,8 @@ pub struct Cache {
     /// Leaves of the device that nothing locks, and of host memory, first to be evicted first.
     evictable: BTreeSet<(u64, u64, NodeId)>,
     host_leaves: BTreeSet<(u64, u64, NodeId)>,
-    /// Blocks at a time, so that a node may be cut (vLLM) rather than evicted as a whole (SGLang).
+    /// vLLM's ways: blocks one at a time, so that a node may be cut, where SGLang evicts it as a whole, and
+    /// a host tier that gets prompts alone.
     by_block: bool,
     now: u64,
     device_blocks: u64,
@@ -108,6 +111,7 @@ impl Cache {
             host_children: 0,
             locks: 1,
             last_used: 0,
+            host_used: 0,
             made: 0,
             uses: 0,
         };
@@ -160,32 +164,44 @@ impl Cache {
         }
     }
 
+    /// The same in host memory.
+    fn host_order(&self, id: NodeId) -> (u64, u64, NodeId) {
+        match self.by_block {
+            true => (self.nodes[id as usize].host_used, 0, id),
+            false => self.order(id),
+        }
+    }
+
     /// Takes a node out of the orders of eviction; to be followed by [`Cache::enlist`].
     fn delist(&mut self, id: NodeId) {
-        let order = self.order(id);
+        let (order, host_order) = (self.order(id), self.host_order(id));
         self.evictable.remove(&order);
-        self.host_leaves.remove(&order);
+        self.host_leaves.remove(&host_order);
     }
 
     fn enlist(&mut self, id: NodeId) {
         if id == ROOT {
             return;
         }
-        let (order, node) = (self.order(id), &self.nodes[id as usize]);
+        let (order, host_order) = (self.order(id), self.host_order(id));
+        let node = &self.nodes[id as usize];
         if node.on_device && node.device_children == 0 && node.locks == 0 {
             self.evictable.insert(order);
         }
         if node.on_host && node.host_children == 0 {
-            self.host_leaves.insert(order);
+            self.host_leaves.insert(host_order);
         }
     }
 
-    fn touch(&mut self, id: NodeId) {
+    fn touch(&mut self, id: NodeId, in_host_too: bool) {
         self.delist(id);
         self.now += 1;
         let now = self.now;
         let node = &mut self.nodes[id as usize];
         node.last_used = now;
+        if in_host_too {
+            node.host_used = now;
+        }
         node.uses += 1;
         self.enlist(id);
     }
@@ -226,6 +242,7 @@ impl Cache {
             host_children: u32::from(node.on_host),
             locks: node.locks,
             last_used: node.last_used,
+            host_used: node.host_used,
             made: node.made,
             uses: node.uses,
         };
@@ -280,7 +297,7 @@ impl Cache {
         while let Some(&held) = blocks.get(at).and_then(|first| self.by_first.get(first)) {
             let common = self.common(held, &blocks[at..]);
             let id = self.upto(held, common);
-            self.touch(id);
+            self.touch(id, true);
             at += common;
             if self.nodes[id as usize].on_device {
                 (found.node, found.device_blocks) = (id, at);
@@ -339,38 +356,51 @@ impl Cache {
     /// Puts a prompt's blocks on the device; there must be room for those that are not there yet.
     /// Returns the node of the last one.
     pub fn insert(&mut self, blocks: &[u64]) -> NodeId {
-        let (mut at, mut parent) = (0, ROOT);
+        self.insert_turn(blocks, blocks.len())
+    }
+
+    /// As [`Cache::insert`], where what follows the first `prompt` blocks is the answer. vLLM stores nothing of that
+    /// in host memory (`offload_prompt_only`) until it is part of another prompt, and uses nothing there
+    /// meanwhile (`_build_store_jobs` touches where it stores).
+    pub fn insert_turn(&mut self, blocks: &[u64], prompt: usize) -> NodeId {
+        let prompt = if self.by_block { prompt } else { blocks.len() };
+        let prompt = prompt.min(blocks.len());
+        let only_prompt = prompt == blocks.len();
+        let (mut at, mut parent, mut last_of_prompt) = (0, ROOT, ROOT);
         while at < blocks.len() {
+            let end = if at < prompt { prompt } else { blocks.len() };
             if let Some(&held) = self.by_first.get(&blocks[at]) {
-                let common = self.common(held, &blocks[at..]);
+                let common = self.common(held, &blocks[at..end]);
                 let id = self.upto(held, common);
                 if !self.nodes[id as usize].on_device {
                     self.put_on_device(id);
                 }
-                self.touch(id);
+                self.touch(id, only_prompt);
                 (at, parent) = (at + common, id);
-                continue;
+            } else {
+                self.now += 1;
+                let id = self.add(Node {
+                    blocks: blocks[at..end].to_vec(),
+                    parent,
+                    on_device: false,
+                    on_host: false,
+                    device_children: 0,
+                    host_children: 0,
+                    locks: 0,
+                    last_used: self.now,
+                    host_used: self.now,
+                    made: self.now,
+                    uses: 1,
+                });
+                self.put_on_device(id);
+                (at, parent) = (end, id);
             }
-            let rest = &blocks[at..];
-            self.now += 1;
-            let id = self.add(Node {
-                blocks: rest.to_vec(),
-                parent,
-                on_device: false,
-                on_host: false,
-                device_children: 0,
-                host_children: 0,
-                locks: 0,
-                last_used: self.now,
-                made: self.now,
-                uses: 1,
-            });
-            self.put_on_device(id);
-            parent = id;
-            at = blocks.len();
+            if at == prompt {
+                last_of_prompt = parent;
+            }
         }
         if self.host_capacity > 0 {
-            self.back_up(parent);
+            self.back_up(last_of_prompt);
         }
         parent
     }
@@ -451,8 +481,9 @@ impl Cache {
     /// is none to be had.
     ///
     /// SGLang (`HiRadixCache.evict_host`) gives up whole nodes that the device no longer holds until they are as
-    /// many as it is about to write, so that what was free before stays free beside them. vLLM gives up what it
-    /// lacks, here in runs of blocks.
+    /// many as it is about to write, so that what was free before stays free beside them. vLLM
+    /// (`CPUOffloadingManager.prepare_store`, `LRUCachePolicy.evict`) gives up as many blocks as it lacks, of each
+    /// prompt the last ones first.
     fn make_host_room(&mut self, count: u64, id: NodeId) -> bool {
         let lacking = |cache: &Self| {
             let wanted = cache.host_blocks + count;
@@ -473,7 +504,12 @@ impl Cache {
             let Some(leaf) = oldest.find(may_go) else {
                 break;
             };
-            left = left.saturating_sub(self.nodes[leaf as usize].blocks.len() as u64);
+            let size = self.nodes[leaf as usize].blocks.len() as u64;
+            if self.by_block && size > left {
+                self.split(leaf, (size - left) as usize);
+                continue;
+            }
+            left = left.saturating_sub(size);
             self.evict_from_host(leaf);
         }
         lacking(self) == 0

@@ -22,6 +22,7 @@ pub struct Router {
     woken: Arc<Mutex<Vec<usize>>>,
     ids: Vec<String>,
     slots: HashMap<String, usize>,
+    may_abort_queued: Vec<bool>,
     block_tokens: u64,
     hashed: prompts::Hashed,
 }
@@ -53,8 +54,11 @@ impl Router {
         let residency = residency::settings::build(&plan.router.residency)?;
         let fleet = Arc::new(fleet.with_residency(residency));
         let mut slots = HashMap::new();
+        let mut may_abort_queued = Vec::new();
         for (slot, (id, worker)) in workers.iter().enumerate() {
-            fleet.add_worker(spec(id, worker)?)?;
+            let spec = spec(id, worker)?;
+            may_abort_queued.push(spec.may_abort_queued());
+            fleet.add_worker(spec)?;
             fleet.report_health(id, true);
             if plan.router.kv_events {
                 fleet.begin_kv_events(id, block_tokens as usize);
@@ -67,6 +71,7 @@ impl Router {
             woken: Arc::default(),
             ids: workers.iter().map(|(id, _)| id.clone()).collect(),
             slots,
+            may_abort_queued,
             block_tokens,
             hashed: prompts::Hashed::default(),
         })
@@ -125,6 +130,11 @@ impl Router {
     /// The worker that prefills for the one that answers, where that is another.
     pub fn prefill_of(&self, reservation: &Reservation) -> Option<usize> {
         reservation.prefill().map(|worker| self.slots[&worker.id])
+    }
+
+    /// Whether the router aborts a request that is queued in a worker when its client leaves.
+    pub fn may_abort_queued(&self, worker: usize) -> bool {
+        self.may_abort_queued[worker]
     }
 
     pub fn report_load(&self, worker: usize, occupancy: Occupancy) {

@@ -13,6 +13,7 @@ use crate::results::{
 use crate::router::Router;
 use router_policies::config::Engine;
 use router_policies::fleet::{Admit, Hints, Outcome, Request, Reservation, Ticket, Usage};
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -37,6 +38,8 @@ struct Turn {
     /// While it waits for room.
     waits: Option<(Ticket, Request)>,
     worker: Option<usize>,
+    /// Has reached its worker.
+    submitted: bool,
     /// Where another worker prefills.
     prefill: Option<usize>,
     /// Of a turn that is prefilled elsewhere: tokens of its prompt that were at the worker already,
@@ -66,6 +69,8 @@ struct Simulation<'a> {
     now_s: f64,
     /// By number; boxed, for nearly all of them are over.
     turns: Vec<Option<Box<Turn>>>,
+    /// Requests whose clients have left and that are still queued, by number: worker and reservation.
+    staying: HashMap<usize, (usize, Reservation)>,
     window: Option<(f64, f64)>,
     measured_left: usize,
     /// When an event is under way for those who wait at the router.
@@ -128,6 +133,7 @@ pub fn run(plan: &Plan, folder: &Path) -> Result<Report, String> {
         agenda: Agenda::default(),
         now_s: 0.0,
         turns: Vec::new(),
+        staying: HashMap::new(),
         window: plan.phases.is_none().then_some((0.0, f64::INFINITY)),
         measured_left: 0,
         pump_s: None,
@@ -195,9 +201,37 @@ impl Simulation<'_> {
         if let Some(late) = &self.turns[number] {
             let timeout_s = self.timeout_s(late.due.is_prime);
             let message = format!("no complete answer in {timeout_s} s");
+            self.leave(number);
             self.fail(number, Outcome::Timeout, "timeout", message)?;
         }
         Ok(())
+    }
+
+    /// A client leaves. Where its request is queued in an engine that would not survive its abort (vLLM
+    /// with a host tier) the router keeps it there, and what is reserved for it, until its first token.
+    fn leave(&mut self, number: usize) {
+        let Some(turn) = &mut self.turns[number] else {
+            return;
+        };
+        let worker = turn.worker.filter(|_| turn.submitted);
+        let Some(worker) = worker.filter(|_| turn.first_s.is_none()) else {
+            return;
+        };
+        if self.router.may_abort_queued(worker) {
+            return;
+        }
+        if let Some(reservation) = turn.reservation.take() {
+            turn.worker = None;
+            self.staying.insert(number, (worker, reservation));
+        }
+    }
+
+    /// Aborts a request whose client has left, if it stayed.
+    fn let_go(&mut self, number: usize) {
+        if let Some((worker, reservation)) = self.staying.remove(&number) {
+            self.workers[worker].cancel(number, self.now_s);
+            reservation.finish(Outcome::ClientDisconnect, Some(200), None);
+        }
     }
 
     /// Once the primes have ended, the window is known.
@@ -301,6 +335,7 @@ impl Simulation<'_> {
             reservation: None,
             waits: None,
             worker: None,
+            submitted: false,
             prefill: None,
             held_tokens: 0,
             sent_tokens: 0,
@@ -406,10 +441,11 @@ impl Simulation<'_> {
     }
 
     fn submit(&mut self, number: usize) {
-        let Some(turn) = &self.turns[number] else {
+        let Some(turn) = &mut self.turns[number] else {
             return;
         };
         let Some(worker) = turn.worker else { return };
+        turn.submitted = true;
         let part = match turn.prefill {
             Some(_) => Part::Decode,
             None => Part::Whole,
@@ -529,6 +565,7 @@ impl Simulation<'_> {
 
     fn token(&mut self, number: usize, seen_s: f64) {
         let Some(turn) = &mut self.turns[number] else {
+            self.let_go(number);
             return;
         };
         turn.tokens += 1;
@@ -648,6 +685,7 @@ impl Simulation<'_> {
         for number in 0..self.turns.len() {
             let message = "the run ended".to_owned();
             self.fail(number, Outcome::ClientDisconnect, "cancelled", message)?;
+            self.let_go(number);
         }
         // What clients have left ends with the step that it runs in.
         let mut told = Vec::new();

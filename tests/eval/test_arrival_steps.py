@@ -12,7 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from deltaserve.errors import InputError
-from eval.arrival_steps import fit_arrivals, read_requests
+from eval.arrival_steps import (
+    alone_overhead_s,
+    alone_prefills,
+    fit_arrivals,
+    read_requests,
+)
 from eval.cli import app
 from eval.simulate import read_calibration
 from tests.eval.published import RESULTS
@@ -91,11 +96,87 @@ def test_constants_are_recovered_from_arrivals() -> None:
     assert calibration.prefill.median_error < 0.1
 
 
-def test_the_packaged_constants_of_vllm_are_what_its_run_says() -> None:
-    run = RESULTS / "residency" / "vllm-fp8-host-eight.requests.jsonl.zst"
+def answered(
+    sent_s: float, first_s: float, new: int, cached: int = 0, tokens: int = 1
+) -> dict[str, Any]:
+    arrivals = [[first_s + 0.02 * at, at + 1] for at in range(tokens)]
+    return {
+        "sent_s": sent_s,
+        "first_token_s": first_s,
+        "finished_s": arrivals[-1][0] + 0.05,
+        "prompt_tokens": cached + new,
+        "cached_tokens": cached,
+        "output_tokens": tokens,
+        "arrivals": arrivals,
+    }
+
+
+def test_prefills_alone_are_those_that_follow_each_other_while_nobody_decodes() -> None:
+    run = [
+        answered(0.0, 1.0, 10_000),
+        answered(0.1, 1.7, 12_000, cached=1_000),  # 6,384 of them in the chunk of the one before
+        answered(0.2, 1.701, 2_000),  # all of it in the chunk of the one before
+        answered(0.3, 2.0, 700, tokens=100),
+        answered(0.4, 3.0, 9_000),  # while that answers
+        answered(5.0, 6.0, 9_000),  # sent too late
+        answered(5.1, 7.0, 8_192),
+    ]
+    pairs = [12_000 * 7_000.0, 700 * 350.0, 8_192 * 4_096.0]
+    assert list(alone_prefills(run, CHUNK)) == [
+        (1.0, 12_000.0, pairs[0], pytest.approx(0.7)),
+        (1.0, 700.0, pairs[1], pytest.approx(0.299)),
+        (1.0, 8_192.0, pairs[2], pytest.approx(1.0)),
+    ]
+
+
+def test_steps_that_carry_decodes_and_those_that_do_not_have_overheads_of_their_own() -> None:
+    alone_s, at_s = 0.03, 0.0
+    primes = []
+    for chunks in (3, 5, 7, 4, 9, 2, 8):
+        tokens = chunks * CHUNK
+        at_s += chunks * alone_s + tokens * tokens / 2 / PAIRS_PER_S
+        primes.append(answered(0.0, at_s, tokens))
+    later = [
+        request
+        | {name: request[name] + at_s + 10 for name in ("sent_s", "first_token_s", "finished_s")}
+        | {"arrivals": [[time_s + at_s + 10, n] for time_s, n in request["arrivals"]]}
+        for request in made_requests(1)
+    ]
+    found = fit_arrivals([primes + later], CHUNK).constants()
+    assert found["mixed_overhead_s"] == pytest.approx(OVERHEAD_S, rel=0.1)
+    assert found["prefill_overhead_s"] == pytest.approx(alone_s, rel=0.2)
+    without = fit_arrivals([primes[:3] + later], CHUNK).constants()
+    assert "mixed_overhead_s" not in without
+    assert without["prefill_overhead_s"] == pytest.approx(OVERHEAD_S, rel=0.1)
+
+
+def test_the_packaged_constants_of_vllm_are_what_its_runs_say() -> None:
+    folder = RESULTS / "residency"
     packaged = read_calibration("qwen3-coder-30b-a3b-h200-vllm-fp8")
-    for name, value in fit_arrivals(read_requests([run]), CHUNK).constants().items():
-        assert packaged[name] == pytest.approx(value, rel=1e-4), name
+    run = folder / "vllm-fp8-host-eight.requests.jsonl.zst"
+    fitted = fit_arrivals(read_requests([run]), CHUNK)
+    for name, value in fitted.constants().items():
+        if name != "prefill_overhead_s":
+            assert packaged[name] == pytest.approx(value, rel=1e-4), name
+
+    # That of prefills alone is of all runs with FP8 KV and a tier.
+    by_chunk: dict[int, list[Any]] = {4_096: [], 8_192: []}
+    for path in [*folder.glob("vllm-4096-*.zst"), *folder.glob("vllm-fp8-host-*.zst")]:
+        if path.name.endswith(".requests.jsonl.zst"):
+            chunk = 4_096 if "4096" in path.name else 8_192
+            [lines] = read_requests([path])
+            by_chunk[chunk] += alone_prefills(lines, chunk)
+    assert fitted.prefill is not None
+    every = by_chunk[4_096] + by_chunk[8_192]
+    found_s = alone_overhead_s(every, fitted.prefill)
+    assert packaged["prefill_overhead_s"] == pytest.approx(found_s, rel=1e-4)
+    by_chunk_ms = [
+        round(1e3 * (alone_overhead_s(rows, fitted.prefill) or 0), 1) for rows in by_chunk.values()
+    ]
+    assert (len(every), *by_chunk_ms) == (83, 11.8, 10.0)
+    page = (RESULTS.parent / "simulator.md").read_text()
+    assert "of 83 such prefills of eleven runs" in page
+    assert "11.8 ms in chunks of 4,096, 10.0 ms in 8,192" in page
 
 
 def test_of_sglang_they_are_near_those_of_its_telemetry() -> None:

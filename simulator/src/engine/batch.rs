@@ -150,7 +150,8 @@ impl Pool {
         }
         // Given back first, for the tree takes room for what it does not hold yet.
         self.private -= in_tree - sequence.in_tree;
-        let node = self.cache.insert(blocks);
+        let prompt = sequence.job.input_tokens / self.block_tokens;
+        let node = self.cache.insert_turn(blocks, prompt as usize);
         self.cache.lock(node);
         self.cache.unlock(sequence.node);
         (sequence.node, sequence.in_tree) = (node, in_tree);

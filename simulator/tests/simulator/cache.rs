@@ -225,3 +225,31 @@ fn what_host_memory_gives_up_for_a_new_copy_is_the_engines_own_way() {
         "the device has the first one, whose copy stays"
     );
 }
+
+#[test]
+fn vllm_stores_prompts_alone_in_host_memory_and_decodes_use_nothing_there() {
+    let of = |session: u64, length: u64| -> Vec<u64> {
+        (0..length)
+            .map(|at| (session << 32) + at + 1)
+            .collect::<Vec<_>>()
+    };
+    // By session what the host tier still holds, where the first decodes on beside the second.
+    for (by_block, held, left) in [(true, 80, [20, 40]), (false, 85, [45, 0])] {
+        let mut cache = Cache::new(Eviction::Lru, by_block, 100, false);
+        cache.insert(&of(1, 40));
+        cache.insert(&of(2, 40));
+        cache.insert_turn(&of(1, 45), 40);
+        assert_eq!(cache.host_blocks(), held, "by block: {by_block}");
+        cache.evict(85);
+        cache.insert(&of(3, 40));
+        // vLLM drops the end of the prompt that was stored first; SGLang the session that was used first.
+        let peeked = [of(1, 45), of(2, 45)].map(|prompt| cache.peek(&prompt));
+        assert_eq!(peeked, left, "by block: {by_block}");
+    }
+    // The answer is stored as part of the next prompt.
+    let mut cache = Cache::new(Eviction::Lru, true, 100, false);
+    cache.insert(&of(1, 40));
+    cache.insert_turn(&of(1, 45), 40);
+    cache.insert_turn(&of(1, 50), 50);
+    assert_eq!(cache.host_blocks(), 50);
+}

@@ -120,6 +120,35 @@ fn a_request_alone_takes_what_the_formula_says() {
 }
 
 #[test]
+fn a_prefill_that_carries_decodes_has_an_overhead_of_its_own() {
+    let of = |mixed_overhead_s| Calibration {
+        mixed_overhead_s,
+        ..Calibration::default()
+    };
+    // The first token of one alone, and of one whose prompt comes while that is answered.
+    let first_tokens = |mixed_overhead_s| {
+        let mut worker = Vllm::new(of(mixed_overhead_s), limits(100_000));
+        worker.submit(job(0, 0, 400, 100), 0.0);
+        worker.submit(job(1, 1, 400, 1), 0.2);
+        let told = finish(&mut worker);
+        [0, 1].map(|job| {
+            let first = told.iter().find(|(_, e)| *e == Emission::Token { job });
+            first.map(|(at_s, _)| *at_s).expect("a first token")
+        })
+    };
+    let default_s = Calibration::default().prefill_overhead_s;
+    let without = first_tokens(None);
+    assert_eq!(first_tokens(Some(default_s)), without);
+    let with = first_tokens(Some(default_s + 0.1));
+    assert_eq!(with[0], without[0], "alone");
+    assert!((with[1] - without[1] - 0.1).abs() < 1e-9, "{with:?}");
+    let wrong = of(Some(-1.0)).check();
+    let words = "calibration.mixed_overhead_s: expected 0 or more, not -1";
+    assert_eq!(wrong, Err(words.to_owned()));
+    assert!(of(Some(0.0)).check().is_ok() && of(None).check().is_ok());
+}
+
+#[test]
 fn sglang_holds_decodes_up_for_a_prefill_and_vllm_does_not() {
     let worst = |worker: &mut dyn Worker| {
         worker.submit(job(0, 0, 100, 400), 0.0);
@@ -384,4 +413,35 @@ proptest! {
             prop_assert_eq!((worker.occupancy().running, worker.occupancy().waiting), (0, 0));
         }
     }
+}
+
+#[test]
+fn a_long_answer_keeps_its_prompt_in_the_host_tier_of_sglang_and_not_of_vllm() {
+    let limits = Limits {
+        host_kv_tokens: 22_000,
+        ..limits(16_000)
+    };
+    // By engine, what is found of the first prompt, which is answered for longer than the second, when another has
+    // taken the device and most of the tier.
+    let found = |family: u64| -> Vec<u64> {
+        let of = |worker: &mut Box<dyn Worker>| {
+            worker.submit(job(0, 0, 4_800, 1_600), 0.0);
+            worker.submit(job(1, 1, 4_800, 16), 0.0);
+            finish(worker.as_mut());
+            worker.submit(job(2, 2, 15_900, 1), 1e3);
+            finish(worker.as_mut());
+            worker.submit(job(3, family, 4_816, 1), 2e3);
+            let told = finish(worker.as_mut());
+            told.iter().find_map(|(_, emission)| match emission {
+                Emission::Finished { cached_tokens, .. } => Some(*cached_tokens),
+                _ => None,
+            })
+        };
+        engines(&limits).iter_mut().filter_map(of).collect()
+    };
+    let (first, second) = (found(0), found(1));
+    println!("simulated: {first:?} {second:?}");
+    assert_eq!((first[0], second[0]), (4_800, 0), "SGLang");
+    // 25,488 tokens of prompts in full blocks, where 22,000 have room.
+    assert_eq!((first[1], second[1]), (1_312, 4_800), "vLLM");
 }

@@ -449,3 +449,26 @@ fn a_host_tier_that_others_will_fill_is_not_counted_on() {
         "the tier costs time: {with:?} against {without:?}"
     );
 }
+
+#[test]
+fn what_clients_leave_in_the_queue_of_vllm_with_a_host_tier_is_computed() {
+    let folder = folder("stays");
+    sessions(&folder.join("planned.jsonl"), 10, 6, 12_000, 1.0);
+    let let_in = |engine: &str, host_kv_tokens: u64| {
+        let worker = json!({"id": "w", "kv_tokens": 2_000_000, "engine": engine,
+            "host_kv_tokens": host_kv_tokens});
+        let changes = json!({
+            "workers": [worker],
+            "load": {"max_inflight_sessions": 10, "max_think_s": 1, "timeout_s": 0.8},
+        });
+        let (report, lines) = simulate(&plan(&folder, &changes), &folder, "run");
+        assert!(report.failed > 0 && lines.len() as u64 == report.requests);
+        assert!(report.router_is_idle);
+        assert_eq!(report.workers[0].used_tokens_now, 0);
+        report.workers[0].counters.prompt_tokens
+    };
+    // Everything fits on the device, so that the tier changes nothing else.
+    assert_eq!(let_in("sglang", 4_000_000), let_in("sglang", 0));
+    let (with, without) = (let_in("vllm", 4_000_000), let_in("vllm", 0));
+    assert!(with > without, "{with} {without}");
+}
