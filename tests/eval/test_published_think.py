@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from eval.rules_a_gpu import by_draws
 from eval.run_lines import Row, read_rows
+from eval.separation import carried_by_draw
 from tests.eval.published import RESULTS, served_percent
 
 PAGE = RESULTS / "simulated-think.md"
+OURS = "sglang-fp8-host-paced-residency"
 LEVELS = ("16", "24")
 SETTING = "slice_overhead 0.1"
 TIER_TOKENS = 1_220_703
@@ -147,7 +149,7 @@ def test_more_host_memory_leaves_fewer_turns_to_be_computed_again() -> None:
             share = 100 * _mean(of, "within_objective")
             cells.append(f"{turns:.1f}, {share:.0f} %, {_mean(of, 'requests_per_s'):.2f}")
         assert f"| {name} | {' | '.join(cells)} |" in text
-    published = [row for row in _rows("think") if row["arm"] == "sglang-fp8-host-paced-residency"]
+    published = [row for row in _rows("think") if row["arm"] == OURS]
     for row in published:
         if row["sessions"] in ("12", *LEVELS):
             same = [
@@ -185,3 +187,22 @@ def test_what_was_tried_against_it_follows_from_its_lines() -> None:
         f"[{shorter[0]:.0f} where it is {shorter[1]:.0f}](simulated-rules.md",
     ):
         assert words in text, words
+
+
+def test_what_the_simulators_page_says_the_tier_changed_follows_from_lines() -> None:
+    rows = [row for row in _rows("think") if row["arm"] == OURS]
+    before = [row for row in _rows("think-tried") if row["arm"] == "priced"]
+    shares = [
+        100
+        * _mean(
+            [row for row in of if row["sessions"] == level and int(row["draw"]) <= 4],
+            "within_objective",
+        )
+        for of in (rows, before)
+        for level in LEVELS
+    ]
+    carries = statistics.fmean(carried_by_draw(rows, "within_objective"))
+    assert (
+        "With a minute of thinking ours with 16 and 24 sessions has {:.0f} and {:.0f} % of turns "
+        "in time where it was {:.0f} and {:.0f} %, and [carries {:.1f}](results/simulated-think.md)"
+    ).format(*shares, carries) in (RESULTS.parent / "simulator.md").read_text()
