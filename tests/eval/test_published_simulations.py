@@ -165,6 +165,7 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
 HALF = "half in flight, 0.45, 0.2"
 ONCE = "prompt at once"
 BOUND = "bound by the GPU"
+ANY = "any number"
 KEPT = "kept"
 BESIDE = "copied beside"
 MINUTE = "think 60 s"
@@ -207,11 +208,11 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "bound by the GPU, SGLang": (f"{paced} {ONCE}", f"{paced} {BOUND}"),
         "bound by the GPU, vLLM": (f"{vllm} {ONCE}", f"{vllm} {BOUND}"),
         "bound by the GPU, bf16": (f"{bf16} {ONCE}", f"{bf16} {BOUND}"),
-        "think 60 s, SGLang": (f"{paced} {MINUTE}, any number", f"{paced} {MINUTE}"),
-        "think 60 s, vLLM": (f"{vllm} {MINUTE}, any number", f"{vllm} {MINUTE}"),
-        "kept, SGLang": (f"{paced} {BOUND}", f"{paced} {KEPT}"),
+        "think 60 s, SGLang": (f"{paced} {MINUTE}, {ANY}", f"{paced} {MINUTE}"),
+        "think 60 s, vLLM": (f"{vllm} {MINUTE}, {ANY}", f"{vllm} {MINUTE}"),
+        "kept, SGLang": (f"{paced} {ANY}", f"{paced} {KEPT}"),
         "kept, vLLM": (f"{vllm} {BOUND}", f"{vllm} {KEPT}"),
-        "kept, bf16": (f"{bf16} {BOUND}", f"{bf16} {KEPT}"),
+        "kept, bf16": (f"{bf16} {ANY}", f"{bf16} {KEPT}"),
         "copied beside, SGLang": (f"{paced} {KEPT}", paced),
         "copied beside, vLLM": (f"{vllm} {KEPT}", vllm),
         "copied beside, bf16": (f"{bf16} {KEPT}", bf16),
@@ -268,6 +269,67 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         rates = [mean("requests_per_s", arm, sessions, range(1, 9)) for arm in both]
         expected.append(f"{rates[0]:.3f} → {rates[1]:.3f}")
         assert cells == " | ".join(expected), (label, sessions)
+
+
+def test_what_a_bound_by_the_tier_brings_follows_from_its_lines() -> None:
+    rows = read_rows(PAGE.parent / "simulated/tier-kept.csv")
+    paced, vllm, bf16 = (
+        "sglang-fp8-host-paced-residency",
+        "vllm-fp8-host-residency",
+        "sglang-host-residency",
+    )
+    halves = (range(1, 5), range(5, 9))
+
+    def mean(arm: str, sessions: str, draws: range, column: str) -> float:
+        of = [
+            float(row["measured_turns"]) * float(row["within_objective"]) / 600
+            if column == "good"
+            else float(row[column])
+            for row in rows
+            if (row["arm"], row["sessions"]) == (arm, sessions) and int(row["draw"]) in draws
+        ]
+        assert len(of) == len(draws)
+        return statistics.fmean(of)
+
+    def brings(arm: str, kept: str, any_number: str, levels: tuple[str, ...]) -> list[list[float]]:
+        """Points of turns in time, each half of the draws by itself, and % of requests/s."""
+        points = [
+            100 * (mean(f"{arm} {kept}", at, half, "within_objective") - before)
+            for at in levels
+            for half in halves
+            for before in [mean(f"{arm} {any_number}", at, half, "within_objective")]
+        ]
+        both = (
+            [mean(f"{arm} {which}", at, range(1, 9), "requests_per_s") for at in levels]
+            for which in (kept, any_number)
+        )
+        return [points, [100 * (now / then - 1) for now, then in zip(*both, strict=True)]]
+
+    found = [brings(arm, MINUTE, f"{MINUTE}, {ANY}", ("16", "24")) for arm in (paced, vllm)]
+    points, rates = ([value for part in found for value in part[at]] for at in (0, 1))
+    text = PAGE.read_text()
+    assert (
+        f"16 and 24 sessions have {min(points):.0f} to {max(points):.0f} points more turns in "
+        f"time, at {min(rates):.0f} to {max(rates):.0f} % more requests/s**"
+    ) in text
+    points, rates = brings(bf16, KEPT, ANY, ("8", "12", "16", "24"))
+    most = max(points)
+    assert points.index(most) == 5, "16 sessions, draws 5 to 8"
+    assert f"{most:.0f}" == "9"
+    assert "up to four points more, and nine with 16 sessions on draws 5 to 8" in text
+    assert f"{sorted(points)[-2]:.0f}" == "4"
+    assert f"requests/s {-min(rates):.0f} % fewer to {max(rates):.0f} % more." in text
+    good = (
+        [mean(f"{paced} {MINUTE}{which}", at, range(1, 9), "good") for which in ("", f", {ANY}")]
+        for at in ("16", "24")
+    )
+    more = [now / before for now, before in good]
+    assert 1.15 < more[0] < 1.25, "a fifth"
+    assert 1.28 < more[1] < 1.38, "a third"
+    assert (
+        "16 and 24 sessions, a fifth and a third more turns in time a second"
+        in (PAGE.parents[1] / "residency.md").read_text()
+    )
 
 
 def test_the_tails_of_waits_follow_from_their_lines() -> None:

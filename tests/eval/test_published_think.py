@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from eval.rules_a_gpu import by_draws
 from eval.run_lines import Row, read_rows
+from eval.separation import carried_by_draw
 from tests.eval.published import RESULTS, served_percent
 
 PAGE = RESULTS / "simulated-think.md"
+OURS = "sglang-fp8-host-paced-residency"
 LEVELS = ("16", "24")
 SETTING = "slice_overhead 0.1"
 TIER_TOKENS = 1_220_703
@@ -41,7 +43,7 @@ def _of(rows: Sequence[Row], arm: str, level: str) -> list[Row]:
 
 def test_each_turn_that_is_computed_again_has_its_cause() -> None:
     text = PAGE.read_text()
-    turns, counted = _rows("think-why"), _rows("think-recomputed")
+    turns, counted = _rows("think-why"), _rows("think-tried-recomputed")
     for level in LEVELS:
         for draw in "1234":
             of = [row for row in turns if (row["sessions"], row["draw"]) == (level, draw)]
@@ -51,6 +53,21 @@ def test_each_turn_that_is_computed_again_has_its_cause() -> None:
                 if (row["arm"], row["sessions"], row["draw"]) == ("priced", level, draw)
             ]
             assert [int(row["recomputed_turns"]) for row in run] == [len(of)], (level, draw)
+    of_day, now = (
+        [
+            statistics.fmean(
+                int(row["recomputed_turns"])
+                for row in rows
+                if (row["arm"], row["sessions"]) == ("priced", level) and int(row["draw"]) <= 4
+            )
+            for level in LEVELS
+        ]
+        for rows in (counted, _rows("think-recomputed"))
+    )
+    assert (
+        f"when {of_day[0]:.0f} and {of_day[1]:.0f} turns a run were computed again where it now is "
+        f"{now[0]:.0f} and {now[1]:.0f})"
+    ) in text
     table = text.partition("| simulated: turns computed again |")[2].partition("\n\n")[0]
     said = [line.strip("| ").split(" | ")[-2:] for line in table.splitlines()[2:]]
     causes = ("primed", "others", "not_expected", "thinks", "waits or runs", "unknown")
@@ -120,7 +137,7 @@ def test_what_is_said_of_why_turns_are_computed_again() -> None:
 
 
 def test_more_host_memory_leaves_fewer_turns_to_be_computed_again() -> None:
-    text, runs, again = PAGE.read_text(), _rows("think-tried"), _rows("think-tried-recomputed")
+    text, runs, again = PAGE.read_text(), _rows("think-tier"), _rows("think-tier-recomputed")
     for name, arm in (
         ("a host tier of 60 GB", "priced"),
         *((f"{size} GB", f"tier {size} GB") for size in (70, 80, 100, 120)),
@@ -132,7 +149,7 @@ def test_more_host_memory_leaves_fewer_turns_to_be_computed_again() -> None:
             share = 100 * _mean(of, "within_objective")
             cells.append(f"{turns:.1f}, {share:.0f} %, {_mean(of, 'requests_per_s'):.2f}")
         assert f"| {name} | {' | '.join(cells)} |" in text
-    published = [row for row in _rows("think") if row["arm"] == "sglang-fp8-host-paced-residency"]
+    published = [row for row in _rows("think") if row["arm"] == OURS]
     for row in published:
         if row["sessions"] in ("12", *LEVELS):
             same = [
@@ -145,22 +162,21 @@ def test_more_host_memory_leaves_fewer_turns_to_be_computed_again() -> None:
 
 def test_what_was_tried_against_it_follows_from_its_lines() -> None:
     text, runs, again = PAGE.read_text(), _rows("think-tried"), _rows("think-tried-recomputed")
-    tried = [row for row in runs if not row["arm"].startswith("tier ")]
-    assert "\n".join(by_draws(tried, (range(1, 5), range(5, 9)))) in text
-    for arm in dict.fromkeys(row["arm"] for row in tried):
+    assert "\n".join(by_draws(runs, (range(1, 5), range(5, 9)))) in text
+    for arm in dict.fromkeys(row["arm"] for row in runs):
         turns = [_mean(_of(again, arm, level), "recomputed_turns") for level in ("12", *LEVELS)]
         line = next(line for line in text.splitlines() if line.startswith(f"- `{arm}`"))
         assert line.endswith("({:.1f}, {:.1f}, {:.1f}).".format(*turns)), line
         ratios = [
-            _mean(_of(tried, arm, level)[first : first + 4], "good_per_s")
-            / _mean(_of(tried, "priced", level)[first : first + 4], "good_per_s")
+            _mean(_of(runs, arm, level)[first : first + 4], "good_per_s")
+            / _mean(_of(runs, "priced", level)[first : first + 4], "good_per_s")
             for level in ("12", *LEVELS)
             for first in (0, 4)
         ]
         if arm not in ("priced", SETTING):
             assert min(ratios) < 0.99, (arm, ratios)
-    in_time = [_mean(_of(tried, arm, "24"), "good_per_s") for arm in (SETTING, "priced")]
-    served = [served_percent(_of(tried, arm, "24")) for arm in (SETTING, "priced")]
+    in_time = [_mean(_of(runs, arm, "24"), "good_per_s") for arm in (SETTING, "priced")]
+    served = [served_percent(_of(runs, arm, "24")) for arm in (SETTING, "priced")]
     shorter = [
         served_percent(_of(_rows(name), arm, "24"))
         for name, arm in (("rules-bound", "overhead-0.1"), ("rules", "priced"))
@@ -171,3 +187,22 @@ def test_what_was_tried_against_it_follows_from_its_lines() -> None:
         f"[{shorter[0]:.0f} where it is {shorter[1]:.0f}](simulated-rules.md",
     ):
         assert words in text, words
+
+
+def test_what_the_simulators_page_says_the_tier_changed_follows_from_lines() -> None:
+    rows = [row for row in _rows("think") if row["arm"] == OURS]
+    before = [row for row in _rows("think-tried") if row["arm"] == "priced"]
+    shares = [
+        100
+        * _mean(
+            [row for row in of if row["sessions"] == level and int(row["draw"]) <= 4],
+            "within_objective",
+        )
+        for of in (rows, before)
+        for level in LEVELS
+    ]
+    carries = statistics.fmean(carried_by_draw(rows, "within_objective"))
+    assert (
+        "With a minute of thinking ours with 16 and 24 sessions has {:.0f} and {:.0f} % of turns "
+        "in time where it was {:.0f} and {:.0f} %, and [carries {:.1f}](results/simulated-think.md)"
+    ).format(*shares, carries) in (RESULTS.parent / "simulator.md").read_text()

@@ -383,6 +383,25 @@ def test_the_page_of_smaller_chunks_follows_from_its_lines() -> None:
         if kept == "chunks":
             three = (*peers[:2], ours)
             _says_what_flags_do([mean[arm] for arm in three], rows, three)
+        if kept == "chunks-h200":
+            assert (
+                f"with all the memory of an H200 {ratios[0]:.2f} and {ratios[1]:.2f} times."
+            ) in PAGE.read_text()
+        if kept == "chunks-think":
+            behind = statistics.fmean(agents(rows, f"{vllm}-residency chunk 4096"))
+            assert (
+                f"vLLM carries {mean[peers[0]]:.1f} in place of {mean[vllm]:.1f} ({behind:.1f} "
+                f"behind residency), SGLang with mixed chunks of 4,096 {mean[peers[1]]:.1f}, ours "
+                f"{mean[ours]:.1f}."
+            ) in text
+            assert (
+                f"with a minute of thinking {ratios[0]:.2f} and {ratios[1]:.2f}, with"
+            ) in PAGE.read_text()
+            assert (
+                f"[vLLM carries {mean[peers[0]]:.1f}](simulated-chunks.md), and SGLang with "
+                f"`--enable-mixed-chunk` {mean[peers[1]]:.1f}: ours is {ratios[0]:.2f} and "
+                f"{ratios[1]:.2f} times those."
+            ) in (RESULTS / "simulated-think.md").read_text()
 
 
 def _says_what_flags_do(carry: list[float], rows: list[Row], arms: Sequence[str]) -> None:
