@@ -118,6 +118,8 @@ pub(super) struct Site {
     pub kv_capacity_tokens: Option<u64>,
     /// What its engine holds for requests that are not ours.
     pub external_tokens: u64,
+    /// It has a prompt to prefill that a request of ours brought.
+    pub is_prefilling: bool,
     /// The engine tells what it holds.
     pub is_exact: bool,
     /// Finished prompts stay in its cache.
@@ -475,12 +477,16 @@ impl Residency {
     }
 
     fn view<'a>(&'a self, site: &Site, places: &'a [Place], now_s: f64) -> WorkerView<'a> {
+        let is_working = self.turns_on(site) > 0 || site.external_tokens > 0;
         WorkerView {
             slot: site.slot,
             now_s,
             kv_capacity_tokens: site.kv_capacity_tokens.unwrap_or(u64::MAX),
             booked_tokens: self.holds.get(site.slot).map_or(0, Hold::booked_tokens),
-            is_working: self.turns_on(site) > 0 || site.external_tokens > 0,
+            is_working,
+            is_prefilling: site.is_prefilling
+                || (is_working && !site.prefills)
+                || site.external_tokens > 0,
             places,
             gaps: &self.gaps,
         }

@@ -653,9 +653,10 @@ impl Residency {
 
 #[cfg(test)]
 mod tests {
-    use crate::fleet::Admit;
     use crate::fleet::residency::testing::{add, fleet_under, turn};
+    use crate::fleet::{Admit, Outcome};
     use serde_json::{Value, json};
+    use std::sync::atomic::Ordering;
 
     /// How many times longer turns may wait while one waits that wants half of what the worker holds.
     fn bound_scale(rule: &Value, kv_tokens: u32, host_kv_tokens: Option<u32>) -> f64 {
@@ -676,6 +677,45 @@ mod tests {
         let scale = state.residency.bound_scale(&sites);
         drop((state, placed, waits));
         scale
+    }
+
+    /// Whether a third session is let in at once where an idle one has to go for it and the second answers,
+    /// its prompt prefilled or not.
+    fn goes_at_once(rule: &Value, is_prefilled: bool) -> bool {
+        let (fleet, clock_ms) = fleet_under(rule);
+        add(
+            &fleet,
+            json!({"id": "w", "url": "http://w:1", "kv_capacity_tokens": 100_000}),
+        );
+        let placed = |session, length| match fleet.admit(&turn(&fleet, session, length), &[], || ())
+        {
+            Admit::Placed(mut reservation) => {
+                reservation.streams();
+                reservation
+            }
+            _ => panic!("not placed"),
+        };
+        let mut first = placed(0, 25_000);
+        first.output(1);
+        clock_ms.fetch_add(500, Ordering::Relaxed);
+        first.finish(Outcome::Ok, Some(200), None);
+        let mut second = placed(1, 40_000);
+        if is_prefilled {
+            second.output(1);
+        }
+        clock_ms.fetch_add(500, Ordering::Relaxed);
+        let third = fleet.admit(&turn(&fleet, 2, 40_000), &[], || ());
+        let goes = matches!(third, Admit::Placed(_));
+        drop((third, second));
+        goes
+    }
+
+    #[test]
+    fn an_idle_prefill_is_used_for_who_waits_where_that_is_asked_for() {
+        let asked = json!({"prefill_idle_recompute_s": 1, "cold_tokens": 50_000});
+        assert!(goes_at_once(&asked, true));
+        assert!(!goes_at_once(&asked, false), "it has something to prefill");
+        assert!(!goes_at_once(&json!({"cold_tokens": 50_000}), true));
     }
 
     #[test]

@@ -56,6 +56,9 @@ pub struct WorkerView<'a> {
     pub booked_tokens: u64,
     /// A turn is in flight there, or its engine holds something for requests that are not the router's.
     pub is_working: bool,
+    /// It has a prompt to prefill, or its engine holds something for requests that are not the router's. Of one whose
+    /// prompts another worker prefills: a turn is in flight there.
+    pub is_prefilling: bool,
     pub places: &'a [Place],
     pub gaps: &'a Gaps,
 }
@@ -347,6 +350,7 @@ pub(super) mod testing {
             kv_capacity_tokens: 100_000,
             booked_tokens: places.iter().map(|place| place.tokens).sum(),
             is_working: true,
+            is_prefilling: true,
             places,
             gaps,
         }

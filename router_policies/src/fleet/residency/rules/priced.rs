@@ -17,7 +17,7 @@ pub const INFO: Info = Info {
            has had its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), or, while \
            the oldest wait goes from half of wait_bound_s to all of it (both as many times longer as those that wait \
            want what fits on all workers, and at least as long as computing all that a worker's GPU holds takes wait_bound_fills times), for a time that shrinks to \
-           g*/pressed_overhead and never below, or (c) the worker has no turn in flight and computes the place again within cheap_recompute_s, \
+           g*/pressed_overhead and never below, or (c) the worker has no turn in flight and computes the place again within cheap_recompute_s, or has nothing to prefill and computes it again within prefill_idle_recompute_s, \
            or (d) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as hold \
            slice_fill of what may be booked and as slice_tier_fill of the tier keeps the prompts of, their turns go first (those first that have not waited for late_after_s), and each slice lasts as long as (b) with what computing all of it again costs and \
            slice_overhead as the overhead under pressure. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
@@ -67,6 +67,11 @@ pub const INFO: Info = Info {
             name: "cheap_recompute_s",
             default: "0.5",
             meaning: "a place that is computed again in no more than this goes to one that waits while the worker has no turn in flight; 0 keeps it, and the worker idle",
+        },
+        ParamInfo {
+            name: "prefill_idle_recompute_s",
+            default: "0",
+            meaning: "a place that is computed again in no more than this goes to one that waits while the worker decodes and has nothing to prefill. Sessions of few turns and short prompts gain by 1, long ones that think for a minute lose",
         },
         ParamInfo {
             name: "slice_fill",
@@ -132,6 +137,11 @@ pub const INFO: Info = Info {
                     p.cheap_recompute_s >= 0.0,
                 ),
                 (
+                    "prefill_idle_recompute_s",
+                    "a number of 0 or more",
+                    p.prefill_idle_recompute_s >= 0.0,
+                ),
+                (
                     "slice_fill",
                     "a share above 0 and up to 1",
                     p.slice_fill > 0.0 && p.slice_fill <= 1.0,
@@ -169,6 +179,7 @@ struct Priced {
     wait_bound_fills: f64,
     reload_tokens_per_s: f64,
     cheap_recompute_s: f64,
+    prefill_idle_recompute_s: f64,
     slice_fill: f64,
     slice_tier_fill: f64,
     slice_overhead: f64,
@@ -187,6 +198,7 @@ impl Default for Priced {
             wait_bound_fills: 4.5,
             reload_tokens_per_s: 1_000_000.0,
             cheap_recompute_s: 0.5,
+            prefill_idle_recompute_s: 0.0,
             slice_fill: 0.55,
             slice_tier_fill: 0.8,
             slice_overhead: 0.2,
@@ -207,6 +219,14 @@ impl Priced {
     fn worth_s(&self, view: &WorkerView<'_>, place: &Place) -> f64 {
         let share = place.unshared_tokens.max(1) as f64 / view.kv_capacity_tokens.max(1) as f64;
         self.return_s(place) / share
+    }
+
+    /// Whether a worker that has nothing to do, or nothing to prefill, while turns wait loses more than
+    /// computing the place again costs.
+    fn idles_for_it(&self, view: &WorkerView<'_>, place: &Place) -> bool {
+        let idles = !view.is_working && place.recompute_s <= self.cheap_recompute_s;
+        let (bound_s, may_prefill) = (self.prefill_idle_recompute_s, !view.is_prefilling);
+        idles || (may_prefill && bound_s > 0.0 && place.recompute_s <= bound_s)
     }
 
     /// Q: how long it may keep the place from one that waits. Never so short that taking turns costs
@@ -272,8 +292,7 @@ impl Rule for Priced {
                 >= self.share_s(worth_s, self.pressed_overhead, oldest_wait_s, bound_scale)
             {
                 Some(GiveUp::HadItsShare)
-            // A worker that idles while turns wait loses more than so short a prefill costs.
-            } else if !view.is_working && place.recompute_s <= self.cheap_recompute_s {
+            } else if self.idles_for_it(view, place) {
                 Some(GiveUp::WorkerIdle)
             } else {
                 None
@@ -443,6 +462,30 @@ mod tests {
     }
 
     #[test]
+    fn a_worker_with_nothing_to_prefill_gives_up_what_it_computes_again_soon_if_asked_to() {
+        let gaps = Gaps::default();
+        let place = |key, recompute_s| Place {
+            gaps: quick(),
+            recompute_s,
+            ..idle(key, 25_000, 0.5)
+        };
+        let places = [place(1, 0.9), place(2, 1.1)];
+        let decodes_alone = WorkerView {
+            is_prefilling: false,
+            ..view(&places, &gaps)
+        };
+        let prefills = view(&places, &gaps);
+        let asked = (INFO.build)(json!({"prefill_idle_recompute_s": 1})).expect("a rule");
+        assert_eq!(
+            asked.may_give_up(&decodes_alone, WAITING),
+            [(1, GiveUp::WorkerIdle)]
+        );
+        assert_eq!(asked.may_give_up(&prefills, WAITING), []);
+        let unasked = (INFO.build)(json!({})).expect("a rule");
+        assert_eq!(unasked.may_give_up(&decodes_alone, WAITING), []);
+    }
+
+    #[test]
     fn a_place_to_which_nobody_comes_back_is_free_however_old_it_is() {
         let rule = (INFO.build)(json!({})).expect("a rule");
         let gaps = Gaps::default();
@@ -466,6 +509,10 @@ mod tests {
             (json!({"pressed_overhead": 0.05}), "pressed_overhead"),
             (json!({"late_factor": 0}), "late_factor"),
             (json!({"cheap_recompute_s": -1}), "cheap_recompute_s"),
+            (
+                json!({"prefill_idle_recompute_s": -1}),
+                "prefill_idle_recompute_s",
+            ),
             (json!({"slice_fill": 0}), "slice_fill"),
             (json!({"slice_fill": 1.1}), "slice_fill"),
             (json!({"late_after_s": -1}), "late_after_s"),
