@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +243,69 @@ def test_the_readme_repeats_the_page() -> None:
     paced, elastic = (number(row("requests/s")[at]) for at in (3, 4))
     assert f"({paced:.3f} and {elastic:.3f} a second" in readme
     assert f"served {paced / elastic:.1f} times the requests" in readme
+
+
+ASKED = "priced, prefill_idle_recompute_s 1"
+
+
+def residency_on_the_profile() -> dict[tuple[str, str], list[dict[str, str]]]:
+    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    with (RESULTS / "simulated" / "glm-residency.csv").open() as file:
+        for line in csv.DictReader(file):
+            found.setdefault((line["arm"], line["sessions"]), []).append(line)
+    assert {len(runs) for runs in found.values()} == {8}
+    return found
+
+
+def in_time_a_second(runs: list[dict[str, str]]) -> float:
+    return statistics.mean(float(r["requests_per_s"]) * float(r["within_objective"]) for r in runs)
+
+
+def mean_of(runs: list[dict[str, str]], key: str) -> float:
+    return statistics.mean(float(r[key]) for r in runs)
+
+
+@pytest.mark.parametrize(
+    ("title", "form", "value"),
+    [
+        ("turns within the objective a second", "{:.3f}", in_time_a_second),
+        ("requests/s", "{:.2f}", lambda runs: mean_of(runs, "requests_per_s")),
+        ("turns within the objective", "{:.0%}", lambda runs: mean_of(runs, "within_objective")),
+        ("TTFT p90, s", "{:.1f}", lambda runs: mean_of(runs, "ttft_p90_s")),
+        ("prompt tokens from cache", "{:.2f}", lambda runs: mean_of(runs, "cached_share")),
+    ],
+)
+def test_the_tables_of_residency_on_the_profile_are_the_means_of_their_lines(
+    title: str, form: str, value: Callable[[list[dict[str, str]]], float]
+) -> None:
+    runs, text = residency_on_the_profile(), PAGE.read_text()
+    table = text[text.index(f"| residency on the profile: {title} |") :].split("\n\n")[0]
+    head, _, *rest = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+    ]
+    assert len(rest) == 3
+    for arm, *cells in rest:
+        name = arm.replace("`", "")
+        assert cells == [form.format(value(runs[name, at])).replace("%", " %") for at in head[1:]]
+
+
+def test_what_the_page_says_of_residency_on_the_profile() -> None:
+    runs, text = residency_on_the_profile(), PAGE.read_text()
+
+    def ratio(one: str, other: str, at: str) -> float:
+        return in_time_a_second(runs[one, at]) / in_time_a_second(runs[other, at])
+
+    fits = [100 * (ratio("off", "priced", at) - 1) for at in ("4", "8", "12", "16")]
+    assert f"by {min(fits):.0f} to {max(fits):.0f} %" in text
+    assert f"`priced` has {100 * (ratio('priced', 'off', '24') - 1):.0f} % more" in text
+    gains = [100 * (ratio(ASKED, "priced", at) - 1) for at in ("4", "8", "12", "16", "24")]
+    assert min(gains) > -0.1
+    assert f"up to {max(gains):.0f} % more turns in time a second than without" in text
+    shorter = [
+        100
+        * (1 - mean_of(runs[ASKED, at], "ttft_p90_s") / mean_of(runs["priced", at], "ttft_p90_s"))
+        for at in ("8", "12", "16", "24")
+    ]
+    assert f"a TTFT p90 {min(shorter):.0f} to {max(shorter):.0f} % shorter" in text
+    least = min(ratio(ASKED, "off", at) for at in ("4", "8", "12", "16", "24"))
+    assert f"at most {100 * (1 - least):.0f} % fewer turns in time than `off`" in text
