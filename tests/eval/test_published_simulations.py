@@ -178,8 +178,6 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         row
         for name in (*names, "tier-bound", "tier-kept", "reload-price", "sessions-a-gpu")
         for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
-        # vLLM's lines of the other page are of constants that those before are not of.
-        if not (name == "sessions-a-gpu" and row["arm"] == vllm)
     ]
     said = re.findall(r"\| ([^|]+), (\d+) in flight \| (.* →.*) \|\n", PAGE.read_text())
     # Draws 1 to 4 as they are now stand in the lines of other pages.
@@ -211,7 +209,7 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
         "think 60 s, SGLang": (f"{paced} {MINUTE}, {ANY}", f"{paced} {MINUTE}"),
         "think 60 s, vLLM": (f"{vllm} {MINUTE}, {ANY}", f"{vllm} {MINUTE}"),
         "kept, SGLang": (f"{paced} {ANY}", f"{paced} {KEPT}"),
-        "kept, vLLM": (f"{vllm} {BOUND}", f"{vllm} {KEPT}"),
+        "kept, vLLM": (f"{vllm} {ANY}", f"{vllm} {KEPT}"),
         "kept, bf16": (f"{bf16} {ANY}", f"{bf16} {KEPT}"),
         "copied beside, SGLang": (f"{paced} {KEPT}", paced),
         "copied beside, vLLM": (f"{vllm} {KEPT}", vllm),
@@ -352,6 +350,91 @@ def test_the_tails_of_waits_follow_from_their_lines() -> None:
     assert f"95 % within {longer[0][0]:.0f} and {longer[1][0]:.0f} s" in page
     assert f"99 % within {longer[0][2]:.0f} s" in page
     assert longer[1][2] > 595
+
+
+def test_what_the_price_of_a_reload_brings_follows_from_its_lines() -> None:
+    paced, vllm, bf16 = (
+        "sglang-fp8-host-paced-residency",
+        "vllm-fp8-host-residency",
+        "sglang-host-residency",
+    )
+    names = ("tier-kept", "reload-price", "sessions-a-gpu", "sessions-a-gpu-h200")
+    lines = {name: read_rows(PAGE.parent / f"simulated/{name}.csv") for name in names}
+    lines["sessions-a-gpu-h200"] = [
+        row | {"arm": f"{paced} H200"}
+        for row in lines["sessions-a-gpu-h200"]
+        if row["arm"] == paced
+    ]
+    rows = [row for name in names for row in lines[name]]
+    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
+
+    def change(column: str, before: str, now: str, sessions: str, draws: range) -> float:
+        both = []
+        for arm in (before, now):
+            of = [
+                float(row[column])
+                for row in rows
+                if (row["arm"], row["sessions"]) == (arm, sessions) and int(row["draw"]) in draws
+            ]
+            assert len(of) == len(draws), (arm, sessions)
+            both.append(statistics.fmean(of))
+        return both[1] / both[0] - 1 if column == "requests_per_s" else both[1] - both[0]
+
+    def points(before: str, now: str, *levels: str) -> list[int]:
+        """Of turns in time, by level and half of the draws."""
+        halves = itertools.product(levels, (range(1, 5), range(5, 9)))
+        return [
+            round(100 * change("within_objective", before, now, at, half)) for at, half in halves
+        ]
+
+    def least_to_most(of: list[int]) -> str:
+        return f"{words[min(of)]} to {words[max(of)]}"
+
+    def percent(before: str, now: str, sessions: str) -> int:
+        return round(100 * change("requests_per_s", before, now, sessions, range(1, 9)))
+
+    kept = f"{paced} {KEPT}"
+    sixteen = points(kept, paced, "16")
+    assert max(sixteen) == 0
+    of_h200 = points(f"{paced} H200 {KEPT}", f"{paced} H200", "16", "20", "24")
+    ten, many = points(f"{vllm} {KEPT}", vllm, "10", "12"), points(f"{vllm} {KEPT}", vllm, "24")
+    longer = (f"{vllm} {MINUTE}", f"{vllm} {MINUTE}, {BESIDE}")
+    fewer = [-value for value in points(*longer, "16")]
+    of_bf16 = points(f"{bf16} {KEPT}", bf16, "8", "10", "12", "16", "24")
+    assert (
+        f"twelve sessions {least_to_most(points(kept, paced, '12'))} turns of a hundred more are "
+        f"in time at {percent(kept, paced, '12')} % more requests/s, with 24 "
+        f"{least_to_most(points(kept, paced, '24'))} more**, on both halves of the draws; with 16 "
+        f"up to {words[-min(sixteen)]} fewer. With all the memory of an H200 "
+        f"{least_to_most(of_h200)} more from 16 sessions on. vLLM with ten and twelve "
+        f"{least_to_most(ten)} more, and with 24 {words[-many[0]]} fewer on one half and "
+        f"{words[many[1]]} more on the other; with a minute of thinking and 16 sessions it has "
+        f"{least_to_most(fewer)} fewer, and {-percent(*longer, '16')} % fewer requests/s. bf16 KV "
+        f"with a tier between {words[-min(of_bf16)]} fewer and {words[max(of_bf16)]} more,"
+    ) in PAGE.read_text()
+
+
+def test_the_tails_of_a_bound_by_the_tier_follow_from_their_lines() -> None:
+    rows = read_rows(PAGE.parent / "simulated/tier-kept-waits.csv", COLUMNS)
+
+    def tail(arm: str, sessions: str) -> float:
+        of = [row for row in rows if (row["arm"], row["sessions"]) == (arm, sessions)]
+        assert len({row["draw"] for row in of}) == 8
+        return waits(of, (0.99,))[0]
+
+    now, before = (
+        [
+            f"{tail(f'{arm} {variant}', at):.0f}"
+            for arm in ("sglang-fp8-host-paced-residency", "vllm-fp8-host-residency")
+            for at in ("16", "24")
+        ]
+        for variant in (MINUTE, f"{MINUTE}, {ANY}")
+    )
+    assert (
+        f"99 % have their first token within {now[0]} s with SGLang and 16 sessions, and within "
+        f"{now[1]} s with 24 (before: {before[0]} and {before[1]} s), with vLLM within {now[2]} "
+        f"and {now[3]} s ({before[2]} and {before[3]})."
+    ) in PAGE.read_text()
 
 
 def test_which_part_of_slices_brings_what() -> None:

@@ -264,7 +264,10 @@ def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
         {arm: statistics.fmean(agents(of, arm)) for arm in (paced, host, "sglang", "vllm")}
         for of in (rows, shorter)
     )
-    apart = [a - b for a, b in zip(agents(rows, paced), agents(rows, host), strict=True)]
+    both_by_draw = list(zip(agents(rows, paced), agents(rows, host), strict=True))
+    apart = [f"{ours - theirs:.1f}" for ours, theirs in both_by_draw]
+    by_draw = ", ".join(f"{ours:.1f} and {theirs:.1f}" for ours, theirs in both_by_draw)
+    more = f"{now[paced] / before[paced]:.2f} to {now[host] / before[host]:.2f} times as many"
     words = [
         f"carries {now[paced]:.1f} sessions where it is {before[paced]:.1f}",
         f"same memory {now[host]:.1f} where it is {before[host]:.1f}",
@@ -278,11 +281,8 @@ def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
             f"{now[paced] / now['sglang']:.1f} times SGLang and "
             f"{now[paced] / now['vllm']:.1f} times vLLM"
         ),
-        f"in the others by {apart[1]:.1f} and {apart[2]:.1f}",
-        f"by {apart[0]:.1f} and {apart[3]:.1f} "
-        "({0[0]:.1f} and {1[0]:.1f}, {0[3]:.1f} and {1[3]:.1f})".format(
-            agents(rows, paced), agents(rows, host)
-        ),
+        f"differ by {', '.join(apart[:3])} and {apart[3]} ({by_draw}).",
+        f"**{more} sessions with FP8 KV and a host tier;",
     ]
     for column, scale, form in (
         ("within_objective", 100, ".0f"),
@@ -307,6 +307,7 @@ def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
     ]
     assert [word for word in words if word not in text] == []
     assert (
+        f"[a GPU carries {more}](simulated-think.md): "
         f"{now[paced]:.1f} with all of it in place of {before[paced]:.1f}, "
         f"{now[host]:.1f} with vLLM and the same memory in place of {before[host]:.1f} (simulated)"
     ) in PAGE.read_text()
@@ -384,9 +385,20 @@ def test_the_page_of_smaller_chunks_follows_from_its_lines() -> None:
             three = (*peers[:2], ours)
             _says_what_flags_do([mean[arm] for arm in three], rows, three)
         if kept == "chunks-h200":
+            shorter = read_rows(SIMULATED)
+            stock = (sglang, vllm)
+            half = [statistics.fmean(agents(shorter, arm)) for arm in stock]
+            full = [statistics.fmean(agents(rows, arm)) for arm in stock]
+            carry = f"{mean[peers[0]]:.1f}"
+            for words in (
+                f"with all the memory of an H200 {ratios[0]:.2f} and {ratios[1]:.2f} times.",
+                "from {:.1f} and {:.1f} sessions to {:.1f} and {:.1f} only".format(*half, *full),
+                f"vLLM carries {carry} and SGLang with its own mixed chunks {mean[peers[1]]:.1f}:",
+            ):
+                assert words in PAGE.read_text(), words
             assert (
-                f"with all the memory of an H200 {ratios[0]:.2f} and {ratios[1]:.2f} times."
-            ) in PAGE.read_text()
+                f"vLLM in chunks of 4,096 {carry} where it is {mean[vllm]:.1f} with 8,192."
+            ) in text
         if kept == "chunks-think":
             behind = statistics.fmean(agents(rows, f"{vllm}-residency chunk 4096"))
             assert (
