@@ -438,16 +438,20 @@ mod tests {
         );
     }
 
-    #[test]
-    fn an_idle_worker_gives_up_what_it_computes_again_at_once() {
-        let gaps = Gaps::default();
-        let place = |key, recompute_s| Place {
+    /// Of a session that comes back at once, computed again in so long.
+    fn quick_place(key: Key, recompute_s: f64) -> Place {
+        Place {
             gaps: quick(),
             recompute_s,
             ..idle(key, 25_000, 0.5)
-        };
+        }
+    }
+
+    #[test]
+    fn an_idle_worker_gives_up_what_it_computes_again_at_once() {
+        let gaps = Gaps::default();
         // The prompt of a small model, and one that takes seconds.
-        let places = [place(1, 0.4), place(2, 4.5)];
+        let places = [quick_place(1, 0.4), quick_place(2, 4.5)];
         let busy = view(&places, &gaps);
         let idle_worker = WorkerView {
             is_working: false,
@@ -464,12 +468,7 @@ mod tests {
     #[test]
     fn a_worker_with_nothing_to_prefill_gives_up_what_it_computes_again_soon_if_asked_to() {
         let gaps = Gaps::default();
-        let place = |key, recompute_s| Place {
-            gaps: quick(),
-            recompute_s,
-            ..idle(key, 25_000, 0.5)
-        };
-        let places = [place(1, 0.9), place(2, 1.1)];
+        let places = [quick_place(1, 0.9), quick_place(2, 1.1)];
         let decodes_alone = WorkerView {
             is_prefilling: false,
             ..view(&places, &gaps)
