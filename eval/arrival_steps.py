@@ -101,10 +101,11 @@ def alone_overhead_s(rows: Sequence[Row], prefill: Fit) -> float | None:
     did, tokens and pairs at the speed of `prefill`. None of too few rows."""
     _, token_s, pair_s = prefill.constants
     besides = [
-        (took_s - tokens * token_s - pairs * pair_s, chunks)
+        (besides_s, chunks)
         for chunks, tokens, pairs, took_s in rows
+        for besides_s in [took_s - tokens * token_s - pairs * pair_s]
         # Longer by more than a chunk may be: others were computed in between.
-        if took_s - tokens * token_s - pairs * pair_s < chunks * _LONGEST_OVERHEAD_S
+        if besides_s < chunks * _LONGEST_OVERHEAD_S
     ]
     if len(besides) < _LEAST_ALONE:
         return None

@@ -165,6 +165,9 @@ def test_the_table_of_weights_follows_from_its_runs() -> None:
 HALF = "half in flight, 0.45, 0.2"
 ONCE = "prompt at once"
 BOUND = "bound by the GPU"
+PACED = "sglang-fp8-host-paced-residency"
+VLLM = "vllm-fp8-host-residency"
+BF16 = "sglang-host-residency"
 ANY = "any number"
 KEPT = "kept"
 BESIDE = "copied beside"
@@ -173,7 +176,6 @@ MINUTE = "think 60 s"
 
 def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() -> None:
     names = ("kept-free", "idle-worker", "in-time-first", "half-in-flight", "prompt-at-once")
-    paced, vllm = "sglang-fp8-host-paced-residency", "vllm-fp8-host-residency"
     runs = [
         row
         for name in (*names, "tier-bound", "tier-kept", "reload-price", "sessions-a-gpu")
@@ -183,40 +185,40 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
     # Draws 1 to 4 as they are now stand in the lines of other pages.
     for name, variant in (("think", f"{MINUTE}, {BESIDE}"), ("sessions-a-gpu-h200", "H200")):
         runs += [
-            row | {"arm": f"{paced} {variant}"}
+            row | {"arm": f"{PACED} {variant}"}
             for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
-            if row["arm"] == paced
+            if row["arm"] == PACED
         ]
-    no_tier, bf16 = "sglang-residency", "sglang-host-residency"
+    no_tier = "sglang-residency"
     arms = {
-        "FP8, paced": (f"{paced} before", f"{paced} then"),
-        "bf16": (f"{bf16} before", f"{bf16} then"),
+        "FP8, paced": (f"{PACED} before", f"{PACED} then"),
+        "bf16": (f"{BF16} before", f"{BF16} then"),
         "no tier": (f"{no_tier} then", f"{no_tier} three chunks free"),
         "busy share": (f"{no_tier} then", f"{no_tier} price by busy share"),
         "return in 1 s": (f"{no_tier} then", f"{no_tier} idle worker, return in 1 s"),
-        "return in 1 s, FP8, paced": (f"{paced} then", f"{paced} idle worker, return in 1 s"),
-        "in time first, SGLang": (f"{paced} by arrival", f"{paced} in time first"),
-        "in time first, vLLM": (f"{vllm} by arrival", f"{vllm} in time first"),
-        "short ones go along": (f"{paced} nobody goes along", f"{paced} in time first"),
-        "half in flight, SGLang": (f"{paced} in time first", f"{paced} {HALF}"),
-        "half in flight, vLLM": (f"{vllm} in time first", f"{vllm} {HALF}"),
-        "prompt at once, SGLang": (f"{paced} {HALF}", f"{paced} {ONCE}"),
-        "prompt at once, vLLM": (f"{vllm} {HALF}", f"{vllm} {ONCE}"),
-        "prompt at once, bf16": (f"{bf16} {HALF}", f"{bf16} {ONCE}"),
-        "bound by the GPU, SGLang": (f"{paced} {ONCE}", f"{paced} {BOUND}"),
-        "bound by the GPU, vLLM": (f"{vllm} {ONCE}", f"{vllm} {BOUND}"),
-        "bound by the GPU, bf16": (f"{bf16} {ONCE}", f"{bf16} {BOUND}"),
-        "think 60 s, SGLang": (f"{paced} {MINUTE}, {ANY}", f"{paced} {MINUTE}"),
-        "think 60 s, vLLM": (f"{vllm} {MINUTE}, {ANY}", f"{vllm} {MINUTE}"),
-        "kept, SGLang": (f"{paced} {ANY}", f"{paced} {KEPT}"),
-        "kept, vLLM": (f"{vllm} {ANY}", f"{vllm} {KEPT}"),
-        "kept, bf16": (f"{bf16} {ANY}", f"{bf16} {KEPT}"),
-        "copied beside, SGLang": (f"{paced} {KEPT}", paced),
-        "copied beside, vLLM": (f"{vllm} {KEPT}", vllm),
-        "copied beside, bf16": (f"{bf16} {KEPT}", bf16),
-        "think 60 s, copied beside, SGLang": (f"{paced} {MINUTE}", f"{paced} {MINUTE}, {BESIDE}"),
-        "think 60 s, copied beside, vLLM": (f"{vllm} {MINUTE}", f"{vllm} {MINUTE}, {BESIDE}"),
-        "an H200's memory, SGLang": (f"{paced} H200 {KEPT}", f"{paced} H200"),
+        "return in 1 s, FP8, paced": (f"{PACED} then", f"{PACED} idle worker, return in 1 s"),
+        "in time first, SGLang": (f"{PACED} by arrival", f"{PACED} in time first"),
+        "in time first, vLLM": (f"{VLLM} by arrival", f"{VLLM} in time first"),
+        "short ones go along": (f"{PACED} nobody goes along", f"{PACED} in time first"),
+        "half in flight, SGLang": (f"{PACED} in time first", f"{PACED} {HALF}"),
+        "half in flight, vLLM": (f"{VLLM} in time first", f"{VLLM} {HALF}"),
+        "prompt at once, SGLang": (f"{PACED} {HALF}", f"{PACED} {ONCE}"),
+        "prompt at once, vLLM": (f"{VLLM} {HALF}", f"{VLLM} {ONCE}"),
+        "prompt at once, bf16": (f"{BF16} {HALF}", f"{BF16} {ONCE}"),
+        "bound by the GPU, SGLang": (f"{PACED} {ONCE}", f"{PACED} {BOUND}"),
+        "bound by the GPU, vLLM": (f"{VLLM} {ONCE}", f"{VLLM} {BOUND}"),
+        "bound by the GPU, bf16": (f"{BF16} {ONCE}", f"{BF16} {BOUND}"),
+        "think 60 s, SGLang": (f"{PACED} {MINUTE}, {ANY}", f"{PACED} {MINUTE}"),
+        "think 60 s, vLLM": (f"{VLLM} {MINUTE}, {ANY}", f"{VLLM} {MINUTE}"),
+        "kept, SGLang": (f"{PACED} {ANY}", f"{PACED} {KEPT}"),
+        "kept, vLLM": (f"{VLLM} {ANY}", f"{VLLM} {KEPT}"),
+        "kept, bf16": (f"{BF16} {ANY}", f"{BF16} {KEPT}"),
+        "copied beside, SGLang": (f"{PACED} {KEPT}", PACED),
+        "copied beside, vLLM": (f"{VLLM} {KEPT}", VLLM),
+        "copied beside, bf16": (f"{BF16} {KEPT}", BF16),
+        "think 60 s, copied beside, SGLang": (f"{PACED} {MINUTE}", f"{PACED} {MINUTE}, {BESIDE}"),
+        "think 60 s, copied beside, vLLM": (f"{VLLM} {MINUTE}", f"{VLLM} {MINUTE}, {BESIDE}"),
+        "an H200's memory, SGLang": (f"{PACED} H200 {KEPT}", f"{PACED} H200"),
     }
     assert Counter(label for label, _, _ in said) == {
         "FP8, paced": 5,
@@ -271,11 +273,6 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
 
 def test_what_a_bound_by_the_tier_brings_follows_from_its_lines() -> None:
     rows = read_rows(PAGE.parent / "simulated/tier-kept.csv")
-    paced, vllm, bf16 = (
-        "sglang-fp8-host-paced-residency",
-        "vllm-fp8-host-residency",
-        "sglang-host-residency",
-    )
     halves = (range(1, 5), range(5, 9))
 
     def mean(arm: str, sessions: str, draws: range, column: str) -> float:
@@ -303,14 +300,14 @@ def test_what_a_bound_by_the_tier_brings_follows_from_its_lines() -> None:
         )
         return [points, [100 * (now / then - 1) for now, then in zip(*both, strict=True)]]
 
-    found = [brings(arm, MINUTE, f"{MINUTE}, {ANY}", ("16", "24")) for arm in (paced, vllm)]
+    found = [brings(arm, MINUTE, f"{MINUTE}, {ANY}", ("16", "24")) for arm in (PACED, VLLM)]
     points, rates = ([value for part in found for value in part[at]] for at in (0, 1))
     text = PAGE.read_text()
     assert (
         f"16 and 24 sessions have {min(points):.0f} to {max(points):.0f} points more turns in "
         f"time, at {min(rates):.0f} to {max(rates):.0f} % more requests/s**"
     ) in text
-    points, rates = brings(bf16, KEPT, ANY, ("8", "12", "16", "24"))
+    points, rates = brings(BF16, KEPT, ANY, ("8", "12", "16", "24"))
     most = max(points)
     assert points.index(most) == 5, "16 sessions, draws 5 to 8"
     assert f"{most:.0f}" == "9"
@@ -318,7 +315,7 @@ def test_what_a_bound_by_the_tier_brings_follows_from_its_lines() -> None:
     assert f"{sorted(points)[-2]:.0f}" == "4"
     assert f"requests/s {-min(rates):.0f} % fewer to {max(rates):.0f} % more." in text
     good = (
-        [mean(f"{paced} {MINUTE}{which}", at, range(1, 9), "good") for which in ("", f", {ANY}")]
+        [mean(f"{PACED} {MINUTE}{which}", at, range(1, 9), "good") for which in ("", f", {ANY}")]
         for at in ("16", "24")
     )
     more = [now / before for now, before in good]
@@ -333,7 +330,7 @@ def test_what_a_bound_by_the_tier_brings_follows_from_its_lines() -> None:
 def test_the_tails_of_waits_follow_from_their_lines() -> None:
     rows = read_rows(PAGE.parent / "simulated/waits.csv", COLUMNS)
     page = PAGE.read_text()
-    arms = {"SGLang": "sglang-fp8-host-paced-residency", "vLLM": "vllm-fp8-host-residency"}
+    arms = {"SGLang": PACED, "vLLM": VLLM}
 
     def tail(arm: str, sessions: str) -> list[float]:
         of = [row for row in rows if (row["arm"], row["sessions"]) == (arm, sessions)]
@@ -353,17 +350,12 @@ def test_the_tails_of_waits_follow_from_their_lines() -> None:
 
 
 def test_what_the_price_of_a_reload_brings_follows_from_its_lines() -> None:
-    paced, vllm, bf16 = (
-        "sglang-fp8-host-paced-residency",
-        "vllm-fp8-host-residency",
-        "sglang-host-residency",
-    )
     names = ("tier-kept", "reload-price", "sessions-a-gpu", "sessions-a-gpu-h200")
     lines = {name: read_rows(PAGE.parent / f"simulated/{name}.csv") for name in names}
     lines["sessions-a-gpu-h200"] = [
-        row | {"arm": f"{paced} H200"}
+        row | {"arm": f"{PACED} H200"}
         for row in lines["sessions-a-gpu-h200"]
-        if row["arm"] == paced
+        if row["arm"] == PACED
     ]
     rows = [row for name in names for row in lines[name]]
     words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
@@ -393,18 +385,18 @@ def test_what_the_price_of_a_reload_brings_follows_from_its_lines() -> None:
     def percent(before: str, now: str, sessions: str) -> int:
         return round(100 * change("requests_per_s", before, now, sessions, range(1, 9)))
 
-    kept = f"{paced} {KEPT}"
-    sixteen = points(kept, paced, "16")
+    kept = f"{PACED} {KEPT}"
+    sixteen = points(kept, PACED, "16")
     assert max(sixteen) == 0
-    of_h200 = points(f"{paced} H200 {KEPT}", f"{paced} H200", "16", "20", "24")
-    ten, many = points(f"{vllm} {KEPT}", vllm, "10", "12"), points(f"{vllm} {KEPT}", vllm, "24")
-    longer = (f"{vllm} {MINUTE}", f"{vllm} {MINUTE}, {BESIDE}")
+    of_h200 = points(f"{PACED} H200 {KEPT}", f"{PACED} H200", "16", "20", "24")
+    ten, many = points(f"{VLLM} {KEPT}", VLLM, "10", "12"), points(f"{VLLM} {KEPT}", VLLM, "24")
+    longer = (f"{VLLM} {MINUTE}", f"{VLLM} {MINUTE}, {BESIDE}")
     fewer = [-value for value in points(*longer, "16")]
-    of_bf16 = points(f"{bf16} {KEPT}", bf16, "8", "10", "12", "16", "24")
+    of_bf16 = points(f"{BF16} {KEPT}", BF16, "8", "10", "12", "16", "24")
     assert (
-        f"twelve sessions {least_to_most(points(kept, paced, '12'))} turns of a hundred more are "
-        f"in time at {percent(kept, paced, '12')} % more requests/s, with 24 "
-        f"{least_to_most(points(kept, paced, '24'))} more**, on both halves of the draws; with 16 "
+        f"twelve sessions {least_to_most(points(kept, PACED, '12'))} turns of a hundred more are "
+        f"in time at {percent(kept, PACED, '12')} % more requests/s, with 24 "
+        f"{least_to_most(points(kept, PACED, '24'))} more**, on both halves of the draws; with 16 "
         f"up to {words[-min(sixteen)]} fewer. With all the memory of an H200 "
         f"{least_to_most(of_h200)} more from 16 sessions on. vLLM with ten and twelve "
         f"{least_to_most(ten)} more, and with 24 {words[-many[0]]} fewer on one half and "
@@ -423,11 +415,7 @@ def test_the_tails_of_a_bound_by_the_tier_follow_from_their_lines() -> None:
         return waits(of, (0.99,))[0]
 
     now, before = (
-        [
-            f"{tail(f'{arm} {variant}', at):.0f}"
-            for arm in ("sglang-fp8-host-paced-residency", "vllm-fp8-host-residency")
-            for at in ("16", "24")
-        ]
+        [f"{tail(f'{arm} {variant}', at):.0f}" for arm in (PACED, VLLM) for at in ("16", "24")]
         for variant in (MINUTE, f"{MINUTE}, {ANY}")
     )
     assert (
@@ -445,15 +433,14 @@ def test_which_part_of_slices_brings_what() -> None:
         if int(row["draw"]) <= 4
     ]
     page = PAGE.read_text()
-    paced = "sglang-fp8-host-paced-residency"
     variants = {
-        "before: 0.65, 0.3": f"{paced} in time first",
+        "before: 0.65, 0.3": f"{PACED} in time first",
         "turns without a slice go too while less than half is in flight, 0.65, 0.3": (
-            f"{paced} turns without a slice, 0.65, 0.3"
+            f"{PACED} turns without a slice, 0.65, 0.3"
         ),
     }
     for setting in ("0.65, 0.3", "0.55, 0.3", "0.55, 0.2", "0.45, 0.2", "0.4, 0.2"):
-        variants[f"half in flight, {setting}"] = f"{paced} half in flight, {setting}"
+        variants[f"half in flight, {setting}"] = f"{PACED} half in flight, {setting}"
     for label, arm in variants.items():
         cells = []
         for sessions in ("12", "16", "24"):
