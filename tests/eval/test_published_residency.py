@@ -51,6 +51,14 @@ TABLES = (
         "vllm-4096-residency-sixteen",
         "vllm-4096-think-twelve",
     ),
+    (
+        "draw2-mixed-ten",
+        "draw2-ten",
+        "draw2-vllm-4096-ten",
+        "draw2-vllm-4096-residency-sixteen",
+        "draw2-sixteen",
+        "draw2-twentyfour",
+    ),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -82,6 +90,9 @@ README = (
     ("rules-priced-sixteen", "price-sixteen"),
     ("slices-twentyfour", "along-twentyfour", "half-twentyfour", "bound-twentyfour"),
 )
+# Where the page has ten sessions before ours, SGLang's mixed chunks and vLLM's of 4,096 tokens:
+# table and column, on draw 3 and on draw 2.
+TEN_BY_DRAW = (((11, 0), (17, 1)), ((16, 0), (17, 0)), ((16, 3), (17, 2)))
 COLUMNS = [
     (page, table, at, arm)
     for page, tables in (("residency.md", TABLES), ("laptop.md", LAPTOP_TABLES))
@@ -191,6 +202,7 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         (13, State.STEADY),
         (14, State.STEADY),
         (16, State.STEADY),
+        (17, State.STEADY),
     ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
@@ -367,6 +379,46 @@ def test_what_is_said_of_the_engines_own_chunks() -> None:
     assert "keeps {1} % of turns in time, ours {0} %, vLLM 71 to 74 %".format(*shares) in readme
 
 
+def test_what_is_said_of_ten_sessions_of_another_draw() -> None:
+    """Turns in time by both draws, what was late, and who still waited when the runs ended."""
+    text = (RESULTS / "residency.md").read_text()
+    page = text[text.index("## Ten sessions of another draw") :]
+
+    def in_time(*arms: str) -> tuple[int, int]:
+        measured = [r for arm in arms for r in lines(arm) if r["phase"] == "measure"]
+        good = [r for r in measured if not r["error"] and not any(_misses(r))]
+        return len(good), len(measured)
+
+    pairs = (
+        ("along-ten", "draw2-ten"),
+        ("mixed-ten", "draw2-mixed-ten"),
+        ("vllm-4096-ten", "draw2-vllm-4096-ten"),
+    )
+    (ours, of_ours), *others = (in_time(*pair) for pair in pairs)
+    said = f"{ours} turns in time of {of_ours} in 480 s, SGLang's mixed chunks {{}} of {{}}, vLLM"
+    assert said.format(*others[0]) + " {} of {}".format(*others[1]) in page
+    shares = [[number(row(at, "turns within the SLO")[i]) for at, i in of] for of in TEN_BY_DRAW]
+    first, second = zip(*shares, strict=True)
+    assert "ours keeps {:.0f} % of turns within".format(*second) in page
+    assert "mixed chunks {1:.0f} %, vLLM in the same chunks {2:.0f} %".format(*second) in page
+    assert "[{:.0f}, {:.0f}](".format(*first) in page
+    assert f"and {first[2]:.0f} %." in page
+    both = [in_time(arm)[0] for arm in ("draw2-sixteen", "draw2-vllm-4096-residency-sixteen")]
+    assert "{} and {} turns in time".format(*both) in page
+    for arm, late in (("draw2-mixed-ten", 32), ("draw2-vllm-4096-ten", 45)):
+        misses = [_misses(r) for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
+        assert [sum(of) for of in zip(*misses, strict=True)] == [late, 0, 0]
+    unserved = [
+        sum(r["phase"] == "measure" and r["first_token_s"] is None for r in lines(arm))
+        for arm in ("draw2-sixteen", "draw2-twentyfour")
+    ]
+    assert unserved == [2, 3]
+    rates = [number(cell) for cell in row(17, "requests/s")]
+    assert f"at {rates[5]:.3f} requests/s: {rates[5] / rates[1]:.1f} times those with ten" in page
+    waits_s = [number(row(17, "TTFT p50 of turns")[at]) for at in (0, 1)]
+    assert waits_s[0] / waits_s[1] > 5
+
+
 def _has_rows(page: str, columns: list[dict[str, Any]], *further: tuple[str, str]) -> None:
     """A row for each label, with what was found of each run."""
     for label, form in (
@@ -447,6 +499,7 @@ def test_what_is_said_of_the_noise_and_of_waits() -> None:
         ("think-sixteen", 38, 119, 7),
         ("price-sixteen", 31, 267, 9),
         ("vllm-4096-residency-sixteen", 42, 248, 5),
+        ("draw2-twentyfour", 10, 142, 5),
     ],
 )
 def test_how_long_the_unanswered_had_waited(
@@ -511,6 +564,9 @@ def test_what_is_said_of_prompt_tokens_a_second() -> None:
         ("think-sixteen", 225),
         ("price-sixteen", 23),
         ("vllm-4096-residency-sixteen", 20),
+        ("draw2-ten", 63),
+        ("draw2-mixed-ten", 16),
+        ("draw2-twentyfour", 68),
     ],
 )
 def test_how_long_the_longest_that_was_answered_waited(arm: str, most_s: int) -> None:
