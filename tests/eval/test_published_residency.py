@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from eval.rules_a_gpu import RECOMPUTED_TOKENS
+from eval.sessions_a_gpu import row_of
 from eval.steady import State, steadiness
 from tests.eval.published import RESULTS, decisions, lines, number, phases, run_of
 
@@ -69,26 +70,27 @@ LAPTOP_TABLES = (
     ("laptop-sglang-fill85-1", "laptop-sglang-fill85-2"),
     tuple(f"laptop-sglang-again{arm}-{run}" for arm in ("", "-residency") for run in (1, 2)),
 )
-# By row of the README's table, the runs that stand in it.
+# By row of the README's table, the runs that stand in it by sessions in flight.
 README = (
-    ("vllm-three",),
-    ("vllm-four",),
-    ("backfill-off",),
-    ("backfill-residency", "again-residency"),
-    ("vllm-fp8-host-eight",),
-    ("vllm-fp8-host-ten",),
-    ("vllm-fp8-host-twelve",),
-    ("vllm-fp8-host-residency-twelve",),
-    ("vllm-fp8-host-residency-twentyfour",),
-    ("vllm-4096-ten",),
-    ("vllm-4096-residency-sixteen",),
-    ("mixed-ten",),
-    ("mixed-sixteen",),
-    ("slices-eight",),
-    ("along-ten",),
-    ("slices-twelve", "along-twelve", "half-twelve"),
-    ("rules-priced-sixteen", "price-sixteen"),
-    ("slices-twentyfour", "along-twentyfour", "half-twentyfour", "bound-twentyfour"),
+    {3: "vllm-three", 4: "vllm-four"},
+    {12: "backfill-off"},
+    {12: "again-residency"},
+    {8: "vllm-fp8-host-eight", 10: "vllm-fp8-host-ten", 12: "vllm-fp8-host-twelve"},
+    {12: "vllm-fp8-host-residency-twelve", 24: "vllm-fp8-host-residency-twentyfour"},
+    {10: "vllm-4096-ten"},
+    {10: "draw2-vllm-4096-ten"},
+    {16: "vllm-4096-residency-sixteen"},
+    {16: "draw2-vllm-4096-residency-sixteen"},
+    {10: "mixed-ten", 16: "mixed-sixteen"},
+    {10: "draw2-mixed-ten"},
+    {
+        8: "slices-eight",
+        10: "along-ten",
+        12: "half-twelve",
+        16: "price-sixteen",
+        24: "bound-twentyfour",
+    },
+    {10: "draw2-ten", 16: "draw2-sixteen", 24: "draw2-twentyfour"},
 )
 # Where the page has ten sessions before ours, SGLang's mixed chunks and vLLM's of 4,096 tokens:
 # table and column, on draw 3 and on draw 2.
@@ -150,32 +152,19 @@ def test_every_figure_of_an_arm_comes_from_its_lines(
     assert int(cell("sessions that got an answer in the window")) == len(sessions)
 
 
-def test_the_readme_repeats_the_page() -> None:
-    """Each row's runs one after another, without intervals and units."""
-    labels = (
-        "turns within the SLO",
-        "TTFT p50 of turns",
-        "requests/s",
-        "prompt tokens from cache",
-    )
-    where = {arm: (table, at) for table, arms in enumerate(TABLES) for at, arm in enumerate(arms)}
+def test_the_readme_has_the_figures_of_the_measured_runs(tmp_path: Path) -> None:
     readme = (RESULTS.parents[1] / "README.md").read_text()
-    first = readme[readme.index("| sessions in flight |") :]
-    rows = [line for line in first.splitlines()[2:] if line.startswith("|")][: len(README)]
-    for line, arms in zip(rows, README, strict=True):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        for cell, label in zip(cells[2:], labels, strict=True):
-            said = [row(where[arm][0], label)[where[arm][1]] for arm in arms]
-            assert cell == ", ".join(re.sub(r" (\[.*\]|s\b.*)$", "", text) for text in said)
-        in_flight = {
-            "three": 3,
-            "four": 4,
-            "eight": 8,
-            "ten": 10,
-            "sixteen": 16,
-            "twentyfour": 24,
-        }.get(arms[0].rsplit("-")[-1], 12)
-        assert cells[1] == str(in_flight)
+    head, _, *rows = readme[readme.index("| sessions in flight |") :].split("\n\n")[0].splitlines()
+    at = [int(cell) for cell in head.strip("|").split("|")[1:]]
+    for line, runs in zip(rows, README, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")[1:]]
+        shown = {sessions: cell for sessions, cell in zip(at, cells, strict=True) if cell}
+        expected = {}
+        for sessions, name in runs.items():
+            found = row_of(run_of(name, tmp_path / name), name, sessions)
+            share, rate = float(found["within_objective"]), float(found["requests_per_s"])
+            expected[sessions] = f"{100 * share:.0f} %; {rate:.3f}"
+        assert shown == expected, line
 
 
 @pytest.mark.parametrize("table", [4, 5])
@@ -375,8 +364,6 @@ def test_what_is_said_of_the_engines_own_chunks() -> None:
     rates = [number(row(16, "requests/s")[at]) for at in range(3)]
     assert f"{rates[2] / rates[1]:.1f} times as many, and 75 % of turns" in page
     assert f"keep none, at {rates[1]:.3f} requests/s; ours" in readme
-    shares = [number(row(table, "turns within the SLO")[0]) for table in (11, 16)]
-    assert "keeps {1} % of turns in time, ours {0} %, vLLM 71 to 74 %".format(*shares) in readme
 
 
 def test_what_is_said_of_ten_sessions_of_another_draw() -> None:

@@ -454,11 +454,16 @@ def test_which_part_of_slices_brings_what() -> None:
         assert f"| {label} | {' | '.join(cells)} |" in page, (label, cells)
 
 
-def test_the_validation_of_vllm_follows_from_its_lines() -> None:
-    simulated = read_rows(PAGE.parent / "simulated/validation-vllm.csv")
+@pytest.mark.parametrize(
+    ("lines", "column", "value"),
+    [("validation-vllm", "arm", "vllm-fp8-host"), ("validation-draw2", "draw", "2")],
+)
+def test_a_validation_by_runs_follows_from_its_lines(lines: str, column: str, value: str) -> None:
+    simulated = read_rows(PAGE.parent / f"simulated/{lines}.csv")
     runs = read_rows(PAGE.parent / "residency/sessions-a-gpu.csv")
-    measured = [run for run in runs if run["arm"] == "vllm-fp8-host"]
-    assert [run["sessions"] for run in simulated] == [run["sessions"] for run in measured]
+    measured = [run for run in runs if run[column] == value]
+    for name in ("arm", "sessions"):
+        assert [run[name] for run in simulated] == [run[name] for run in measured]
     page = (PAGE.parents[1] / "simulator.md").read_text()
     for label, column, scale in (
         ("requests/s", "requests_per_s", 1),
@@ -471,9 +476,23 @@ def test_the_validation_of_vllm_follows_from_its_lines() -> None:
         for run, other in zip(measured, simulated, strict=True):
             was, said = float(run[column]) * scale, float(other[column]) * scale
             off = f"{100 * (said / was - 1):+.0f}".replace("-", "−")
-            cells.append(rf"{was:.3g}, {said:.3g}( m?s)? \({re.escape(off)} %\)")
+            cells.append(rf"{was:#.3g}, {said:#.3g}( m?s)? \({re.escape(off)} %\)")
         row = r" \| ".join((re.escape(label), *cells))
         assert re.search(rf"^\| {row} \|$", page, re.M), row
+
+
+def test_what_another_draw_has_from_the_cache_and_in_time() -> None:
+    simulated = read_rows(PAGE.parent / "simulated/validation-draw2.csv")
+    runs = read_rows(PAGE.parent / "residency/sessions-a-gpu.csv")
+    pairs = list(zip([run for run in runs if run["draw"] == "2"], simulated, strict=True))
+    page = (PAGE.parents[1] / "simulator.md").read_text()
+    for label, column, form in (
+        ("prompt tokens from cache", "cached_share", "{:.3f}, {:.3f}"),
+        ("turns within the objective", "within_objective", "{:.0f}, {:.0f} %"),
+    ):
+        scale = 100 if form.endswith("%") else 1
+        cells = [form.format(*(scale * float(run[column]) for run in pair)) for pair in pairs]
+        assert f"| {label} | {' | '.join(cells)} |" in page
 
 
 GPU_HEAD = "| measured, simulated (off by) | `off`"

@@ -23,39 +23,45 @@ from tests.eval.published import RESULTS, run_of
 PAGE = RESULTS / "agents-a-gpu.md"
 SIMULATED = RESULTS / "simulated" / "sessions-a-gpu.csv"
 MEASURED = RESULTS / "residency" / "sessions-a-gpu.csv"
-# The raw lines of the measured runs, by arm and sessions in flight, in the order of the repeats.
+# The raw lines of the measured runs, by arm, sessions in flight and draw, repeats in their order.
 # Where a host tier overflows, sessions take turns otherwise since there are time slices: older runs
 # are not the arm's.
 RUNS = {
-    ("sglang", 2): ("longer-off-1", "longer-off-2", "longer-off-3"),
-    ("sglang", 12): ("engines-sglang-1", "engines-sglang-2", "backfill-off"),
-    ("sglang-residency", 2): ("longer-residency",),
-    ("sglang-residency", 12): ("again-residency",),
-    ("sglang-host", 12): ("tier-off",),
-    ("sglang-host-residency before slices", 12): ("tier-residency-1", "tier-residency-2"),
-    ("sglang-fp8-host-residency", 8): ("fp8-eight-1", "fp8-eight-2"),
-    ("sglang-fp8-host-residency before slices", 12): ("fp8-twelve",),
-    ("sglang-fp8-host-mixed", 10): ("mixed-ten",),
-    ("sglang-fp8-host-mixed", 16): ("mixed-sixteen",),
-    ("sglang-fp8-host-paced-residency", 8): ("slices-eight",),
-    ("sglang-fp8-host-paced-residency", 10): ("along-ten",),
-    ("sglang-fp8-host-paced-residency", 12): ("slices-twelve", "along-twelve", "half-twelve"),
-    ("sglang-fp8-host-paced-residency", 16): ("rules-priced-sixteen", "price-sixteen"),
-    ("sglang-fp8-host-paced-residency", 24): (
+    ("sglang", 2, 3): ("longer-off-1", "longer-off-2", "longer-off-3"),
+    ("sglang", 12, 3): ("engines-sglang-1", "engines-sglang-2", "backfill-off"),
+    ("sglang-residency", 2, 3): ("longer-residency",),
+    ("sglang-residency", 12, 3): ("again-residency",),
+    ("sglang-host", 12, 3): ("tier-off",),
+    ("sglang-host-residency before slices", 12, 3): ("tier-residency-1", "tier-residency-2"),
+    ("sglang-fp8-host-residency", 8, 3): ("fp8-eight-1", "fp8-eight-2"),
+    ("sglang-fp8-host-residency before slices", 12, 3): ("fp8-twelve",),
+    ("sglang-fp8-host-mixed", 10, 3): ("mixed-ten",),
+    ("sglang-fp8-host-mixed", 10, 2): ("draw2-mixed-ten",),
+    ("sglang-fp8-host-mixed", 16, 3): ("mixed-sixteen",),
+    ("sglang-fp8-host-paced-residency", 8, 3): ("slices-eight",),
+    ("sglang-fp8-host-paced-residency", 10, 3): ("along-ten",),
+    ("sglang-fp8-host-paced-residency", 10, 2): ("draw2-ten",),
+    ("sglang-fp8-host-paced-residency", 12, 3): ("slices-twelve", "along-twelve", "half-twelve"),
+    ("sglang-fp8-host-paced-residency", 16, 3): ("rules-priced-sixteen", "price-sixteen"),
+    ("sglang-fp8-host-paced-residency", 16, 2): ("draw2-sixteen",),
+    ("sglang-fp8-host-paced-residency", 24, 3): (
         "slices-twentyfour",
         "along-twentyfour",
         "half-twentyfour",
         "bound-twentyfour",
     ),
-    ("vllm", 3): ("vllm-three",),
-    ("vllm", 4): ("vllm-four",),
-    ("vllm-fp8-host", 8): ("vllm-fp8-host-eight",),
-    ("vllm-fp8-host", 10): ("vllm-fp8-host-ten",),
-    ("vllm-fp8-host", 12): ("vllm-fp8-host-twelve",),
-    ("vllm-fp8-host-residency", 12): ("vllm-fp8-host-residency-twelve",),
-    ("vllm-fp8-host-residency", 24): ("vllm-fp8-host-residency-twentyfour",),
-    ("vllm-fp8-host-4096", 10): ("vllm-4096-ten",),
-    ("vllm-fp8-host-4096-residency", 16): ("vllm-4096-residency-sixteen",),
+    ("sglang-fp8-host-paced-residency", 24, 2): ("draw2-twentyfour",),
+    ("vllm", 3, 3): ("vllm-three",),
+    ("vllm", 4, 3): ("vllm-four",),
+    ("vllm-fp8-host", 8, 3): ("vllm-fp8-host-eight",),
+    ("vllm-fp8-host", 10, 3): ("vllm-fp8-host-ten",),
+    ("vllm-fp8-host", 12, 3): ("vllm-fp8-host-twelve",),
+    ("vllm-fp8-host-residency", 12, 3): ("vllm-fp8-host-residency-twelve",),
+    ("vllm-fp8-host-residency", 24, 3): ("vllm-fp8-host-residency-twentyfour",),
+    ("vllm-fp8-host-4096", 10, 3): ("vllm-4096-ten",),
+    ("vllm-fp8-host-4096", 10, 2): ("draw2-vllm-4096-ten",),
+    ("vllm-fp8-host-4096-residency", 16, 3): ("vllm-4096-residency-sixteen",),
+    ("vllm-fp8-host-4096-residency", 16, 2): ("draw2-vllm-4096-residency-sixteen",),
 }
 BOUND = "sglang-residency"
 # The arms of the page's picture.
@@ -189,9 +195,9 @@ def test_the_experiment_names_its_loads_by_their_sessions_in_flight() -> None:
 
 def test_the_measured_lines_follow_from_their_raw_lines(tmp_path: Path) -> None:
     expected = [
-        {**row_of(run_of(name, tmp_path / name), arm, sessions), "draw": str(at)}
-        for (arm, sessions), names in RUNS.items()
-        for at, name in enumerate(names, 1)
+        {**row_of(run_of(name, tmp_path / name), arm, sessions), "draw": str(draw)}
+        for (arm, sessions, draw), names in RUNS.items()
+        for name in names
     ]
     assert read_rows(MEASURED) == expected
 
@@ -230,9 +236,9 @@ def test_the_page_follows_from_its_lines() -> None:
             f"{float(row['cached_share']):.3f}",
             f"{100 * float(row['within_objective']):.0f} %",
         ]
-        start = re.escape(f"| `{row['arm']}` | {row['sessions']} |")
+        start = re.escape(f"| `{row['arm']}` | {row['sessions']} | {row['draw']} |")
         (found,) = [line for line in said if re.match(start, line)]
-        for cell, values in zip(cells, found.strip("|").split("|")[2:], strict=False):
+        for cell, values in zip(cells, found.strip("|").split("|")[3:], strict=False):
             assert cell in values
     drawn = (RESULTS / "simulated" / "sessions-a-gpu.svg").read_text()
     assert drawn == picture(simulated, measured, DRAWN)
