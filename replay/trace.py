@@ -21,6 +21,7 @@ import zstandard
 from deltaserve.errors import InputError
 
 _READ_BYTES = 1 << 20
+_READ_PACKED_BYTES = 1 << 17
 _MAX_HASH_ID = 2**63 - 1
 _INT = {int}
 
@@ -70,6 +71,7 @@ def read_trace(path: Path) -> Iterator[Request]:
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines of a plain or `.zst` file that are not empty, each with its number."""
+    number = 0
     try:
         with open_binary(path) as stream:
             for number, line in enumerate(stream, start=1):
@@ -81,8 +83,45 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(
             f"{path}: is a folder; expected a trace file (.jsonl or .jsonl.zst)"
         ) from None
+    except CutOffError as error:
+        raise InputError(f"{path}:{number + 1}: {error}") from None
     except zstandard.ZstdError as error:
         raise InputError(f"{path}: expected Zstandard data, found: {error}") from None
+
+
+class CutOffError(zstandard.ZstdError):
+    """A `.zst` file that ends inside a frame: a download or a copy of it was broken off."""
+
+
+class _Frames(io.RawIOBase):
+    """What all frames of a `.zst` file hold. zstandard's own reader ends without a word where the
+    file does, so that a file that was cut off would be a shorter trace."""
+
+    def __init__(self, packed: BinaryIO) -> None:
+        self._packed = packed
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._inside = False
+        self._ahead = b""
+        self._text = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._text:
+            packed = self._ahead or self._packed.read(_READ_PACKED_BYTES)
+            if not packed:
+                if self._inside:
+                    raise CutOffError("the compressed file is cut off here")
+                return 0
+            self._text = memoryview(self._frame.decompress(packed))
+            self._ahead, self._inside = self._frame.unused_data, not self._frame.eof
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+        part = self._text[: len(buffer)]
+        buffer[: len(part)] = part
+        self._text = self._text[len(part) :]
+        return len(part)
 
 
 @contextmanager
@@ -90,8 +129,7 @@ def open_binary(path: Path) -> Iterator[BinaryIO]:
     """Opens a plain or `.zst` file for reading bytes, in bounded memory."""
     with path.open("rb") as raw:
         if path.suffix == ".zst":
-            reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            yield io.BufferedReader(reader, _READ_BYTES)
+            yield io.BufferedReader(_Frames(raw), _READ_BYTES)
         else:
             yield raw
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,6 +130,21 @@ def test_a_missing_file_a_folder_and_false_zst_are_named(tmp_path: Path) -> None
     (tmp_path / "t.jsonl.zst").write_bytes(orjson.dumps(_GOOD))
     with pytest.raises(InputError, match="expected Zstandard data"):
         list(read_trace(tmp_path / "t.jsonl.zst"))
+
+
+@pytest.mark.parametrize("requests", [3, 3000])
+@pytest.mark.parametrize("left", [0.3, 0.6, 0.9999])
+def test_a_zst_file_that_was_cut_off_is_said_to_be(
+    tmp_path: Path, requests: int, left: float
+) -> None:
+    path = tmp_path / "t.jsonl.zst"
+    write_trace(
+        path, [Request(f"r{n}", "s", n, n, 4, 1, 2, [n, -n % 7919]) for n in range(requests)]
+    )
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * left)])
+    with pytest.raises(InputError, match=rf"^{re.escape(str(path))}:\d+: .*cut off"):
+        list(read_trace(path))
 
 
 def test_frames_of_zst_put_one_after_the_other_are_one_trace(tmp_path: Path) -> None:
