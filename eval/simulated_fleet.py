@@ -167,7 +167,9 @@ def options(trace: Path, folder: Path, replay: Replay, phases: Phases | None) ->
     """The arguments that `replay run` would have of these settings, presets resolved."""
     given = replay.model_dump(exclude={"fit_input_tokens", "preset"}, exclude_none=True)
     if phases is not None:
-        given |= phases.model_dump(exclude_none=True)
+        # What is off stands on no command line either, so that a preset has its own.
+        told = phases.model_dump(exclude_none=True)
+        given |= {name: value for name, value in told.items() if value is not False}
     if replay.preset is not None:
         given = preset_values(replay.preset, given)
     if "start_share" in given:
