@@ -288,7 +288,8 @@ class Analysis(_Table):
 class SearchBounds(_Table):
     """How much load each arm carries: which replay key is the load, where the search looks, how
     often a level at the edge is repeated. `alone` also runs one session in flight, which is what
-    every session's stretch is held against; without it that is predicted from the other levels."""
+    every session's stretch is held against; without it, and where the load is sessions that arrive,
+    of which none is one in flight, that is predicted from the other levels."""
 
     over: Literal["replay.max_inflight_sessions", "replay.sessions_per_hour"]
     start: Positive = 4.0
@@ -302,7 +303,16 @@ class SearchBounds(_Table):
     def _in_order(self) -> SearchBounds:
         if not self.low <= self.start <= self.high:
             raise ValueError("expected low <= start <= high")
+        if "alone" in self.model_fields_set and self.alone and not self.whole:
+            raise ValueError(
+                f"alone: one session in flight is no level of {self.over}; take it out"
+            )
         return self
+
+    @property
+    def measures_alone(self) -> bool:
+        """Whether one session in flight is run as a level."""
+        return self.alone and self.whole
 
     @property
     def whole(self) -> bool:
@@ -385,8 +395,19 @@ class Experiment(_Table):
                 if load not in known:
                     raise ValueError(f"arms.{arm.name}.loads: no load is named {load!r}")
             for name in self.loads_of(arm):
-                self.replay_of(arm, name)
+                self._check_search(arm, self.replay_of(arm, name))
         return self
+
+    def _check_search(self, arm: Arm, replay: Replay) -> None:
+        """Refuses a search whose load the arm's replay does not read: all levels would be alike."""
+        if self.search is None:
+            return
+        mode = "closed" if self.search.whole else "sessions"
+        if replay.mode_used != mode:
+            raise ValueError(
+                f'search: {self.search.over} is a load of mode = "{mode}", and {arm.name} is '
+                f'replayed with "{replay.mode_used}"'
+            )
 
     def with_draw(self, repeat: int) -> Experiment:
         """The experiment as round `repeat` (from 1) runs it: what `analysis.vary` names is drawn

@@ -86,7 +86,7 @@ def search_arm(experiment: Experiment, arm: Arm, output: Path, execute: Execute)
     while True:
         levels, alone = levels_of(done, slo)
         load = next_load(levels, search, objective(slo))
-        if load is None and experiment.search.alone and 1.0 not in done:
+        if load is None and experiment.search.measures_alone and 1.0 not in done:
             load = 1.0  # what every session's stretch is held against
         if levels:
             found = capacity(levels, search, objective(slo))

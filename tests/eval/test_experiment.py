@@ -248,3 +248,31 @@ def test_a_runs_digest_changes_with_its_settings_and_not_with_other_arms(tmp_pat
     assert digest() != digest("arms.one.policy=pd")
     assert digest() != digest("replay.max_inflight_sessions=3")
     assert digest() != digest("arms.one.set.page_size=8")
+
+
+@pytest.mark.parametrize(
+    ("replay", "search", "said"),
+    [
+        ("", 'over = "replay.max_inflight_sessions"', 'one is replayed with "open"'),
+        (
+            'mode = "closed"',
+            'over = "replay.sessions_per_hour"\nstart = 9',
+            'sessions_per_hour is a load of mode = "sessions", and one is replayed with "closed"',
+        ),
+        (
+            'mode = "sessions"\nsessions_per_hour = 9',
+            'over = "replay.sessions_per_hour"\nstart = 9\nalone = true',
+            "one session in flight is no level of replay.sessions_per_hour",
+        ),
+    ],
+)
+def test_a_search_over_a_load_that_the_replay_does_not_read_is_refused(
+    tmp_path: Path, replay: str, search: str, said: str
+) -> None:
+    path = tmp_path / "e.toml"
+    text = GOOD.replace('mode = "closed"\nmax_inflight_sessions = 2', replay)
+    path.write_text(f"{text}\n[search]\n{search}\n")
+    with pytest.raises(InputError) as raised:
+        load_experiment(str(path))
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)

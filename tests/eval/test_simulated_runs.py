@@ -199,6 +199,36 @@ def test_a_search_finds_what_each_arm_carries(experiment: Path, tmp_path: Path) 
     assert len(levels) >= 3
 
 
+def test_a_search_over_arrivals_has_no_level_of_one_session_an_hour(
+    experiment: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    text = experiment.read_text().replace(
+        "[simulate]",
+        '[search]\nover = "replay.sessions_per_hour"\nstart = 200\nlow = 100\nhigh = 400\n'
+        "repeats = 1\n[simulate]",
+    )
+    text = text.replace(
+        'mode = "closed"\nmax_inflight_sessions = 3', 'mode = "sessions"\nsessions_per_hour = 200'
+    )
+    experiment.write_text(text.replace('start = "mid"', 'start = "cold"'))
+    run(experiment, output, only=["large"])
+    [found] = find_searches([output])
+    # Which measured nothing, so that no level above it counted.
+    assert found.per_unit > 0
+    assert not (output / "large@1").exists()
+
+
+def test_a_preset_that_recycles_needs_no_recycle_among_the_phases(
+    experiment: Path, tmp_path: Path
+) -> None:
+    text = experiment.read_text().replace('mode = "closed"', 'preset = "agentx"')
+    experiment.write_text(text.replace("recycle = true\n", ""))
+    assert run(
+        experiment, tmp_path / "out", "phases.measure_s=900", "repeats=1", only=["large"]
+    ).complete
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
