@@ -21,6 +21,7 @@ import zstandard
 
 from deltaserve.errors import InputError
 from replay.readers import Report
+from replay.readers.lines import Record
 from replay.trace import Request, SortingTraceWriter, open_binary
 
 
@@ -158,24 +159,27 @@ def _session_requests(
     """The requests of one file: the main session and its sub-agents, each as a session."""
     try:
         document = orjson.loads(data)
-        main, agents = _conversations(document)
     except orjson.JSONDecodeError as error:
         raise InputError(f"{name}: expected JSON, found: {error}") from None
-    except (KeyError, TypeError, IndexError) as error:
-        raise InputError(f"{name}: field {error}: missing or of the wrong type") from None
-    ids.new_file()
-    block_size = document["block_size"]
+    head = _record(name, document, "tool_tokens", "system_tokens", "requests", "block_size", "id")
+    block_size = head.integer("block_size", minimum=1)
+    if not isinstance(document.get("id"), str | int):
+        raise head.error("id", "the session's name")
     session_id = str(document["id"])
+    main, agents = _conversations(name, document, block_size)
+    ids.new_file()
     names = [session_id] + [f"{session_id}/agent-{n}" for n in range(len(agents))]
     for position, conversation in enumerate([main, *agents]):
         report.sessions += 1
         common: list[int] = []
         if shared_prefix and conversation.calls:
+            if not all(type(tokens) is int for tokens in conversation.prefix_key):
+                raise head.error("tool_tokens, system_tokens", "integers, for --shared-prefix")
             blocks = sum(conversation.prefix_key) // block_size
             common = conversation.calls[0].record["hash_ids"][:blocks]
         for turn, call in enumerate(conversation.calls):
             parent_id, parent_end_s = _parent(turn, position, call, main, agents, names)
-            think_time_s = call.think_time_s
+            think_time_s = None if call.think_time_s is None else max(0.0, call.think_time_s)
             if parent_end_s is not None:
                 think_time_s = round(max(0.0, call.start_s - parent_end_s), 3)
             elif turn == 0 and position == 0:
@@ -203,23 +207,40 @@ def _session_requests(
             )
 
 
-def _conversations(document: dict[str, Any]) -> tuple[_Conversation, list[_Conversation]]:
-    key = (document["tool_tokens"], document["system_tokens"])
-    main = _Conversation([], key, 0.0, 0.0)
+def _record(place: str, value: object, *needed: str) -> Record:
+    """The fields of an object of the source, which has those that are `needed`."""
+    if not isinstance(value, dict):
+        raise InputError(f"{place}: expected a JSON object, found {type(value).__name__}")
+    for field in needed:
+        if field not in value:
+            raise InputError(f"{place}: field {field!r}: missing")
+    return Record(place, value)
+
+
+def _conversations(
+    name: str, document: dict[str, Any], block_size: int
+) -> tuple[_Conversation, list[_Conversation]]:
+    main = _Conversation([], (document["tool_tokens"], document["system_tokens"]), 0.0, 0.0)
     agents = []
-    for entry in document["requests"]:
+    for number, entry in enumerate(_requests(name, document)):
+        place = f"{name}: requests.{number}"
+        fields = _record(place, entry, "type")
         if entry["type"] != "subagent":
-            main.calls.append(_call(entry, 0.0))
+            main.calls.append(_call(place, entry, 0.0, block_size))
             continue
+        _record(place, entry, "t", "duration_ms", "requests", "tool_tokens", "system_tokens")
         # `t` is when a completed agent ended, and when one that nobody waits for was launched.
-        begin_s = end_s = float(entry["t"])
+        begin_s = end_s = fields.number("t")
         if entry["duration_ms"] is None:
             end_s = math.inf
         else:
-            begin_s = max(0.0, end_s - entry["duration_ms"] / 1000)
+            begin_s = max(0.0, end_s - fields.number("duration_ms") / 1000)
         agents.append(
             _Conversation(
-                [_call(record, begin_s) for record in entry["requests"]],
+                [
+                    _call(f"{place}.requests.{inner}", record, begin_s, block_size)
+                    for inner, record in enumerate(_requests(place, entry))
+                ],
                 (entry["tool_tokens"], entry["system_tokens"]),
                 begin_s,
                 end_s,
@@ -228,16 +249,36 @@ def _conversations(document: dict[str, Any]) -> tuple[_Conversation, list[_Conve
     return main, agents
 
 
-def _call(record: dict[str, Any], offset_s: float) -> _Call:
-    ids = record["hash_ids"]
-    if not isinstance(ids, list) or type(record["in"]) is not int or type(record["out"]) is not int:
-        raise TypeError("in, out or hash_ids")
-    start_s = offset_s + float(record["t"])
-    api_time_s = record.get("api_time")
+def _requests(place: str, values: dict[str, Any]) -> list[Any]:
+    found = values["requests"]
+    if not isinstance(found, list):
+        raise Record(place, values).error("requests", "a list")
+    return found
+
+
+def _call(place: str, record: Any, offset_s: float, block_size: int) -> _Call:
+    fields = _record(place, record, "hash_ids", "in", "out", "t")
+    full, started = divmod(fields.integer("in", minimum=1), block_size)
+    if len(fields.integers("hash_ids")) not in {full, full + bool(started)}:
+        raise fields.error("hash_ids", f"{full} ids, one a full block of {block_size} tokens")
+    if type(record["out"]) is not int:
+        raise fields.error("out", "an integer")
+    seconds = {
+        field: record.get(field)
+        for field in ("t", "api_time", "think_time")
+        if field == "t" or record.get(field) is not None
+    }
+    for field, value in seconds.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise fields.error(field, "seconds")
+    start_s = offset_s + float(seconds["t"])
+    if start_s < 0:
+        raise fields.error("t", "seconds from the session's start")
+    api_time_s = seconds.get("api_time")
     return _Call(
         start_s,
         None if api_time_s is None else start_s + api_time_s,
-        record.get("think_time"),
+        seconds.get("think_time"),
         record,
     )
 

@@ -165,6 +165,35 @@ def test_a_broken_weka_file_is_named(tmp_path: Path, content: bytes, words: str)
     assert not (tmp_path / "t.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("place", "field", "value"),
+    [
+        ("", "block_size", None),
+        ("", "block_size", 0),
+        ("", "id", None),
+        ("", "requests", {}),
+        ("requests.0: ", "t", "soon"),
+        ("requests.0: ", "t", -5),
+        ("requests.0: ", "in", 0),
+        ("requests.0: ", "in", 4000),
+        ("requests.0: ", "hash_ids", [1, 2, 3, 4, 5]),
+        ("requests.0: ", "hash_ids", [[1], 2, 3]),
+        ("requests.0: ", "api_time", "long"),
+    ],
+)
+def test_a_field_of_a_weka_file_that_is_wrong_is_named_with_its_request(
+    tmp_path: Path, place: str, field: str, value: object
+) -> None:
+    document = _session("x", [_call(0.0, 200, [1, 2, 3]), _call(9.0, 200, [1, 2, 3])])
+    (document["requests"][0] if place else document)[field] = value
+    (tmp_path / "x.json").write_bytes(orjson.dumps(document))
+    # A length that its ids do not fit is told of the ids.
+    told = "hash_ids" if field == "in" and value else field
+    with pytest.raises(InputError, match=rf"x\.json: {place}field {told}: expected"):
+        weka.convert([tmp_path / "x.json"], tmp_path / "t.jsonl")
+    assert not (tmp_path / "t.jsonl").exists()
+
+
 def test_no_weka_session_and_no_archive_are_named(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     with pytest.raises(InputError, match="no session in it"):
