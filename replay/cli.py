@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
@@ -13,6 +14,7 @@ import typer
 
 from deltaserve.errors import InputError
 from replay.cli_run import run
+from replay.files import write_file, write_json
 
 # Below this share of later turns a synthetic trace is hardly one of agents.
 _FEW_LATER_TURNS = 0.2
@@ -45,6 +47,18 @@ def _print_json(record: dict[str, Any]) -> None:
     sys.stdout.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE).decode())
 
 
+def _more_than_0(flag: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise InputError(f"{flag} {value:g}: expected more than 0")
+
+
+def _not_a_source(output: Path, *sources: Path) -> None:
+    """Refuses to write what is made of a file over that file."""
+    for source in sources:
+        if output.exists() and source.exists() and output.samefile(source):
+            raise InputError(f"--output {output}: expected another file than the one it is made of")
+
+
 @app.command()
 def convert(
     inputs: Annotated[list[Path], typer.Argument(help="Files, or folders of them.")],
@@ -74,6 +88,8 @@ def convert(
 
     from replay.readers import bailian, mooncake, weka
 
+    _more_than_0("--sessions-per-hour", sessions_per_hour)
+    _not_a_source(output, *inputs)
     if source_format is SourceFormat.weka:
         report = weka.convert(
             inputs,
@@ -130,15 +146,24 @@ def synth(
     from replay.synth import load_profile, synthesise
     from replay.trace import Request, read_trace, write_trace
 
-    for flag, value in (("--requests", requests), ("--duration", duration), ("--rate", rate)):
-        if value is not None and value <= 0:
-            raise InputError(f"{flag} {value:g}: expected more than 0")
+    for flag, value in (
+        ("--requests", requests),
+        ("--duration", duration),
+        ("--rate", rate),
+        ("--length-scale", length_scale),
+        ("--block-size", block_size),
+    ):
+        _more_than_0(flag, value)
+    if seed < 0:
+        raise InputError(f"--seed {seed}: expected at least 0")
+    if fit is not None:
+        _not_a_source(output, fit)
     base = fit_profile(read_trace(fit), fit.name) if fit else load_profile(profile)
     chosen = base.scaled(length_scale, block_size)
     if rate is not None:
         chosen = chosen.model_copy(update={"requests_per_s": rate})
     if save_profile:
-        save_profile.write_text(chosen.model_dump_json(indent=1) + "\n")
+        write_file(save_profile, chosen.model_dump_json(indent=1).encode() + b"\n")
     later_turns = 0
     span_s = 0.0
 
@@ -203,6 +228,7 @@ def sample(
     from replay.sample import sample as draw
     from replay.tables import sample_lines
 
+    _not_a_source(output, trace)
     report = draw(
         trace,
         output,
@@ -216,9 +242,7 @@ def sample(
         on_progress=lambda text: print(text, file=sys.stderr),
     )
     report_file = output.with_name(output.name + ".report.json")
-    report_file.write_bytes(
-        orjson.dumps(report, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    )
+    write_json(report_file, report)
     if as_json:
         _print_json(report)
     else:
@@ -259,7 +283,7 @@ def stats(
     if html:
         from replay.page import stats_page
 
-        html.write_text(stats_page(trace.name, record, collected.samples()))
+        write_file(html, stats_page(trace.name, record, collected.samples()).encode())
     if as_json:
         _print_json(record)
     else:

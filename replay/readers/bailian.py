@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from deltaserve.errors import InputError
 from replay.readers import Report
 from replay.readers.lines import Record, records
 from replay.trace import Request, SortingTraceWriter
@@ -77,6 +78,8 @@ def convert(inputs: list[Path], output: Path) -> Report:
     with SortingTraceWriter(output) as writer:
         for record in records(inputs):
             writer.write(_request(record, prefixes, chats, report))
+        if not writer.requests:
+            raise InputError(f"{inputs[0]}: no request in it")
     report.requests = writer.requests
     report.sessions = chats.sessions
     return report

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from deltaserve.errors import InputError
 from replay.readers import Report
 from replay.readers.lines import records
 from replay.trace import Request, SortingTraceWriter
@@ -38,5 +39,7 @@ def convert(inputs: list[Path], output: Path) -> Report:
                     hash_ids=hash_ids,
                 )
             )
+        if not writer.requests:
+            raise InputError(f"{inputs[0]}: no request in it")
     report.requests = report.sessions = writer.requests
     return report

@@ -82,6 +82,23 @@ def test_a_run_prints_its_summary(
             ["convert", "x", "--format", "mooncake", "--shared-prefix", "--output", "x"],
             "--shared-prefix: expected --format weka",
         ),
+        (["convert", "x", "--format", "weka", "--output", "x", "--sessions-per-hour", "0"], " 0: "),
+        (
+            ["convert", "/dev/null", "--format", "mooncake", "--output", "x"],
+            "/dev/null: no request in it",
+        ),
+        *(
+            (["synth", "--output", "x.jsonl", *arguments], words)
+            for arguments, words in [
+                (["--duration", "nan"], "--duration nan: expected more than 0"),
+                (["--duration", "inf"], "--duration inf: expected more than 0"),
+                (["--requests", "9", "--length-scale", "nan"], "--length-scale nan"),
+                (["--requests", "9", "--block-size", "0"], "--block-size 0"),
+                (["--requests", "9", "--rate", "nan"], "--rate nan"),
+                (["--requests", "9", "--seed", "-1"], "--seed -1: expected at least 0"),
+                (["--requests", "9", "--save-profile", "no/p.json"], "no/p.json: cannot be"),
+            ]
+        ),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_status_2(
@@ -94,6 +111,32 @@ def test_a_users_mistake_is_one_line_and_exit_status_2(
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_made_of_a_trace_does_not_take_its_place(
+    tmp_path: Path, trace_of: Callable[..., list[Request]]
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    write_trace(trace, trace_of(1, requests=10))
+    before = trace.read_bytes()
+    for command in (
+        ["sample", trace, "--sample-ratio", "1", "--max-single-turn-ratio", "1"],
+        ["synth", "--fit", trace, "--requests", "3"],
+        ["convert", "--format", "mooncake", trace],
+    ):
+        done = deltaserve("replay", *command, "--output", trace)
+        assert done.returncode == 2
+        assert f"--output {trace}: expected another file" in done.stderr
+        assert trace.read_bytes() == before
+
+
+def test_a_page_that_cannot_be_written_is_one_line(
+    tmp_path: Path, trace_of: Callable[..., list[Request]]
+) -> None:
+    write_trace(tmp_path / "t.jsonl", trace_of(1, requests=10))
+    done = deltaserve("replay", "stats", tmp_path / "t.jsonl", "--html", tmp_path / "no" / "p.html")
+    assert done.returncode == 2
+    assert "p.html: cannot be written: No such file or directory" in done.stderr
 
 
 def _limited(limit_bytes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
