@@ -86,6 +86,7 @@ class RunOptions:
 SAME_ON_RESUME = (
     "mode",
     "max_inflight_sessions",
+    "sessions_per_hour",
     "time_scale",
     "think_scale",
     "max_think_s",
@@ -156,11 +157,12 @@ def check(options: RunOptions) -> None:
         ("prompt_seed", 0),
     ):
         value = getattr(options, name)
-        if value is not None and value < least:
+        # Turned around, so that what is no number is refused too.
+        if value is not None and not value >= least:
             raise InputError(f"{_flag(name)} {value}: expected at least {least}")
     for name in ("time_scale", "timeout_s", "prime_timeout_s", "measure_s", "sessions_per_hour"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:
             raise InputError(f"{_flag(name)} {value}: expected more than 0")
     if not 0 <= options.start_share[0] <= options.start_share[1] < 1:
         raise InputError(

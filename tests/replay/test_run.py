@@ -239,6 +239,18 @@ def test_a_resumed_run_sends_what_failed_or_was_never_sent(
     assert all(result.sent_s >= record["resumed_at_s"][0] for result in again)  # type: ignore[operator]
 
 
+def test_a_run_is_not_resumed_with_other_arrivals(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine
+) -> None:
+    options = _options(
+        tmp_path, trace_of(4, requests=6), engine("sglang").url,
+        mode="sessions", sessions_per_hour=1e6,
+    )  # fmt: skip
+    run(options, quiet=True)
+    with pytest.raises(InputError, match=r"--sessions-per-hour 2000000\.0: expected 1000000\.0"):
+        run(replace(options, resume=True, sessions_per_hour=2e6), quiet=True)
+
+
 def _start_cli(
     tmp_path: Path, trace: list[Request], url: str, processes: int = 1
 ) -> subprocess.Popen[bytes]:
@@ -447,6 +459,17 @@ def test_summary_percentiles_are_numpys(tmp_path: Path) -> None:
         ({"splice_outputs": True, "as_text": True}, "--splice-outputs"),
         ({"mode": "closed", "processes": 9}, "--processes 9"),
         ({"max_input_tokens": 1, "url": "http://x"}, "no request left to send"),
+        *(
+            (values, "nan: expected")
+            for values in (
+                {"time_scale": float("nan")},
+                {"think_scale": float("nan")},
+                {"timeout_s": float("nan")},
+                {"mode": "closed", "max_think_s": float("nan")},
+                {"mode": "closed", "measure_s": float("nan")},
+                {"mode": "sessions", "sessions_per_hour": float("nan")},
+            )
+        ),
     ],
 )
 def test_wrong_options_are_named(
