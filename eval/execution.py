@@ -80,7 +80,6 @@ def begin_manifest(
     run, experiment, trace = assignment.run, assignment.experiment, assignment.trace
     folder = assignment.folder
     facts = trace_facts(trace, replay)
-    write_facts(folder, facts)
     described = assignment.site.describe(assignment.topology)
     manifest: dict[str, Any] = {
         "state": "running",
@@ -111,7 +110,9 @@ def begin_manifest(
         "timings": {},
         **(more or {}),
     }
+    # First: a folder without a manifest is not known for a run's.
     provenance.write_manifest(folder, manifest)
+    write_facts(folder, facts)
     return Began(manifest, facts)
 
 

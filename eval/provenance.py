@@ -23,6 +23,7 @@ from deltaserve.errors import InputError
 from eval.secrets import without_secrets
 
 MANIFEST = "manifest.json"
+_PARTIAL = f".{MANIFEST}.partial"
 _PACKAGES = ("aiohttp", "numpy", "orjson", "pandas", "pydantic", "scipy")
 
 
@@ -112,7 +113,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     Values of keys that name a secret are not written.
     """
     path = folder / MANIFEST
-    partial = folder / f".{MANIFEST}.partial"
+    partial = folder / _PARTIAL
     with partial.open("wb") as file:
         told = without_secrets(manifest)
         file.write(orjson.dumps(told, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
@@ -135,8 +136,15 @@ def fresh_folder(folder: Path) -> None:
 
     Refuses (`InputError`) to empty a folder that holds files but no manifest of ours.
     """
-    if folder.exists() and any(folder.iterdir()):
-        if read_manifest(folder) is None:
-            raise InputError(f"{folder}: not empty, and not a run folder; choose another --output")
-        shutil.rmtree(folder)
+    found = list(folder.iterdir()) if folder.exists() else []
+    # All that there is where a runner was killed as it wrote the first manifest.
+    ours = {path.name for path in found} <= {_PARTIAL}
+    if not ours and read_manifest(folder) is None:
+        raise InputError(f"{folder}: not empty, and not a run folder; choose another --output")
+    # The manifest last: by it the folder is known for a run's, should this be cut short.
+    for path in sorted(found, key=lambda path: path.name == MANIFEST):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     folder.mkdir(parents=True, exist_ok=True)

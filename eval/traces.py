@@ -23,6 +23,7 @@ from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from eval.experiment import Excerpt, Experiment, Prefixes, Replay, Scalar, Trace, Turns
 from eval.records import TraceFacts
+from replay.files import write_file
 from replay.plan import Plan, make_plan
 from replay.plays import in_the_plan
 from replay.results import Result
@@ -305,8 +306,10 @@ def possible_cached_tokens(
 
 
 def write_facts(folder: Path, facts: TraceFacts) -> None:
-    """Writes `trace.json`, which the report reads instead of the trace."""
-    (folder / "trace.json").write_bytes(
+    """Writes `trace.json`, which the report reads instead of the trace; in one step, for the
+    report cannot read half of it."""
+    write_file(
+        folder / "trace.json",
         orjson.dumps(
             {
                 "path": facts.path,
@@ -316,7 +319,7 @@ def write_facts(folder: Path, facts: TraceFacts) -> None:
                 "best_cached_tokens": facts.best_cached_tokens,
                 "possible_cached_tokens": facts.possible_cached_tokens,
             }
-        )
+        ),
     )
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -23,13 +24,14 @@ import pytest
 from rich.console import Console
 
 from deltaserve.errors import InputError
+from eval import provenance
 from eval.execution import replay_command
 from eval.experiment import Analysis, Excerpt, Experiment, Prefixes, Replay, Sample, Trace, Turns
 from eval.experiment_files import load_experiment
 from eval.matrix import plan_runs
 from eval.preview import preview
 from eval.progress import Progress
-from eval.provenance import read_manifest
+from eval.provenance import fresh_folder, read_manifest
 from eval.runner import Summary, run_experiment, topology_overrides
 from eval.site import FleetMaker, Site
 from eval.traces import (
@@ -39,6 +41,7 @@ from eval.traces import (
     resolve_scale,
     take_excerpt,
     trace_facts,
+    write_facts,
 )
 from replay.plan import make_plan
 from replay.results import Result
@@ -462,6 +465,65 @@ def test_a_folder_that_is_not_ours_is_never_emptied(experiment: Experiment, tmp_
     with pytest.raises(InputError, match="not a run folder"):
         execute(experiment, tmp_path / "out", FakeSite())
     assert precious.exists()
+
+
+@pytest.mark.parametrize("dies_in", ["git", "write_manifest"])
+def test_a_run_whose_runner_was_killed_as_it_began_is_redone(
+    experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str
+) -> None:
+    def killed(folder: Path | None = None, *_more: object) -> None:
+        if folder is not None:
+            (folder / ".manifest.json.partial").write_bytes(b"{")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(provenance, dies_in, killed)
+        with pytest.raises(KeyboardInterrupt):
+            execute(experiment, tmp_path / "out", FakeSite())
+    summary, _ = execute(experiment, tmp_path / "out", FakeSite())
+    assert summary.complete == 4
+
+
+def test_a_folder_is_known_for_a_runs_until_all_else_in_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "r1"
+    for name in ("a", "logs", "z"):
+        (folder / name).mkdir(parents=True)
+    (folder / "manifest.json").write_bytes(b'{"state": "running"}')
+    (folder / "requests.jsonl").touch()
+
+    def killed(path: Path) -> None:
+        (path / "manifest.json").unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fresh_folder(folder)
+    monkeypatch.undo()
+    assert (folder / "manifest.json").is_file()
+    fresh_folder(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_leaves_the_facts_that_a_report_reads(
+    tmp_path: Path, small_trace: Path
+) -> None:
+    facts = trace_facts(small_trace, Replay())
+    write_facts(tmp_path, facts)
+    before = (tmp_path / "trace.json").read_bytes()
+    script = (
+        "import resource; from pathlib import Path; from dataclasses import replace; "
+        "from eval.experiment import Replay; from eval.traces import trace_facts, write_facts; "
+        f"facts = trace_facts(Path({str(small_trace)!r}), Replay()); "
+        "more = dict.fromkeys(facts.best_cached_tokens, 1 << 30); "
+        "facts = replace(facts, possible_cached_tokens=more); "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) + 1},) * 2); "
+        f"write_facts(Path({str(tmp_path)!r}), facts)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "File too large" in done.stderr, done.stderr
+    assert (tmp_path / "trace.json").read_bytes() == before
 
 
 def test_runs_that_the_budget_cannot_hold_are_skipped_last_rounds_first(
