@@ -316,11 +316,12 @@ impl http_body::Body for Answer {
                     &format!("the worker's stream broke: {error}"),
                 )
             }
-            Poll::Ready(None) if !this.progress.is_done() && !this.progress.has_error() => this
-                .break_off(
+            Poll::Ready(None) if !this.progress.is_done_at_end() && !this.progress.has_error() => {
+                this.break_off(
                     Outcome::WorkerError,
                     &format!("the worker's stream ended before {}", this.api.end()),
-                ),
+                )
+            }
             // Nothing more comes, or what comes behind the end is not of this answer.
             Poll::Ready(_) => {
                 this.end();
