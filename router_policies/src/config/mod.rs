@@ -310,6 +310,13 @@ impl Config {
         if self.tls_cert_file.is_some() != self.tls_key_file.is_some() {
             return Err("tls_cert_file, tls_key_file: one needs the other".to_owned());
         }
+        if let Some(token) = &self.admin_token
+            && (token.is_empty() || token.trim() != token || token.contains(char::is_control))
+        {
+            // No request could have it, and nobody could change the workers.
+            let expected = "expected text without white space at its ends and control characters";
+            return Err(format!("admin_token: {expected}"));
+        }
         if let Some(endpoint) = &self.otlp_endpoint {
             let uri: Option<hyper::Uri> = endpoint.parse().ok();
             let uri = uri.filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
@@ -491,6 +498,13 @@ mod tests {
             ("max_queued = 10000000", "max_queued: expected"),
             ("max_body_bytes = 0", "max_body_bytes: expected"),
             ("retries = 100000", "retries: expected"),
+            ("admin_token = \"\"", "admin_token: expected"),
+            ("admin_token = \"secret \"", "admin_token: expected"),
+            ("[residency]\nfill = nan", "residency: fill: expected"),
+            (
+                "[residency]\nmax_wait_s = inf",
+                "residency: max_wait_s: expected",
+            ),
         ] {
             let error = parse(text).expect_err(text);
             assert!(error.contains(expected), "{error}");

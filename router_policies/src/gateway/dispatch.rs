@@ -10,7 +10,7 @@ use super::departure::{self, Stay};
 use super::fault::{Failure, Fault, Suspects, excerpt, from_worker, is_refusal, relay};
 use super::headers::{REQUEST_ID, forwarded, header};
 use super::session;
-use super::stream::{Answer, Held, PrefillHalf, usage_of_whole};
+use super::stream::{Answer, Held, PrefillHalf, usage_of_answer};
 use super::traces::RequestTrace;
 use super::waiting::{self, NotPlaced};
 use super::{Gateway, Reply, error_of, keys};
@@ -598,7 +598,7 @@ impl Exchange<'_> {
             Head::Whole(response, status) => {
                 let (outcome, error) = if status.is_success() {
                     reservation.output(1);
-                    reservation.report(usage_of_whole(response.body()));
+                    reservation.report(usage_of_answer(self.context.api, response.body()));
                     (Outcome::Ok, None)
                 } else {
                     (Outcome::Rejected, Some(excerpt(response.body())))

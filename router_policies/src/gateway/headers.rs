@@ -55,23 +55,21 @@ pub(super) fn is_hint(name: &HeaderName) -> bool {
     *name == ENDS || *name == IDLE || PARENT.contains(name)
 }
 
-/// A header's value, if it is there and not empty.
+/// A header's value, if it is there and not empty. Where it is no UTF-8 it is read as Latin-1, which some
+/// clients send.
 pub(super) fn header(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
-    let value = headers.get(name)?.to_str().ok()?;
-    (!value.is_empty()).then(|| value.to_owned())
+    let value = headers.get(name)?.as_bytes();
+    let text = match std::str::from_utf8(value) {
+        Ok(text) => text.to_owned(),
+        Err(_) => value.iter().copied().map(char::from).collect(),
+    };
+    (!text.is_empty()).then_some(text)
 }
 
 /// The client's headers, less those that belong to its connection or to the router alone and, if
 /// `strips`, those by which engines let fields of the body be overridden.
 pub(super) fn forwarded(mut headers: HeaderMap, request_id: &str, strips: bool) -> HeaderMap {
-    // What `Connection` names belongs to the connection too.
-    let named: Vec<HeaderName> = headers
-        .get_all(CONNECTION)
-        .iter()
-        .filter_map(|value| value.to_str().ok())
-        .flat_map(|value| value.split(','))
-        .filter_map(|name| name.trim().parse().ok())
-        .collect();
+    let named = named_by_connection(&headers);
     remove(&mut headers, |name| {
         OF_CONNECTION.contains(name)
             || named.contains(name)
@@ -86,7 +84,20 @@ pub(super) fn forwarded(mut headers: HeaderMap, request_id: &str, strips: bool) 
 
 /// Takes those out of a worker's answer that belong to its connection.
 pub(super) fn remove_workers_own(headers: &mut HeaderMap) {
-    remove(headers, |name| OF_WORKERS_CONNECTION.contains(name));
+    let named = named_by_connection(headers);
+    remove(headers, |name| {
+        OF_WORKERS_CONNECTION.contains(name) || named.contains(name)
+    });
+}
+
+/// What `Connection` names belongs to the connection too.
+fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
+    let values = headers.get_all(CONNECTION).iter();
+    values
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|name| name.trim().parse().ok())
+        .collect()
 }
 
 fn remove(headers: &mut HeaderMap, is_private: impl Fn(&HeaderName) -> bool) {
@@ -94,5 +105,25 @@ fn remove(headers: &mut HeaderMap, is_private: impl Fn(&HeaderName) -> bool) {
     let private: SmallVec<[HeaderName; 4]> = private.cloned().collect();
     for name in private {
         headers.remove(name);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_workers_connection_names_stays_with_it() {
+        let mut headers = HeaderMap::new();
+        for (name, value) in [
+            ("connection", "close, X-Hop"),
+            ("x-hop", "1"),
+            ("x-kept", "1"),
+        ] {
+            headers.insert(name, HeaderValue::from_static(value));
+        }
+        remove_workers_own(&mut headers);
+        let left: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
+        assert_eq!(left, ["x-kept"]);
     }
 }

@@ -1,8 +1,8 @@
 //! Follows one worker's KV events over ZMQ until it leaves the fleet.
 //!
 //! Engines number their batches. A number that was skipped is asked for again on the replay socket, until all of
-//! it has come. Where the engine no longer has it, or gives no answer, the index of this worker starts anew: it
-//! then knows less than the worker holds, never more, and the estimate counts beside it. A count that starts anew
+//! it has come. Where the engine no longer has it, gives no answer, or sends what cannot be read, the index of this
+//! worker starts anew: it then knows less than the worker holds, never more, and the estimate counts beside it. A count that starts anew
 //! means that the engine did so too: it then holds nothing of what it held.
 
 use crate::config::WorkerSpec;
@@ -83,6 +83,7 @@ impl Follower<'_> {
                     "worker {}: KV events: a message of a wrong shape",
                     self.spec.id
                 );
+                self.begin(EventsBegin::Partial);
                 continue;
             };
             if self.last_published.is_some_and(|last| number <= last) {
@@ -200,7 +201,11 @@ impl Follower<'_> {
                     log::debug!("worker {}: KV events with unknown parents", self.spec.id);
                 }
             }
-            Err(error) => log::warn!("worker {}: {error}", self.spec.id),
+            Err(error) => {
+                log::warn!("worker {}: {error}", self.spec.id);
+                // Whatever it told is missing, as in a gap.
+                self.begin(EventsBegin::Partial);
+            }
         }
     }
 }

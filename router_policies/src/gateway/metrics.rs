@@ -4,6 +4,7 @@ use crate::fleet::log::{Event, FinishRecord};
 use crate::fleet::residency::Residence;
 use crate::fleet::{Outcome, WorkerSnapshot};
 use hyper::StatusCode;
+use parking_lot::Mutex;
 use prometheus::{
     Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
     IntGaugeVec, Opts, Registry, TextEncoder,
@@ -66,6 +67,8 @@ pub(crate) struct Metrics {
     unlogged: IntCounter,
     lost_spans: IntCounter,
     worker: IntGaugeVec,
+    /// Held while the gauges are set and read: another who asks meanwhile would find them reset.
+    rendering: Mutex<()>,
 }
 
 impl Metrics {
@@ -193,6 +196,7 @@ impl Metrics {
                     &["worker", "fact"],
                 ),
             ),
+            rendering: Mutex::new(()),
             registry,
         }
     }
@@ -272,6 +276,7 @@ impl Metrics {
 
     /// The exposition text, with the workers as they are now.
     pub fn render(&self, workers: &[WorkerSnapshot], queued: usize, waiting: usize) -> Vec<u8> {
+        let rendering = self.rendering.lock();
         self.waiting.set(waiting as i64);
         self.queued.set(queued as i64);
         self.worker.reset();
@@ -304,8 +309,10 @@ impl Metrics {
                 gauge.set(value);
             }
         }
+        let families = self.registry.gather();
+        drop(rendering);
         let mut text = Vec::new();
-        if let Err(error) = TextEncoder::new().encode(&self.registry.gather(), &mut text) {
+        if let Err(error) = TextEncoder::new().encode(&families, &mut text) {
             log::error!("/metrics: {error}");
         }
         text
@@ -327,7 +334,11 @@ fn keep<M: prometheus::core::Collector + Clone + 'static>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::WorkerSpec;
+    use crate::fleet::Fleet;
+    use crate::fleet::log::EventSink;
     use std::collections::BTreeSet;
+    use std::sync::Arc;
 
     /// The names that `/metrics` has once everything has happened, and the facts of a worker.
     fn shown() -> String {
@@ -363,6 +374,37 @@ mod tests {
             let word = &text[at..];
             &word[..word.find(|c| !is_word(c)).unwrap_or(word.len())]
         })
+    }
+
+    #[test]
+    fn who_asks_at_the_same_time_as_another_is_told_of_every_worker() {
+        let metrics = Metrics::new("elastic");
+        let fleet = Arc::new(Fleet::new(
+            crate::policy::build("round_robin", serde_json::Value::Null).expect("a policy"),
+            "round_robin".to_owned(),
+            EventSink::in_memory(),
+            0,
+        ));
+        for port in 1..=50 {
+            let spec = serde_json::json!({"url": format!("http://a:{port}")});
+            let spec: WorkerSpec = serde_json::from_value(spec).expect("a worker");
+            fleet
+                .add_worker(spec.normalise().expect("a worker"))
+                .expect("another");
+        }
+        let workers = fleet.snapshot();
+        let asked = || {
+            (0..100).all(|_| {
+                let text = String::from_utf8(metrics.render(&workers, 0, 0)).expect("UTF-8");
+                text.matches("fact=\"healthy\"").count() == workers.len()
+            })
+        };
+        std::thread::scope(|scope| {
+            let all = [(); 3].map(|()| scope.spawn(asked));
+            for one in all {
+                assert!(one.join().expect("ends"), "workers are missing");
+            }
+        });
     }
 
     #[test]

@@ -4,9 +4,9 @@
 //! generation. They go to the worker with the fewest requests, and to another if that one fails.
 
 use super::fault::{Fault, from_worker};
-use super::headers::forwarded;
+use super::headers::{REQUEST_ID, forwarded, header};
 use super::splice::Pieces;
-use super::{Gateway, Reply, apis, error, keys, reuse};
+use super::{Gateway, Reply, apis, error, keys, reuse, session};
 use crate::config::WorkerSpec;
 use crate::policy::Role;
 use bytes::Bytes;
@@ -68,7 +68,11 @@ pub(super) async fn handle(
     request: Request<Incoming>,
 ) -> Response<Reply> {
     let (parts, incoming) = request.into_parts();
-    let path = parts.uri.path().to_owned();
+    let path = parts.uri.path().trim_end_matches('/').to_owned();
+    let target = match parts.uri.query() {
+        Some(query) => format!("{path}?{query}"),
+        None => path.clone(),
+    };
     let refuse = |status: StatusCode, kind: &str, message: &str| {
         gateway.metrics.refused(status);
         refusal(&path, status, kind, message)
@@ -87,11 +91,15 @@ pub(super) async fn handle(
         }
     };
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
-    let Ok(_permit) = gateway.admission.enter(patience, deadline).await else {
-        let message = "the router has as many requests as it takes";
-        return refuse(StatusCode::SERVICE_UNAVAILABLE, "overloaded", message);
+    let _permit = match gateway.admission.enter(patience, deadline).await {
+        Ok(permit) => permit,
+        Err(refusal) => {
+            let (status, kind, message) = refusal.told();
+            return refuse(status, kind, message);
+        }
     };
-    let request_id = format!("{:016x}", fastrand::u64(..));
+    let request_id = header(&parts.headers, &REQUEST_ID)
+        .map_or_else(|| format!("{:016x}", fastrand::u64(..)), session::bounded);
     let strips = gateway.config.strip_transfer_keys;
     let mut headers = parts.headers;
     if gateway.keys.are_needed() {
@@ -107,14 +115,15 @@ pub(super) async fn handle(
         workers.retain(|worker| !not_serving.contains(&worker.id));
     }
     for worker in workers.into_iter().take(TRIES) {
-        let mut request =
-            match Request::post(format!("{}{path}", worker.url)).body(Pieces::from(body.clone())) {
-                Ok(request) => request,
-                Err(failure) => {
-                    let status = StatusCode::BAD_REQUEST;
-                    return refuse(status, "invalid_request_error", &failure.to_string());
-                }
-            };
+        let mut request = match Request::post(format!("{}{target}", worker.url))
+            .body(Pieces::from(body.clone()))
+        {
+            Ok(request) => request,
+            Err(failure) => {
+                let status = StatusCode::BAD_REQUEST;
+                return refuse(status, "invalid_request_error", &failure.to_string());
+            }
+        };
         let mut headers = headers.clone();
         super::authorise(&mut headers, &worker);
         *request.headers_mut() = headers;

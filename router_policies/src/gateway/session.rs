@@ -119,6 +119,23 @@ mod tests {
     }
 
     #[test]
+    fn a_session_may_have_a_name_in_any_script() {
+        let named = |bytes: &[u8]| {
+            let value = hyper::header::HeaderValue::from_bytes(bytes).expect("a header");
+            let mut headers = HeaderMap::new();
+            headers.insert("x-session-id", value);
+            of(&headers, Some("the body's".to_owned()))
+        };
+        assert_eq!(
+            named("Müller/日本".as_bytes()).as_deref(),
+            Some("Müller/日本")
+        );
+        // As clients send it whose headers are in Latin-1.
+        assert_eq!(named(b"M\xfcller").as_deref(), Some("Müller"));
+        assert_ne!(named(b"M\xfcller"), named(b"M\xf6ller"));
+    }
+
+    #[test]
     fn a_long_id_is_kept_short_and_told_from_others() {
         let long = |end: char| format!("{}{end}", "é".repeat(5_000_000));
         let (a, b) = (bounded(long('a')), bounded(long('b')));

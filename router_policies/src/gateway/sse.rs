@@ -128,6 +128,18 @@ impl SseProgress {
         self.has_ended || (self.last_is_done && !self.line.starts_with(b"data:"))
     }
 
+    /// As [`SseProgress::is_done`], of a stream after which nothing comes: its last line, or the blank line
+    /// behind it, may lack its end.
+    pub fn is_done_at_end(&self) -> bool {
+        let is_last_line = self.line_bytes <= LINE_BYTES
+            && self
+                .line
+                .strip_prefix(b"data:")
+                .is_some_and(|value| value.trim_ascii() == b"[DONE]");
+        let lacks_blank_line = self.line_bytes == 0 && self.has_data && self.is_named_end;
+        is_last_line || lacks_blank_line || self.is_done()
+    }
+
     /// Whether an event that has passed was an error.
     pub fn has_error(&self) -> bool {
         self.has_error
@@ -431,6 +443,26 @@ mod tests {
             let mut progress = SseProgress::default();
             progress.feed(begin.as_bytes());
             assert_eq!(progress.separator(), separator, "{begin:?}");
+        }
+    }
+
+    #[test]
+    fn a_stream_that_ends_may_lack_the_end_of_its_last_line_and_nothing_of_the_line() {
+        for (stream, is) in [
+            ("data: 1\n\ndata: [DONE]", true),
+            ("data: 1\n\ndata:[DONE] ", true),
+            ("data: 1\n\ndata: [DONE]\r", true),
+            ("data: 1\n\ndata: [DONE", false),
+            ("data: 1\n\ndata: [DONE]1", false),
+            ("data: 1\n\n", false),
+            ("event: message_stop\ndata: {}\n", true),
+            ("event: message_stop\ndata: {", false),
+            ("event: message_stop\n", false),
+            ("event: message_delta\ndata: {}\n", false),
+        ] {
+            let mut progress = SseProgress::ending_with(&["message_stop"]);
+            progress.feed(stream.as_bytes());
+            assert_eq!(progress.is_done_at_end(), is, "{stream:?}");
         }
     }
 

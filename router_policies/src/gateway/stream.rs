@@ -12,6 +12,7 @@ use bytes::Bytes;
 use http_body::Frame;
 use hyper::body::Incoming;
 use memchr::memmem::Finder;
+use serde_json::value::RawValue;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, LazyLock};
@@ -95,7 +96,7 @@ fn usage_in(data: &[u8]) -> Usage {
 
 /// What an answer in one piece says of prompt, cached and output tokens. SGLang's answer to a batch has a
 /// count of output tokens for each prompt, the others one for all.
-pub(super) fn usage_of_whole(data: &[u8]) -> Usage {
+fn usage_of_whole(data: &[u8]) -> Usage {
     let mut usage = Usage::default();
     let mut of_others = None;
     for at in COUNTS.find_iter(data) {
@@ -121,6 +122,23 @@ pub(super) fn usage_of_whole(data: &[u8]) -> Usage {
     }
     usage.output_tokens = usage.output_tokens.or(of_others);
     usage
+}
+
+/// What an answer of `api` in one piece says of its tokens. What models and clients write is text with
+/// escaped quotes in most APIs. In these two some of it is JSON (a tool's input, the schemas of tools) that
+/// may have the same keys, so only the object that counts is looked at.
+pub(super) fn usage_of_answer(api: Api, data: &[u8]) -> Usage {
+    #[derive(serde::Deserialize)]
+    struct Counted<'a> {
+        #[serde(borrow)]
+        usage: Option<&'a RawValue>,
+    }
+    let counted = match api {
+        Api::Messages | Api::Responses => serde_json::from_slice::<Counted<'_>>(data).ok(),
+        Api::Generate | Api::Completions | Api::Chat => None,
+    };
+    let usage = counted.and_then(|counted| counted.usage);
+    usage_of_whole(usage.map_or(data, |usage| usage.get().as_bytes()))
 }
 
 /// The last count of this name. Looked for from the end, where it stands.
@@ -316,11 +334,12 @@ impl http_body::Body for Answer {
                     &format!("the worker's stream broke: {error}"),
                 )
             }
-            Poll::Ready(None) if !this.progress.is_done() && !this.progress.has_error() => this
-                .break_off(
+            Poll::Ready(None) if !this.progress.is_done_at_end() && !this.progress.has_error() => {
+                this.break_off(
                     Outcome::WorkerError,
                     &format!("the worker's stream ended before {}", this.api.end()),
-                ),
+                )
+            }
             // Nothing more comes, or what comes behind the end is not of this answer.
             Poll::Ready(_) => {
                 this.end();
@@ -357,6 +376,29 @@ mod tests {
         let messages = r#"{"type":"message","usage":{"input_tokens":40,"output_tokens":9}}"#;
         assert_eq!(of_whole(messages), Some(9));
         assert_eq!(of_whole(r#"{"text":"\"output_tokens\":5,"}"#), None);
+    }
+
+    #[test]
+    fn what_a_model_calls_a_tool_with_is_no_count() {
+        // Anthropic's API has a tool's input as JSON and not as text, OpenAI's newer one the tools' schemas.
+        let named = r#"{"prompt_tokens":5,"cached_tokens":900000,"completion_tokens":3,"output_tokens":800000}"#;
+        let message = format!(
+            r#"{{"type":"message","content":[{{"type":"tool_use","name":"report","input":{named}}}],"usage":{{"input_tokens":40,"output_tokens":9}}}}"#
+        );
+        let response = format!(
+            r#"{{"object":"response","tools":[{{"parameters":{{"examples":[{named}]}}}}],"usage":{{"input_tokens":40,"input_tokens_details":{{"cached_tokens":32}},"output_tokens":9}}}}"#
+        );
+        for (api, body, cached_tokens) in [
+            (Api::Messages, message, None),
+            (Api::Responses, response, Some(32)),
+        ] {
+            let expected = Usage {
+                prompt_tokens: None,
+                cached_tokens,
+                output_tokens: Some(9),
+            };
+            assert_eq!(usage_of_answer(api, body.as_bytes()), expected, "{body}");
+        }
     }
 
     #[test]

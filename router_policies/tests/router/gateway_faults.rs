@@ -104,6 +104,34 @@ async fn errors_inside_streams_count_against_the_worker() {
 }
 
 #[tokio::test]
+async fn a_stream_may_end_without_the_end_of_its_last_line() {
+    let answer = json!({"input_ids": [1], "messages": [], "stream": true});
+    for (path, pieces) in [
+        (
+            "/generate",
+            &["data: {\"text\":\"a\"}\n\n", "data: [DO", "NE]"][..],
+        ),
+        ("/generate", &["data: {\"text\":\"a\"}\n\ndata: [DONE]\n"]),
+        (
+            "/v1/messages",
+            &[
+                "event: x\ndata: {}\n\nevent: message_stop\n",
+                "data: {\"type\":\"message_stop\"}\n",
+            ],
+        ),
+    ] {
+        let mock = MockWorker::start().await;
+        mock.set_fault(Fault::Raw(pieces, End::Properly));
+        let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+        let (_, body) = router.post(path, answer.clone()).await;
+        assert_eq!(body, pieces.concat());
+        router
+            .counts("deltaserve_requests_total{outcome=\"ok\"} 1")
+            .await;
+    }
+}
+
+#[tokio::test]
 async fn what_comes_behind_the_end_of_a_stream_does_not_spoil_it() {
     for (pieces, end) in [
         (

@@ -42,13 +42,21 @@ fn storing(begin: u32) -> Vec<u8> {
 /// A mock engine's publisher, and a router that follows it and asks `replay` for what it missed. What is believed
 /// comes from events alone.
 async fn followed(replay: Option<String>) -> (PubSocket, Router, MockWorker) {
+    followed_beside(replay, false).await
+}
+
+/// As [`followed`]; where the worker keeps finished prompts, by its `prefix_cache`, there is an estimate of them too.
+async fn followed_beside(
+    replay: Option<String>,
+    prefix_cache: bool,
+) -> (PubSocket, Router, MockWorker) {
     let mut publisher = PubSocket::new();
     let endpoint = publisher.bind("tcp://127.0.0.1:0").await.expect("binds");
     let mock = MockWorker::start().await;
     let mut spec = worker(&mock, "w", "colocated");
     spec.kv_events = Some(endpoint.to_string());
     spec.kv_events_replay = replay;
-    spec.prefix_cache = false;
+    spec.prefix_cache = prefix_cache;
     let router = Router::with(Config {
         workers: vec![spec],
         ..Config::default()
@@ -156,4 +164,35 @@ async fn events_are_followed_though_the_replay_fails() {
     assert_eq!(cached(&router, 1_000).await, 0);
     let asked: Vec<_> = std::iter::from_fn(|| questions.try_recv().ok()).collect();
     assert_eq!(asked, [0, 2, 2]);
+}
+
+#[tokio::test]
+async fn what_came_before_a_batch_that_cannot_be_read_is_not_believed() {
+    let (mut publisher, router, _mock) = followed(None).await;
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    publisher.send(stored(0, 1_000)).await.expect("sent");
+    until_cached(&router, 1_000).await;
+    // It may have told that the page was evicted.
+    let unreadable = numbered(1, b"no batch".to_vec());
+    publisher.send(unreadable).await.expect("sent");
+    publisher.send(stored(2, 2_000)).await.expect("sent");
+    until_cached(&router, 2_000).await;
+    assert_eq!(cached(&router, 1_000).await, 0);
+}
+
+#[tokio::test]
+async fn where_no_batch_can_be_read_the_estimate_counts() {
+    let (mut publisher, router, _mock) = followed_beside(None, true).await;
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    for number in 0..3 {
+        // As of an engine of another release.
+        let unreadable = numbered(number, b"no batch".to_vec());
+        publisher.send(unreadable).await.expect("sent");
+    }
+    let mut no_number = ZmqMessage::from(Vec::<u8>::new());
+    no_number.push_back(storing(1_000).into());
+    publisher.send(no_number).await.expect("sent");
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    cached(&router, 5_000).await;
+    assert_eq!(cached(&router, 5_000).await, 2 * u64::from(PAGE));
 }

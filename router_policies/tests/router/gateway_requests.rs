@@ -78,6 +78,55 @@ async fn queries_are_passed_on_and_slashes_at_the_end_are_not() {
 }
 
 #[tokio::test]
+async fn questions_keep_their_query_and_their_id() {
+    let mock = MockWorker::start().await;
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    for (path, expected) in [
+        (
+            "/v1/messages/count_tokens?beta=true",
+            "/v1/messages/count_tokens?beta=true",
+        ),
+        ("/tokenize/", "/tokenize"),
+    ] {
+        let headers = [("x-request-id", "mine")];
+        let answer = router.send(path, &headers, b"{}".to_vec()).await;
+        assert_eq!(answer.status(), StatusCode::OK, "{path}");
+        let seen = mock.behaviour.targets.lock().pop();
+        assert_eq!(seen.as_deref(), Some(expected));
+        let headers = mock.behaviour.headers.lock().pop().expect("a request");
+        assert_eq!(headers["x-request-id"], "mine");
+    }
+}
+
+#[tokio::test]
+async fn a_full_queue_is_the_same_answer_whatever_is_asked() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Stall);
+    let router = Router::with(Config {
+        workers: vec![worker(&mock, "w", "colocated")],
+        max_inflight: 1,
+        max_queued: 0,
+        ..Config::default()
+    })
+    .await;
+    let _running = tokio::spawn({
+        let (client, url) = (router.client.clone(), format!("{}/generate", router.url));
+        let body = json!({"input_ids": [1]}).to_string();
+        async move {
+            let request = hyper::Request::post(url).body(body.into());
+            client.request(request.expect("a request")).await
+        }
+    });
+    until("it runs", || !mock.bodies().is_empty()).await;
+    for path in ["/generate", "/tokenize"] {
+        let body = json!({"input_ids": [1]}).to_string();
+        let answer = router.send(path, &[], body.into_bytes()).await;
+        assert_eq!(answer.status(), StatusCode::TOO_MANY_REQUESTS, "{path}");
+        assert!(answer.headers().contains_key("retry-after"), "{path}");
+    }
+}
+
+#[tokio::test]
 async fn failures_too_name_their_decision() {
     let mock = MockWorker::start().await;
     let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;

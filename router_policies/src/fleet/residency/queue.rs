@@ -99,7 +99,7 @@ pub struct Queue {
     /// Of all that wait without a place, shared ones counted for each.
     tokens: u64,
     next: u64,
-    /// When the last turns were let in.
+    /// When the last turns were let in, by a clock that stands while nobody waits.
     let_in_s: VecDeque<f64>,
 }
 
@@ -136,6 +136,9 @@ impl Ranking {
 
 impl Queue {
     pub fn push(&mut self, turn: WaitingTurn, ranking: Ranking) -> u64 {
+        if self.order.is_empty() {
+            self.skip_until(turn.arrived_s);
+        }
         self.next += 1;
         let id = self.next;
         let waiter = Waiter {
@@ -148,6 +151,15 @@ impl Queue {
         self.waiters.insert(id, waiter);
         self.enlist(id, ranking);
         id
+    }
+
+    /// Nobody has waited since the last was let in: that time says nothing of how fast others would have been.
+    fn skip_until(&mut self, now_s: f64) {
+        let Some(last_s) = self.let_in_s.back() else {
+            return;
+        };
+        let quiet_s = (now_s - last_s).max(0.0);
+        self.let_in_s.iter_mut().for_each(|at_s| *at_s += quiet_s);
     }
 
     /// Puts a waiter where it belongs, by what it is now.
@@ -308,5 +320,9 @@ mod tests {
             queue.settle(id, Progress::Admitted(admitted));
         }
         assert_eq!(queue.predicted_wait_s(3, 40.0), 40.0);
+        // Then nobody waits for an hour, in which nobody could be let in.
+        queue.push(waiter(3_640.0, false), RANKING);
+        assert_eq!(queue.predicted_wait_s(3, 3_640.0), 40.0);
+        assert_eq!(queue.predicted_wait_s(3, 3_650.0), 50.0);
     }
 }

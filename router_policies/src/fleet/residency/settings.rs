@@ -204,6 +204,12 @@ pub fn build(value: &Value) -> Result<Chosen, String> {
                 known.join(", ")
             )));
         }
+        if value.is_null() {
+            // What became of TOML's nan and inf, for which JSON has no word.
+            return Err(failed(format!(
+                "{key}: expected a value that is not nan, inf or null"
+            )));
+        }
         // A parameter of both is said once.
         if of(PARAMS) {
             common.insert(key.clone(), value.clone());
