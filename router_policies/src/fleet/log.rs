@@ -16,6 +16,7 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, TryRecvError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -284,7 +285,14 @@ enum Task {
 struct Writer {
     sender: mpsc::Sender<Task>,
     thread: std::thread::JoinHandle<()>,
+    /// Events that it has been told of and has not taken yet, and how many these may be.
+    pending: Arc<AtomicUsize>,
+    most_pending: usize,
+    lost: Lost,
 }
+
+/// Told of events, so many at a time, that could not be written.
+type Lost = Arc<dyn Fn(u64) + Send + Sync>;
 
 /// Takes events: keeps the recent decisions, and writes all to a file if there is one.
 pub struct EventSink {
@@ -308,17 +316,40 @@ impl EventSink {
     ///
     /// # Errors
     /// The file cannot be opened; one line that names it.
-    pub fn to_file(path: &Path, lost: impl Fn(u64) + Send + 'static) -> Result<Self, String> {
-        let mut log = LogFile::open(path, Box::new(lost))
+    pub fn to_file(
+        path: &Path,
+        lost: impl Fn(u64) + Send + Sync + 'static,
+    ) -> Result<Self, String> {
+        let lost: Lost = Arc::new(lost);
+        let of_file = Arc::clone(&lost);
+        let mut log = LogFile::open(path, Box::new(move |events| of_file(events)))
             .map_err(|error| format!("decision_log: {}: {error}", path.display()))?;
         let (sender, receiver) = mpsc::channel::<Task>();
+        let pending = Arc::<AtomicUsize>::default();
+        let taken = Arc::clone(&pending);
         let thread = std::thread::Builder::new()
             .name("decision-log".to_owned())
-            .spawn(move || log.follow(&receiver))
+            .spawn(move || log.follow(&receiver, &taken))
             .map_err(|error| format!("decision_log: {error}"))?;
         let mut sink = Self::in_memory();
-        sink.writer = Some(Writer { sender, thread });
+        sink.writer = Some(Writer {
+            sender,
+            thread,
+            pending,
+            most_pending: usize::MAX,
+            lost,
+        });
         Ok(sink)
+    }
+
+    /// Of events that wait to be written it holds so many at most: a write to a disk that hangs fails only
+    /// when that disk says so, and memory would run out before. What comes meanwhile is lost.
+    #[must_use]
+    pub fn holding_at_most(mut self, events: usize) -> Self {
+        if let Some(writer) = &mut self.writer {
+            writer.most_pending = events;
+        }
+        self
     }
 
     /// Calls `observe` on every event.
@@ -340,6 +371,10 @@ impl EventSink {
             observe(&event);
         }
         if let Some(writer) = &self.writer {
+            if writer.pending.fetch_add(1, Ordering::Relaxed) >= writer.most_pending {
+                writer.pending.fetch_sub(1, Ordering::Relaxed);
+                return (writer.lost)(1);
+            }
             // The thread ends when this sender does, not before.
             let _ = writer.sender.send(Task::Write(event));
         }
@@ -367,7 +402,7 @@ impl EventSink {
 
 impl Drop for EventSink {
     fn drop(&mut self) {
-        if let Some(Writer { sender, thread }) = self.writer.take() {
+        if let Some(Writer { sender, thread, .. }) = self.writer.take() {
             drop(sender);
             thread.thread().unpark();
             let _ = thread.join();
@@ -419,14 +454,14 @@ impl LogFile {
     /// Does what it is told until nobody is left to tell it anything. Whoever tells a thread that waits has to
     /// wake it, by a call to the kernel that takes as long as a decision: so while events come it looks for them
     /// now and then, and waits for one only after a while without any.
-    fn follow(&mut self, tasks: &mpsc::Receiver<Task>) {
+    fn follow(&mut self, tasks: &mpsc::Receiver<Task>, pending: &AtomicUsize) {
         while let Ok(task) = tasks.recv() {
-            self.carry_out(task);
+            self.carry_out(task, pending);
             let mut last = Instant::now();
             while last.elapsed() < WAITS_AFTER {
                 match tasks.try_recv() {
                     Ok(task) => {
-                        self.carry_out(task);
+                        self.carry_out(task, pending);
                         last = Instant::now();
                     }
                     Err(TryRecvError::Empty) => {
@@ -440,9 +475,12 @@ impl LogFile {
         }
     }
 
-    fn carry_out(&mut self, task: Task) {
+    fn carry_out(&mut self, task: Task, pending: &AtomicUsize) {
         match task {
-            Task::Write(event) => self.take(&event),
+            Task::Write(event) => {
+                pending.fetch_sub(1, Ordering::Relaxed);
+                self.take(&event);
+            }
             Task::Reopen => {
                 self.write();
                 self.reopen();
@@ -536,7 +574,7 @@ fn append(file: &mut File, lines: &[u8]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::AtomicU64;
 
     #[test]
     fn events_are_written_at_once_though_nobody_wakes_the_thread() {
@@ -551,13 +589,7 @@ mod tests {
                 .count()
         };
         for count in 1..=3 {
-            sink.send(Event::Wait(WaitRecord {
-                ts_unix_s: unix_now_s(),
-                request_id: count.to_string(),
-                session_id: None,
-                reason: WaitReason::NoRoom,
-                waiting: count,
-            }));
+            sink.send(waits(&count.to_string()));
             let begun = Instant::now();
             while lines() < count {
                 assert!(begun.elapsed() < Duration::from_secs(10), "event {count}");
@@ -568,6 +600,41 @@ mod tests {
         drop(sink);
         assert!(begun.elapsed() < WAITS_AFTER, "the end wakes it");
         std::fs::remove_dir_all(&folder).expect("removed");
+    }
+
+    fn waits(request_id: &str) -> Event {
+        Event::Wait(WaitRecord {
+            ts_unix_s: unix_now_s(),
+            request_id: request_id.to_owned(),
+            session_id: None,
+            reason: WaitReason::NoRoom,
+            waiting: 1,
+        })
+    }
+
+    #[test]
+    fn events_do_not_pile_up_behind_a_file_whose_writes_hang() {
+        let path = std::env::temp_dir().join(format!("log-{:x}", fastrand::u64(..)));
+        let made = std::process::Command::new("mkfifo").arg(&path).status();
+        assert!(made.expect("mkfifo").success());
+        // Somebody holds the pipe and does not read: it takes 64 KiB.
+        let mut pipe = std::fs::OpenOptions::new();
+        let pipe = pipe.read(true).write(true).open(&path);
+        let mut pipe = pipe.expect("a pipe");
+        let lost = Arc::new(AtomicU64::new(0));
+        let counter = Arc::clone(&lost);
+        let sink = EventSink::to_file(&path, move |events| {
+            counter.fetch_add(events, Ordering::Relaxed);
+        });
+        let sink = sink.expect("a file").holding_at_most(1_000);
+        for _ in 0..10_000 {
+            sink.send(waits("one of many"));
+        }
+        let lost = lost.load(Ordering::Relaxed);
+        std::thread::spawn(move || std::io::copy(&mut pipe, &mut std::io::sink()));
+        drop(sink);
+        std::fs::remove_file(&path).expect("removed");
+        assert!((5_000..10_000).contains(&lost), "{lost} lost");
     }
 
     #[test]

@@ -103,7 +103,8 @@ impl Fleet {
         }
     }
 
-    /// How often the worker came up; none while it is down or where there is none.
+    /// How often another engine may have come up there, whose cache is not that of the one before; none while
+    /// it is down or where there is none.
     pub fn incarnation<'a>(&self, which: impl Into<Which<'a>>) -> Option<u64> {
         self.with_worker(which, |worker| worker.healthy.then_some(worker.incarnation))
             .flatten()
@@ -130,10 +131,10 @@ impl Fleet {
             if healthy { "up" } else { "down" }
         );
         if healthy {
-            worker.incarnation += 1;
             worker.circuit = circuit::Circuit::default();
             worker.liveness.renew(now_s);
             if !worker.engine_run.is_confirmed() {
+                worker.incarnation += 1;
                 state.forget_cache(slot);
             }
         } else {

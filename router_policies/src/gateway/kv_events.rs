@@ -24,6 +24,7 @@ const END_OF_REPLAY: u64 = u64::MAX;
 
 /// Subscribes whenever the worker is up.
 pub(super) async fn follow(fleet: Weak<Fleet>, spec: Arc<WorkerSpec>, endpoint: String) {
+    let mut last: Option<Follower<'_>> = None;
     loop {
         let incarnation = {
             let Some(fleet) = fleet.upgrade() else { return };
@@ -33,16 +34,20 @@ pub(super) async fn follow(fleet: Weak<Fleet>, spec: Arc<WorkerSpec>, endpoint: 
             fleet.incarnation(&spec)
         };
         if let Some(incarnation) = incarnation {
-            let mut follower = Follower {
+            // The same engine goes on with its count, and holds what it held.
+            let same = last.filter(|last| last.incarnation == incarnation);
+            let mut follower = same.unwrap_or_else(|| Follower {
                 fleet: Weak::clone(&fleet),
                 spec: &spec,
                 incarnation,
                 next: 0,
                 last_published: None,
-            };
+                has_begun: false,
+            });
             if let Err(error) = follower.run(&endpoint).await {
                 log::warn!("worker {}: KV events: {error}", spec.id);
             }
+            last = Some(follower);
         }
         tokio::time::sleep(LOOK_AROUND).await;
     }
@@ -56,6 +61,8 @@ struct Follower<'a> {
     next: u64,
     /// Number of the last batch that came by itself, not as a replay.
     last_published: Option<u64>,
+    /// What the index has of this worker is of this engine.
+    has_begun: bool,
 }
 
 impl Follower<'_> {
@@ -71,7 +78,11 @@ impl Follower<'_> {
             .subscribe("")
             .await
             .map_err(|error| format!("{endpoint}: {error}"))?;
-        self.restart().await;
+        match self.has_begun {
+            // Of what was missed meanwhile.
+            true => self.replay().await,
+            false => self.restart().await,
+        }
         while let Some(fleet) = self.current() {
             drop(fleet);
             let message = match tokio::time::timeout(LOOK_AROUND, socket.recv()).await {
@@ -122,6 +133,7 @@ impl Follower<'_> {
     /// Forgets everything and takes what the engine can replay.
     async fn restart(&mut self) {
         self.begin(EventsBegin::Whole);
+        self.has_begun = true;
         self.next = 0;
         self.replay().await;
     }

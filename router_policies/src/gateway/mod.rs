@@ -99,6 +99,8 @@ const DRAIN_LOOK: Duration = Duration::from_millis(50);
 /// For so long a router that has just started waits for workers that have not answered yet before it says
 /// that it is ready.
 const FIRST_CHECKS: Duration = Duration::from_secs(5);
+/// Events that wait for the decision log's disk, at most: some ten MB, and minutes of a busy router.
+const MAX_UNWRITTEN_EVENTS: usize = 1 << 16;
 /// What a worker may say of itself, at most: metrics of large engines are some hundred kB.
 const MAX_REPORT_BYTES: usize = 16 << 20;
 
@@ -224,6 +226,7 @@ impl Gateway {
             Some(path) => {
                 let metrics = Arc::clone(&metrics);
                 EventSink::to_file(path, move |events| metrics.lost(events))?
+                    .holding_at_most(MAX_UNWRITTEN_EVENTS)
             }
             None => EventSink::in_memory(),
         };

@@ -1,10 +1,11 @@
 //! KV events as they come over ZMQ: gaps, counts that begin anew, pages that nobody configured.
 
 use crate::mock::MockWorker;
-use crate::mock::router::{Router, worker};
+use crate::mock::router::{Router, until, worker};
 use rmpv::Value;
 use router_policies::config::Config;
 use serde_json::json;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
@@ -53,12 +54,14 @@ async fn followed_beside(
     let mut publisher = PubSocket::new();
     let endpoint = publisher.bind("tcp://127.0.0.1:0").await.expect("binds");
     let mock = MockWorker::start().await;
+    mock.behaviour.started.store(1, Ordering::SeqCst);
     let mut spec = worker(&mock, "w", "colocated");
     spec.kv_events = Some(endpoint.to_string());
     spec.kv_events_replay = replay;
     spec.prefix_cache = prefix_cache;
     let router = Router::with(Config {
         workers: vec![spec],
+        health_interval_s: 0.2,
         ..Config::default()
     })
     .await;
@@ -195,4 +198,27 @@ async fn where_no_batch_can_be_read_the_estimate_counts() {
     tokio::time::sleep(Duration::from_millis(200)).await;
     cached(&router, 5_000).await;
     assert_eq!(cached(&router, 5_000).await, 2 * u64::from(PAGE));
+}
+
+#[tokio::test]
+async fn what_is_held_stays_known_while_the_worker_cannot_be_reached() {
+    let (mut publisher, router, mock) = followed(None).await;
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    publisher.send(stored(0, 1_000)).await.expect("sent");
+    until_cached(&router, 1_000).await;
+    let is_up = || router.fleet.snapshot().iter().all(|w| w.healthy);
+    for (is_healthy, what) in [(false, "it is down"), (true, "it is up again")] {
+        mock.behaviour.healthy.store(is_healthy, Ordering::SeqCst);
+        until(what, || is_up() == is_healthy).await;
+        // So that it is noticed where its events are followed.
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+    }
+    assert_eq!(cached(&router, 1_000).await, u64::from(PAGE));
+    publisher.send(stored(1, 2_000)).await.expect("sent");
+    until_cached(&router, 2_000).await;
+    assert_eq!(cached(&router, 1_000).await, u64::from(PAGE));
+    // What came before a gap may have been evicted since.
+    publisher.send(stored(5, 5_000)).await.expect("sent");
+    until_cached(&router, 5_000).await;
+    assert_eq!(cached(&router, 1_000).await, 0);
 }
