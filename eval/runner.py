@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -108,8 +109,40 @@ def _run_all(
 ) -> Summary:
     runs = plan_runs(experiment, only)
     matrix = _Matrix(experiment, output, site, source, progress, runs, execute)
-    if experiment.search is not None:
-        return _search_all(experiment, output, matrix, progress, runs)
+    with _alone_on(output, dict.fromkeys(run.arm.name for run in runs)):
+        if experiment.search is not None:
+            return _search_all(experiment, output, matrix, progress, runs)
+        return _run_matrix(experiment, output, site, matrix, progress, runs)
+
+
+@contextlib.contextmanager
+def _alone_on(output: Path, arms: Iterable[str]) -> Iterator[None]:
+    """Keeps a second runner off these arms' folders, whose fleets it would take for left behind and
+    end. The system lets go of it with this process, however that ends."""
+    with contextlib.ExitStack() as held:
+        for arm in arms:
+            lock = held.enter_context((output / f".{arm}.lock").open("ab"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"{output}: another eval run is at work there on arm {arm}; wait for it, or "
+                    "choose another --output"
+                ) from None
+            except OSError:  # a file system without locks
+                continue
+        yield
+
+
+def _run_matrix(
+    experiment: Experiment,
+    output: Path,
+    site: Site,
+    matrix: _Matrix,
+    progress: Progress,
+    runs: Sequence[PlannedRun],
+) -> Summary:
+    """All runs, in their order."""
     todo = [run for run in runs if not matrix.is_complete(run)]
     if experiment.keep_workers:
         keys = [site.worker_key(matrix.topology(run)) for run in runs]

@@ -57,6 +57,7 @@ def simulate(
             session_limit=session_limit,
             length_scale=length_scale,
             max_input_tokens=max_input_tokens,
+            source=trace,
         )
         (output / PLANNED_FILE).write_bytes(_lines(planned))
         plan["requests"] = str((output / PLANNED_FILE).resolve())

@@ -114,8 +114,13 @@ def _worker(
     if host_tokens is None:
         raise InputError("host_kv_gb: the bytes a token are not known; give host_kv_tokens instead")
     given_host = keys.host_kv_tokens is not None or keys.host_kv_gb is not None
+    pacing = topology.pacing_keys(group)
+    for key in ("prefill_max_requests", "prefill_decode_interval"):
+        if getattr(pacing, key):
+            raise InputError(f"{key}: is not simulated")
     chosen = {
         "chunk_tokens": group.chunk_tokens or topology.chunk_tokens,
+        "max_prefill_tokens": pacing.max_prefill_tokens,
         "radix_eviction_policy": keys.radix_eviction_policy,
         "schedule_policy": keys.schedule_policy,
     }

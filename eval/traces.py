@@ -273,7 +273,7 @@ def make_replay_plan(trace: Path, replay: Replay) -> Plan:
 @lru_cache(maxsize=1)
 def plan_of(trace: Path, selected: Selection) -> Plan:
     """The requests that a run sends which selects these of the trace."""
-    return make_plan(read_trace(trace), **selected._asdict())
+    return make_plan(read_trace(trace), **selected._asdict(), source=trace)
 
 
 def possible_cached_tokens(

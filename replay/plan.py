@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -293,14 +294,17 @@ def make_plan(
     session_limit: int | None = None,
     length_scale: float = 1.0,
     max_input_tokens: int | None = None,
+    source: Path | None = None,
 ) -> Plan:
-    """Selects and scales a trace's requests, in its order.
+    """Selects and scales a trace's requests, in its order. `source` is the file that an error
+    names.
 
     `session_limit` bounds conversations (sessions with their sub-agents), `request_limit` what is
     left of them. A request over `max_input_tokens` (after scaling) is left out together with
     everything that depends on it, so that no turn is sent without those before it.
     """
     plan = Plan()
+    place = "" if source is None else f"{source}: "
     started = 0
     position: dict[str, int] = {}
     last_turn: dict[str, int] = {}
@@ -312,11 +316,11 @@ def make_plan(
             break
         parent = request.parent_request_id
         if request.request_id in position or request.request_id in dropped:
-            raise InputError(f"request_id {request.request_id}: occurs twice in the trace")
+            raise InputError(f"{place}request_id {request.request_id}: occurs twice in the trace")
         if parent is not None and parent not in position and parent not in dropped:
             raise InputError(
-                f"request_id {request.request_id}: field parent_request_id: expected a request "
-                f"earlier in the trace, found {parent}"
+                f"{place}request_id {request.request_id}: field parent_request_id: expected a "
+                f"request earlier in the trace, found {parent}"
             )
         if request.session_id in cut_sessions or parent in dropped:
             cut_sessions.add(request.session_id)

@@ -60,6 +60,7 @@ def run(options: RunOptions, quiet: bool = False) -> dict[str, Any]:
         session_limit=options.session_limit,
         length_scale=options.length_scale,
         max_input_tokens=options.max_input_tokens,
+        source=options.trace,
     )
     if not plan.requests:
         raise InputError(f"{options.trace}: no request left to send; see --max-input-tokens")

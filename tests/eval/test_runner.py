@@ -458,6 +458,36 @@ def test_a_sample_of_single_turns_says_what_to_give(experiment: Experiment, tmp_
     assert len(list(read_trace(prepare_trace(changed, tmp_path / "out")))) == 20
 
 
+def test_a_second_runner_leaves_the_runs_of_the_first_alone(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    said: list[str] = []
+
+    class Second(FakeSite):
+        """Tries to run the same experiment again while its first fleet is up."""
+
+        def site(self) -> Site:
+            site = super().site()
+
+            @contextlib.contextmanager
+            def fleet(*given: Any) -> Iterator[Any]:
+                if not said:
+                    with pytest.raises(InputError) as refused:
+                        execute(experiment, output, FakeSite(), only=["one"])
+                    said.append(str(refused.value))
+                with site.fleet(*given) as up:
+                    yield up
+
+            return replace(site, fleet=fleet)
+
+    summary, _ = execute(experiment, output, Second(), only=["one"])
+    assert summary.complete == 2
+    assert said[0].startswith(f"{output}: another eval run is at work there on arm one")
+    # Another arm is nobody's yet, and what the first held is free again.
+    assert execute(experiment, output, FakeSite())[0].complete == 2
+
+
 def test_a_folder_that_is_not_ours_is_never_emptied(experiment: Experiment, tmp_path: Path) -> None:
     precious = tmp_path / "out" / "one" / "r1" / "precious"
     precious.parent.mkdir(parents=True)

@@ -287,6 +287,21 @@ def test_a_pace_that_is_no_time_names_its_variable(experiment: Path, tmp_path: P
         run(experiment, tmp_path / "out", *given, only=["off"])
 
 
+def test_how_much_a_step_prefills_is_the_topologys(experiment: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    run(experiment, output, "repeats=1", "arms.off.set.max_prefill_tokens=4096", only=["off"])
+    plan = orjson.loads((output / "off" / "r1" / "plan.json").read_bytes())
+    assert plan["workers"][0]["max_prefill_tokens"] == 4096
+
+
+@pytest.mark.parametrize("key", ["prefill_max_requests", "prefill_decode_interval"])
+def test_a_pacing_key_that_the_simulator_does_not_know_names_its_arm(
+    experiment: Path, tmp_path: Path, key: str
+) -> None:
+    with pytest.raises(InputError, match=f"arm off: {key}: is not simulated"):
+        run(experiment, tmp_path / "out", f"arms.off.set.{key}=2")
+
+
 def test_a_capacity_that_nobody_says_names_its_arm(experiment: Path, tmp_path: Path) -> None:
     experiment.write_text(experiment.read_text().replace("kv_tokens = 60000", ""))
     with pytest.raises(InputError, match="arm off: its KV capacity"):

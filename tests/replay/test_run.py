@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -237,6 +238,16 @@ def test_a_resumed_run_sends_what_failed_or_was_never_sent(
     assert len(record["resumed_at_s"]) == 1
     again = [r for r in read_results(options.output) if r.request_id in sent]
     assert all(result.sent_s >= record["resumed_at_s"][0] for result in again)  # type: ignore[operator]
+
+
+def test_a_request_that_occurs_twice_is_named_with_its_file(
+    tmp_path: Path, trace_of: TraceOf
+) -> None:
+    trace = trace_of(1, requests=3)
+    options = _options(tmp_path, [trace[0], *trace], "http://x")
+    twice = rf"{re.escape(str(options.trace))}: request_id {trace[0].request_id}: occurs twice"
+    with pytest.raises(InputError, match=twice):
+        run(options, quiet=True)
 
 
 def test_a_run_is_not_resumed_with_other_arrivals(
