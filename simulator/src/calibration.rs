@@ -24,8 +24,8 @@ pub struct Calibration {
     pub decode_base_s: f64,
     pub decode_per_request_s: f64,
     pub decode_per_context_token_s: f64,
-    /// From host memory to the device; hidden behind the prefill, layer by layer, as far as that takes
-    /// longer.
+    /// From host memory to the device. SGLang hides it behind the prefill, layer by layer, as far as
+    /// that takes longer; vLLM loads beside the steps of others, before the prefill.
     pub reload_tokens_per_s: f64,
     /// From one worker's device to another's, for a transfer alone on its link.
     pub transfer_tokens_per_s: f64,
@@ -79,6 +79,11 @@ impl Calibration {
             + pairs / self.prefill_pairs_per_s
             + self.decode_per_request_s * requests as f64
             + self.decode_per_context_token_s * context_tokens as f64
+    }
+
+    /// Seconds that `tokens` take from host memory to the device.
+    pub fn reload_s(&self, tokens: u64) -> f64 {
+        tokens as f64 / self.reload_tokens_per_s
     }
 
     /// Seconds of a step that decodes only.

@@ -255,6 +255,48 @@ def agents(of: Sequence[Row], arm: str) -> list[float]:
     ]
 
 
+def test_what_the_page_says_of_many_sessions_and_of_draws_follows_from_its_lines() -> None:
+    text, rows = PAGE.read_text(), read_rows(SIMULATED)
+
+    def mean(column: str, arm: str, sessions: str) -> float:
+        of = [row for row in rows if (row["arm"], row["sessions"]) == (arm, sessions)]
+        return statistics.fmean(float(row[column]) for row in of)
+
+    def of_best(arm: str, sessions: str) -> float:
+        levels = dict.fromkeys(row["sessions"] for row in rows)
+        rates = {level: mean("requests_per_s", arm, level) for level in levels}
+        return rates[sessions] / max(rates.values())
+
+    vllm, tier = "vllm-fp8-host", "sglang-host-residency"
+    behind = [
+        mean("requests_per_s", arm, "24") / mean("requests_per_s", without, "24")
+        for arm, without in (
+            (tier, "sglang-host"),
+            ("sglang-fp8-host-residency", "sglang-fp8-host"),
+            ("sglang-fp8-host-paced-residency", "sglang-fp8-host"),
+            (f"{vllm}-residency", vllm),
+        )
+    ]
+    spreads = [
+        max(each) - min(each)
+        for arm in dict.fromkeys(row["arm"] for row in rows)
+        for each in [agents(rows, arm)]
+    ]
+    assert f"{of_best(vllm, '16'):.1f}" == "0.6", "six tenths"
+    said = [
+        (
+            f"missed with vLLM ({of_best(f'{vllm}-residency', '16'):.2f} at 16, "
+            f"{of_best(f'{vllm}-residency', '12'):.2f} at twelve), with bf16 KV and a tier "
+            f"({of_best(tier, '12'):.2f} at twelve) and without a tier "
+            f"({of_best(BOUND, '8'):.2f} at eight, {of_best(BOUND, '24'):.2f} at 24)."
+        ),
+        f"six tenths, and {100 * mean('cached_share', vllm, '16'):.0f} % from the cache)",
+        f"at {min(behind):.1f} to {max(behind):.1f} times the requests (simulated)",
+        f"an arm carries {min(spreads):.1f} to {max(spreads):.1f} sessions more or fewer",
+    ]
+    assert [words for words in said if words not in text] == []
+
+
 def test_the_page_of_longer_think_times_follows_from_its_lines() -> None:
     text = (RESULTS / "simulated-think.md").read_text()
     rows, shorter = read_rows(RESULTS / "simulated" / "think.csv"), read_rows(SIMULATED)

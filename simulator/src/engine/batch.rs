@@ -20,6 +20,8 @@ pub struct Sequence {
     pub node: NodeId,
     /// Of the prompt, when it was first let in.
     pub cached_tokens: Option<u64>,
+    /// When what it waits for has come from host memory.
+    pub loaded_s: f64,
     pub cancelled: bool,
 }
 
@@ -34,6 +36,7 @@ impl Sequence {
             in_tree: 0,
             node: ROOT,
             cached_tokens: None,
+            loaded_s: 0.0,
             cancelled: false,
         }
     }

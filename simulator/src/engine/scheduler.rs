@@ -48,6 +48,11 @@ impl Core {
         }
     }
 
+    /// Until when this step knows what happened.
+    pub fn seen_until_s(&self) -> f64 {
+        self.seen_until_s
+    }
+
     /// Whether the request at `at` of the queue had come when this step was composed.
     fn is_seen(&self, at: usize) -> bool {
         self.queues.waiting[at].arrived_s <= self.seen_until_s
@@ -85,7 +90,7 @@ impl Core {
     /// Seconds of a step that prefills, beside decodes with `context` tokens between them. What is
     /// reloaded from host memory hides behind it, as far as that takes longer.
     pub fn prefill_s(&mut self, part: &Prefill, requests: usize, context: u64) -> f64 {
-        let reload_s = part.reload as f64 / self.calibration.reload_tokens_per_s;
+        let reload_s = self.calibration.reload_s(part.reload);
         let compute_s = self
             .calibration
             .mixed_s(part.tokens, part.pairs, requests, context);

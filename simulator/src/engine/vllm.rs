@@ -1,6 +1,10 @@
 //! vLLM (0.26.0), colocated: every step has one budget of tokens; decodes take theirs first, what is
 //! left goes to chunks of prefills. A request is let in when its whole prompt fits; nothing is kept for
 //! answers, and when blocks run out the request that came last is preempted and computed again.
+//!
+//! What the host tier holds of a prompt is loaded beside the steps, one request after another
+//! (`WAITING_FOR_REMOTE_KVS`): the others go on, and the request computes its first chunk in the step
+//! after it has been seen that the load ended.
 
 use super::scheduler::{Core, Prefill, Scheduler, let_all_in};
 use super::{Emission, JobId, Limits};
@@ -10,6 +14,8 @@ pub struct Vllm {
     core: Core,
     /// The requests that compute something in this step.
     step: Vec<JobId>,
+    /// When the last load from host memory ends.
+    loads_end_s: f64,
 }
 
 /// A step while it is put together.
@@ -27,13 +33,23 @@ impl Vllm {
         Self {
             core: Core::new(calibration, limits, true),
             step: Vec::new(),
+            loads_end_s: 0.0,
         }
+    }
+
+    /// Whether it still waits for its load, as far as this step knows.
+    fn is_loading(&self, at: usize) -> bool {
+        self.core.queues.running[at].loaded_s > self.core.seen_until_s()
     }
 
     /// Running requests in the order in which they came: one token each, or a chunk of the prefill.
     fn go_on(&mut self, batch: &mut Batch) {
         let mut at = 0;
         while at < self.core.queues.running.len() && batch.budget > 0 {
+            if self.is_loading(at) {
+                at += 1;
+                continue;
+            }
             let sequence = &self.core.queues.running[at];
             let (before, decodes) = (sequence.computed, !sequence.is_prefilling());
             let part = match decodes {
@@ -83,8 +99,14 @@ impl Vllm {
         let Some((mut sequence, reload)) = self.core.let_in(at, &found) else {
             return false;
         };
+        if reload > 0 {
+            let begins_s = self.core.queues.now_s.max(self.loads_end_s);
+            self.loads_end_s = begins_s + self.core.calibration.reload_s(reload);
+            sequence.loaded_s = self.loads_end_s;
+            self.core.queues.running.push(sequence);
+            return true;
+        }
         let part = (target - sequence.computed).min(batch.budget);
-        batch.work.reload += reload;
         batch.work.tokens += part;
         batch.work.pairs += self.core.calibration.pairs(sequence.computed, part);
         let taken = self.core.pool.take(&mut sequence, part);
@@ -128,7 +150,9 @@ impl Scheduler for Vllm {
         let has_room = |batch: &Batch| batch.budget > 0 && !batch.preempted;
         let_all_in(self, &mut batch, has_room, Self::begin);
         if batch.jobs.is_empty() {
-            return None;
+            // While something is loaded, vLLM's loop goes round without computing.
+            let waits = (0..self.core.queues.running.len()).any(|at| self.is_loading(at));
+            return waits.then_some(self.core.calibration.decode_base_s);
         }
         self.step = batch.jobs;
         Some(if batch.work.tokens == 0 {

@@ -340,6 +340,79 @@ fn what_was_evicted_comes_from_host_memory_at_its_speed() {
 }
 
 #[test]
+fn vllm_loads_from_host_memory_beside_the_answers_of_others() {
+    let calibration = Calibration {
+        // Loading 3,000 tokens takes a second, some hundred times a step.
+        reload_tokens_per_s: 3_000.0,
+        ..Calibration::default()
+    };
+    let tiered = Limits {
+        host_kv_tokens: 100_000,
+        ..limits(8_192)
+    };
+    let mut worker = Vllm::new(calibration.clone(), tiered);
+    for family in 0..4 {
+        worker.submit(job(family as usize, family, 3_000, 1), 10.0 * family as f64);
+        finish(&mut worker);
+    }
+    // While one is answered, the first two families, which others have displaced, come back at once.
+    worker.submit(job(10, 9, 100, 800), 100.0);
+    run_until(&mut worker, 101.0);
+    worker.submit(job(11, 0, 3_000, 1), 101.0);
+    worker.submit(job(12, 1, 3_000, 1), 101.0);
+    let told = finish(&mut worker);
+    let reloaded = worker.counters().reloaded_tokens;
+    assert!((4_000..=6_000).contains(&reloaded), "{reloaded}");
+    let times = |wanted: usize| -> Vec<f64> {
+        let tokens = told
+            .iter()
+            .filter(|(_, e)| *e == Emission::Token { job: wanted });
+        tokens.map(|(at_s, _)| *at_s).collect()
+    };
+    let answers = times(10);
+    let longest_s = answers
+        .windows(2)
+        .map(|pair| pair[1] - pair[0])
+        .fold(0.0, f64::max);
+    assert!(longest_s < 0.1, "{longest_s}");
+    // One load after the other, each before its first token.
+    let (first_s, second_s) = (times(11)[0] - 101.0, times(12)[0] - 101.0);
+    let loads_s = reloaded as f64 / calibration.reload_tokens_per_s;
+    assert!(first_s > 0.4 && second_s > loads_s, "{first_s} {second_s}");
+    assert!(second_s < loads_s + 0.2, "{second_s}");
+    assert!(second_s - first_s > 0.4, "{first_s} {second_s}");
+}
+
+#[test]
+fn who_comes_while_vllm_only_loads_does_not_wait_for_the_load() {
+    let calibration = Calibration {
+        reload_tokens_per_s: 1_000.0,
+        ..Calibration::default()
+    };
+    let tiered = Limits {
+        host_kv_tokens: 100_000,
+        ..limits(4_096)
+    };
+    let mut worker = Vllm::new(calibration, tiered);
+    for family in 0..2 {
+        worker.submit(job(family as usize, family, 3_000, 1), 10.0 * family as f64);
+        finish(&mut worker);
+    }
+    worker.submit(job(2, 0, 3_000, 1), 100.0);
+    run_until(&mut worker, 100.2);
+    worker.submit(job(3, 9, 100, 1), 100.2);
+    let told = finish(&mut worker);
+    let ended = |wanted: usize| {
+        let is = |(_, e): &&(f64, Emission)| matches!(e, Emission::Finished { job, .. } if *job == wanted);
+        told.iter()
+            .find(is)
+            .map_or(f64::INFINITY, |(at_s, _)| *at_s)
+    };
+    assert!(ended(3) < 100.3, "{}", ended(3));
+    assert!(ended(2) > 101.0 && ended(2) < 104.0, "{}", ended(2));
+}
+
+#[test]
 fn a_request_that_fits_nowhere_is_refused() {
     for mut worker in engines(&limits(1_000)) {
         worker.submit(job(0, 0, 2_000, 10), 0.0);
