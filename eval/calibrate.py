@@ -6,7 +6,6 @@ simulated beyond the two formulas (`docs/simulator.md`).
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import orjson
-import zstandard
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from deltaserve.errors import InputError
+from replay.trace import numbered_lines
 
 # A step that is further from the formula than this share is not of the kind that it describes (a
 # compilation, a pause of the process), and does not count in the next round of the fit.
@@ -119,16 +118,13 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     InputError where there is no such file, or another line is not JSON."""
     if not path.is_file():
         raise InputError(f"{path}: expected a run's folder or a file of lines")
-    with path.open("rb") as raw:
-        packed = path.suffix == ".zst"
-        stream = zstandard.ZstdDecompressor().stream_reader(raw) if packed else raw
-        for number, line in enumerate(io.BufferedReader(stream), 1):
-            try:
-                yield orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                if line.endswith(b"\n"):
-                    raise InputError(f"{path}:{number}: {error}") from None
-                return  # a line that was being written when the run ended
+    for number, line in numbered_lines(path):
+        try:
+            yield orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            if line.endswith(b"\n"):
+                raise InputError(f"{path}:{number}: {error}") from None
+            return  # a line that was being written when the run ended
 
 
 def fit(steps: list[dict[str, Any]]) -> Calibration:

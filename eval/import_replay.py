@@ -54,12 +54,17 @@ def import_replay(source: Path, folder: Path, manifest: dict[str, Any]) -> None:
                 possible_cached_tokens=possible_cached_tokens(path, replay, results),
             ),
         )
-    finished = "summary" in record
+    summary = record.get("summary")
+    unfinished = None
+    if summary is None:
+        unfinished = "the replay was not finished (replay.json: no summary)"
+    elif summary.get("interrupted"):
+        unfinished = "the replay was interrupted, and measured for less time than it was to"
     provenance.write_manifest(
         folder,
         {
-            "state": "complete" if finished else "failed",
-            "reason": None if finished else "the replay was not finished (replay.json: no summary)",
+            "state": "failed" if unfinished else "complete",
+            "reason": unfinished,
             "load": None,
             "topology": {"model": "unknown", "device": "unknown"},
             "versions": {"deltaserve": record["versions"].get("deltaserve"), "engines": {}},
@@ -72,7 +77,7 @@ def import_replay(source: Path, folder: Path, manifest: dict[str, Any]) -> None:
             },
             "replay": record,
             "source": {"file": str(source.resolve()), "format": "replay"},
-            "timings": {"replay_s": (record.get("summary") or {}).get("duration_s")},
+            "timings": {"replay_s": (summary or {}).get("duration_s")},
         }
         | manifest,
     )

@@ -6,7 +6,6 @@ Owns which requests of two result files are compared, and the table. Both files 
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,23 +14,17 @@ from typing import Annotated, Any
 import numpy as np
 import orjson
 import typer
-import zstandard
 
 from deltaserve.errors import InputError, told_in_one_line
+from replay.trace import numbered_lines
 
 Line = dict[str, Any]
 
 
 def read_lines(path: Path) -> list[Line]:
     """Result lines of a file; raises InputError with the place of what is no JSON."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
-    if path.suffix == ".zst":
-        data = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)).read()
     lines = []
-    for number, text in enumerate(data.splitlines(), 1):
+    for number, text in numbered_lines(path):
         try:
             lines.append(orjson.loads(text))
         except orjson.JSONDecodeError as error:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,14 +183,29 @@ def test_a_folder_of_replay_run_is_a_run_with_its_trace_and_gpus(
     assert "| mine |" in markdown
 
 
-def test_a_replay_that_was_not_finished_is_said_to_be(tmp_path: Path, small_trace: Path) -> None:
+@pytest.mark.parametrize(
+    ("summary", "words"),
+    [
+        (None, "the replay was not finished (replay.json: no summary)"),
+        (
+            {"interrupted": True},
+            "the replay was interrupted, and measured for less time than it was to",
+        ),
+    ],
+)
+def test_a_replay_that_was_not_finished_is_said_to_be(
+    tmp_path: Path, small_trace: Path, summary: dict[str, Any] | None, words: str
+) -> None:
     source = replayed(tmp_path / "mine", small_trace)
     record = json.loads((source / "replay.json").read_text())
-    del record["summary"]
+    if summary is None:
+        del record["summary"]
+    else:
+        record["summary"] |= summary
     (source / "replay.json").write_text(json.dumps(record))
     import_file(source, "replay", "mine", tmp_path / "out")
     (_, found) = gather(find_runs([tmp_path / "out"]), draws=50).excluded[0]
-    assert found[0].detail == "the replay was not finished (replay.json: no summary)"
+    assert found[0].detail == words
 
 
 def test_a_folder_of_something_else_is_answered_in_one_line(

@@ -10,6 +10,7 @@ import pytest
 import zstandard
 
 from deltaserve.errors import InputError
+from eval.calibrate import read_lines as lines_of_steps
 from eval.validation import measures, read_lines
 
 
@@ -54,6 +55,10 @@ def test_packed_files_are_read_and_wrong_lines_are_named(tmp_path: Path) -> None
     packed = tmp_path / "requests.jsonl.zst"
     packed.write_bytes(zstandard.compress(orjson.dumps(line(1, 0.0, 1.0)) + b"\n"))
     assert read_lines(packed) == [line(1, 0.0, 1.0)]
+    packed.write_bytes(packed.read_bytes()[:-5])
+    for read in (read_lines, lambda path: list(lines_of_steps(path))):
+        with pytest.raises(InputError, match=r"requests\.jsonl\.zst:1: the compressed file is cut"):
+            read(packed)
     plain = tmp_path / "requests.jsonl"
     plain.write_bytes(b"{}\n{\n")
     with pytest.raises(InputError, match=r"requests\.jsonl:2"):
