@@ -339,22 +339,29 @@ fn what_was_evicted_comes_from_host_memory_at_its_speed() {
     }
 }
 
-#[test]
-fn vllm_loads_from_host_memory_beside_the_answers_of_others() {
+/// A vLLM with a host tier that has answered a prompt of 3,000 tokens of each family, one after another:
+/// more than its device holds.
+fn vllm_that_has_evicted(reload_tokens_per_s: f64, kv_tokens: u64, families: u64) -> Vllm {
     let calibration = Calibration {
-        // Loading 3,000 tokens takes a second, some hundred times a step.
-        reload_tokens_per_s: 3_000.0,
+        reload_tokens_per_s,
         ..Calibration::default()
     };
     let tiered = Limits {
         host_kv_tokens: 100_000,
-        ..limits(8_192)
+        ..limits(kv_tokens)
     };
-    let mut worker = Vllm::new(calibration.clone(), tiered);
-    for family in 0..4 {
+    let mut worker = Vllm::new(calibration, tiered);
+    for family in 0..families {
         worker.submit(job(family as usize, family, 3_000, 1), 10.0 * family as f64);
         finish(&mut worker);
     }
+    worker
+}
+
+#[test]
+fn vllm_loads_from_host_memory_beside_the_answers_of_others() {
+    // Loading 3,000 tokens takes a second, some hundred times a step.
+    let mut worker = vllm_that_has_evicted(3_000.0, 8_192, 4);
     // While one is answered, the first two families, which others have displaced, come back at once.
     worker.submit(job(10, 9, 100, 800), 100.0);
     run_until(&mut worker, 101.0);
@@ -377,7 +384,7 @@ fn vllm_loads_from_host_memory_beside_the_answers_of_others() {
     assert!(longest_s < 0.1, "{longest_s}");
     // One load after the other, each before its first token.
     let (first_s, second_s) = (times(11)[0] - 101.0, times(12)[0] - 101.0);
-    let loads_s = reloaded as f64 / calibration.reload_tokens_per_s;
+    let loads_s = reloaded as f64 / 3_000.0;
     assert!(first_s > 0.4 && second_s > loads_s, "{first_s} {second_s}");
     assert!(second_s < loads_s + 0.2, "{second_s}");
     assert!(second_s - first_s > 0.4, "{first_s} {second_s}");
@@ -385,19 +392,7 @@ fn vllm_loads_from_host_memory_beside_the_answers_of_others() {
 
 #[test]
 fn who_comes_while_vllm_only_loads_does_not_wait_for_the_load() {
-    let calibration = Calibration {
-        reload_tokens_per_s: 1_000.0,
-        ..Calibration::default()
-    };
-    let tiered = Limits {
-        host_kv_tokens: 100_000,
-        ..limits(4_096)
-    };
-    let mut worker = Vllm::new(calibration, tiered);
-    for family in 0..2 {
-        worker.submit(job(family as usize, family, 3_000, 1), 10.0 * family as f64);
-        finish(&mut worker);
-    }
+    let mut worker = vllm_that_has_evicted(1_000.0, 4_096, 2);
     worker.submit(job(2, 0, 3_000, 1), 100.0);
     run_until(&mut worker, 100.2);
     worker.submit(job(3, 9, 100, 1), 100.2);
