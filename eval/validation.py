@@ -23,6 +23,8 @@ Line = dict[str, Any]
 
 def read_lines(path: Path) -> list[Line]:
     """Result lines of a file; raises InputError with the place of what is no JSON."""
+    if not path.is_file():
+        raise InputError(f"{path}: expected a file of result lines (.jsonl or .jsonl.zst)")
     lines = []
     for number, text in numbered_lines(path):
         try:

@@ -83,6 +83,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(
             f"{path}: is a folder; expected a trace file (.jsonl or .jsonl.zst)"
         ) from None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
     except CutOffError as error:
         raise InputError(f"{path}:{number + 1}: {error}") from None
     except zstandard.ZstdError as error:

@@ -63,5 +63,5 @@ def test_packed_files_are_read_and_wrong_lines_are_named(tmp_path: Path) -> None
     plain.write_bytes(b"{}\n{\n")
     with pytest.raises(InputError, match=r"requests\.jsonl:2"):
         read_lines(plain)
-    with pytest.raises(InputError, match="none"):
+    with pytest.raises(InputError, match=r"none\.jsonl: expected a file of result lines"):
         read_lines(tmp_path / "none.jsonl")

@@ -127,6 +127,9 @@ def test_a_missing_file_a_folder_and_false_zst_are_named(tmp_path: Path) -> None
         list(read_trace(tmp_path / "none.jsonl"))
     with pytest.raises(InputError, match="is a folder"):
         list(read_trace(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"file/t\.jsonl: Not a directory"):
+        list(read_trace(tmp_path / "file" / "t.jsonl"))
     (tmp_path / "t.jsonl.zst").write_bytes(orjson.dumps(_GOOD))
     with pytest.raises(InputError, match="expected Zstandard data"):
         list(read_trace(tmp_path / "t.jsonl.zst"))
