@@ -1,13 +1,14 @@
 """SGLang on a machine without a GPU: for development, continuous integration and the demo.
 
-Five things differ there. Kernels: `stubs/` holds an importable ``sgl_kernel`` whose kernels refuse
+Six things differ there. Kernels: `stubs/` holds an importable ``sgl_kernel`` whose kernels refuse
 to run (the launcher puts that folder on ``PYTHONPATH``). KV transfer: SGLang's NIXL manager takes
 every KV pool for GPU memory ("VRAM"); on a CPU the pools are host memory and must be registered,
 described and transferred as "DRAM". Waiting: NIXL's progress thread spins for the life of a worker
 (half of a core for each of two idle workers on two cores), so it is left out and NIXL is polled
 where SGLang looks at its transfers; and a scheduler that waits for a transfer polls without pause,
 on cores that the other worker needs to make progress. The host tier (`host_tier`) is pinned and
-copied by CUDA. And starting (`starting`), which takes longer there than what is asked afterwards.
+copied by CUDA. Pages of several tokens (`pages`) are given out by Triton. And starting
+(`starting`), which takes longer there than what is asked afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.cpu import host_tier, starting
+from sglang_ext.cpu import host_tier, pages, starting
 from sglang_ext.guards import Hook, PluginMismatch
 from sglang_ext.sglang import current
 
@@ -80,5 +81,6 @@ HOOKS = (
     Hook("nixl.draining", "before", _poll_nixl),
     Hook("scheduler.idle", "after", _give_up_the_core),
     *host_tier.HOOKS,
+    *pages.HOOKS,
     *starting.HOOKS,
 )

@@ -18,6 +18,7 @@ _TRANSFER = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 _KV_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
 _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 _MOONCAKE = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager"
+_PAGES = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host"
 
 _ADDER_PARAMETERS = (
@@ -127,6 +128,13 @@ TARGETS: Mapping[str, Target | NotNeeded] = {
         f"{_HOST_POOL}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer",
         "(self, device_pool, host_indices, device_indices, io_backend)",
     ),
+    # Slots in pages of several tokens.
+    "pages.extend": Target(
+        f"{_PAGES}.alloc_extend",
+        "(self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, "
+        "extend_num_tokens, num_new_pages=None)",
+    ),
+    "pages.decode": Target(f"{_PAGES}.alloc_decode", "(self, seq_lens, seq_lens_cpu, last_loc)"),
 }
 
 
