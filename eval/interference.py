@@ -56,8 +56,9 @@ def interference(boot: SessionBootstrap, runs: Sequence[Run]) -> Interference:
     """The index over all runs: tokens expected in the time beside long prefills (2,048 or more new
     tokens, times the length scale) over the tokens that came.
 
-    Seen from the client: a prefill is in hand on a worker from the moment its request was sent
-    until its first token, which includes its wait in the worker's queue. What is expected is the
+    A prefill is in hand on a worker from the moment the router sent it there, or the client did
+    where there is no decision log, until its first token as the client saw it: its wait in the
+    worker's queue is included, its wait in the router is not. What is expected is the
     pace of that worker at the same batch while no long prefill was in hand, times how much faster
     or slower than that the request itself was at such times. An arrival's tokens are spread evenly
     over the time since the one before.
@@ -110,9 +111,11 @@ def long_prefills(run: Run) -> dict[str, Array]:
         & table["sent_s"].notna()
         & table["first_token_s"].notna()
     ]
+    begin_s = heavy["first_token_s"] - heavy["decided_to_first_token_s"]
+    heavy = heavy.assign(begin_s=np.fmax(begin_s, heavy["sent_s"]))
     found = {}
     for worker, rows in heavy.groupby("prefill_worker"):
-        spans = rows[["sent_s", "first_token_s"]].to_numpy(dtype=float)
+        spans = rows[["begin_s", "first_token_s"]].to_numpy(dtype=float)
         found[str(worker)] = _merged(spans[np.argsort(spans[:, 0])])
     return found
 

@@ -19,12 +19,13 @@ from launch.models import is_shape, shape_config
 from launch.topology import KvKeys, Topology, WorkerGroup
 
 LONG_PAGE_TOKENS = 64
-"""Page of SGLang's GPU workers with a host tier, and of colocated ones that publish KV events.
+"""Page of SGLang's GPU workers that send each other KV, have a host tier or publish KV events.
 
-Tiers copy page by page, and pages of one token make that slow. Events are made page by page, by the
-scheduler itself: for a prompt of 100,000 tokens that takes 0.13 to 0.8 s with pages of one token,
-and no step is launched meanwhile, with pages of 64 3 to 15 ms (docs/results/separation.md). On a
-CPU pages stay at one token: SGLang's allocator of longer ones is a Triton kernel."""
+KV is sent and tiers are copied page by page, and pages of one token make that slow: NIXL wrote 47
+GB/s between two GPUs with pages of 64 and 17 with pages of one. Events are made page by page, by
+the scheduler itself: for a prompt of 100,000 tokens that takes 0.13 to 0.8 s with pages of one
+token, and no step is launched meanwhile, with pages of 64 3 to 15 ms
+(docs/results/separation.md). On a CPU, whose pools are small, pages stay at one token."""
 
 _DEFAULT_PAGE_TOKENS = {"sglang": 1, "vllm": 16}
 _DTYPE_BYTES = {
@@ -78,8 +79,8 @@ def worker_kv(topology: Topology, group: WorkerGroup) -> WorkerKv:
     if page_tokens is None:
         page_tokens = _DEFAULT_PAGE_TOKENS[topology.engine.name]
         if topology.engine.name == "sglang" and topology.device == "cuda":
-            publishes = topology.kv_events and group.role == "colocated"
-            page_tokens = LONG_PAGE_TOKENS if has_host or publishes else page_tokens
+            long = has_host or topology.kv_events or group.role != "colocated"
+            page_tokens = LONG_PAGE_TOKENS if long else page_tokens
     bytes_per_token = _bytes_per_token(topology, keys)
     host_tokens = keys.host_kv_tokens
     if host_tokens is None and keys.host_kv_gb and bytes_per_token:

@@ -59,9 +59,11 @@ def number(cell: str) -> float:
     return float(cell.split()[0].rstrip("%"))
 
 
-def run_of(name: str, folder: Path, results: str = "residency") -> Run:
+def run_of(
+    name: str, folder: Path, results: str = "residency", *, with_decisions: bool = False
+) -> Run:
     """A run as reports read it, from its raw lines in the folder `results` of docs/results;
-    `folder` is made for it."""
+    `folder` is made for it. Only `with_decisions` it knows which worker served what."""
     folder.mkdir()
     manifest = {"arm": {"name": name}, "state": "complete", "repeat": 1}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -69,4 +71,7 @@ def run_of(name: str, folder: Path, results: str = "residency") -> Run:
         b"".join(orjson.dumps(line) + b"\n" for line in lines(name, results))
     )
     shutil.copy(RESULTS / results / f"{name}.phases.json", folder / "phases.json")
+    if with_decisions:
+        logged = b"".join(orjson.dumps(event) + b"\n" for event in decisions(name, results))
+        (folder / "decisions.jsonl").write_bytes(logged)
     return read_run(folder)

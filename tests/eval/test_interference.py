@@ -63,6 +63,7 @@ def made_run(seed: int, *, slower: float = 1.0, stall_s: float = 0.0, requests: 
             "phase": "measure",
             "sent_s": arrive_s,
             "first_token_s": [each[0][0] for each in arrivals],
+            "decided_to_first_token_s": np.nan,
             "last_token_s": [each[-1][0] for each in arrivals],
             "new_tokens": np.where(heavy, 5000.0, 100.0),
             "row": np.arange(requests),
@@ -111,8 +112,25 @@ def test_prefills_that_overlap_are_one_and_short_ones_are_none() -> None:
             "prefill_worker": ["w", "w", "w", "w", "v"],
             "sent_s": [0.0, 1.0, 1.5, 9.0, 0.0],
             "first_token_s": [2.0, 3.0, 1.8, 9.5, np.nan],
+            "decided_to_first_token_s": np.nan,
             "new_tokens": [4000.0, 3000.0, 3000.0, 100.0, 4000.0],
         }
     )
     run = cast(Run, SimpleNamespace(all_requests=table, length_scale=1.0))
     assert {name: spans.tolist() for name, spans in long_prefills(run).items()} == {"w": [[0, 3]]}
+
+
+def test_what_a_request_waits_in_the_router_is_no_prefill() -> None:
+    # Their clocks differ: the second decision seems to come before its request was sent.
+    table = pd.DataFrame(
+        {
+            "prefill_worker": ["w", "v"],
+            "sent_s": [0.0, 1.0],
+            "first_token_s": [9.0, 1.25],
+            "decided_to_first_token_s": [0.5, 0.5],
+            "new_tokens": [4000.0, 4000.0],
+        }
+    )
+    run = cast(Run, SimpleNamespace(all_requests=table, length_scale=1.0))
+    found = {name: spans.tolist() for name, spans in long_prefills(run).items()}
+    assert found == {"w": [[8.5, 9.0]], "v": [[1.0, 1.25]]}

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from eval.experiment import Slo
+from eval.interference import interference
+from eval.metrics import session_bootstrap
 from eval.outcomes import good, recomputed_tokens
 from eval.run_lines import figures, turns_of
 from tests.eval.published import RESULTS, decisions, lines, number, run_of, steps
@@ -20,6 +22,15 @@ from tests.eval.published import RESULTS, decisions, lines, number, run_of, step
 PAGE = RESULTS / "separation.md"
 RUNS = ("paced-three", "elastic-three", "pd-three", "paced-six", "elastic-six")
 FOLDER = "separation"
+PROFILE = (
+    "glm-paced",
+    "glm-own-chunks",
+    "glm-vllm",
+    "glm-elastic",
+    "glm-pd",
+    "glm-paced-twelve",
+    "glm-vllm-twelve",
+)
 
 
 def row(label: str) -> list[str]:
@@ -78,7 +89,7 @@ def test_how_many_decode_steps_were_held_up() -> None:
     assert (min(long_s), max(long_s)) == pytest.approx((0.30, 0.95), abs=0.006)
 
 
-@pytest.mark.parametrize(("at", "name"), [(0, "glm-paced"), (1, "glm-elastic")])
+@pytest.mark.parametrize(("at", "name"), list(enumerate(PROFILE)), ids=PROFILE)
 def test_every_figure_of_the_profile_comes_from_its_lines(
     at: int, name: str, tmp_path: Path
 ) -> None:
@@ -130,11 +141,24 @@ def _separated_and_moved(name: str) -> tuple[str, str]:
     return f"{len(_away(name))} of {len(_answered(name))}", f"{moved:.0f}; {saved:.0f} GB"
 
 
+@pytest.mark.parametrize(("at", "name"), list(enumerate(PROFILE)), ids=PROFILE)
+def test_what_long_prefills_do_to_the_profiles_answers(at: int, name: str, tmp_path: Path) -> None:
+    run = run_of(name, tmp_path / name, FOLDER, with_decisions=True)
+    found = interference(session_bootstrap([run], 10), [run])
+    cell = row("profile: a token beside a long prefill")[at]
+    if name == "glm-pd":
+        assert (found.beside_n, cell) == (0, "")
+    else:
+        assert number(cell) == pytest.approx(found.beside_tpot_s, abs=5.1e-4)
+
+
 def test_what_the_profile_was_separated_for() -> None:
     answered, away = _answered("glm-elastic"), _away("glm-elastic")
-    separated, kv = _separated_and_moved("glm-elastic")
-    assert row("profile: separated, of answered turns")[1] == separated
-    assert row("profile: KV moved; saved, since it was there")[1] == kv
+    for name in ("glm-elastic", "glm-pd"):
+        separated, kv = _separated_and_moved(name)
+        at = PROFILE.index(name)
+        assert row("profile: separated, of answered turns")[at] == separated
+        assert row("profile: KV moved; saved, since it was there")[at] == kv
 
     def computed(turns: list[dict[str, Any]]) -> int:
         return sum(r["prompt_tokens"] - r["cached_tokens"] for r in turns)
@@ -153,14 +177,34 @@ def test_what_the_profile_was_separated_for() -> None:
     assert "after {:.1f} s at the median, colocated after {:.1f} s".format(*medians) in text
 
 
-def test_no_decode_step_of_the_profile_was_held_up() -> None:
-    longest_s = max(
+def _longest_decode_s(name: str) -> float:
+    """The longest step of the workers that decode what a prefill worker sent."""
+    return max(
         event["duration_s"]
-        for event in steps("glm-elastic", FOLDER)
+        for event in steps(name, FOLDER)
         if event["event"] == "step" and event["forward_mode"] in ("decode", "mixed")
     )
-    assert 0.2 < longest_s < 0.21
-    assert PAGE.read_text().count("took longer than 0.21 s") == 2
+
+
+def test_no_decode_step_of_the_profile_was_held_up() -> None:
+    assert 0.2 < _longest_decode_s("glm-elastic") < 0.21
+    assert PAGE.read_text().count("longer than 0.21 s") == 2
+    assert 0.076 < _longest_decode_s("glm-pd") < 0.077
+    assert PAGE.read_text().count("longer than 0.08 s") == 2
+
+
+def test_how_fast_the_profiles_kv_was_written() -> None:
+    rates = []
+    for name in ("glm-pd", "glm-elastic"):
+        # In one chunk, so that no prefill is in the time; large, so that it is not latency alone.
+        sent = [
+            e["bytes"] / (e["end_unix_s"] - e["start_unix_s"]) / 1e9
+            for e in steps(name, FOLDER)
+            if e["event"] == "kv_transfer" and e["chunks"] == 1 and e["bytes"] > 2e8
+        ]
+        rates += [len(sent), round(statistics.median(sent))]
+    said = "{} of over 200 MB went at {} GB/s at the median, with pages of one {} at {}"
+    assert said.format(rates[0], rates[1], rates[2], rates[3]) in PAGE.read_text()
 
 
 def test_every_figure_of_the_decode_radix_cache_comes_from_its_lines() -> None:

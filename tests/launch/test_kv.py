@@ -86,9 +86,15 @@ def test_colocated_gpu_workers_that_publish_kv_events_have_long_pages() -> None:
         worker = planned(name, *overrides)
         assert "--page-size" not in worker.workers[0].argv
         assert told(worker)[0]["page_size"] == 1
-    # Workers that send each other KV keep pages of one token: longer ones were not measured there.
-    pair = planned("elastic-1p1d", "kv_events=true")
-    assert [spec["page_size"] for spec in told(pair)] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["elastic-1p1d", "pd-1p1d"])
+def test_gpu_workers_that_send_each_other_kv_have_long_pages(name: str) -> None:
+    made = planned(name)
+    assert [value_of(worker.argv, "--page-size") for worker in made.workers] == ["64", "64"]
+    assert [spec["page_size"] for spec in told(made)] == [64, 64]
+    asked = planned(name, "page_size=1")
+    assert [value_of(worker.argv, "--page-size") for worker in asked.workers] == ["1", "1"]
 
 
 def test_a_host_tier_without_a_known_pool_is_rounded_up_to_whole_gb() -> None:
@@ -141,7 +147,7 @@ def test_a_groups_keys_win_over_the_topologys() -> None:
     assert "--enable-hierarchical-cache" in prefill.argv
     assert "--enable-hierarchical-cache" not in elastic.argv
     assert "--kv-cache-dtype" not in elastic.argv
-    assert [spec.get("page_size") for spec in told(made)] == [64, 1]
+    assert [spec.get("page_size") for spec in told(made)] == [64, 64]
     assert "host_kv_tokens" not in told(made)[1]
 
 
