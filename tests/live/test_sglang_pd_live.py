@@ -31,18 +31,41 @@ from tests.live.test_router_live import get, router
 Prompt = Callable[[int], list[int]]
 
 
-@pytest.fixture(scope="module", params=[DEFAULT, NEWER])
+@pytest.fixture(
+    scope="module",
+    params=[(DEFAULT, 1), (NEWER, 64)],
+    ids=lambda param: "{}-pages-of-{}".format(*param),
+)
 def sglang(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
-    """The fleet on each release that is pinned, or on that of ``DELTASERVE_LIVE_ENGINE``."""
-    python = engine_python(request.param)
-    choice = f'engine.version="{request.param}"'
+    """The fleet on each release that is pinned, or on that of ``DELTASERVE_LIVE_ENGINE``: with
+    pages of one token, as workers on a CPU have, and of 64, as those that send each other KV on
+    GPUs."""
+    release, page_tokens = request.param
+    python = engine_python(release)
+    choice = f'engine.version="{release}"'
     if os.environ.get("DELTASERVE_LIVE_ENGINE"):
         choice = f'engine.python="{python}"'
-    topology = load_topology(Path(__file__).with_name("sglang-pd-beside-colocated.toml"), [choice])
+    topology = load_topology(
+        Path(__file__).with_name("sglang-pd-beside-colocated.toml"),
+        [choice, f"page_size={page_tokens}"],
+    )
     with fleet(topology, tmp_path_factory.mktemp("sglang"), on_progress=print) as running:
         yield running
+
+
+@pytest.fixture
+def page(sglang: Fleet) -> int:
+    """Tokens a page of the fleet's KV caches."""
+    page_tokens = sglang.plan.topology.page_size
+    assert page_tokens is not None
+    return page_tokens
+
+
+def whole_pages(tokens: int, page: int) -> int:
+    """How many of `tokens` are in pages that they fill: no other is found again."""
+    return tokens // page * page
 
 
 def colocated(sglang: Fleet, input_ids: list[int], output_tokens: int) -> Generation:
@@ -62,22 +85,23 @@ def transfers(sglang: Fleet) -> dict[int, dict[str, Any]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("input_tokens", [1, 17, 400, 3000])
 def test_greedy_tokens_are_the_colocated_ones_cold_and_with_a_cached_prefix(
-    sglang: Fleet, prompt: Prompt, input_tokens: int
+    sglang: Fleet, page: int, prompt: Prompt, input_tokens: int
 ) -> None:
     conversation = prompt(input_tokens)
+    known = 0
     for turn in range(3):
         expected = colocated(sglang, conversation, 12)
         answer, _ = generate_separated(sglang, conversation, 12)
         assert answer.output_ids == expected.output_ids, f"turn {turn}"
         assert answer.prompt_tokens == len(conversation)
-        if turn:
-            assert answer.cached_tokens > 0
+        assert (answer.cached_tokens > 0) == (known >= page)
+        known = len(conversation)
         conversation = conversation + answer.output_ids + prompt(150)
 
 
 @pytest.mark.timeout(600)
 def test_a_second_turn_moves_only_what_the_decode_worker_lacks(
-    sglang: Fleet, prompt: Prompt
+    sglang: Fleet, page: int, prompt: Prompt
 ) -> None:
     first = prompt(2000)
     answer, first_room = generate_separated(sglang, first, 8)
@@ -86,16 +110,20 @@ def test_a_second_turn_moves_only_what_the_decode_worker_lacks(
     answer, second_room = generate_separated(sglang, second, 8)
 
     # Of the first answer's tokens the last has no KV yet: it was never fed back.
-    held = len(first) + 8 - 1
+    held = whole_pages(len(first) + 8 - 1, page)
     assert answer.cached_tokens == held
     moved = transfers(sglang)
-    assert moved[first_room]["tokens"] == len(first)
+    # Of the last page all is sent, whatever it holds.
+    sent_first, sent_second = (
+        whole_pages(tokens + page - 1, page) for tokens in (len(first), len(second) - held)
+    )
+    assert moved[first_room]["tokens"] == sent_first
     assert moved[first_room]["saved_tokens"] == 0
-    assert moved[second_room]["tokens"] == len(second) - held
+    assert moved[second_room]["tokens"] == sent_second
     assert moved[second_room]["saved_tokens"] == held
-    bytes_a_token = moved[first_room]["bytes"] // len(first)
+    bytes_a_token = moved[first_room]["bytes"] // sent_first
     assert bytes_a_token > 0
-    assert moved[second_room]["bytes"] == bytes_a_token * (len(second) - held)
+    assert moved[second_room]["bytes"] == bytes_a_token * sent_second
     assert moved[second_room]["saved_bytes"] == bytes_a_token * held
 
 
@@ -171,7 +199,7 @@ def test_a_paced_colocated_worker_carries_decodes_along_in_chunks_by_their_cost(
 
 @pytest.mark.timeout(600)
 def test_our_router_separates_and_knows_what_a_worker_holds_by_its_events(
-    sglang: Fleet, prompt: Prompt
+    sglang: Fleet, page: int, prompt: Prompt
 ) -> None:
     (colocated, prefill, decode) = sglang.plan.workers
     events = ",".join(
@@ -180,19 +208,19 @@ def test_our_router_separates_and_knows_what_a_worker_holds_by_its_events(
     )
     first = prompt(500)
     generate(colocated.url, first, 4)  # before the router is there: it asks for a replay
-    with router(f"{colocated.url},id=w,engine=sglang,page_size=1,{events}") as url:
+    with router(f"{colocated.url},id=w,engine=sglang,page_size={page},{events}") as url:
         time.sleep(2.0)
         held = generate(url, first, 4).cached_tokens
         (decision,) = get(f"{url}/decisions?limit=1")["decisions"]
         assert decision["prefix_source"] == "events"
-        assert decision["cached_tokens"]["w"] == held == len(first) - 1
+        assert decision["cached_tokens"]["w"] == held == whole_pages(len(first) - 1, page)
     bootstrap = f"role=prefill,bootstrap_port={prefill.ports['bootstrap']}"
     with router(f"{prefill.url},{bootstrap}", f"{decode.url},role=decode", policy="pd") as url:
         turn = prompt(300)
         cold = generate(url, turn, 8)
         assert cold.cached_tokens == 0
         warm = generate(url, turn + cold.output_ids + prompt(20), 4)
-        assert warm.cached_tokens >= len(turn)
+        assert warm.cached_tokens >= whole_pages(len(turn), page)
         kinds = {decision["kind"] for decision in get(f"{url}/decisions?limit=2")["decisions"]}
         assert kinds == {"prefill_decode"}
 
