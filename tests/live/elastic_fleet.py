@@ -417,7 +417,6 @@ class Workers:
                 ),
                 DELTASERVE_SGLANG="cpu,telemetry",
                 DELTASERVE_TELEMETRY_DIR=str(self.folder / key / "steps"),
-                **{name: value for name, value in variables.items() if name == "TRITON_INTERPRET"},
             ),
             self.bring_up(
                 "elastic",

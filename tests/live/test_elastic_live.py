@@ -319,8 +319,6 @@ async def test_pages_of_64_overlap_retraction_and_a_pool_that_is_nearly_exhauste
         ("--page-size", "64"),
         ("--max-total-tokens", "4096", "--num-reserved-decode-tokens", "32"),
         DELTASERVE_ELASTIC_INTERFERENCE="mixed",
-        # SGLang's page allocator is a Triton kernel, which runs on a CPU in Triton's interpreter.
-        TRITON_INTERPRET="1",
         SGLANG_TEST_RETRACT="1",
         SGLANG_TEST_RETRACT_INTERVAL="7",
     ) as fleet:
