@@ -4,7 +4,7 @@ use hyper::StatusCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError, watch};
 use tokio::time::Instant;
 
 /// Held for as long as a request runs.
@@ -17,6 +17,8 @@ pub(crate) enum NotAdmitted {
     WaitedTooLong,
     /// Its deadline came before its turn.
     TimeIsOver,
+    /// The router ends, and the request had not begun.
+    ShuttingDown,
 }
 
 impl NotAdmitted {
@@ -38,6 +40,19 @@ impl NotAdmitted {
                 "timeout",
                 "the request's time was over before its turn in the queue",
             ),
+            Self::ShuttingDown => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "shutting_down",
+                "the router is shutting down and had not sent the request to a worker yet",
+            ),
+        }
+    }
+
+    /// After how long another try may succeed, where that is known.
+    pub fn retry_after_s(self) -> Option<f64> {
+        match self {
+            Self::ShuttingDown => Some(1.0),
+            Self::QueueFull | Self::WaitedTooLong | Self::TimeIsOver => None,
         }
     }
 }
@@ -47,6 +62,7 @@ pub(crate) struct Admission {
     running: Arc<Semaphore>,
     queued: AtomicUsize,
     max_queued: usize,
+    is_closed: watch::Sender<bool>,
 }
 
 /// Leaves the queue on every path, a client's disconnect included.
@@ -64,7 +80,20 @@ impl Admission {
             running: Arc::new(Semaphore::new(max_inflight.min(Semaphore::MAX_PERMITS))),
             queued: AtomicUsize::new(0),
             max_queued,
+            is_closed: watch::Sender::new(false),
         }
+    }
+
+    /// Lets nobody in any more. Those that run go on.
+    pub fn close(&self) {
+        self.running.close();
+        self.is_closed.send_replace(true);
+    }
+
+    /// Resolves once this is closed.
+    pub async fn closed(&self) {
+        // The sender lives as long as this does.
+        let _ = self.is_closed.subscribe().wait_for(|closed| *closed).await;
     }
 
     /// Waits for its turn, first come, first served: as long as `patience`, and not past `deadline`.
@@ -73,8 +102,10 @@ impl Admission {
         patience: Duration,
         deadline: Instant,
     ) -> Result<Permit, NotAdmitted> {
-        if let Ok(permit) = Arc::clone(&self.running).try_acquire_owned() {
-            return Ok(permit);
+        match Arc::clone(&self.running).try_acquire_owned() {
+            Ok(permit) => return Ok(permit),
+            Err(TryAcquireError::Closed) => return Err(NotAdmitted::ShuttingDown),
+            Err(TryAcquireError::NoPermits) => {}
         }
         let ahead = self.queued.fetch_add(1, Ordering::Relaxed);
         let _queued = Queued(&self.queued);
@@ -85,6 +116,7 @@ impl Admission {
         let until = Instant::now() + patience;
         match tokio::time::timeout_at(until.min(deadline), turn).await {
             Ok(Ok(permit)) => Ok(permit),
+            Ok(Err(_)) => Err(NotAdmitted::ShuttingDown),
             _ if deadline <= until => Err(NotAdmitted::TimeIsOver),
             _ => Err(NotAdmitted::WaitedTooLong),
         }
@@ -112,5 +144,27 @@ mod tests {
         assert_eq!(refusal, NotAdmitted::WaitedTooLong);
         drop(first);
         assert!(admission.enter(long, late()).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn once_closed_it_lets_nobody_in_and_tells_those_in_the_queue() {
+        let admission = Admission::new(1, 1);
+        let long = Duration::from_secs(600);
+        let late = || Instant::now() + long;
+        let _running = admission.enter(long, late()).await.expect("its turn");
+        let (queued, ()) = tokio::join!(admission.enter(long, late()), async {
+            while admission.queued() == 0 {
+                tokio::task::yield_now().await;
+            }
+            admission.close();
+            admission.closed().await;
+        });
+        assert_eq!(
+            queued.expect_err("no turn"),
+            NotAdmitted::ShuttingDown,
+            "it was in the queue"
+        );
+        let late_comer = admission.enter(long, late()).await;
+        assert_eq!(late_comer.expect_err("no turn"), NotAdmitted::ShuttingDown);
     }
 }

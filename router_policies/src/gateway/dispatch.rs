@@ -12,7 +12,7 @@ use super::headers::{REQUEST_ID, forwarded, header};
 use super::session;
 use super::stream::{Answer, Held, PrefillHalf, usage_of_answer};
 use super::traces::RequestTrace;
-use super::waiting::{self, NotPlaced};
+use super::waiting::{self, NotPlaced, retried_after};
 use super::{Gateway, Reply, error_of, keys};
 use crate::config::WorkerSpec;
 use crate::fleet::{
@@ -175,7 +175,8 @@ async fn serve(
         Ok(permit) => permit,
         Err(refusal) => {
             let (status, kind, message) = refusal.told();
-            return refuse(status, kind, message);
+            let response = refuse(status, kind, message);
+            return retried_after(response, refusal.retry_after_s());
         }
     };
     if let Some(trace) = &mut context.trace {

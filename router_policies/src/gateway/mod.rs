@@ -546,7 +546,8 @@ impl Server {
         move || fleet.sink().reopen()
     }
 
-    /// Serves until `stop` resolves, then lets running requests end, at most `drain_timeout_s`.
+    /// Serves until `stop` resolves, then lets running requests end, at most `drain_timeout_s`. Those
+    /// that no worker has yet are told at once to come again.
     pub async fn serve(self, stop: impl Future<Output = ()>) {
         let Self {
             gateway,
@@ -584,6 +585,7 @@ impl Server {
             });
         }
         drop(listener);
+        gateway.admission.close();
         let drain = Duration::from_secs_f64(gateway.config.drain_timeout_s.max(0.0));
         let ended = async {
             connections.shutdown().await;

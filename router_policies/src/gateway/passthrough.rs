@@ -6,6 +6,7 @@
 use super::fault::{Fault, from_worker};
 use super::headers::{REQUEST_ID, forwarded, header};
 use super::splice::Pieces;
+use super::waiting::retried_after;
 use super::{Gateway, Reply, apis, error, keys, reuse, session};
 use crate::config::WorkerSpec;
 use crate::policy::Role;
@@ -95,7 +96,8 @@ pub(super) async fn handle(
         Ok(permit) => permit,
         Err(refusal) => {
             let (status, kind, message) = refusal.told();
-            return refuse(status, kind, message);
+            let response = refuse(status, kind, message);
+            return retried_after(response, refusal.retry_after_s());
         }
     };
     let request_id = header(&parts.headers, &REQUEST_ID)

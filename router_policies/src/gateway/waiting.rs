@@ -80,9 +80,17 @@ async fn wait(
             **permit = None;
         }
         keep_pumping(gateway);
-        let woken = tokio::time::timeout_at(deadline, room.notified());
-        if woken.await.is_err() {
-            return Err(NotPlaced::TimeIsOver);
+        let may_be_ended = permit.is_some();
+        tokio::select! {
+            // One that runs elsewhere meanwhile may end there.
+            () = gateway.admission.closed(), if may_be_ended => {
+                return Err(NotPlaced::NotAdmitted(NotAdmitted::ShuttingDown));
+            }
+            woken = tokio::time::timeout_at(deadline, room.notified()) => {
+                if woken.is_err() {
+                    return Err(NotPlaced::TimeIsOver);
+                }
+            }
         }
         if let Some(permit) = &mut permit {
             let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
@@ -148,7 +156,7 @@ pub(super) fn answer(
         ),
         NotPlaced::NotAdmitted(refusal) => {
             let (status, kind, message) = refusal.told();
-            (status, kind, message, None)
+            (status, kind, message, refusal.retry_after_s())
         }
         NotPlaced::TimeIsOver => (
             StatusCode::GATEWAY_TIMEOUT,
@@ -158,10 +166,15 @@ pub(super) fn answer(
         ),
     };
     gateway.metrics.refused(status);
-    let mut response = error_of(api, status, kind, message);
-    if let Some(seconds) = retry_after_s {
+    let response = error_of(api, status, kind, message);
+    Some(retried_after(response, retry_after_s))
+}
+
+/// The response, saying when another try may succeed.
+pub(super) fn retried_after<B>(mut response: Response<B>, seconds: Option<f64>) -> Response<B> {
+    if let Some(seconds) = seconds {
         let seconds = HeaderValue::from(seconds.ceil().max(1.0) as u64);
         response.headers_mut().insert(RETRY_AFTER, seconds);
     }
-    Some(response)
+    response
 }

@@ -20,6 +20,7 @@ struct Router {
     fleet: Arc<Fleet>,
     client: Client<HttpConnector, Full<Bytes>>,
     task: tokio::task::JoinHandle<()>,
+    stop: Option<tokio::sync::oneshot::Sender<()>>,
 }
 
 impl Drop for Router {
@@ -51,11 +52,15 @@ impl Router {
             ..config
         };
         let server = Server::bind(config).await.expect("binds");
+        let (stop, stopped) = tokio::sync::oneshot::channel();
         let router = Self {
             url: format!("http://{}", server.address().expect("bound")),
             fleet: server.fleet(),
             client: Client::builder(TokioExecutor::new()).build_http(),
-            task: tokio::spawn(server.serve(std::future::pending())),
+            task: tokio::spawn(server.serve(async {
+                let _ = stopped.await;
+            })),
+            stop: Some(stop),
         };
         until("all workers are up", || {
             router.fleet.snapshot().iter().all(|w| w.healthy)
@@ -215,6 +220,37 @@ async fn the_queue_is_bounded_and_says_when_to_come_back() {
     }
     first.abort();
     until("nothing is left", || router.fleet.is_idle()).await;
+}
+
+#[tokio::test]
+async fn a_router_that_stops_tells_those_that_wait_and_lets_those_that_run_end() {
+    let mock = MockWorker::start().await;
+    mock.behaviour
+        .first_token_us
+        .store(600_000, Ordering::Relaxed);
+    let mut router = Router::start(&[&mock], Value::Null).await;
+    let first = router.send(1, 8_000, &[]);
+    until("it runs", || {
+        mock.behaviour.running.load(Ordering::SeqCst) == 1
+    })
+    .await;
+    let waiting = router.send(2, 8_000, &[]);
+    router.waiting(1).await;
+    router.stop.take().expect("once").send(()).expect("it runs");
+    let refused = waiting.await.expect("sent");
+    assert_eq!(
+        mock.behaviour.running.load(Ordering::SeqCst),
+        1,
+        "it did not wait for the other"
+    );
+    assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(refused.headers()["retry-after"], "1");
+    assert!(text(refused).await.contains("shutting_down"));
+    let first = first.await.expect("sent");
+    assert_eq!(first.status(), StatusCode::OK);
+    assert!(text(first).await.contains("[DONE]"));
+    until("it has stopped", || router.task.is_finished()).await;
+    assert!(router.fleet.is_idle());
 }
 
 #[tokio::test]
