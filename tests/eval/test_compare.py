@@ -328,6 +328,39 @@ def test_rounds_with_traces_of_their_own_are_compared_one_by_one(make_run: MakeR
     check_repeats(cells)
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"max_inflight_sessions": 16},
+            "load mode closed, max_inflight_sessions 8 and mode closed, max_inflight_sessions 16",
+        ),
+        ({"mode": "open", "time_scale": 1.0}, "and mode open, time_scale 1.0"),
+        ({"max_think_s": 60.0}, "think think_scale 1.0, max_think_s 10.0 and think_scale 1.0, max"),
+        ({"session_limit": 20}, "limits none and session_limit 20"),
+    ],
+)
+def test_arms_under_another_load_are_not_compared(
+    make_run: MakeRun, changed: dict[str, Any], words: str
+) -> None:
+    asked = {
+        "mode": "closed", "max_inflight_sessions": 8, "think_scale": 1.0, "max_think_s": 10.0,
+        "request_limit": None, "session_limit": None,
+    }  # fmt: skip
+
+    def runs(arm: str, arguments: dict[str, Any]) -> list[Run]:
+        manifest = {"replay": {"arguments": arguments}}
+        return [make_run(arm=arm, repeat=r, seed=1, manifest=manifest) for r in (1, 2)]
+
+    base, same, other = runs("a", asked), runs("b", asked), runs("c", asked | changed)
+    boot = boot_of(*base, *same, *other)
+    cells = {"a": base, "b": same, "c": other}
+    [alike, found] = compare_cells(cells, [("a", "b"), ("a", "c")], boot, [TTFT_P50])
+    assert alike.reason is None
+    assert found.verdict is Verdict.UNJUDGED
+    assert words in (found.reason or "")
+
+
 def test_arms_that_were_asked_other_lengths_of_one_trace_are_not_compared(
     make_run: MakeRun,
 ) -> None:

@@ -237,6 +237,7 @@ def test_a_preset_that_recycles_needs_no_recycle_among_the_phases(
         ("simulate.calibration=nowhere.toml", "arm large: calibration nowhere.toml"),
         ("arms.off.topology=laptop-sglang-1", "arm off: simulate.calibration"),
         ("arms.off.set.router.kind=none", "arm off: "),
+        ("arms.off.set.router.residency.rule=pricd", "arm off: router.residency: rule: pricd is"),
     ],
 )
 def test_what_cannot_be_simulated_names_its_arm(
