@@ -67,6 +67,19 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked
     }
 }
 
+/// What is to be said of a host tier that gives nothing back: engines write through to it, so that it
+/// holds copies of what the GPU holds before it holds anything else.
+fn tier_too_small(spec: &WorkerSpec, kv_capacity_tokens: Option<u64>) -> Option<String> {
+    let (host, device) = (spec.host_kv_tokens?, kv_capacity_tokens?);
+    (host <= device).then(|| {
+        format!(
+            "worker {}: its host tier of {host} tokens holds no more than its KV cache of {device}, so \
+             that nothing comes back from it; only a larger one does",
+            spec.id
+        )
+    })
+}
+
 /// Asks the engine which run of it this is and which models it serves, and, when it comes up, how much it
 /// holds and what its model takes.
 async fn learn(gateway: &Gateway, spec: &Arc<WorkerSpec>, is_up: bool) {
@@ -80,9 +93,35 @@ async fn learn(gateway: &Gateway, spec: &Arc<WorkerSpec>, is_up: bool) {
     if let (Some(tokens), None, false) = (info.kv_capacity_tokens, spec.kv_capacity_tokens, is_up) {
         gateway.fleet.report_capacity(spec, tokens);
     }
+    let capacity = spec.kv_capacity_tokens.or(info.kv_capacity_tokens);
+    if let (false, Some(warning)) = (is_up, tier_too_small(spec, capacity)) {
+        log::warn!("{warning}");
+    }
     if !is_up && gateway.vocabulary.is_wanted() {
         gateway
             .vocabulary
             .learn(engine_info::vocabulary(gateway, spec).await);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_tier_is_warned_of_that_holds_no_more_than_the_gpu() {
+        let worker = |host: Option<u64>| {
+            let spec = serde_json::json!({"url": "http://a:1", "id": "w", "host_kv_tokens": host});
+            serde_json::from_value::<WorkerSpec>(spec).expect("a worker")
+        };
+        let warning = tier_too_small(&worker(Some(1_000)), Some(1_000)).expect("a warning");
+        assert!(warning.contains("worker w") && warning.contains("1000"));
+        for (host, device) in [
+            (Some(1_001), Some(1_000)),
+            (None, Some(1_000)),
+            (Some(1), None),
+        ] {
+            assert_eq!(tier_too_small(&worker(host), device), None);
+        }
     }
 }

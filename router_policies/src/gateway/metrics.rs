@@ -5,11 +5,13 @@ use crate::fleet::residency::Residence;
 use crate::fleet::{Outcome, WorkerSnapshot};
 use hyper::StatusCode;
 use parking_lot::Mutex;
+use prometheus::proto::{LabelPair, Metric, MetricFamily};
 use prometheus::{
     Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
     IntGaugeVec, Opts, Registry, TextEncoder,
 };
 use serde::Serialize;
+use std::collections::HashSet;
 use std::sync::OnceLock;
 
 /// Upper ends of the buckets that times are counted in.
@@ -274,7 +276,8 @@ impl Metrics {
         self.retries.inc();
     }
 
-    /// The exposition text, with the workers as they are now.
+    /// The exposition text, with the workers as they are now. What was counted of one that is gone is
+    /// shown once more and then forgotten, as fleets whose workers come and go would add series for ever.
     pub fn render(&self, workers: &[WorkerSnapshot], queued: usize, waiting: usize) -> Vec<u8> {
         let rendering = self.rendering.lock();
         self.waiting.set(waiting as i64);
@@ -310,12 +313,35 @@ impl Metrics {
             }
         }
         let families = self.registry.gather();
+        self.forget_all_but(workers, &families);
         drop(rendering);
         let mut text = Vec::new();
         if let Err(error) = TextEncoder::new().encode(&families, &mut text) {
             log::error!("/metrics: {error}");
         }
         text
+    }
+
+    /// Drops the series of workers that are gone; `shown` are all.
+    fn forget_all_but(&self, workers: &[WorkerSnapshot], shown: &[MetricFamily]) {
+        let here: HashSet<&str> = workers.iter().map(|it| it.spec.id.as_str()).collect();
+        let metrics = shown.iter().flat_map(MetricFamily::get_metric);
+        for labels in metrics.map(Metric::get_label) {
+            let named = |name| labels.iter().find(|label| label.name() == name);
+            let Some(worker) = named("worker").map(LabelPair::value) else {
+                continue;
+            };
+            if here.contains(worker) {
+                continue;
+            }
+            // Each is an error where there is no such series.
+            let _ = self.recomputed_tokens.remove_label_values(&[worker]);
+            if let Some(kind) = named("kind").map(LabelPair::value) {
+                for histograms in [&self.client_first_token_s, &self.realised_over_expected] {
+                    let _ = histograms.remove_label_values(&[worker, kind]);
+                }
+            }
+        }
     }
 }
 
@@ -405,6 +431,45 @@ mod tests {
                 assert!(one.join().expect("ends"), "workers are missing");
             }
         });
+    }
+
+    #[test]
+    fn what_was_counted_of_a_worker_that_is_gone_is_shown_once_more_and_then_forgotten() {
+        let metrics = Metrics::new("round_robin");
+        let fleet = Fleet::new(
+            crate::policy::build("round_robin", serde_json::Value::Null).expect("a policy"),
+            "round_robin".to_owned(),
+            EventSink::in_memory(),
+            0,
+        );
+        for id in ["stays", "goes"] {
+            let spec = serde_json::json!({"url": format!("http://{id}:1"), "id": id});
+            let spec: WorkerSpec = serde_json::from_value(spec).expect("a worker");
+            fleet
+                .add_worker(spec.normalise().expect("a worker"))
+                .expect("another");
+            metrics.recomputed_tokens.with_label_values(&[id]).inc();
+            for histograms in [
+                &metrics.client_first_token_s,
+                &metrics.realised_over_expected,
+            ] {
+                histograms.with_label_values(&[id, "local"]).observe(0.5);
+            }
+        }
+        let series_of = |id: &str| {
+            let text = metrics.render(&fleet.snapshot(), 0, 0);
+            let text = String::from_utf8(text).expect("UTF-8");
+            let label = format!("worker=\"{id}\"");
+            text.lines()
+                .filter(|line| line.contains(&label) && !line.starts_with("deltaserve_worker{"))
+                .count()
+        };
+        let all = series_of("goes");
+        assert!(all > 3);
+        assert!(fleet.remove_worker("goes"));
+        assert_eq!(series_of("goes"), all, "its last figures");
+        assert_eq!(series_of("goes"), 0);
+        assert_eq!(series_of("stays"), all);
     }
 
     #[test]
