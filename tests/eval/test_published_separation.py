@@ -294,6 +294,12 @@ def test_the_readme_repeats_the_page() -> None:
     paced, elastic = (number(row("requests/s")[at]) for at in (3, 4))
     assert f"({paced:.3f} and {elastic:.3f} a second" in readme
     assert f"served {paced / elastic:.1f} times the requests" in readme
+    profile = dict(zip(PROFILE, map(number, row("profile: requests/s")), strict=True))
+    paced, elastic, decode, vllm = (
+        profile[f"glm-{name}"] for name in ("paced", "elastic", "pd", "vllm")
+    )
+    assert f"it was {paced / elastic:.2f} times ({paced:.3f} and {elastic:.3f}, on H200s)" in readme
+    assert f"one decode worker {decode:.3f} and with two vLLM workers {vllm:.3f}" in readme
 
 
 ASKED = "priced, prefill_idle_recompute_s 1"
