@@ -152,6 +152,49 @@ def test_what_long_prefills_do_to_the_profiles_answers(at: int, name: str, tmp_p
         assert number(cell) == pytest.approx(found.beside_tpot_s, abs=5.1e-4)
 
 
+def test_how_far_off_the_simulated_profile_is(tmp_path: Path) -> None:
+    with (RESULTS / "simulated" / "validation-glm.csv").open() as file:
+        simulated = {(r["arm"], r["sessions"]): r for r in csv.DictReader(file)}
+    page = (RESULTS.parent / "simulator.md").read_text()
+    table = page[page.index("**Another load, predicted before") :].split("\n\n")[1].splitlines()
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    cells = {first: rest for first, *rest in rows}
+    off = []
+    for at, (name, arm) in enumerate(zip(PROFILE, head[1:], strict=True)):
+        topology, sessions = arm.split(", ")
+        expected = simulated[topology.strip("`"), sessions]
+        run = run_of(name, tmp_path / name, FOLDER)
+        measured = figures(run)
+        for label, key, scale, digits in (
+            ("requests/s", "requests_per_s", 1.0, 3),
+            ("prompt tokens from cache", "cached_share", 1.0, 3),
+            ("TTFT p50", "ttft_p50_s", 1.0, 3),
+            ("TTFT p90", "ttft_p90_s", 1.0, 2),
+            ("TPOT p50", "tpot_p50_s", 1e3, 1),
+            ("worst gap p90", "worst_gap_p90_s", 1.0, 2),
+        ):
+            values = [scale * float(found[key]) for found in (measured, expected)]
+            shown = [number(part) for part in cells[label][at].split(", ")]
+            assert shown == pytest.approx(values, abs=0.51 * 10**-digits), (arm, label)
+            if said := re.search(r"\((.+) %\)", cells[label][at]):
+                ratio = 100 * (values[1] / values[0] - 1)
+                assert float(said[1].replace("−", "-")) == pytest.approx(ratio, abs=0.51)
+        in_time = [number(part) for part in cells["turns within the objective"][at].split(", ")]
+        within = 100 * float(good(turns_of(run), Slo()).mean())
+        assert in_time == pytest.approx(
+            [within, 100 * float(expected["within_objective"])], abs=0.051
+        )
+        off.append(
+            (
+                abs(float(expected["requests_per_s"]) / float(measured["requests_per_s"]) - 1),
+                abs(in_time[1] - in_time[0]),
+            )
+        )
+    requests, points = zip(*off, strict=True)
+    assert sorted(requests)[-2] < 0.045 < max(requests) == requests[PROFILE.index("glm-pd")]
+    assert max(points) == pytest.approx(4.2, abs=0.06)
+
+
 def test_what_the_profile_was_separated_for() -> None:
     answered, away = _answered("glm-elastic"), _away("glm-elastic")
     for name in ("glm-elastic", "glm-pd"):
