@@ -90,6 +90,7 @@ class Fleet:
     def __post_init__(self) -> None:
         self._members = [_Member(process) for process in self.plan.processes]
         self._state: State = "planned"
+        self._has_come_up = False
         self._made_unix_s = time.time()
         self._ended_unix_s: float | None = None
         self._reason: str | None = None
@@ -166,6 +167,7 @@ class Fleet:
             self._sampler = self._sample_every(interval_s)
         self._state = "ready"
         self._write()
+        self._has_come_up = True
         self._tell(f"{self.plan.topology.name} ready in {self.timings['start_s']:.0f} s")
         self._transcript.table(self._table())
 
@@ -398,6 +400,8 @@ class Fleet:
         raise FleetError(f"{what}; the end of {member.plan.log}:\n{tail}")
 
     def _write(self) -> None:
+        """Writes ``fleet.json``. On a full disk a fleet that has come up goes on without, and every
+        one ends; one that nobody could find does not come up."""
         summary = {
             "state": self._state,
             "reason": self._reason,
@@ -406,7 +410,12 @@ class Fleet:
             "router_url": self.router_url,
             "timings": self.timings,
         }
-        write_record(self.plan, summary, [_state_of(member) for member in self._members])
+        try:
+            write_record(self.plan, summary, [_state_of(member) for member in self._members])
+        except OSError as error:
+            if self._state in ("starting", "ready") and not self._has_come_up:
+                raise
+            self.on_progress(f"fleet.json is out of date: {error.strerror}")
 
 
 @contextlib.contextmanager

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -15,7 +19,7 @@ import pytest
 
 from deltaserve import child
 from deltaserve.errors import InputError
-from launch import FleetError, control, fleet, guard, hardware, sampling
+from launch import FleetError, control, fleet, fleets, guard, hardware, sampling
 from launch.redaction import HIDDEN, is_secret, redacted
 from launch.reservations import reserved
 from launch.sampling import Engines, Sampler
@@ -45,6 +49,48 @@ def test_a_process_that_cannot_be_killed_is_given_up_and_named(
     assert record["reason"] == f"could not be killed: colocated-0: pid {unkillable}"
     with pytest.raises(FleetError, match=f"could not be killed: pid {unkillable}"):
         control.down(tmp_path / "run")
+
+
+@pytest.fixture
+def fill_disk() -> Iterator[Callable[[], None]]:
+    """From its call on no file of this process can grow."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_does_not_keep_a_fleet_from_ending(
+    fakes: Fakes, tmp_path: Path, fill_disk: Callable[[], None]
+) -> None:
+    told: list[str] = []
+    with fleet(fakes("serve"), tmp_path / "run", told.append):
+        fill_disk()
+    assert working_in(tmp_path / "run") == []
+    assert any(line.startswith("fleet.json is out of date: ") for line in told)
+
+
+def test_on_a_full_disk_it_is_still_told_what_died(
+    fakes: Fakes, tmp_path: Path, fill_disk: Callable[[], None]
+) -> None:
+    with fleet(fakes("serve"), tmp_path / "run") as running:
+        fill_disk()
+        os.kill(running.workers[0].pid or 0, signal.SIGKILL)
+        wait_until(lambda: bool(running.died()))
+        with pytest.raises(FleetError, match=r"colocated-0 died \(signal 9\)"):
+            running.check()
+    assert working_in(tmp_path / "run") == []
+
+
+def test_a_fleet_that_cannot_be_written_down_does_not_come_up(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fleets, "write_record", refuse)
+    with pytest.raises(OSError, match="No space left"), fleet(fakes("serve"), tmp_path / "run"):
+        pass
+    assert working_in(tmp_path / "run") == []
 
 
 def test_hosts_that_share_a_home_do_not_take_each_others_locks_and_pids(
