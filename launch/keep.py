@@ -49,13 +49,16 @@ class KeptWorkers:
         try:
             workers.flush_caches()
             recording = _Recording(workers.plan.run_dir)
-            with fleet(_attached(topology, workers), run_dir, on_progress, behind=workers) as front:
-                try:
-                    yield front
-                    if front.router_url and topology.router.kind == "deltaserve":
-                        wait_until_idle(front.router_url, _ENDING_S)
-                finally:
-                    recording.copy_to(run_dir)
+            attached = _attached(topology, workers)
+            with (
+                contextlib.ExitStack() as afterwards,
+                fleet(attached, run_dir, on_progress, behind=workers) as front,
+            ):
+                # Not while the router is sampled, which goes to files of the same names.
+                afterwards.callback(recording.copy_to, run_dir)
+                yield front
+                if front.router_url and topology.router.kind == "deltaserve":
+                    wait_until_idle(front.router_url, _ENDING_S)
         except FleetError:
             self.close()  # whatever died, the next run starts from nothing
             raise

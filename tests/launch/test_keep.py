@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from launch import Fleet, FleetError, KeptWorkers
+from launch import Fleet, FleetError, KeptWorkers, sampling
 from launch.topology import Topology
 from tests.processes import wait_until, working_in
 
@@ -85,6 +87,22 @@ def test_a_kept_worker_that_died_is_noticed_and_replaced(fakes: Fakes, tmp_path:
     with kept.fleet(routed(fakes("serve")), tmp_path / "b") as running:
         assert running.workers[0].pid not in pids
         running.check()
+    kept.close()
+
+
+def test_samples_of_workers_and_router_stay_whole_rows(fakes: Fakes, tmp_path: Path) -> None:
+    kept = KeptWorkers(tmp_path / "workers")
+    topology = routed(fakes("serve", overrides=("sample_interval_s=0.001",)))
+    for number in range(3):
+        with kept.fleet(topology, tmp_path / f"{number}"):
+            time.sleep(0.5)
+        with (tmp_path / f"{number}" / "processes.csv").open(newline="") as file:
+            rows = list(csv.reader(file))
+        assert rows[0] == list(sampling.PROCESS_COLUMNS)
+        assert {len(row) for row in rows} == {len(rows[0])}
+        assert {row[1] for row in rows[1:]} == {"router", "colocated-0"}
+        for row in rows[1:]:
+            assert [float(cell) for cell in (row[0], *row[2:])]
     kept.close()
 
 
