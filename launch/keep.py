@@ -111,7 +111,8 @@ def _attached(topology: Topology, workers: Fleet) -> Topology:
             }
         groups.append(WorkerGroup.model_validate(group.model_dump() | update))
     fields = {"workers": tuple(groups), "gpus": (), "telemetry": False, "warm_up": False}
-    return topology.model_copy(update=fields)
+    # Which GPUs they have was found when they were started; the router is told what to expect.
+    return topology.model_copy(update=fields | {"hardware": workers.plan.topology.hardware})
 
 
 class _Recording:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import Fleet, FleetError, KeptWorkers, sampling
+from launch import Fleet, FleetError, KeptWorkers, fleets, hardware, sampling
+from launch.hardware import GpuSample
 from launch.topology import Topology
+from launch.topology_files import load_topology
 from tests.processes import wait_until, working_in
 
 from .conftest import Fakes
@@ -88,6 +90,29 @@ def test_a_kept_worker_that_died_is_noticed_and_replaced(fakes: Fakes, tmp_path:
         assert running.workers[0].pid not in pids
         running.check()
     kept.close()
+
+
+def test_a_router_expects_of_kept_workers_what_it_would_of_its_own(
+    fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = [GpuSample(0, "NVIDIA H200", 0, 0, 140 * 2**30, 75.0, 0, 0)]
+    for module in (hardware, fleets, sampling):
+        monkeypatch.setattr(module, "sample_gpus", lambda: there)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    overrides = [f"engine.python={fake_python}", "base_port=0", "warm_up=false"]
+    topology = load_topology("sglang:1", overrides)
+    kept = KeptWorkers(tmp_path / "workers")
+    with fleets.fleet(topology, tmp_path / "a"):
+        pass
+    with kept.fleet(topology, tmp_path / "b"):
+        pass
+    kept.close()
+    (alone,), (behind,) = (
+        tomllib.loads((tmp_path / name / "router.toml").read_text())["workers"] for name in "ab"
+    )
+    assert alone["prefill_tokens_per_s"] == 65000.0
+    assert behind.keys() == alone.keys()
+    assert behind["prefill_tokens_per_s"] == alone["prefill_tokens_per_s"]
 
 
 def test_samples_of_workers_and_router_stay_whole_rows(fakes: Fakes, tmp_path: Path) -> None:
