@@ -97,12 +97,13 @@ def _attached(topology: Topology, workers: Fleet) -> Topology:
         own = [next(processes) for _ in range(group.size)]
         ports = [process.ports for process in own]
         hosts = [urlsplit(process.url).hostname for process in own]
-        separated = topology.engine.name == "sglang" and group.role == "prefill"
         update: dict[str, object] = {
             "urls": tuple(process.url for process in own),
             "count": len(own),
             "gpus": (),
-            "bootstrap_ports": tuple(p["bootstrap"] for p in ports) if separated else (),
+            "bootstrap_ports": tuple(p["bootstrap"] for p in ports)
+            if topology.has_bootstrap(group)
+            else (),
         }
         if topology.kv_events:
             update |= {

@@ -311,10 +311,9 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
         lines += ["", "[[workers]]", _line("id", worker.id), _line("url", worker.url)]
         lines += [_line("role", worker.role), _line("engine", made.engine.name)]
         on_vllm = made.engine.name == "vllm"
-        if connected := on_vllm and (topology.kv_connector or worker.role != "colocated"):
+        if on_vllm and (topology.kv_connector or worker.role != "colocated"):
             lines += [_line("kv_connector", topology.transfer_backend)]
-        mooncake = connected and topology.transfer_backend == "mooncake"
-        if mooncake or (worker.role == "prefill" and not on_vllm):
+        if topology.has_bootstrap(group):
             lines += [_line("bootstrap_host", urlsplit(worker.url).hostname)]
             lines += [_line("bootstrap_port", worker.ports["bootstrap"])]
         kv = worker_kv(topology, group)

@@ -242,11 +242,14 @@ class Topology(KvKeys, PacingKeys):
                 endpoints = getattr(group, key)
                 if endpoints and len(endpoints) != len(group.urls):
                     raise ValueError(f"workers.{index}.{key}: for attached workers, one a url")
-            if group.urls and group.role == "prefill" and sglang:
+            if group.urls and self.has_bootstrap(group):
                 if len(group.bootstrap_ports) != len(group.urls):
                     raise ValueError(f"workers.{index}.bootstrap_ports: one a url is needed")
             elif group.bootstrap_ports:
-                raise ValueError(f"workers.{index}.bootstrap_ports: for attached prefill workers")
+                raise ValueError(
+                    f"workers.{index}.bootstrap_ports: for attached prefill workers of SGLang and "
+                    "those of vLLM over Mooncake"
+                )
         return self
 
     def _check_pacing(self, index: int, group: WorkerGroup) -> None:
@@ -354,6 +357,14 @@ class Topology(KvKeys, PacingKeys):
         if self.hardware == AUTO:
             return PROFILES["cpu"] if self.device == "cpu" else ANY_GPU
         return PROFILES[self.hardware]
+
+    def has_bootstrap(self, group: WorkerGroup) -> bool:
+        """Whether our router needs a bootstrap port of each worker of `group`: prefill workers of
+        SGLang have one, and all of vLLM that have Mooncake's connector."""
+        if self.engine.name == "sglang":
+            return group.role == "prefill"
+        connected = self.kv_connector or group.role != "colocated"
+        return connected and self.transfer_backend == "mooncake"
 
     def prefill_tokens_per_s(self, group: WorkerGroup) -> float | None:
         """What to expect of a worker of `group` that has not been seen yet; None where nothing was

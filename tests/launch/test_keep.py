@@ -115,6 +115,19 @@ def test_a_router_expects_of_kept_workers_what_it_would_of_its_own(
     assert behind["prefill_tokens_per_s"] == alone["prefill_tokens_per_s"]
 
 
+def test_a_router_finds_the_bootstrap_of_kept_and_attached_workers_of_mooncake(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    overrides = [f"engine.python={fake_python}", "base_port=0", "transfer_backend=mooncake"]
+    topology = load_topology("laptop-vllm-pd", overrides)
+    kept = KeptWorkers(tmp_path / "workers")
+    with kept.fleet(topology, tmp_path / "a") as running:
+        ports = [process.ports["bootstrap"] for process in running.plan.workers]
+    kept.close()
+    workers = tomllib.loads((tmp_path / "a" / "router.toml").read_text())["workers"]
+    assert [worker["bootstrap_port"] for worker in workers] == ports
+
+
 def test_samples_of_workers_and_router_stay_whole_rows(fakes: Fakes, tmp_path: Path) -> None:
     kept = KeptWorkers(tmp_path / "workers")
     topology = routed(fakes("serve", overrides=("sample_interval_s=0.001",)))

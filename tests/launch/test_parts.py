@@ -99,6 +99,21 @@ def test_attached_prefill_workers_are_told_apart_by_their_bootstrap_ports() -> N
         load_topology("laptop-sglang-pd", ['workers.0={ role = "prefill", urls = ["http://a:1"] }'])
 
 
+def test_attached_workers_of_vllm_over_mooncake_need_bootstrap_ports_too() -> None:
+    mooncake = ["transfer_backend=mooncake", 'workers.decode.urls=["http://b:1"]']
+    urls = [*mooncake, 'workers.prefill.urls=["http://a:1"]']
+    with pytest.raises(InputError, match=r"workers\.0\.bootstrap_ports: one a url is needed"):
+        load_topology("laptop-vllm-pd", urls)
+    ports = ["workers.prefill.bootstrap_ports=[7]", "workers.decode.bootstrap_ports=[8]"]
+    topology = load_topology("laptop-vllm-pd", [*urls, *ports])
+    engine = Engine("vllm", Path(), {"vllm": "0.26.0"})
+    config = tomllib.loads(router_config(layout(topology, Path("/run/x"), engine, 4)))
+    assert [worker["bootstrap_port"] for worker in config["workers"]] == [7, 8]
+    over_nixl = [*urls[1:], *ports, "transfer_backend=nixl"]
+    with pytest.raises(InputError, match=r"workers\.0\.bootstrap_ports: for attached prefill"):
+        load_topology("laptop-vllm-pd", over_nixl)
+
+
 def test_a_stock_router_is_told_each_workers_role_and_bootstrap_port() -> None:
     stock = ["router.kind=sglang-router", "router.policy=cache_aware"]
     planned = made(load_topology("laptop-sglang-pd", stock))
