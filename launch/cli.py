@@ -21,9 +21,8 @@ from rich.table import Table
 from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from launch import control, engines, planning
-from launch.cache import make_folder
 from launch.checking import check
-from launch.fleets import FleetError, fleet, log_tail
+from launch.fleets import FleetError, claim, fleet, log_tail
 from launch.hardware import sample_gpus
 from launch.listing import listing
 from launch.planning import Plan
@@ -245,10 +244,10 @@ def logs_command(
 
 def _detach(name: str, overrides: list[str], folder: Path, flags: list[str]) -> None:
     """Starts `up` in a session of its own and follows it until the fleet is ready."""
-    make_folder(folder)
     log = folder / "supervisor.log"
     argv = [*DELTASERVE, "launch", "up", name, "--run-dir", str(folder), "--set-from-stdin", *flags]
-    keep_previous(log)
+    with claim(folder):  # a fleet that runs there already goes on with its log
+        keep_previous(log)
     with log.open("wb") as output:
         supervisor = subprocess.Popen(
             argv,

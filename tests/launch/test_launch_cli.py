@@ -112,6 +112,23 @@ def test_up_detached_then_status_then_down(fake_python: Path, tmp_path: Path) ->
     assert run_dir.exists()
 
 
+def test_up_of_a_fleet_that_runs_leaves_its_log_alone(fake_python: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", str(run_dir), "--detach"]
+    assert as_process("up", "laptop-sglang", *fakes).returncode == 0
+    log = run_dir / "supervisor.log"
+    said = log.read_text()
+    try:
+        for _ in range(2):
+            again = as_process("up", "laptop-sglang", *fakes)
+            assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+            assert f"{run_dir}: a fleet is running there; run: deltaserve" in again.stderr
+        assert log.read_text() == said
+    finally:
+        assert deltaserve("down", str(run_dir)).returncode == 0
+
+
 def test_a_fleet_that_ended_is_listed_until_it_is_removed(fake_python: Path) -> None:
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
     up = as_process("up", "laptop-sglang", *fakes, "--set", "base_port=0", "--detach")
