@@ -150,7 +150,8 @@ def up_command(
         _show(control.status(folder), as_json)
         return
     signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGHUP, _leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+        signal.signal(signal.SIGHUP, _leave)
     try:
         with fleet(topology, folder, _say) as running:
             _show(control.status(folder), as_json)

@@ -129,6 +129,39 @@ def test_up_of_a_fleet_that_runs_leaves_its_log_alone(fake_python: Path, tmp_pat
         assert deltaserve("down", str(run_dir)).returncode == 0
 
 
+@pytest.mark.parametrize(("before", "lives_on"), [("SIG_IGN", True), ("SIG_DFL", False)])
+def test_a_hangup_ends_a_fleet_unless_it_was_started_by_nohup(
+    fake_python: Path, tmp_path: Path, before: str, lives_on: bool
+) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--set", "workers.0.count=1", "--run-dir", str(run_dir)]
+    up = ["-m", "deltaserve", "launch", "up", "laptop-sglang", *fakes]
+    code = f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.{before}); "
+    code += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *up], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: (run_dir / "fleet.json").exists() and state(run_dir) == "ready")
+        process.send_signal(signal.SIGHUP)
+        if lives_on:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2)
+            assert state(run_dir) == "ready"
+            process.terminate()
+        assert process.wait(20) == 130
+        assert state(run_dir) == "stopped"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def state(run_dir: Path) -> str:
+    found: str = json.loads((run_dir / "fleet.json").read_text())["state"]
+    return found
+
+
 def test_a_fleet_that_ended_is_listed_until_it_is_removed(fake_python: Path) -> None:
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
     up = as_process("up", "laptop-sglang", *fakes, "--set", "base_port=0", "--detach")
