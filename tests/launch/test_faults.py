@@ -196,13 +196,16 @@ def test_secrets_are_hidden_wherever_they_stand() -> None:
             "environment": {"HF_TOKEN": SECRET, "HF_HOME": "/models"},
             "argv": ["--api-key", SECRET, f"--admin-api-key={SECRET}", "--port", "1"],
             "set": [f"environment.HF_TOKEN={SECRET}", f'environment={{ HF_TOKEN = "{SECRET}" }}'],
+            "flags": [f'flags=["--api-key", "{SECRET}"]', f"flags=['--x', '--api-key','{SECRET}']"],
             "tokens": 5,
         }
     )
     assert SECRET not in json.dumps(shown)
     assert shown["environment"] == {"HF_TOKEN": HIDDEN, "HF_HOME": "/models"}
     assert shown["argv"] == ["--api-key", HIDDEN, f"--admin-api-key={HIDDEN}", "--port", "1"]
+    assert shown["flags"][0] == f'flags=["--api-key", {HIDDEN}]'
     assert shown["tokens"] == 5
+    assert redacted('flags=["--api-key", "--port"]') == 'flags=["--api-key", "--port"]'
 
 
 def fakes_of(python: Path, *more: str) -> list[str]:
