@@ -6,6 +6,7 @@ is planned is held against the machine in `launch.checking`. Nothing is started 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -336,11 +337,12 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
 
 
 def _found(topology: Topology) -> Topology:
-    """`topology` with its model's folder, where it is one, and its router's tokenizer by absolute
-    path, since processes run in the run's folder. Raises `InputError` for one that is not there."""
+    """`topology` with its model's folder, where it is one, its router's tokenizer and the Pythons
+    that it names by absolute path, since processes run in the run's folder. Raises `InputError` for
+    a folder or tokenizer that is not there."""
     where = topology.where
     model, tokenizer = topology.model, topology.router.tokenizer
-    folder = Path(model).expanduser().absolute()
+    folder = _absolute(Path(model))
     if model.startswith(("/", ".", "~")):
         if not folder.is_dir() and not all(group.urls for group in topology.workers):
             raise InputError(f"{where}: model: no such folder: {model}")
@@ -352,13 +354,23 @@ def _found(topology: Topology) -> Topology:
         is_there = has_tokenizer(model) if shape else model == str(folder) and file.is_file()
         tokenizer = str(file) if topology.serves_text and is_there else "none"
     elif tokenizer != "none":
-        file = Path(tokenizer).expanduser().absolute()
+        file = _absolute(Path(tokenizer))
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
             raise InputError(f"{where}: router.tokenizer: no such file: {file}")
         tokenizer = str(file)
-    router = topology.router.model_copy(update={"tokenizer": tokenizer})
-    return topology.model_copy(update={"model": model, "router": router})
+    update: dict[str, object] = {"model": model}
+    update["router"] = topology.router.model_copy(update={"tokenizer": tokenizer})
+    for key, choice in (("engine", topology.engine), ("placement", topology.placement)):
+        if choice.python is not None and len(choice.python.parts) > 1:  # else looked for on PATH
+            update[key] = choice.model_copy(update={"python": _absolute(choice.python)})
+    return topology.model_copy(update=update)
+
+
+def _absolute(path: Path) -> Path:
+    with contextlib.suppress(RuntimeError):  # a home that nobody has
+        path = path.expanduser()
+    return path.absolute()
 
 
 def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Process:

@@ -163,6 +163,22 @@ def test_our_router_counts_text_by_the_tokenizer_of_the_models_folder(
     assert json.loads(first)["input_tokens"] == 5
 
 
+def test_an_engines_python_may_be_named_from_the_working_folder_and_from_home(
+    fakes: Fakes, fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)  # processes run elsewhere
+    monkeypatch.setenv("HOME", str(tmp_path))
+    relative = f"{tmp_path.name}/{fake_python.name}"
+    for number, named in enumerate((relative, f"~/{fake_python.name}")):
+        topology = fakes("serve", overrides=(f"engine.python={named}",))
+        with fleet(topology, tmp_path / f"run{number}") as running:
+            assert running.plan.engine.python == fake_python
+    with pytest.raises(InputError, match=r"engine\.python: \S+ does not run"):
+        plan(fakes("serve", overrides=("engine.python=~nobody-here/python",)), tmp_path)
+    with pytest.raises(InputError, match=r"model: no such folder: ~nobody-here/m$"):
+        plan(fakes("serve", overrides=("model=~nobody-here/m",)), tmp_path)
+
+
 def test_the_tokenizer_is_found_given_left_out_or_missed(
     fakes: Fakes, model: Path, tmp_path: Path
 ) -> None:
