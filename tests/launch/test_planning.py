@@ -139,6 +139,14 @@ def test_own_flags_come_last_so_that_they_win() -> None:
     assert worker.argv[-2:] == ("--page-size", "4")
 
 
+def test_a_python_path_of_ones_own_comes_after_our_plugins() -> None:
+    of_all, of_group = "environment.PYTHONPATH=/all", "workers.prefill.environment.PYTHONPATH=/mine"
+    prefill, decode = made("laptop-sglang-pd", of_all, of_group).workers
+    plugin = ["/run/x/plugins/sglang_ext/cpu/stubs", "/run/x/plugins"]
+    assert prefill.environment["PYTHONPATH"].split(":") == [*plugin, "/mine"]
+    assert decode.environment["PYTHONPATH"].split(":") == [*plugin, "/all"]
+
+
 def test_the_routers_file_says_what_the_plan_says() -> None:
     planned = made(
         "laptop-sglang-pd",
