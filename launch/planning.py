@@ -26,7 +26,7 @@ from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, require
 from launch.gpus import on_gpus
-from launch.kv import host_tier_too_new_for, vocab_size, worker_kv
+from launch.kv import host_tier_too_new_for, unlike, vocab_size, worker_kv
 from launch.models import has_tokenizer, is_shape, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import free_base, worker_ports
@@ -163,6 +163,8 @@ def layout(
             key, why = refused
             at = f"workers.{index}.{key}" if key in group.model_fields_set else key
             raise InputError(f"{topology.where}: {at}: {why}")
+    if found := unlike(topology):
+        raise InputError(f"{topology.where}: {': '.join(found)}")
     on_cpu = topology.device == "cpu"
     # One share is left to those who ask and to the engines' own HTTP processes: a pool of threads
     # whose every step waits for one that has no core is many times slower than a smaller one.
