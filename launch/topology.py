@@ -6,6 +6,7 @@ ports in use or processes. A topology is a value.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
@@ -45,6 +46,13 @@ def _http_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def _host(text: str) -> str:
+    """`text` where it can stand in ``http://HOST:PORT`` and in ``HOST:PORT`` as it is."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text) is None:
+        raise ValueError(f"expected a name or an IPv4 address, not {text!r}")
+    return text
+
+
 def _hardware(name: str) -> str:
     """`name` where it is a profile's, or ``auto``."""
     known = (AUTO, *PROFILES)
@@ -54,6 +62,7 @@ def _hardware(name: str) -> str:
 
 
 _Hardware = Annotated[str, AfterValidator(_hardware)]
+_Host = Annotated[str, AfterValidator(_host)]
 _Url = Annotated[str, AfterValidator(_http_url)]
 
 
@@ -184,7 +193,7 @@ class Topology(KvKeys, PacingKeys):
     incremental_streaming_output: bool = True
     warm_up: bool | None = None
     freeze_gc: bool = True
-    host: _Text = "127.0.0.1"
+    host: _Host = "127.0.0.1"
     base_port: Annotated[int, Field(ge=0, le=60000)] = 30000
     gpus: tuple[_Gpu, ...] = ()
     cpu_threads: _Positive | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch.topology import Role, WorkerGroup
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,16 @@ def test_an_attached_workers_url_is_what_the_router_takes(url: str) -> None:
         load_topology("laptop-sglang", [f'workers.0={{ urls = ["http://a:1", "{url}"] }}'])
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]", "http://a", "a:1", "a b", "a/b", "-a", "ä"])
+def test_a_host_is_what_addresses_are_made_of(host: str) -> None:
+    said = f"--set host={host}: host: expected a name or an IPv4 address, not {host!r}"
+    with pytest.raises(InputError) as error:
+        load_topology("laptop-sglang", [f"host={host}"])
+    assert one_line(error) == said
+    for right in ("0.0.0.0", "10.0.0.2", "node-3.cluster_1.local"):
+        assert load_topology("laptop-sglang", [f"host={right}"]).host == right
+
+
 def test_an_attached_workers_url_may_end_with_a_slash_and_be_of_ipv6() -> None:
     topology = load_topology("laptop-sglang", ['workers.0.urls=["http://a:1/", "http://[::1]:2"]'])
     assert topology.workers[0].urls == ("http://a:1", "http://[::1]:2")
