@@ -242,14 +242,19 @@ def test_a_file_extends_a_shipped_topology_or_another_file(tmp_path: Path) -> No
     [
         ('extends = "sglng"', "mine.toml: extends: no topology 'sglng' (did you mean 'sglang'?)"),
         ('extends = "mine.toml"', "mine.toml extends "),
+        ('extends = "../{here}/mine.toml"', "mine.toml extends "),
         ('extends = "gone.toml"', "gone.toml: cannot read the topology"),
         ("extends = 3", "extends: expected the name of a topology or a .toml file"),
         ('extends = "sglang"\n[workers.decode]\ncount = 2', "or a role (colocated): 'decode'"),
         ('extends = "sglang"\nchunk_token = 2', "did you mean 'chunk_tokens'?"),
+        (
+            'extends = "sglang-pd"\n[workers]\nprefill = 2',
+            "mine.toml: workers.prefill: expected a table of its keys, not 2",
+        ),
     ],
 )
 def test_a_wrong_extension_names_the_file(tmp_path: Path, content: str, said: str) -> None:
-    (tmp_path / "mine.toml").write_text(content)
+    (tmp_path / "mine.toml").write_text(content.replace("{here}", tmp_path.name))
     with pytest.raises(InputError) as error:
         load_topology(tmp_path / "mine.toml")
     assert said in one_line(error)
