@@ -244,7 +244,12 @@ class Topology(KvKeys, PacingKeys):
         if self.given and "colocated" not in roles:
             raise ValueError(f"{self.given[0]}: only for colocated workers, and there are none")
         self._check_gpus()
+        attached: set[str] = set()
         for index, group in enumerate(self.workers):
+            for url in group.urls:  # the router would refuse it when every worker is up
+                if url in attached:
+                    raise ValueError(f"workers.{index}.urls: {url} is given twice")
+                attached.add(url)
             if group.urls and (group.gpus or group.count not in (1, len(group.urls))):
                 raise ValueError(f"workers.{index}.urls: attached workers have no gpus and count")
             for key in ("kv_events", "kv_events_replay"):

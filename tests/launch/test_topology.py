@@ -125,6 +125,13 @@ def test_a_host_is_what_addresses_are_made_of(host: str) -> None:
         assert load_topology("laptop-sglang", [f"host={right}"]).host == right
 
 
+def test_a_worker_is_attached_once() -> None:
+    groups = '{ urls = ["http://a:1", "http://b:1"] }, { urls = ["http://b:1/"] }'
+    with pytest.raises(InputError) as error:
+        load_topology("laptop-sglang", [f"workers=[{groups}]"])
+    assert one_line(error).endswith("workers.1.urls: http://b:1 is given twice")
+
+
 def test_an_attached_workers_url_may_end_with_a_slash_and_be_of_ipv6() -> None:
     topology = load_topology("laptop-sglang", ['workers.0.urls=["http://a:1/", "http://[::1]:2"]'])
     assert topology.workers[0].urls == ("http://a:1", "http://[::1]:2")
