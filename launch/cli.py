@@ -183,18 +183,26 @@ def status_command(
         if shown.has_failed:
             raise typer.Exit(1)
         return
-    found = [control.status(run_dir) for run_dir in control.known_fleets()]
+    known = control.known_fleets()
+    found = []
+    for run_dir in known:
+        try:
+            found.append(control.status(run_dir))
+        except InputError as error:  # the others are shown all the same
+            _say(f"error: {error}")
     if as_json:
         _print_json({"fleets": [f.as_dict() for f in found]})
-        return
-    for each in found:
-        if each.alive:
-            _show(each, False)
-    for each in found:
-        if not each.alive:  # listed for their logs, until `down --remove`
-            print(f"{each.name}: {each.state} since {_at(each.since_unix_s)} ({each.run_dir})")
-    if not found:
-        _say("No fleet was brought up.")
+    else:
+        for each in found:
+            if each.alive:
+                _show(each, False)
+        for each in found:
+            if not each.alive:  # listed for their logs, until `down --remove`
+                print(f"{each.name}: {each.state} since {_at(each.since_unix_s)} ({each.run_dir})")
+        if not known:
+            _say("No fleet was brought up.")
+    if len(found) < len(known):
+        raise typer.Exit(1)
 
 
 @app.command("down", epilog="Example: deltaserve launch down laptop-sglang-pd")

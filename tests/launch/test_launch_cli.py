@@ -176,6 +176,30 @@ def test_a_fleet_that_ended_is_listed_until_it_is_removed(fake_python: Path) -> 
     assert deltaserve("status").stdout == ""
 
 
+def test_a_fleet_whose_record_is_broken_hides_no_other(fake_python: Path) -> None:
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    up = as_process("up", "laptop-sglang", *fakes, "--set", "base_port=0", "--detach")
+    assert up.returncode == 0, up.stderr
+    assert deltaserve("down", "laptop-sglang").returncode == 0
+    folder = Path(deltaserve("status").stdout.split("(")[1].split(")")[0])
+    for name, record in (("empty", ""), ("older", '{"state": "stopped"}')):
+        broken = folder.with_name(name) / "fleet.json"
+        broken.parent.mkdir()
+        broken.write_text(record)
+    listed = deltaserve("status")
+    assert listed.returncode == 1
+    assert "laptop-sglang: stopped since " in listed.stdout
+    for name in ("empty", "older"):
+        broken = folder.with_name(name) / "fleet.json"
+        assert f"error: {broken}: cannot be read: " in listed.stderr
+        for command in ("status", "down"):
+            done = deltaserve(command, name)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert f"{broken}: cannot be read: " in done.stderr
+    shown = json.loads(deltaserve("status", "--json").stdout)
+    assert [fleet["name"] for fleet in shown["fleets"]] == ["laptop-sglang"]
+
+
 def test_up_exits_1_and_shows_the_log_when_a_worker_dies(fake_python: Path, tmp_path: Path) -> None:
     done = as_process(
         "up",
