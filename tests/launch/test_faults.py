@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -151,29 +152,71 @@ class Lost(Exception):
     """As NVML's own error."""
 
 
-class LostGpu:
-    """NVML on a machine whose GPU has fallen off its bus."""
+class Nvml:
+    """NVML on a machine with GPUs of which some have fallen off their bus (`lost`), and which does
+    not say who uses them."""
 
     NVMLError = Lost
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 0
+    NVML_CLOCK_SM = 0
+
+    def __init__(self, count: int, *lost: int) -> None:
+        self.count, self.lost = count, lost
+
+    def __enter__(self) -> Nvml:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def nvmlDeviceGetCount(self) -> int:
-        return 1
+        return self.count
 
-    def nvmlDeviceGetHandleByIndex(self, _index: int) -> object:
-        raise Lost("GPU is lost")
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index in self.lost:
+            raise Lost("GPU is lost")
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, _handle: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(used=60 * 2**30, total=140 * 2**30)
+
+    def nvmlDeviceGetName(self, _handle: int) -> str:
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetUtilizationRates(self, _handle: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(gpu=1)
+
+    def nvmlDeviceGetPowerUsage(self, _handle: int) -> int:
+        return 75_000
+
+    def _not_supported(self, *_: object) -> None:
+        raise Lost("Not Supported")
+
+    nvmlDeviceGetFieldValues = nvmlDeviceGetClockInfo = _not_supported
+    nvmlDeviceGetCurrentClocksThrottleReasons = _not_supported
+    nvmlDeviceGetComputeRunningProcesses = nvmlDeviceGetUUID = _not_supported
 
 
 def test_an_error_of_nvml_is_told_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Held:
-        def __enter__(self) -> LostGpu:
-            return LostGpu()
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(hardware, "_nvml", Held)
+    monkeypatch.setattr(hardware, "_nvml", lambda: Nvml(2, 0, 1))
     with pytest.raises(hardware.GpuError, match="NVML: GPU is lost"):
         hardware.sample_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    with pytest.raises(hardware.GpuError, match="NVML: GPU is lost"):
+        hardware.allowed_gpus()
+
+
+def test_a_gpu_that_is_lost_does_not_keep_a_fleet_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "_nvml", lambda: Nvml(3, 1))
+    monkeypatch.setattr(hardware, "_FREE_WITHIN_S", 0.0)
+    assert [gpu.index for gpu in hardware.sample_gpus()] == [0, 2]
+    said = r"a needs GPU 1; there are 2 that NVML answers for \(0, 2\)"
+    with pytest.raises(InputError, match=said):
+        hardware.check_gpus({1: "a"}, "h200", "x.toml")
+    with pytest.raises(InputError, match=r"GPU 2 is not free: 60\.0 GiB in use$"):
+        hardware.check_gpus({2: "a"}, "h200", "x.toml")
 
 
 @pytest.mark.parametrize(
