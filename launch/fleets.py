@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -498,4 +499,5 @@ def _said(log: Path, failures: tuple[str, ...]) -> str | None:
 
 
 def _status(status: int) -> str:
-    return f"signal {status - 128}" if status > 128 else f"exit status {status}"
+    by_signal = status - 128 in signal.valid_signals()
+    return f"signal {status - 128}" if by_signal else f"exit status {status}"

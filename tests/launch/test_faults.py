@@ -317,6 +317,12 @@ def test_a_users_own_packages_in_the_working_folder_are_not_imported(
     assert run(*child.DELTASERVE, "replay", "synth", *synth).returncode == 0
 
 
+def test_an_exit_status_that_no_signal_has_is_not_called_one() -> None:
+    assert fleets._status(128 + 9) == "signal 9"
+    assert fleets._status(255) == "exit status 255"
+    assert fleets._status(3) == "exit status 3"
+
+
 def test_status_says_what_died_why_and_since_when_and_exits_1(fakes: Fakes, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with fleet(fakes("serve", "grandchildren"), run_dir) as running:
