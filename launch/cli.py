@@ -224,7 +224,8 @@ def down_command(
         _say(f"error: {error}")
         raise typer.Exit(1) from None
     if remove:
-        shutil.rmtree(run_dir)
+        with claim(run_dir):  # another may be coming up there
+            shutil.rmtree(run_dir)
     if as_json:
         _print_json({"run_dir": str(run_dir), "processes_ended": count})
         return

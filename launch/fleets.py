@@ -147,6 +147,7 @@ class Fleet:
     def start(self) -> None:
         """Checks the plan, then starts the workers and, when all are ready, the router."""
         began_s = time.monotonic()
+        self._write()  # so that `down` finds who checks, which may take long
         checking.check(self.plan)
         planning.write_files(self.plan)
         self.timings["check_s"] = time.monotonic() - began_s
@@ -414,7 +415,7 @@ class Fleet:
         try:
             write_record(self.plan, summary, [_state_of(member) for member in self._members])
         except OSError as error:
-            if self._state in ("starting", "ready") and not self._has_come_up:
+            if self._state in ("planned", "starting", "ready") and not self._has_come_up:
                 raise
             self.on_progress(f"fleet.json is out of date: {error.strerror}")
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from launch.control import default_run_dir
+from launch.fleets import claim
 from tests import command_line
 from tests.processes import wait_until
 
@@ -143,23 +145,61 @@ def test_a_hangup_ends_a_fleet_unless_it_was_started_by_nohup(
         [sys.executable, "-c", code, *up], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        wait_until(lambda: (run_dir / "fleet.json").exists() and state(run_dir) == "ready")
+        wait_until(
+            lambda: (run_dir / "fleet.json").exists() and record(run_dir)["state"] == "ready"
+        )
         process.send_signal(signal.SIGHUP)
         if lives_on:
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(2)
-            assert state(run_dir) == "ready"
+            assert record(run_dir)["state"] == "ready"
             process.terminate()
         assert process.wait(20) == 130
-        assert state(run_dir) == "stopped"
+        assert record(run_dir)["state"] == "stopped"
     finally:
         process.kill()
         process.wait()
 
 
-def state(run_dir: Path) -> str:
-    found: str = json.loads((run_dir / "fleet.json").read_text())["state"]
+def record(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "fleet.json").read_text())
     return found
+
+
+def test_down_ends_a_fleet_that_is_still_checked(fake_python: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", str(run_dir)]
+    assert as_process("up", "laptop-sglang", *fakes, "--detach").returncode == 0
+    assert deltaserve("down", str(run_dir)).returncode == 0
+    # Another engine: its options are asked for, which takes as long as it is imported.
+    script = fake_python.read_text().replace("0.5.17", "0.5.23")
+    asked = 'elif arguments[0].endswith("probe.py"):\n'
+    assert asked in script
+    fake_python.write_text(script.replace(asked, f"{asked}        time.sleep(600)\n"))
+    up = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang", *fakes]
+    process = subprocess.Popen(up, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: record(run_dir)["supervisor"]["pid"] == process.pid, timeout_s=15.0)
+        assert record(run_dir)["state"] == "planned"
+        assert deltaserve("down", str(run_dir)).returncode == 0
+        assert process.poll() == 130
+        assert record(run_dir)["state"] == "stopped"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_a_folder_that_a_fleet_comes_up_in_is_not_removed(fake_python: Path) -> None:
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--detach"]
+    assert as_process("up", "laptop-sglang", *fakes).returncode == 0
+    assert deltaserve("down", "laptop-sglang").returncode == 0
+    with claim(default_run_dir("laptop-sglang")):
+        refused = deltaserve("down", "laptop-sglang", "--remove")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "a fleet is running there" in refused.stderr
+    assert deltaserve("down", "laptop-sglang", "--remove").returncode == 0
 
 
 def test_a_fleet_that_ended_is_listed_until_it_is_removed(fake_python: Path) -> None:
