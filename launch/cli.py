@@ -69,6 +69,7 @@ def plugin_command(
     Prints what a worker's environment must hold so that its Python finds it.
     """
     folder = folder.expanduser().absolute()
+    planning.check_on_path(folder)
     planning.write_plugin(folder)
     print(f'export PYTHONPATH={_quoted(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
 

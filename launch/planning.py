@@ -265,6 +265,15 @@ def write_router_config(made: Plan, capacities: Mapping[str, int]) -> None:
     write_atomically(path, router_config(made, capacities).encode())
 
 
+def check_on_path(folder: Path) -> None:
+    """Raises `InputError` where `folder` cannot be named on ``PYTHONPATH``."""
+    if os.pathsep in str(folder):
+        raise InputError(
+            f"{folder}: {os.pathsep!r} separates folders on PYTHONPATH, so that SGLang would not "
+            "find our plugin there; choose another folder"
+        )
+
+
 def write_plugin(folder: Path) -> None:
     """A folder that makes our SGLang plugin an installed one for whoever has it on ``PYTHONPATH``.
 

@@ -75,8 +75,21 @@ def test_a_worker_started_by_hand_finds_the_plugin_with_what_is_printed(tmp_path
         assert told.stdout.splitlines()[0] == "sglang_ext.plugin", told.stderr
         assert told.stdout.splitlines()[1].split(":")[1:] == ([before] if before else [])
     (tmp_path / "file").touch()
-    refused = deltaserve("plugin", str(tmp_path / "file"))
+    for folder in (tmp_path / "file", tmp_path / "12:30"):  # a colon separates on PYTHONPATH
+        refused = deltaserve("plugin", str(folder))
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+
+
+def test_a_run_folder_that_our_plugin_would_not_be_found_in_is_refused(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "2026-11-26T12:30")
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", folder]
+    refused = deltaserve("check", "laptop-sglang", *fakes)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert refused.stderr.startswith(f"error: {folder}: ")
+    assert deltaserve("check", "laptop-vllm", *fakes).returncode == 0
 
 
 @pytest.mark.parametrize("command", [["check"], ["up"], ["up", "--detach"]])
