@@ -203,6 +203,25 @@ def test_down_ends_a_fleet_that_is_still_checked(fake_python: Path, tmp_path: Pa
         process.wait()
 
 
+def test_down_ends_a_fleet_whose_supervisor_is_suspended(fake_python: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", str(run_dir)]
+    up = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang", *fakes]
+    process = subprocess.Popen(up, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(
+            lambda: (run_dir / "fleet.json").exists() and record(run_dir)["state"] == "ready"
+        )
+        process.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
+        assert deltaserve("down", str(run_dir)).returncode == 0
+        assert process.poll() == 130
+        assert record(run_dir)["state"] == "stopped"
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_folder_that_a_fleet_comes_up_in_is_not_removed(fake_python: Path) -> None:
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
     fakes += ["--set", "base_port=0", "--detach"]
