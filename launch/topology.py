@@ -39,7 +39,8 @@ def _http_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         wrong = parts.scheme != "http" or not parts.hostname or not parts.port
-    except ValueError:  # a port that is none
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # a port that is none, or a name that cannot be looked up (a..b)
         wrong = True
     if wrong or "@" in text or " " in text or text.rstrip("/") != f"http://{parts.netloc}":
         raise ValueError(f"expected http://HOST:PORT, not {text!r}")
@@ -48,7 +49,7 @@ def _http_url(text: str) -> str:
 
 def _host(text: str) -> str:
     """`text` where it can stand in ``http://HOST:PORT`` and in ``HOST:PORT`` as it is."""
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text) is None:
+    if re.fullmatch(r"[A-Za-z0-9][\w-]*(\.[\w-]+)*", text, re.A) is None:
         raise ValueError(f"expected a name or an IPv4 address, not {text!r}")
     return text
 

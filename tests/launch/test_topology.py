@@ -106,7 +106,7 @@ def test_an_elastic_worker_has_a_radix_cache() -> None:
 
 
 NO_URLS = """10.0.0.2:30020 foo http://a http://a:0 http://a:99999 http://a:x http://:1 https://a:1
-tcp://a:1 http://a:1/v1 http://a:1?x http://u@a:1"""
+tcp://a:1 http://a:1/v1 http://a:1?x http://u@a:1 http://10.0.0..2:1"""
 
 
 @pytest.mark.parametrize("url", NO_URLS.split())
@@ -115,7 +115,9 @@ def test_an_attached_workers_url_is_what_the_router_takes(url: str) -> None:
         load_topology("laptop-sglang", [f'workers.0={{ urls = ["http://a:1", "{url}"] }}'])
 
 
-@pytest.mark.parametrize("host", ["::1", "[::1]", "http://a", "a:1", "a b", "a/b", "-a", "ä"])
+@pytest.mark.parametrize(
+    "host", ["::1", "[::1]", "http://a", "a:1", "a b", "a/b", "-a", "ä", "10.0..1"]
+)
 def test_a_host_is_what_addresses_are_made_of(host: str) -> None:
     said = f"--set host={host}: host: expected a name or an IPv4 address, not {host!r}"
     with pytest.raises(InputError) as error:
