@@ -186,11 +186,16 @@ class Fleet:
         return found
 
     def restart(self, process_id: str) -> None:
-        """Starts a process that died again, at the same address; its log begins anew."""
+        """Starts a process that died again, at the same address; its log begins anew. One that the
+        machine has no memory for now still counts as died."""
         member = self._member(process_id)
         if member.running:
             member.running.stop()
-        self._start(member)
+        try:
+            self._start(member)
+        except OSError as error:
+            self._tell(f"{process_id}: cannot be started: {error.strerror}")
+            return
         if member.running and member.plan.id in self._guardians:
             self._guardians[process_id] = (member.running.pid, member.running.started)
 
