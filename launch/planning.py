@@ -350,14 +350,20 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
 def _found(topology: Topology) -> Topology:
     """`topology` with its model's folder, where it is one, its router's tokenizer and the Pythons
     that it names by absolute path, since processes run in the run's folder. Raises `InputError` for
-    a folder or tokenizer that is not there."""
+    a folder or tokenizer that is not there, and for a folder that an engine would not look for."""
     where = topology.where
+    starts = not all(group.urls for group in topology.workers)
     model, tokenizer = topology.model, topology.router.tokenizer
     folder = _absolute(Path(model))
     if model.startswith(("/", ".", "~")):
-        if not folder.is_dir() and not all(group.urls for group in topology.workers):
+        if starts and not folder.is_dir():
             raise InputError(f"{where}: model: no such folder: {model}")
         model = str(folder)
+    elif starts and not is_shape(model) and (folder / "config.json").is_file():
+        raise InputError(
+            f"{where}: model: {model} is a folder here; write ./{model}, since a name of this form "
+            "is looked for on the hub"
+        )
     if tokenizer == "auto":
         shape = is_shape(model)
         file = (shape_folder(model) if shape else folder) / "tokenizer.json"

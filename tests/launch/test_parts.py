@@ -163,6 +163,20 @@ def test_our_router_counts_text_by_the_tokenizer_of_the_models_folder(
     assert json.loads(first)["input_tokens"] == 5
 
 
+def test_a_models_folder_that_is_named_as_one_of_the_hub_is_not_looked_for_there(
+    fakes: Fakes, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
+    named = f"{tmp_path.name}/{model.name}"
+    assert plan(fakes("serve", overrides=(f"model={named}",)), tmp_path).topology.model == named
+    (model / "config.json").write_text("{}")
+    said = rf"topology \S+: model: {named} is a folder here; write \./{named}, since a name of"
+    with pytest.raises(InputError, match=said):
+        plan(fakes("serve", overrides=(f"model={named}",)), tmp_path)
+    made = plan(fakes("serve", overrides=(f"model=./{named}",)), tmp_path)
+    assert made.topology.model == str(model)
+
+
 def test_an_engines_python_may_be_named_from_the_working_folder_and_from_home(
     fakes: Fakes, fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
