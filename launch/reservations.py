@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
 from deltaserve.errors import InputError
-from launch.cache import cache_dir
+from launch.cache import cache_dir, make_folder
 
 
 @contextmanager
@@ -48,6 +48,6 @@ def _lock(file: TextIO) -> bool:
 
 def _lock_file(kind: str, number: int) -> TextIO:
     folder = cache_dir() / "reserved"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     # A home that several machines share holds the locks of each.
     return (folder / f"{socket.gethostname()}-{kind}-{number}.lock").open("w")

@@ -107,6 +107,23 @@ def test_a_run_folder_at_or_below_a_file_is_answered_in_one_line(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["check", "up", "install"])
+def test_a_cache_at_or_below_a_file_is_answered_in_one_line(
+    fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "cache"
+    monkeypatch.setenv("DELTASERVE_CACHE", str(cache))
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--run-dir", str(tmp_path / "run")]
+    asked = ["sglang"] if command == "install" else ["laptop-sglang", *fakes]
+    done = as_process(command, *asked)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {cache}/")
+    assert done.stderr.endswith(": cannot be made a folder: Not a directory\n")
+    assert done.stderr.count("\n") == 1
+
+
 def test_up_detached_then_status_then_down(fake_python: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
