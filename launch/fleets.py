@@ -29,7 +29,7 @@ from launch.jit_locks import KERNEL_LOCKS_SINCE, remove_stale
 from launch.kv import worker_kv
 from launch.planning import Plan, Process
 from launch.record import write_record
-from launch.reservations import reserved
+from launch.reservations import TakenError, reserved
 from launch.sampling import Engines, Sampler
 from launch.supervised import Supervised
 from launch.topology import Role, Topology
@@ -39,6 +39,7 @@ from launch.warmup import WarmUpError, warm_up
 _POLL_S = 0.25
 _TELL_EVERY_S = 15.0
 _LOG_LINES = 25
+_PORT_ATTEMPTS = 3
 
 State = Literal["planned", "starting", "ready", "failed", "stopped"]
 Progress = Callable[[str], None]
@@ -439,15 +440,28 @@ def fleet(
     Raises `InputError` when it cannot be started as asked, `FleetError` when a process dies.
     """
     run_dir = run_dir.absolute()
-    with claim(run_dir):
+    with claim(run_dir), contextlib.ExitStack() as held:
+        made = _reserved(topology, run_dir, held)
+        running = Fleet(made, on_progress or (lambda _: None), behind=behind)
+        try:
+            running.start()
+            yield running
+        finally:
+            running.stop()
+
+
+def _reserved(topology: Topology, run_dir: Path, held: contextlib.ExitStack) -> Plan:
+    """A plan of `topology` whose ports and GPUs `held` keeps from other fleets."""
+    for attempts_left in reversed(range(_PORT_ATTEMPTS)):
         made = planning.plan(topology, run_dir)
-        with reserved(made.ports, made.gpu_plan):
-            running = Fleet(made, on_progress or (lambda _: None), behind=behind)
-            try:
-                running.start()
-                yield running
-            finally:
-                running.stop()
+        try:
+            held.enter_context(reserved(made.ports, made.gpu_plan))
+            break
+        except TakenError:
+            # A fleet that was planned at the same moment may have been given the same free ports.
+            if topology.base_port or not attempts_left:
+                raise
+    return made
 
 
 @contextlib.contextmanager
