@@ -15,7 +15,7 @@ from launch.cache import make_folder
 from launch.engines import options
 from launch.hardware import check_gpus
 from launch.models import is_shape, write_shape
-from launch.planning import Plan, write_plugin
+from launch.planning import Plan, check_on_path, write_plugin
 from launch.ports import check_free
 
 _FEATURES = "DELTASERVE_SGLANG"
@@ -30,6 +30,8 @@ def check(made: Plan, *, gpus: bool = True) -> None:
 
     With `gpus` False the GPUs are left out: a topology can be checked where there are none.
     """
+    if made.engine.name == "sglang" and not all(w.attached for w in made.workers):
+        check_on_path(made.run_dir)
     make_folder(made.run_dir)
     if is_shape(made.topology.model):
         write_shape(made.topology.model)

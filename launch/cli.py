@@ -21,9 +21,8 @@ from rich.table import Table
 from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from launch import control, engines, planning
-from launch.cache import make_folder
 from launch.checking import check
-from launch.fleets import FleetError, fleet, log_tail
+from launch.fleets import FleetError, claim, fleet, log_tail
 from launch.hardware import sample_gpus
 from launch.listing import listing
 from launch.planning import Plan
@@ -70,6 +69,7 @@ def plugin_command(
     Prints what a worker's environment must hold so that its Python finds it.
     """
     folder = folder.expanduser().absolute()
+    planning.check_on_path(folder)
     planning.write_plugin(folder)
     print(f'export PYTHONPATH={_quoted(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
 
@@ -151,7 +151,8 @@ def up_command(
         _show(control.status(folder), as_json)
         return
     signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGHUP, _leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+        signal.signal(signal.SIGHUP, _leave)
     try:
         with fleet(topology, folder, _say) as running:
             _show(control.status(folder), as_json)
@@ -183,18 +184,26 @@ def status_command(
         if shown.has_failed:
             raise typer.Exit(1)
         return
-    found = [control.status(run_dir) for run_dir in control.known_fleets()]
+    known = control.known_fleets()
+    found = []
+    for run_dir in known:
+        try:
+            found.append(control.status(run_dir))
+        except InputError as error:  # the others are shown all the same
+            _say(f"error: {error}")
     if as_json:
         _print_json({"fleets": [f.as_dict() for f in found]})
-        return
-    for each in found:
-        if each.alive:
-            _show(each, False)
-    for each in found:
-        if not each.alive:  # listed for their logs, until `down --remove`
-            print(f"{each.name}: {each.state} since {_at(each.since_unix_s)} ({each.run_dir})")
-    if not found:
-        _say("No fleet was brought up.")
+    else:
+        for each in found:
+            if each.alive:
+                _show(each, False)
+        for each in found:
+            if not each.alive:  # listed for their logs, until `down --remove`
+                print(f"{each.name}: {each.state} since {_at(each.since_unix_s)} ({each.run_dir})")
+        if not known:
+            _say("No fleet was brought up.")
+    if len(found) < len(known):
+        raise typer.Exit(1)
 
 
 @app.command("down", epilog="Example: deltaserve launch down laptop-sglang-pd")
@@ -216,7 +225,8 @@ def down_command(
         _say(f"error: {error}")
         raise typer.Exit(1) from None
     if remove:
-        shutil.rmtree(run_dir)
+        with claim(run_dir):  # another may be coming up there
+            shutil.rmtree(run_dir)
     if as_json:
         _print_json({"run_dir": str(run_dir), "processes_ended": count})
         return
@@ -245,10 +255,10 @@ def logs_command(
 
 def _detach(name: str, overrides: list[str], folder: Path, flags: list[str]) -> None:
     """Starts `up` in a session of its own and follows it until the fleet is ready."""
-    make_folder(folder)
     log = folder / "supervisor.log"
     argv = [*DELTASERVE, "launch", "up", name, "--run-dir", str(folder), "--set-from-stdin", *flags]
-    keep_previous(log)
+    with claim(folder):  # a fleet that runs there already goes on with its log
+        keep_previous(log)
     with log.open("wb") as output:
         supervisor = subprocess.Popen(
             argv,

@@ -182,12 +182,17 @@ def down(run_dir: Path) -> int:
     return running
 
 
+_NEEDED = ("host", "state", "topology", "supervisor", "router_url", "processes")
+
+
 def _read(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "fleet.json"
     try:
         record: dict[str, Any] = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
+    if missing := [key for key in _NEEDED if key not in record]:
+        raise InputError(f"{path}: cannot be read: it has no {missing[0]!r}")
     return record
 
 

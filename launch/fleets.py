@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from launch.jit_locks import KERNEL_LOCKS_SINCE, remove_stale
 from launch.kv import worker_kv
 from launch.planning import Plan, Process
 from launch.record import write_record
-from launch.reservations import reserved
+from launch.reservations import TakenError, reserved
 from launch.sampling import Engines, Sampler
 from launch.supervised import Supervised
 from launch.topology import Role, Topology
@@ -38,6 +39,7 @@ from launch.warmup import WarmUpError, warm_up
 _POLL_S = 0.25
 _TELL_EVERY_S = 15.0
 _LOG_LINES = 25
+_PORT_ATTEMPTS = 3
 
 State = Literal["planned", "starting", "ready", "failed", "stopped"]
 Progress = Callable[[str], None]
@@ -90,6 +92,7 @@ class Fleet:
     def __post_init__(self) -> None:
         self._members = [_Member(process) for process in self.plan.processes]
         self._state: State = "planned"
+        self._has_come_up = False
         self._made_unix_s = time.time()
         self._ended_unix_s: float | None = None
         self._reason: str | None = None
@@ -145,6 +148,7 @@ class Fleet:
     def start(self) -> None:
         """Checks the plan, then starts the workers and, when all are ready, the router."""
         began_s = time.monotonic()
+        self._write()  # so that `down` finds who checks, which may take long
         checking.check(self.plan)
         planning.write_files(self.plan)
         self.timings["check_s"] = time.monotonic() - began_s
@@ -166,6 +170,7 @@ class Fleet:
             self._sampler = self._sample_every(interval_s)
         self._state = "ready"
         self._write()
+        self._has_come_up = True
         self._tell(f"{self.plan.topology.name} ready in {self.timings['start_s']:.0f} s")
         self._transcript.table(self._table())
 
@@ -182,11 +187,16 @@ class Fleet:
         return found
 
     def restart(self, process_id: str) -> None:
-        """Starts a process that died again, at the same address; its log begins anew."""
+        """Starts a process that died again, at the same address; its log begins anew. One that the
+        machine has no memory for now still counts as died."""
         member = self._member(process_id)
         if member.running:
             member.running.stop()
-        self._start(member)
+        try:
+            self._start(member)
+        except OSError as error:
+            self._tell(f"{process_id}: cannot be started: {error.strerror}")
+            return
         if member.running and member.plan.id in self._guardians:
             self._guardians[process_id] = (member.running.pid, member.running.started)
 
@@ -398,6 +408,8 @@ class Fleet:
         raise FleetError(f"{what}; the end of {member.plan.log}:\n{tail}")
 
     def _write(self) -> None:
+        """Writes ``fleet.json``. On a full disk a fleet that has come up goes on without, and every
+        one ends; one that nobody could find does not come up."""
         summary = {
             "state": self._state,
             "reason": self._reason,
@@ -406,7 +418,12 @@ class Fleet:
             "router_url": self.router_url,
             "timings": self.timings,
         }
-        write_record(self.plan, summary, [_state_of(member) for member in self._members])
+        try:
+            write_record(self.plan, summary, [_state_of(member) for member in self._members])
+        except OSError as error:
+            if self._state in ("planned", "starting", "ready") and not self._has_come_up:
+                raise
+            self.on_progress(f"fleet.json is out of date: {error.strerror}")
 
 
 @contextlib.contextmanager
@@ -423,15 +440,28 @@ def fleet(
     Raises `InputError` when it cannot be started as asked, `FleetError` when a process dies.
     """
     run_dir = run_dir.absolute()
-    with claim(run_dir):
+    with claim(run_dir), contextlib.ExitStack() as held:
+        made = _reserved(topology, run_dir, held)
+        running = Fleet(made, on_progress or (lambda _: None), behind=behind)
+        try:
+            running.start()
+            yield running
+        finally:
+            running.stop()
+
+
+def _reserved(topology: Topology, run_dir: Path, held: contextlib.ExitStack) -> Plan:
+    """A plan of `topology` whose ports and GPUs `held` keeps from other fleets."""
+    for attempts_left in reversed(range(_PORT_ATTEMPTS)):
         made = planning.plan(topology, run_dir)
-        with reserved(made.ports, made.gpu_plan):
-            running = Fleet(made, on_progress or (lambda _: None), behind=behind)
-            try:
-                running.start()
-                yield running
-            finally:
-                running.stop()
+        try:
+            held.enter_context(reserved(made.ports, made.gpu_plan))
+            break
+        except TakenError:
+            # A fleet that was planned at the same moment may have been given the same free ports.
+            if topology.base_port or not attempts_left:
+                raise
+    return made
 
 
 @contextlib.contextmanager
@@ -489,4 +519,5 @@ def _said(log: Path, failures: tuple[str, ...]) -> str | None:
 
 
 def _status(status: int) -> str:
-    return f"signal {status - 128}" if status > 128 else f"exit status {status}"
+    by_signal = status - 128 in signal.valid_signals()
+    return f"signal {status - 128}" if by_signal else f"exit status {status}"

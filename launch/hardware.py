@@ -51,14 +51,26 @@ class GpuSample:
 
 
 def sample_gpus() -> list[GpuSample]:
-    """Every GPU now; empty where there is no NVIDIA driver. Raises `GpuError`."""
+    """Every GPU now; empty where there is no NVIDIA driver. One that NVML does not answer for, as
+    when it is lost or divided (MIG), is left out, since others can do without it; raises `GpuError`
+    where it answers for none."""
     with _nvml() as nvml:
         if nvml is None:
             return []
+        found: list[GpuSample] = []
+        refused: Exception | None = None
         try:
-            return [_sample(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+            indices = range(nvml.nvmlDeviceGetCount())
         except nvml.NVMLError as error:
             raise GpuError(f"NVML: {error}") from error
+        for index in indices:
+            try:
+                found.append(_sample(nvml, index))
+            except nvml.NVMLError as error:
+                refused = error
+        if refused and not found:
+            raise GpuError(f"NVML: {refused}") from refused
+        return found
 
 
 def allowed_gpus() -> tuple[int, ...] | None:
@@ -118,7 +130,11 @@ def check_gpus(wanted: dict[int, str], hardware: str, where: str) -> None:
         raise InputError(f'{where}: device is "cuda", but there is no NVIDIA driver here')
     for index, worker in wanted.items():
         if index not in found:
-            raise InputError(f"{where}: {worker} needs GPU {index}; there are {len(found)}")
+            numbers = ", ".join(map(str, found))
+            raise InputError(
+                f"{where}: {worker} needs GPU {index}; there are {len(found)} that NVML answers "
+                f"for ({numbers})"
+            )
         gpu = found[index]
         if profile and profile.gpu_name and not profile.is_of(gpu.name):
             raise InputError(f"{where}: hardware is {hardware!r}, but GPU {index} is a {gpu.name}")
@@ -145,8 +161,11 @@ def _users(index: int) -> str:
     with _nvml() as nvml:
         if nvml is None:
             return ""
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        pids = [str(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            pids = [str(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        except nvml.NVMLError:  # as in a container or a virtual machine
+            return ""
     return f" by pid {', '.join(pids)}" if pids else ""
 
 
@@ -155,8 +174,11 @@ def _uuids() -> list[str]:
     with _nvml() as nvml:
         if nvml is None:
             return []
-        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-        found = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        try:
+            handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+            found = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        except nvml.NVMLError as error:
+            raise GpuError(f"NVML: {error}") from error
     return [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in found]
 
 

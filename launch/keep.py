@@ -49,13 +49,16 @@ class KeptWorkers:
         try:
             workers.flush_caches()
             recording = _Recording(workers.plan.run_dir)
-            with fleet(_attached(topology, workers), run_dir, on_progress, behind=workers) as front:
-                try:
-                    yield front
-                    if front.router_url and topology.router.kind == "deltaserve":
-                        wait_until_idle(front.router_url, _ENDING_S)
-                finally:
-                    recording.copy_to(run_dir)
+            attached = _attached(topology, workers)
+            with (
+                contextlib.ExitStack() as afterwards,
+                fleet(attached, run_dir, on_progress, behind=workers) as front,
+            ):
+                # Not while the router is sampled, which goes to files of the same names.
+                afterwards.callback(recording.copy_to, run_dir)
+                yield front
+                if front.router_url and topology.router.kind == "deltaserve":
+                    wait_until_idle(front.router_url, _ENDING_S)
         except FleetError:
             self.close()  # whatever died, the next run starts from nothing
             raise
@@ -94,12 +97,13 @@ def _attached(topology: Topology, workers: Fleet) -> Topology:
         own = [next(processes) for _ in range(group.size)]
         ports = [process.ports for process in own]
         hosts = [urlsplit(process.url).hostname for process in own]
-        separated = topology.engine.name == "sglang" and group.role == "prefill"
         update: dict[str, object] = {
             "urls": tuple(process.url for process in own),
             "count": len(own),
             "gpus": (),
-            "bootstrap_ports": tuple(p["bootstrap"] for p in ports) if separated else (),
+            "bootstrap_ports": tuple(p["bootstrap"] for p in ports)
+            if topology.has_bootstrap(group)
+            else (),
         }
         if topology.kv_events:
             update |= {
@@ -108,7 +112,8 @@ def _attached(topology: Topology, workers: Fleet) -> Topology:
             }
         groups.append(WorkerGroup.model_validate(group.model_dump() | update))
     fields = {"workers": tuple(groups), "gpus": (), "telemetry": False, "warm_up": False}
-    return topology.model_copy(update=fields)
+    # Which GPUs they have was found when they were started; the router is told what to expect.
+    return topology.model_copy(update=fields | {"hardware": workers.plan.topology.hardware})
 
 
 class _Recording:

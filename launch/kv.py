@@ -112,6 +112,33 @@ def host_tier_too_new_for(
     return None
 
 
+def unlike(topology: Topology) -> tuple[str, str] | None:
+    """Where SGLang's workers that send each other KV do not keep it alike, and how: a decode worker
+    ends at its first request from such a prefill worker."""
+    groups = [
+        (index, group)
+        for index, group in enumerate(topology.workers)
+        if group.role != "colocated" and not group.urls
+    ]
+    if topology.engine.name != "sglang" or not groups:
+        return None
+    first_index, first = groups[0]
+    first_keys = _kept_as(topology, first)
+    for index, group in groups[1:]:
+        for key, value in _kept_as(topology, group).items():
+            if value != first_keys[key]:
+                why = f"{key} is {value} there and {first_keys[key]} in workers.{first_index}"
+                return f"workers.{index}", f"{why}; workers that send each other KV need the same"
+    return None
+
+
+def _kept_as(topology: Topology, group: WorkerGroup) -> dict[str, int | str]:
+    return {
+        "page_size": worker_kv(topology, group).page_tokens,
+        "kv_cache_dtype": topology.kv_keys(group).kv_cache_dtype or "auto",
+    }
+
+
 def hicache_size(topology: Topology, group: WorkerGroup, kv: WorkerKv) -> tuple[str, str]:
     """SGLang's flag for the size of the host tier and its value.
 

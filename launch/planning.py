@@ -6,6 +6,7 @@ is planned is held against the machine in `launch.checking`. Nothing is started 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, require
 from launch.gpus import on_gpus
-from launch.kv import host_tier_too_new_for, vocab_size, worker_kv
+from launch.kv import host_tier_too_new_for, unlike, vocab_size, worker_kv
 from launch.models import has_tokenizer, is_shape, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import free_base, worker_ports
@@ -162,6 +163,8 @@ def layout(
             key, why = refused
             at = f"workers.{index}.{key}" if key in group.model_fields_set else key
             raise InputError(f"{topology.where}: {at}: {why}")
+    if found := unlike(topology):
+        raise InputError(f"{topology.where}: {': '.join(found)}")
     on_cpu = topology.device == "cpu"
     # One share is left to those who ask and to the engines' own HTTP processes: a pool of threads
     # whose every step waits for one that has no core is many times slower than a smaller one.
@@ -262,6 +265,15 @@ def write_router_config(made: Plan, capacities: Mapping[str, int]) -> None:
     write_atomically(path, router_config(made, capacities).encode())
 
 
+def check_on_path(folder: Path) -> None:
+    """Raises `InputError` where `folder` cannot be named on ``PYTHONPATH``."""
+    if os.pathsep in str(folder):
+        raise InputError(
+            f"{folder}: {os.pathsep!r} separates folders on PYTHONPATH, so that SGLang would not "
+            "find our plugin there; choose another folder"
+        )
+
+
 def write_plugin(folder: Path) -> None:
     """A folder that makes our SGLang plugin an installed one for whoever has it on ``PYTHONPATH``.
 
@@ -311,10 +323,9 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
         lines += ["", "[[workers]]", _line("id", worker.id), _line("url", worker.url)]
         lines += [_line("role", worker.role), _line("engine", made.engine.name)]
         on_vllm = made.engine.name == "vllm"
-        if connected := on_vllm and (topology.kv_connector or worker.role != "colocated"):
+        if on_vllm and (topology.kv_connector or worker.role != "colocated"):
             lines += [_line("kv_connector", topology.transfer_backend)]
-        mooncake = connected and topology.transfer_backend == "mooncake"
-        if mooncake or (worker.role == "prefill" and not on_vllm):
+        if topology.has_bootstrap(group):
             lines += [_line("bootstrap_host", urlsplit(worker.url).hostname)]
             lines += [_line("bootstrap_port", worker.ports["bootstrap"])]
         kv = worker_kv(topology, group)
@@ -337,15 +348,22 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
 
 
 def _found(topology: Topology) -> Topology:
-    """`topology` with its model's folder, where it is one, and its router's tokenizer by absolute
-    path, since processes run in the run's folder. Raises `InputError` for one that is not there."""
+    """`topology` with its model's folder, where it is one, its router's tokenizer and the Pythons
+    that it names by absolute path, since processes run in the run's folder. Raises `InputError` for
+    a folder or tokenizer that is not there, and for a folder that an engine would not look for."""
     where = topology.where
+    starts = not all(group.urls for group in topology.workers)
     model, tokenizer = topology.model, topology.router.tokenizer
-    folder = Path(model).expanduser().absolute()
+    folder = _absolute(Path(model))
     if model.startswith(("/", ".", "~")):
-        if not folder.is_dir() and not all(group.urls for group in topology.workers):
+        if starts and not folder.is_dir():
             raise InputError(f"{where}: model: no such folder: {model}")
         model = str(folder)
+    elif starts and not is_shape(model) and (folder / "config.json").is_file():
+        raise InputError(
+            f"{where}: model: {model} is a folder here; write ./{model}, since a name of this form "
+            "is looked for on the hub"
+        )
     if tokenizer == "auto":
         shape = is_shape(model)
         file = (shape_folder(model) if shape else folder) / "tokenizer.json"
@@ -353,13 +371,23 @@ def _found(topology: Topology) -> Topology:
         is_there = has_tokenizer(model) if shape else model == str(folder) and file.is_file()
         tokenizer = str(file) if topology.serves_text and is_there else "none"
     elif tokenizer != "none":
-        file = Path(tokenizer).expanduser().absolute()
+        file = _absolute(Path(tokenizer))
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
             raise InputError(f"{where}: router.tokenizer: no such file: {file}")
         tokenizer = str(file)
-    router = topology.router.model_copy(update={"tokenizer": tokenizer})
-    return topology.model_copy(update={"model": model, "router": router})
+    update: dict[str, object] = {"model": model}
+    update["router"] = topology.router.model_copy(update={"tokenizer": tokenizer})
+    for key, choice in (("engine", topology.engine), ("placement", topology.placement)):
+        if choice.python is not None and len(choice.python.parts) > 1:  # else looked for on PATH
+            update[key] = choice.model_copy(update={"python": _absolute(choice.python)})
+    return topology.model_copy(update=update)
+
+
+def _absolute(path: Path) -> Path:
+    with contextlib.suppress(RuntimeError):  # a home that nobody has
+        path = path.expanduser()
+    return path.absolute()
 
 
 def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Process:

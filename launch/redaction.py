@@ -16,6 +16,7 @@ _SECRET = re.compile(
     r"secret|passw(or)?d|credential|(^|[^a-z])(api_?key|token|key|auth|authorization)$", re.I
 )
 _ASSIGNED = re.compile(r"""([\w.-]+)("?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,}'"]+)""")
+_LISTED = re.compile(r"""(--?[\w-]+)(["']\s*,\s*)("(?!-)[^"]*"|'(?!-)[^']*')""")
 
 
 def is_secret(key: str) -> bool:
@@ -25,8 +26,8 @@ def is_secret(key: str) -> bool:
 
 def redacted(value: Any) -> Any:
     """`value` (what JSON can hold) with the values of secret keys hidden, at any depth, and those
-    of secret flags and assignments (``--api-key X``, ``--set environment.HF_TOKEN=X``) in lists of
-    arguments."""
+    of secret flags and assignments (``--api-key X``, ``--set environment.HF_TOKEN=X``,
+    ``--set 'flags=["--api-key", "X"]'``) in lists of arguments."""
     if isinstance(value, dict):
         return {
             key: HIDDEN if is_secret(str(key)) and isinstance(item, str) else redacted(item)
@@ -40,7 +41,7 @@ def redacted(value: Any) -> Any:
             hidden.append(HIDDEN if after_secret_flag and not is_flag else redacted(item))
             after_secret_flag = is_flag and "=" not in item and is_secret(item)
         return hidden
-    return _ASSIGNED.sub(_hide, value) if isinstance(value, str) else value
+    return _LISTED.sub(_hide, _ASSIGNED.sub(_hide, value)) if isinstance(value, str) else value
 
 
 def _hide(found: re.Match[str]) -> str:

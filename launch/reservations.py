@@ -14,18 +14,22 @@ from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
 from deltaserve.errors import InputError
-from launch.cache import cache_dir
+from launch.cache import cache_dir, make_folder
+
+
+class TakenError(InputError):
+    """Another fleet has the port or the GPU."""
 
 
 @contextmanager
 def reserved(ports: Iterable[int], gpus: Iterable[int] = ()) -> Iterator[None]:
-    """Keeps them for as long as the block runs; `InputError` where another fleet has one."""
+    """Keeps them for as long as the block runs; `TakenError` where another fleet has one."""
     wanted = [("port", port, "base_port") for port in sorted(ports)]
     wanted += [("GPU", gpu, "gpus") for gpu in sorted(gpus)]
     with ExitStack() as held:
         for kind, number, key in wanted:
             if not _lock(held.enter_context(_lock_file(kind, number))):
-                raise InputError(
+                raise TakenError(
                     f"{kind} {number} belongs to another fleet (deltaserve launch status); end it "
                     f"or change {key}"
                 )
@@ -48,6 +52,6 @@ def _lock(file: TextIO) -> bool:
 
 def _lock_file(kind: str, number: int) -> TextIO:
     folder = cache_dir() / "reserved"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     # A home that several machines share holds the locks of each.
     return (folder / f"{socket.gethostname()}-{kind}-{number}.lock").open("w")

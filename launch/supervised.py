@@ -146,10 +146,12 @@ def is_running(pid: int, started: str) -> bool:
 
 
 def terminate(pid: int, started: str, timeout_s: float) -> bool:
-    """SIGTERM to that very process; True when it has gone within `timeout_s`."""
+    """SIGTERM to that very process, suspended or not; True when it has gone within `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     if is_running(pid, started):
         os.kill(pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
     while is_running(pid, started):
         if time.monotonic() >= deadline_s:
             return False

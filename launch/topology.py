@@ -6,6 +6,7 @@ ports in use or processes. A topology is a value.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
@@ -38,11 +39,19 @@ def _http_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         wrong = parts.scheme != "http" or not parts.hostname or not parts.port
-    except ValueError:  # a port that is none
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # a port that is none, or a name that cannot be looked up (a..b)
         wrong = True
     if wrong or "@" in text or " " in text or text.rstrip("/") != f"http://{parts.netloc}":
         raise ValueError(f"expected http://HOST:PORT, not {text!r}")
     return text.rstrip("/")
+
+
+def _host(text: str) -> str:
+    """`text` where it can stand in ``http://HOST:PORT`` and in ``HOST:PORT`` as it is."""
+    if re.fullmatch(r"[A-Za-z0-9][\w-]*(\.[\w-]+)*", text, re.A) is None:
+        raise ValueError(f"expected a name or an IPv4 address, not {text!r}")
+    return text
 
 
 def _hardware(name: str) -> str:
@@ -54,6 +63,7 @@ def _hardware(name: str) -> str:
 
 
 _Hardware = Annotated[str, AfterValidator(_hardware)]
+_Host = Annotated[str, AfterValidator(_host)]
 _Url = Annotated[str, AfterValidator(_http_url)]
 
 
@@ -184,7 +194,7 @@ class Topology(KvKeys, PacingKeys):
     incremental_streaming_output: bool = True
     warm_up: bool | None = None
     freeze_gc: bool = True
-    host: _Text = "127.0.0.1"
+    host: _Host = "127.0.0.1"
     base_port: Annotated[int, Field(ge=0, le=60000)] = 30000
     gpus: tuple[_Gpu, ...] = ()
     cpu_threads: _Positive | None = None
@@ -235,18 +245,26 @@ class Topology(KvKeys, PacingKeys):
         if self.given and "colocated" not in roles:
             raise ValueError(f"{self.given[0]}: only for colocated workers, and there are none")
         self._check_gpus()
+        attached: set[str] = set()
         for index, group in enumerate(self.workers):
+            for url in group.urls:  # the router would refuse it when every worker is up
+                if url in attached:
+                    raise ValueError(f"workers.{index}.urls: {url} is given twice")
+                attached.add(url)
             if group.urls and (group.gpus or group.count not in (1, len(group.urls))):
                 raise ValueError(f"workers.{index}.urls: attached workers have no gpus and count")
             for key in ("kv_events", "kv_events_replay"):
                 endpoints = getattr(group, key)
                 if endpoints and len(endpoints) != len(group.urls):
                     raise ValueError(f"workers.{index}.{key}: for attached workers, one a url")
-            if group.urls and group.role == "prefill" and sglang:
+            if group.urls and self.has_bootstrap(group):
                 if len(group.bootstrap_ports) != len(group.urls):
                     raise ValueError(f"workers.{index}.bootstrap_ports: one a url is needed")
             elif group.bootstrap_ports:
-                raise ValueError(f"workers.{index}.bootstrap_ports: for attached prefill workers")
+                raise ValueError(
+                    f"workers.{index}.bootstrap_ports: for attached prefill workers of SGLang and "
+                    "those of vLLM over Mooncake"
+                )
         return self
 
     def _check_pacing(self, index: int, group: WorkerGroup) -> None:
@@ -354,6 +372,14 @@ class Topology(KvKeys, PacingKeys):
         if self.hardware == AUTO:
             return PROFILES["cpu"] if self.device == "cpu" else ANY_GPU
         return PROFILES[self.hardware]
+
+    def has_bootstrap(self, group: WorkerGroup) -> bool:
+        """Whether our router needs a bootstrap port of each worker of `group`: prefill workers of
+        SGLang have one, and all of vLLM that have Mooncake's connector."""
+        if self.engine.name == "sglang":
+            return group.role == "prefill"
+        connected = self.kv_connector or group.role != "colocated"
+        return connected and self.transfer_backend == "mooncake"
 
     def prefill_tokens_per_s(self, group: WorkerGroup) -> float | None:
         """What to expect of a worker of `group` that has not been seen yet; None where nothing was

@@ -128,7 +128,8 @@ def _extended(
     is_file = parent.endswith(".toml")
     source: str | Path = (folder or Path()) / Path(parent).expanduser() if is_file else parent
     chain = [*below, where]
-    if str(source) in chain:
+    # Resolved: with `..` in it, the way to the same file grows each time around.
+    if is_file and Path(source).resolve() in {Path(file).resolve() for file in chain}:
         raise InputError(f"{where}: extends: {' extends '.join([*chain, str(source)])}")
     try:
         found, _ = _data(source, chain)
@@ -151,6 +152,10 @@ def _merged(under: dict[str, Any], over: dict[str, Any], where: str) -> dict[str
             groups = list(at)
             for role, changes in value.items():
                 index = _index(groups, role, where)
+                if not isinstance(changes, dict):
+                    raise InputError(
+                        f"{where}.{role}: expected a table of its keys, not {changes!r}"
+                    )
                 groups[index] = _merged(groups[index], changes, where)
             found[key] = groups
         else:

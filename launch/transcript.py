@@ -6,6 +6,7 @@ programs.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from launch.supervised import keep_previous
 
 
 class Transcript:
-    """Lines with the seconds since it was begun, each written when it is told."""
+    """Lines with the seconds since it was begun, each written when it is told. Once it is begun,
+    what cannot be written is left out: a full disk shall not keep a fleet from ending."""
 
     def __init__(self, path: Path, name: str, engine: Engine) -> None:
         self._began_s = time.monotonic()
@@ -28,7 +30,7 @@ class Transcript:
 
     def tell(self, text: str) -> None:
         """One more line."""
-        self._file.write(f"{time.monotonic() - self._began_s:7.1f} s  {text}\n")
+        self._write(f"{time.monotonic() - self._began_s:7.1f} s  {text}\n")
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """A table, its first row the heads of the columns."""
@@ -37,11 +39,16 @@ class Transcript:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         )
-        self._file.write("\n" + "\n".join(lines) + "\n\n")
+        self._write("\n" + "\n".join(lines) + "\n\n")
 
     def close(self) -> None:
         """Nothing can be told any more."""
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
 
 
 def memory_of(gpus: Iterable[GpuSample]) -> str:

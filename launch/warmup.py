@@ -71,14 +71,14 @@ def warm_up(plan: Plan, meanwhile: Callable[[], None]) -> float:
 
 
 def _run_all(jobs: Sequence[Callable[[], None]], meanwhile: Callable[[], None]) -> None:
-    with ThreadPoolExecutor(max(1, len(jobs))) as pool:
+    pool = ThreadPoolExecutor(max(1, len(jobs)))
+    try:
         tasks = [pool.submit(job) for job in jobs]
-        try:
-            while wait(tasks, _POLL_S).not_done:
-                meanwhile()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        while wait(tasks, _POLL_S).not_done:
+            meanwhile()
+    finally:
+        # Not waited for: a request to one worker may wait for another that has died.
+        pool.shutdown(wait=False, cancel_futures=True)
     for task in tasks:
         task.result()
 

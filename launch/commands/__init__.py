@@ -1,19 +1,20 @@
 """How each engine is started: one module an engine, all with the same names.
 
-A command is a pure function of the topology, the worker's place in it and the paths it may use; it
-starts nothing and looks at nothing.
+A command is a pure function of the topology, the worker's place in it, the paths it may use and the
+caller's environment; it starts nothing and looks at nothing else.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.topology import Role, WorkerGroup
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,10 @@ def kv_events(ports: Mapping[str, int], **more: bool) -> list[str]:
 
 
 def local_only(host: str) -> dict[str, str]:
-    """Keeps an engine's calls to itself off any proxy, and its address the one it serves on."""
-    hosts = ",".join(dict.fromkeys((host, "127.0.0.1", "localhost")))
+    """Keeps an engine's calls to itself off any proxy, as the caller's to its own hosts are."""
+    given = ",".join(os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy"))
+    own = (part.strip() for part in given.split(","))
+    hosts = ",".join(dict.fromkeys((host, "127.0.0.1", "localhost", *filter(None, own))))
     return {"NO_PROXY": hosts, "no_proxy": hosts, "PYTHONUNBUFFERED": "1"}
 
 

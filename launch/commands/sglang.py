@@ -120,10 +120,13 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         environment |= visible_gpus(place.gpus)
         if place.role != "colocated" and _moves_over_nvlink(topology):
             environment |= MOONCAKE_NVLINK
-    environment["PYTHONPATH"] = ":".join(python_path)
     if shape:
         environment["HF_HUB_OFFLINE"] = "1"
-    return Command(tuple(argv), environment | topology.environment | group.environment)
+    environment |= topology.environment | group.environment
+    # Before a path that the topology gives: SGLang goes on without a plugin that it does not find.
+    python_path += filter(None, [environment.get("PYTHONPATH")])
+    environment["PYTHONPATH"] = ":".join(python_path)
+    return Command(tuple(argv), environment)
 
 
 def _kv_cache(topology: Topology, group: WorkerGroup) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any
 import orjson
 
 from deltaserve.errors import InputError
-from launch.cache import cache_dir, write_atomically
+from launch.cache import cache_dir, make_folder, write_atomically
 
 _STAMP = "deltaserve-engine.json"
 _PROBE = Path(__file__).with_name("probe.py")
@@ -199,7 +199,7 @@ def install(name: str, progress: Callable[[str], None]) -> Path:
     environment = ENVIRONMENTS[name]
     label = f"{environment.package} {environment.version}"
     folder = environment.folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     with _locked(folder.with_name(f"{folder.name}.lock"), progress):
         if environment.installed:
             progress(f"{label} is installed: {folder}")
@@ -236,6 +236,7 @@ def options(engine: Engine, environment: Mapping[str, str]) -> dict[str, Option]
     """
     cached = cache_dir() / "options" / f"{engine.name}-{engine.version}-{_digest(engine)}.json"
     if not cached.exists():
+        make_folder(cached.parent)
         done = subprocess.run(
             [engine.python, _PROBE, engine.name],
             env=dict(environment),

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from launch.cache import cache_dir, write_atomically
+from launch.cache import cache_dir, make_folder, write_atomically
 from launch.models.tokenizer import tokenizer_files
 
 TOOL_CALL_PARSERS = {"sglang": "qwen25", "vllm": "hermes"}
@@ -59,6 +59,7 @@ def write_shape(name: str) -> Path:
     folder = shape_folder(name)
     for file, content in _files(name).items():
         if not (folder / file).exists():
+            make_folder(folder)
             write_atomically(folder / file, content)
     return folder
 

@@ -123,6 +123,10 @@ class _Health(http.server.BaseHTTPRequestHandler):
         behaviour = os.environ.get("FAKE")
         if behaviour == "refuse" and self.path == "/generate":
             return 500, b"out of memory"
+        if behaviour == "die-asked" and self.path == "/generate":
+            os._exit(3)
+        if behaviour == "hang-asked" and self.path == "/generate":
+            time.sleep(600)
         if self.path.startswith("/reset_prefix_cache"):
             if os.environ.get("VLLM_SERVER_DEV_MODE") != "1":
                 return 404, b"not found"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -15,7 +20,7 @@ import pytest
 
 from deltaserve import child
 from deltaserve.errors import InputError
-from launch import FleetError, control, fleet, guard, hardware, sampling
+from launch import FleetError, control, fleet, fleets, guard, hardware, sampling
 from launch.redaction import HIDDEN, is_secret, redacted
 from launch.reservations import reserved
 from launch.sampling import Engines, Sampler
@@ -45,6 +50,48 @@ def test_a_process_that_cannot_be_killed_is_given_up_and_named(
     assert record["reason"] == f"could not be killed: colocated-0: pid {unkillable}"
     with pytest.raises(FleetError, match=f"could not be killed: pid {unkillable}"):
         control.down(tmp_path / "run")
+
+
+@pytest.fixture
+def fill_disk() -> Iterator[Callable[[], None]]:
+    """From its call on no file of this process can grow."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_does_not_keep_a_fleet_from_ending(
+    fakes: Fakes, tmp_path: Path, fill_disk: Callable[[], None]
+) -> None:
+    told: list[str] = []
+    with fleet(fakes("serve"), tmp_path / "run", told.append):
+        fill_disk()
+    assert working_in(tmp_path / "run") == []
+    assert any(line.startswith("fleet.json is out of date: ") for line in told)
+
+
+def test_on_a_full_disk_it_is_still_told_what_died(
+    fakes: Fakes, tmp_path: Path, fill_disk: Callable[[], None]
+) -> None:
+    with fleet(fakes("serve"), tmp_path / "run") as running:
+        fill_disk()
+        os.kill(running.workers[0].pid or 0, signal.SIGKILL)
+        wait_until(lambda: bool(running.died()))
+        with pytest.raises(FleetError, match=r"colocated-0 died \(signal 9\)"):
+            running.check()
+    assert working_in(tmp_path / "run") == []
+
+
+def test_a_fleet_that_cannot_be_written_down_does_not_come_up(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fleets, "write_record", refuse)
+    with pytest.raises(OSError, match="No space left"), fleet(fakes("serve"), tmp_path / "run"):
+        pass
+    assert working_in(tmp_path / "run") == []
 
 
 def test_hosts_that_share_a_home_do_not_take_each_others_locks_and_pids(
@@ -105,29 +152,71 @@ class Lost(Exception):
     """As NVML's own error."""
 
 
-class LostGpu:
-    """NVML on a machine whose GPU has fallen off its bus."""
+class Nvml:
+    """NVML on a machine with GPUs of which some have fallen off their bus (`lost`), and which does
+    not say who uses them."""
 
     NVMLError = Lost
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 0
+    NVML_CLOCK_SM = 0
+
+    def __init__(self, count: int, *lost: int) -> None:
+        self.count, self.lost = count, lost
+
+    def __enter__(self) -> Nvml:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def nvmlDeviceGetCount(self) -> int:
-        return 1
+        return self.count
 
-    def nvmlDeviceGetHandleByIndex(self, _index: int) -> object:
-        raise Lost("GPU is lost")
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index in self.lost:
+            raise Lost("GPU is lost")
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, _handle: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(used=60 * 2**30, total=140 * 2**30)
+
+    def nvmlDeviceGetName(self, _handle: int) -> str:
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetUtilizationRates(self, _handle: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(gpu=1)
+
+    def nvmlDeviceGetPowerUsage(self, _handle: int) -> int:
+        return 75_000
+
+    def _not_supported(self, *_: object) -> None:
+        raise Lost("Not Supported")
+
+    nvmlDeviceGetFieldValues = nvmlDeviceGetClockInfo = _not_supported
+    nvmlDeviceGetCurrentClocksThrottleReasons = _not_supported
+    nvmlDeviceGetComputeRunningProcesses = nvmlDeviceGetUUID = _not_supported
 
 
 def test_an_error_of_nvml_is_told_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Held:
-        def __enter__(self) -> LostGpu:
-            return LostGpu()
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(hardware, "_nvml", Held)
+    monkeypatch.setattr(hardware, "_nvml", lambda: Nvml(2, 0, 1))
     with pytest.raises(hardware.GpuError, match="NVML: GPU is lost"):
         hardware.sample_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    with pytest.raises(hardware.GpuError, match="NVML: GPU is lost"):
+        hardware.allowed_gpus()
+
+
+def test_a_gpu_that_is_lost_does_not_keep_a_fleet_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "_nvml", lambda: Nvml(3, 1))
+    monkeypatch.setattr(hardware, "_FREE_WITHIN_S", 0.0)
+    assert [gpu.index for gpu in hardware.sample_gpus()] == [0, 2]
+    said = r"a needs GPU 1; there are 2 that NVML answers for \(0, 2\)"
+    with pytest.raises(InputError, match=said):
+        hardware.check_gpus({1: "a"}, "h200", "x.toml")
+    with pytest.raises(InputError, match=r"GPU 2 is not free: 60\.0 GiB in use$"):
+        hardware.check_gpus({2: "a"}, "h200", "x.toml")
 
 
 @pytest.mark.parametrize(
@@ -150,13 +239,16 @@ def test_secrets_are_hidden_wherever_they_stand() -> None:
             "environment": {"HF_TOKEN": SECRET, "HF_HOME": "/models"},
             "argv": ["--api-key", SECRET, f"--admin-api-key={SECRET}", "--port", "1"],
             "set": [f"environment.HF_TOKEN={SECRET}", f'environment={{ HF_TOKEN = "{SECRET}" }}'],
+            "flags": [f'flags=["--api-key", "{SECRET}"]', f"flags=['--x', '--api-key','{SECRET}']"],
             "tokens": 5,
         }
     )
     assert SECRET not in json.dumps(shown)
     assert shown["environment"] == {"HF_TOKEN": HIDDEN, "HF_HOME": "/models"}
     assert shown["argv"] == ["--api-key", HIDDEN, f"--admin-api-key={HIDDEN}", "--port", "1"]
+    assert shown["flags"][0] == f'flags=["--api-key", {HIDDEN}]'
     assert shown["tokens"] == 5
+    assert redacted('flags=["--api-key", "--port"]') == 'flags=["--api-key", "--port"]'
 
 
 def fakes_of(python: Path, *more: str) -> list[str]:
@@ -223,6 +315,12 @@ def test_a_users_own_packages_in_the_working_folder_are_not_imported(
     assert run(sys.executable, "-m", "deltaserve", "eval", "list").returncode == 0
     synth = ["--requests", "5", "--output", str(tmp_path / "t.jsonl")]
     assert run(*child.DELTASERVE, "replay", "synth", *synth).returncode == 0
+
+
+def test_an_exit_status_that_no_signal_has_is_not_called_one() -> None:
+    assert fleets._status(128 + 9) == "signal 9"
+    assert fleets._status(255) == "exit status 255"
+    assert fleets._status(3) == "exit status 3"
 
 
 def test_status_says_what_died_why_and_since_when_and_exits_1(fakes: Fakes, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from deltaserve.errors import InputError
-from launch import FleetError, checking, control, fleet, guard, supervised
+from launch import FleetError, checking, control, fleet, guard, planning, supervised
 from launch.ports import free_base, worker_ports
 from launch.reservations import reserved
 from tests.processes import wait_until, working_in
@@ -291,6 +291,24 @@ def test_two_fleets_never_get_the_same_ports_before_their_engines_have_opened_th
             pass
     with reserved([port]):
         pass
+
+
+def test_free_ports_that_another_fleet_was_given_at_the_same_moment_are_left_to_it(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, free = free_base(1), free_base(1)
+    while free == given:
+        free = free_base(1)
+    with reserved([worker_ports(given, 0)["http"]]):
+        bases = iter([given, free])
+        monkeypatch.setattr(planning, "free_base", lambda _: next(bases))
+        with fleet(fakes("serve"), tmp_path / "run") as running:
+            assert running.plan.topology.base_port == free
+        # Ports that were asked for are not changed.
+        fixed = fakes("serve", overrides=(f"base_port={given}",))
+        taken = pytest.raises(InputError, match=r"belongs to another fleet .* or change base_port$")
+        with taken, fleet(fixed, tmp_path / "run"):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from launch import Fleet, FleetError, KeptWorkers
+from launch import Fleet, FleetError, KeptWorkers, fleets, hardware, sampling
+from launch.hardware import GpuSample
 from launch.topology import Topology
+from launch.topology_files import load_topology
 from tests.processes import wait_until, working_in
 
 from .conftest import Fakes
@@ -85,6 +89,58 @@ def test_a_kept_worker_that_died_is_noticed_and_replaced(fakes: Fakes, tmp_path:
     with kept.fleet(routed(fakes("serve")), tmp_path / "b") as running:
         assert running.workers[0].pid not in pids
         running.check()
+    kept.close()
+
+
+def test_a_router_expects_of_kept_workers_what_it_would_of_its_own(
+    fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = [GpuSample(0, "NVIDIA H200", 0, 0, 140 * 2**30, 75.0, 0, 0)]
+    for module in (hardware, fleets, sampling):
+        monkeypatch.setattr(module, "sample_gpus", lambda: there)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    overrides = [f"engine.python={fake_python}", "base_port=0", "warm_up=false"]
+    topology = load_topology("sglang:1", overrides)
+    kept = KeptWorkers(tmp_path / "workers")
+    with fleets.fleet(topology, tmp_path / "a"):
+        pass
+    with kept.fleet(topology, tmp_path / "b"):
+        pass
+    kept.close()
+    (alone,), (behind,) = (
+        tomllib.loads((tmp_path / name / "router.toml").read_text())["workers"] for name in "ab"
+    )
+    assert alone["prefill_tokens_per_s"] == 65000.0
+    assert behind.keys() == alone.keys()
+    assert behind["prefill_tokens_per_s"] == alone["prefill_tokens_per_s"]
+
+
+def test_a_router_finds_the_bootstrap_of_kept_and_attached_workers_of_mooncake(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    overrides = [f"engine.python={fake_python}", "base_port=0", "transfer_backend=mooncake"]
+    topology = load_topology("laptop-vllm-pd", overrides)
+    kept = KeptWorkers(tmp_path / "workers")
+    with kept.fleet(topology, tmp_path / "a") as running:
+        ports = [process.ports["bootstrap"] for process in running.plan.workers]
+    kept.close()
+    workers = tomllib.loads((tmp_path / "a" / "router.toml").read_text())["workers"]
+    assert [worker["bootstrap_port"] for worker in workers] == ports
+
+
+def test_samples_of_workers_and_router_stay_whole_rows(fakes: Fakes, tmp_path: Path) -> None:
+    kept = KeptWorkers(tmp_path / "workers")
+    topology = routed(fakes("serve", overrides=("sample_interval_s=0.001",)))
+    for number in range(3):
+        with kept.fleet(topology, tmp_path / f"{number}"):
+            time.sleep(0.5)
+        with (tmp_path / f"{number}" / "processes.csv").open(newline="") as file:
+            rows = list(csv.reader(file))
+        assert rows[0] == list(sampling.PROCESS_COLUMNS)
+        assert {len(row) for row in rows} == {len(rows[0])}
+        assert {row[1] for row in rows[1:]} == {"router", "colocated-0"}
+        for row in rows[1:]:
+            assert [float(cell) for cell in (row[0], *row[2:])]
     kept.close()
 
 

@@ -141,12 +141,13 @@ def test_a_groups_keys_win_over_the_topologys() -> None:
         "elastic-1p1d",
         "host_kv_gb=60",
         "workers.1.host_kv_tokens=0",
-        "workers.0.kv_cache_dtype=fp8_e4m3",
+        "workers.0.radix_eviction_policy=lfu",
     )
     prefill, elastic = made.workers
     assert "--enable-hierarchical-cache" in prefill.argv
     assert "--enable-hierarchical-cache" not in elastic.argv
-    assert "--kv-cache-dtype" not in elastic.argv
+    assert "--radix-eviction-policy" in prefill.argv
+    assert "--radix-eviction-policy" not in elastic.argv
     assert [spec.get("page_size") for spec in told(made)] == [64, 64]
     assert "host_kv_tokens" not in told(made)[1]
 
@@ -189,6 +190,43 @@ def test_what_an_engine_cannot_do_is_refused_in_one_line(
         load_topology(name, overrides)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        (
+            "laptop-sglang-pd",
+            ["workers.prefill.page_size=16"],
+            "workers.1: page_size is 1 there and 16 in workers.0",
+        ),
+        (
+            "sglang-elastic:1p2d",
+            ["workers.elastic.page_size=1"],
+            "workers.1: page_size is 1 there and 64 in workers.0",
+        ),
+        (
+            "sglang-pd:1p1d",
+            ["kv_cache_dtype=fp8_e4m3", "workers.decode.kv_cache_dtype=auto"],
+            "workers.1: kv_cache_dtype is auto there and fp8_e4m3 in workers.0",
+        ),
+    ],
+)
+def test_workers_of_sglang_that_send_each_other_kv_keep_it_alike(
+    name: str, overrides: list[str], said: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        planned(name, *overrides)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_workers_that_need_not_keep_kv_alike_may_differ() -> None:
+    groups = 'workers=[{ page_size = 1 }, { page_size = 16, kv_cache_dtype = "fp8_e4m3" }]'
+    assert len(planned("sglang:1", groups).workers) == 2
+    # The same by default and by key.
+    assert planned("sglang-pd:1p1d", "workers.prefill.page_size=64").workers
+    assert planned("vllm-pd:1p1d", "workers.prefill.page_size=32").workers
 
 
 @pytest.mark.parametrize(

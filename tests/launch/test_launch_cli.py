@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from launch.control import default_run_dir
+from launch.fleets import claim
 from tests import command_line
 from tests.processes import wait_until
 
@@ -73,8 +75,21 @@ def test_a_worker_started_by_hand_finds_the_plugin_with_what_is_printed(tmp_path
         assert told.stdout.splitlines()[0] == "sglang_ext.plugin", told.stderr
         assert told.stdout.splitlines()[1].split(":")[1:] == ([before] if before else [])
     (tmp_path / "file").touch()
-    refused = deltaserve("plugin", str(tmp_path / "file"))
+    for folder in (tmp_path / "file", tmp_path / "12:30"):  # a colon separates on PYTHONPATH
+        refused = deltaserve("plugin", str(folder))
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+
+
+def test_a_run_folder_that_our_plugin_would_not_be_found_in_is_refused(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "2026-11-26T12:30")
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", folder]
+    refused = deltaserve("check", "laptop-sglang", *fakes)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert refused.stderr.startswith(f"error: {folder}: ")
+    assert deltaserve("check", "laptop-vllm", *fakes).returncode == 0
 
 
 @pytest.mark.parametrize("command", [["check"], ["up"], ["up", "--detach"]])
@@ -89,6 +104,23 @@ def test_a_run_folder_at_or_below_a_file_is_answered_in_one_line(
     done = called(*command, "laptop-sglang", *fakes, "--run-dir", folder)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {folder}: cannot be made a folder: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["check", "up", "install"])
+def test_a_cache_at_or_below_a_file_is_answered_in_one_line(
+    fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "cache"
+    monkeypatch.setenv("DELTASERVE_CACHE", str(cache))
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--run-dir", str(tmp_path / "run")]
+    asked = ["sglang"] if command == "install" else ["laptop-sglang", *fakes]
+    done = as_process(command, *asked)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {cache}/")
+    assert done.stderr.endswith(": cannot be made a folder: Not a directory\n")
     assert done.stderr.count("\n") == 1
 
 
@@ -112,6 +144,113 @@ def test_up_detached_then_status_then_down(fake_python: Path, tmp_path: Path) ->
     assert run_dir.exists()
 
 
+def test_up_of_a_fleet_that_runs_leaves_its_log_alone(fake_python: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", str(run_dir), "--detach"]
+    assert as_process("up", "laptop-sglang", *fakes).returncode == 0
+    log = run_dir / "supervisor.log"
+    said = log.read_text()
+    try:
+        for _ in range(2):
+            again = as_process("up", "laptop-sglang", *fakes)
+            assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+            assert f"{run_dir}: a fleet is running there; run: deltaserve" in again.stderr
+        assert log.read_text() == said
+    finally:
+        assert deltaserve("down", str(run_dir)).returncode == 0
+
+
+@pytest.mark.parametrize(("before", "lives_on"), [("SIG_IGN", True), ("SIG_DFL", False)])
+def test_a_hangup_ends_a_fleet_unless_it_was_started_by_nohup(
+    fake_python: Path, tmp_path: Path, before: str, lives_on: bool
+) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--set", "workers.0.count=1", "--run-dir", str(run_dir)]
+    up = ["-m", "deltaserve", "launch", "up", "laptop-sglang", *fakes]
+    code = f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.{before}); "
+    code += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *up], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_until(
+            lambda: (run_dir / "fleet.json").exists() and record(run_dir)["state"] == "ready"
+        )
+        process.send_signal(signal.SIGHUP)
+        if lives_on:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2)
+            assert record(run_dir)["state"] == "ready"
+            process.terminate()
+        assert process.wait(20) == 130
+        assert record(run_dir)["state"] == "stopped"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def record(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "fleet.json").read_text())
+    return found
+
+
+def test_down_ends_a_fleet_that_is_still_checked(fake_python: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", str(run_dir)]
+    assert as_process("up", "laptop-sglang", *fakes, "--detach").returncode == 0
+    assert deltaserve("down", str(run_dir)).returncode == 0
+    # Another engine: its options are asked for, which takes as long as it is imported.
+    script = fake_python.read_text().replace("0.5.17", "0.5.23")
+    asked = 'elif arguments[0].endswith("probe.py"):\n'
+    assert asked in script
+    fake_python.write_text(script.replace(asked, f"{asked}        time.sleep(600)\n"))
+    up = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang", *fakes]
+    process = subprocess.Popen(up, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: record(run_dir)["supervisor"]["pid"] == process.pid, timeout_s=15.0)
+        assert record(run_dir)["state"] == "planned"
+        assert deltaserve("down", str(run_dir)).returncode == 0
+        assert process.poll() == 130
+        assert record(run_dir)["state"] == "stopped"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_down_ends_a_fleet_whose_supervisor_is_suspended(fake_python: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", str(run_dir)]
+    up = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang", *fakes]
+    process = subprocess.Popen(up, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(
+            lambda: (run_dir / "fleet.json").exists() and record(run_dir)["state"] == "ready"
+        )
+        process.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
+        assert deltaserve("down", str(run_dir)).returncode == 0
+        assert process.poll() == 130
+        assert record(run_dir)["state"] == "stopped"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_folder_that_a_fleet_comes_up_in_is_not_removed(fake_python: Path) -> None:
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--detach"]
+    assert as_process("up", "laptop-sglang", *fakes).returncode == 0
+    assert deltaserve("down", "laptop-sglang").returncode == 0
+    with claim(default_run_dir("laptop-sglang")):
+        refused = deltaserve("down", "laptop-sglang", "--remove")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "a fleet is running there" in refused.stderr
+    assert deltaserve("down", "laptop-sglang", "--remove").returncode == 0
+
+
 def test_a_fleet_that_ended_is_listed_until_it_is_removed(fake_python: Path) -> None:
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
     up = as_process("up", "laptop-sglang", *fakes, "--set", "base_port=0", "--detach")
@@ -124,6 +263,30 @@ def test_a_fleet_that_ended_is_listed_until_it_is_removed(fake_python: Path) -> 
     assert deltaserve("down", "laptop-sglang", "--remove").returncode == 0
     assert not folder.exists()
     assert deltaserve("status").stdout == ""
+
+
+def test_a_fleet_whose_record_is_broken_hides_no_other(fake_python: Path) -> None:
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    up = as_process("up", "laptop-sglang", *fakes, "--set", "base_port=0", "--detach")
+    assert up.returncode == 0, up.stderr
+    assert deltaserve("down", "laptop-sglang").returncode == 0
+    folder = Path(deltaserve("status").stdout.split("(")[1].split(")")[0])
+    for name, record in (("empty", ""), ("older", '{"state": "stopped"}')):
+        broken = folder.with_name(name) / "fleet.json"
+        broken.parent.mkdir()
+        broken.write_text(record)
+    listed = deltaserve("status")
+    assert listed.returncode == 1
+    assert "laptop-sglang: stopped since " in listed.stdout
+    for name in ("empty", "older"):
+        broken = folder.with_name(name) / "fleet.json"
+        assert f"error: {broken}: cannot be read: " in listed.stderr
+        for command in ("status", "down"):
+            done = deltaserve(command, name)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert f"{broken}: cannot be read: " in done.stderr
+    shown = json.loads(deltaserve("status", "--json").stdout)
+    assert [fleet["name"] for fleet in shown["fleets"]] == ["laptop-sglang"]
 
 
 def test_up_exits_1_and_shows_the_log_when_a_worker_dies(fake_python: Path, tmp_path: Path) -> None:

@@ -99,6 +99,21 @@ def test_attached_prefill_workers_are_told_apart_by_their_bootstrap_ports() -> N
         load_topology("laptop-sglang-pd", ['workers.0={ role = "prefill", urls = ["http://a:1"] }'])
 
 
+def test_attached_workers_of_vllm_over_mooncake_need_bootstrap_ports_too() -> None:
+    mooncake = ["transfer_backend=mooncake", 'workers.decode.urls=["http://b:1"]']
+    urls = [*mooncake, 'workers.prefill.urls=["http://a:1"]']
+    with pytest.raises(InputError, match=r"workers\.0\.bootstrap_ports: one a url is needed"):
+        load_topology("laptop-vllm-pd", urls)
+    ports = ["workers.prefill.bootstrap_ports=[7]", "workers.decode.bootstrap_ports=[8]"]
+    topology = load_topology("laptop-vllm-pd", [*urls, *ports])
+    engine = Engine("vllm", Path(), {"vllm": "0.26.0"})
+    config = tomllib.loads(router_config(layout(topology, Path("/run/x"), engine, 4)))
+    assert [worker["bootstrap_port"] for worker in config["workers"]] == [7, 8]
+    over_nixl = [*urls[1:], *ports, "transfer_backend=nixl"]
+    with pytest.raises(InputError, match=r"workers\.0\.bootstrap_ports: for attached prefill"):
+        load_topology("laptop-vllm-pd", over_nixl)
+
+
 def test_a_stock_router_is_told_each_workers_role_and_bootstrap_port() -> None:
     stock = ["router.kind=sglang-router", "router.policy=cache_aware"]
     planned = made(load_topology("laptop-sglang-pd", stock))
@@ -146,6 +161,36 @@ def test_our_router_counts_text_by_the_tokenizer_of_the_models_folder(
         urllib.request.urlopen(asked, timeout=30.0).close()
     first, *_ = (run_dir / "decisions.jsonl").read_text().splitlines()
     assert json.loads(first)["input_tokens"] == 5
+
+
+def test_a_models_folder_that_is_named_as_one_of_the_hub_is_not_looked_for_there(
+    fakes: Fakes, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
+    named = f"{tmp_path.name}/{model.name}"
+    assert plan(fakes("serve", overrides=(f"model={named}",)), tmp_path).topology.model == named
+    (model / "config.json").write_text("{}")
+    said = rf"topology \S+: model: {named} is a folder here; write \./{named}, since a name of"
+    with pytest.raises(InputError, match=said):
+        plan(fakes("serve", overrides=(f"model={named}",)), tmp_path)
+    made = plan(fakes("serve", overrides=(f"model=./{named}",)), tmp_path)
+    assert made.topology.model == str(model)
+
+
+def test_an_engines_python_may_be_named_from_the_working_folder_and_from_home(
+    fakes: Fakes, fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)  # processes run elsewhere
+    monkeypatch.setenv("HOME", str(tmp_path))
+    relative = f"{tmp_path.name}/{fake_python.name}"
+    for number, named in enumerate((relative, f"~/{fake_python.name}")):
+        topology = fakes("serve", overrides=(f"engine.python={named}",))
+        with fleet(topology, tmp_path / f"run{number}") as running:
+            assert running.plan.engine.python == fake_python
+    with pytest.raises(InputError, match=r"engine\.python: \S+ does not run"):
+        plan(fakes("serve", overrides=("engine.python=~nobody-here/python",)), tmp_path)
+    with pytest.raises(InputError, match=r"model: no such folder: ~nobody-here/m$"):
+        plan(fakes("serve", overrides=("model=~nobody-here/m",)), tmp_path)
 
 
 def test_the_tokenizer_is_found_given_left_out_or_missed(

@@ -139,6 +139,29 @@ def test_own_flags_come_last_so_that_they_win() -> None:
     assert worker.argv[-2:] == ("--page-size", "4")
 
 
+def test_a_python_path_of_ones_own_comes_after_our_plugins() -> None:
+    of_all, of_group = "environment.PYTHONPATH=/all", "workers.prefill.environment.PYTHONPATH=/mine"
+    prefill, decode = made("laptop-sglang-pd", of_all, of_group).workers
+    plugin = ["/run/x/plugins/sglang_ext/cpu/stubs", "/run/x/plugins"]
+    assert prefill.environment["PYTHONPATH"].split(":") == [*plugin, "/mine"]
+    assert decode.environment["PYTHONPATH"].split(":") == [*plugin, "/all"]
+
+
+@pytest.mark.parametrize("name", ["laptop-sglang", "laptop-vllm"])
+def test_what_the_caller_reaches_without_a_proxy_an_engine_does_too(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", ".example, 10.0.0.0/8")
+    monkeypatch.setenv("no_proxy", "localhost,mirror")
+    for process in made(name).processes:
+        environment = process.full_environment()
+        hosts = "127.0.0.1,localhost,.example,10.0.0.0/8,mirror"
+        assert (environment["NO_PROXY"], environment["no_proxy"]) == (hosts, hosts)
+    monkeypatch.delenv("NO_PROXY")
+    monkeypatch.delenv("no_proxy")
+    assert made(name).workers[0].environment["NO_PROXY"] == "127.0.0.1,localhost"
+
+
 def test_the_routers_file_says_what_the_plan_says() -> None:
     planned = made(
         "laptop-sglang-pd",

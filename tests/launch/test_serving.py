@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
-from launch import Fleet, fleet, serving
+from launch import Fleet, fleet, fleets, serving
 from launch.serving import KeepServing
+from launch.supervised import Supervised
 from tests.processes import wait_until, working_in
 
 from .conftest import Fakes
@@ -111,6 +115,31 @@ def test_a_worker_that_is_killed_serves_again_at_its_address(fakes: Fakes, tmp_p
         rows = (run_dir / "processes.csv").read_text().count("colocated-1,")
         wait_until(lambda: (run_dir / "processes.csv").read_text().count("colocated-1,") > rows)
     assert working_in(run_dir) == []
+
+
+def test_one_that_cannot_be_started_for_want_of_memory_is_tried_again(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    with fleet(fakes("serve"), tmp_path / "run", told.append) as running:
+        keeper = KeepServing(running, told.append, time.monotonic)
+        engine_of(running, 0).kill()
+        refusals = [OSError(errno.ENOMEM, "Cannot allocate memory")]
+
+        def started(*arguments: Any) -> Supervised:
+            if refusals:
+                raise refusals.pop()
+            return Supervised(*arguments)
+
+        monkeypatch.setattr(fleets, "Supervised", started)
+
+        def is_back() -> bool:
+            keeper.look()
+            return "colocated-0: serving again after 2 restarts" in told
+
+        wait_until(is_back)
+        assert any("colocated-0: cannot be started: Cannot allocate" in line for line in told)
+        assert running.died() == {}
 
 
 def test_one_that_is_not_ready_in_time_is_ended_and_counts_as_dead(

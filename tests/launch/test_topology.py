@@ -106,13 +106,32 @@ def test_an_elastic_worker_has_a_radix_cache() -> None:
 
 
 NO_URLS = """10.0.0.2:30020 foo http://a http://a:0 http://a:99999 http://a:x http://:1 https://a:1
-tcp://a:1 http://a:1/v1 http://a:1?x http://u@a:1"""
+tcp://a:1 http://a:1/v1 http://a:1?x http://u@a:1 http://10.0.0..2:1"""
 
 
 @pytest.mark.parametrize("url", NO_URLS.split())
 def test_an_attached_workers_url_is_what_the_router_takes(url: str) -> None:
     with pytest.raises(InputError, match=re.escape(f"expected http://HOST:PORT, not {url!r}")):
         load_topology("laptop-sglang", [f'workers.0={{ urls = ["http://a:1", "{url}"] }}'])
+
+
+@pytest.mark.parametrize(
+    "host", ["::1", "[::1]", "http://a", "a:1", "a b", "a/b", "-a", "ä", "10.0..1"]
+)
+def test_a_host_is_what_addresses_are_made_of(host: str) -> None:
+    said = f"--set host={host}: host: expected a name or an IPv4 address, not {host!r}"
+    with pytest.raises(InputError) as error:
+        load_topology("laptop-sglang", [f"host={host}"])
+    assert one_line(error) == said
+    for right in ("0.0.0.0", "10.0.0.2", "node-3.cluster_1.local"):
+        assert load_topology("laptop-sglang", [f"host={right}"]).host == right
+
+
+def test_a_worker_is_attached_once() -> None:
+    groups = '{ urls = ["http://a:1", "http://b:1"] }, { urls = ["http://b:1/"] }'
+    with pytest.raises(InputError) as error:
+        load_topology("laptop-sglang", [f"workers=[{groups}]"])
+    assert one_line(error).endswith("workers.1.urls: http://b:1 is given twice")
 
 
 def test_an_attached_workers_url_may_end_with_a_slash_and_be_of_ipv6() -> None:
@@ -232,14 +251,19 @@ def test_a_file_extends_a_shipped_topology_or_another_file(tmp_path: Path) -> No
     [
         ('extends = "sglng"', "mine.toml: extends: no topology 'sglng' (did you mean 'sglang'?)"),
         ('extends = "mine.toml"', "mine.toml extends "),
+        ('extends = "../{here}/mine.toml"', "mine.toml extends "),
         ('extends = "gone.toml"', "gone.toml: cannot read the topology"),
         ("extends = 3", "extends: expected the name of a topology or a .toml file"),
         ('extends = "sglang"\n[workers.decode]\ncount = 2', "or a role (colocated): 'decode'"),
         ('extends = "sglang"\nchunk_token = 2', "did you mean 'chunk_tokens'?"),
+        (
+            'extends = "sglang-pd"\n[workers]\nprefill = 2',
+            "mine.toml: workers.prefill: expected a table of its keys, not 2",
+        ),
     ],
 )
 def test_a_wrong_extension_names_the_file(tmp_path: Path, content: str, said: str) -> None:
-    (tmp_path / "mine.toml").write_text(content)
+    (tmp_path / "mine.toml").write_text(content.replace("{here}", tmp_path.name))
     with pytest.raises(InputError) as error:
         load_topology(tmp_path / "mine.toml")
     assert said in one_line(error)

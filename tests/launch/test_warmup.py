@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ def test_workers_prefill_every_size_and_connect_and_are_emptied_then(
     assert rooms == {(running.plan.workers[0].ports["bootstrap"], connecting["bootstrap_room"])}
     text = (tmp_path / "run" / "transcript.txt").read_text()
     assert "warm after" in text
+
+
+def test_a_worker_that_dies_meanwhile_is_told_though_another_does_not_answer(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    began_s = time.monotonic()
+    topology = fakes("die-asked", "hang-asked", overrides=("warm_up=true",))
+    with (
+        pytest.raises(FleetError, match=r"colocated-0 died \(exit status 3\)"),
+        fleet(topology, tmp_path / "run"),
+    ):
+        pass
+    assert time.monotonic() - began_s < 30
 
 
 def test_without_the_key_a_cpu_fleet_is_not_warmed_up(fakes: Fakes, tmp_path: Path) -> None:
