@@ -256,7 +256,7 @@ def _replay(
     # Where every request failed that is a result: the arm carried nothing.
     if status in (0, NOTHING_ANSWERED):
         return None
-    if status > 128:
+    if status - 128 in signal.valid_signals():
         name = signal.Signals(status - 128).name
         return f"the replay was ended by {name} after {done} of {planned} results"
     last = _last_line(log_path)

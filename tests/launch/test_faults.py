@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -52,28 +53,26 @@ def test_a_process_that_cannot_be_killed_is_given_up_and_named(
         control.down(tmp_path / "run")
 
 
-@pytest.fixture
-def fill_disk() -> Iterator[Callable[[], None]]:
-    """From its call on no file of this process can grow."""
+@contextmanager
+def may_become_full() -> Iterator[Callable[[], None]]:
+    """From the call of what it gives, no file of this process can grow, until it is left."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_does_not_keep_a_fleet_from_ending(
-    fakes: Fakes, tmp_path: Path, fill_disk: Callable[[], None]
-) -> None:
+def test_a_full_disk_does_not_keep_a_fleet_from_ending(fakes: Fakes, tmp_path: Path) -> None:
     told: list[str] = []
-    with fleet(fakes("serve"), tmp_path / "run", told.append):
+    with may_become_full() as fill_disk, fleet(fakes("serve"), tmp_path / "run", told.append):
         fill_disk()
     assert working_in(tmp_path / "run") == []
     assert any(line.startswith("fleet.json is out of date: ") for line in told)
 
 
-def test_on_a_full_disk_it_is_still_told_what_died(
-    fakes: Fakes, tmp_path: Path, fill_disk: Callable[[], None]
-) -> None:
-    with fleet(fakes("serve"), tmp_path / "run") as running:
+def test_on_a_full_disk_it_is_still_told_what_died(fakes: Fakes, tmp_path: Path) -> None:
+    with may_become_full() as fill_disk, fleet(fakes("serve"), tmp_path / "run") as running:
         fill_disk()
         os.kill(running.workers[0].pid or 0, signal.SIGKILL)
         wait_until(lambda: bool(running.died()))
