@@ -176,7 +176,7 @@ def test_a_request_that_ends_with_its_first_token_on_a_decode_worker_is_recorded
 ) -> None:
     """That token came with the KV: there is no step whose result would end it."""
     requests = telemetry.requests
-    requests._note_mode(None, scheduler("decode"))
+    requests._begin(None, scheduler("decode"))
     finished = request(finished=True)
     requests._record_streamed(None, "streamer", [finished, request()], False)
     requests._record_streamed(None, "streamer", [finished], False, skip_req=None)
@@ -190,7 +190,7 @@ def test_a_prefill_worker_records_who_failed_before_sending_and_the_others_once_
     class FINISH_ABORT: ...
 
     requests = telemetry.requests
-    requests._note_mode(None, scheduler("prefill"))
+    requests._begin(None, scheduler("prefill"))
     unsent, sent, done = (request(finished=True) for _ in range(3))
     unsent.rid, sent.rid, done.rid = "unsent", "sent", "done"
     unsent.finished_reason = sent.finished_reason = FINISH_ABORT()
@@ -343,7 +343,7 @@ def test_telemetry_without_a_folder_refuses_to_start(
 ) -> None:
     monkeypatch.delenv("DELTASERVE_TELEMETRY_DIR")
     with pytest.raises(SystemExit, match="DELTASERVE_TELEMETRY_DIR"):
-        run(telemetry, step("decode", [request()]))
+        telemetry.requests._begin(None, scheduler())
 
 
 def test_a_fault_of_telemetry_is_logged_once_and_does_not_reach_the_worker(
@@ -437,4 +437,4 @@ def test_a_limit_that_cannot_be_meant_is_refused(
 ) -> None:
     monkeypatch.setenv("DELTASERVE_TELEMETRY_MAX_MB", limit)
     with pytest.raises(SystemExit, match="DELTASERVE_TELEMETRY_MAX_MB"):
-        run(telemetry, step("decode", [request()]))
+        telemetry.requests._begin(None, scheduler())
