@@ -223,6 +223,20 @@ def test_a_transfer_under_way_keeps_a_paused_worker_busy(make_scheduler: MakeSch
     assert not scheduler.flush_cache()
 
 
+# ------------------------------------------------------------------ requests
+
+
+def test_a_request_with_a_room_and_no_host_is_prefilled_here(make_scheduler: MakeScheduler) -> None:
+    """There is nobody to ask for its KV; SGLang would end the worker, whoever sent it."""
+    scheduler = make_scheduler()
+    req = Req("A", prompt(100), room=7)
+    req.bootstrap_host = None
+    scheduler._add_request_to_queue(req)
+    assert scheduler.waiting_queue == [req]
+    assert scheduler.disagg_decode_prealloc_queue.queue == []
+    assert scheduler.deltaserve_elastic.counts["local"] == 1
+
+
 # ------------------------------------------------------------------ deterministic inference
 
 
