@@ -237,6 +237,20 @@ def test_a_request_with_a_room_and_no_host_is_prefilled_here(make_scheduler: Mak
     assert scheduler.deltaserve_elastic.counts["local"] == 1
 
 
+def test_an_invalid_request_ends_with_its_error_also_when_it_falls_back(
+    make_scheduler: MakeScheduler,
+) -> None:
+    """SGLang has put one token in place of its prompt: whatever is generated answers nobody."""
+    scheduler = make_scheduler()
+    req = Req("A", [0], room=7)
+    req.to_finish = invalid = object()
+    entry = transferring(scheduler, req)
+    entry.kv_receiver.status = FAILED
+    step(scheduler)
+    assert scheduler.deltaserve_elastic.counts["fallback_prefill_lost"] == 1
+    assert req.to_finish is invalid
+
+
 # ------------------------------------------------------------------ deterministic inference
 
 
