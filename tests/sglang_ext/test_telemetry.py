@@ -11,6 +11,7 @@ import importlib
 import json
 import resource
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -429,6 +430,32 @@ def test_files_are_bounded_and_keep_the_latest_lines(
     assert kept == list(range(kept[0], 500))
     assert len(kept) >= 100
     assert "the older half is dropped" in caplog.text
+
+
+def test_threads_that_write_at_once_lose_no_line_where_a_new_file_begins(tmp_path: Path) -> None:
+    """The scheduler's thread and those that send KV: two that began anew dropped the older half."""
+    file = LineFile(str(tmp_path / "prefill-0.jsonl"), limit_bytes=40_000)
+    refused: list[int] = []
+
+    def write(writer: int) -> None:
+        for number in range(3000):
+            if not file.write(b"%d %9d\n" % (writer, number)):
+                refused.append(number)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=write, args=(writer,)) for writer in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert not refused
+    older, newer = (tmp_path / name for name in ("prefill-0.1.jsonl", "prefill-0.jsonl"))
+    assert older.stat().st_size == 20_000 // 12 * 12
+    assert (older.stat().st_size + newer.stat().st_size) % 12 == 0
 
 
 @pytest.mark.parametrize("limit", ["0", "much", "nan"])
