@@ -251,6 +251,22 @@ def test_an_invalid_request_ends_with_its_error_also_when_it_falls_back(
     assert req.to_finish is invalid
 
 
+@pytest.mark.parametrize("room", [None, 7])
+def test_a_prompt_that_leaves_no_page_of_the_pool_is_answered_and_does_not_block_the_line(
+    make_scheduler: MakeScheduler, room: int | None
+) -> None:
+    """SGLang accepts it and never lets it in: all that came after it waited as long."""
+    scheduler = make_scheduler(tokens=4096, page_size=64)
+    too_long, fits = Req("too long", prompt(4032), room=room), Req("fits", prompt(100, start=9000))
+    scheduler._add_request_to_queue(too_long)
+    scheduler._add_request_to_queue(fits)
+    step(scheduler)
+    assert scheduler.formed[-1].admitted == ["too long", "fits"]
+    assert too_long.origin_input_ids == [0], "it runs a token, and ends with the error"
+    assert "4032 tokens" in too_long.to_finish.message
+    assert fits.to_finish is None
+
+
 # ------------------------------------------------------------------ deterministic inference
 
 
@@ -369,7 +385,7 @@ def test_a_request_that_falls_back_takes_its_place_by_arrival(
     """It may have waited for minutes: who came meanwhile must not be served before it."""
     scheduler = make_scheduler(tokens=2000)
     entry = transferring(scheduler, Req("F", prompt(50), room=7))
-    scheduler._add_request_to_queue(Req("B", prompt(3000, start=5000)))
+    scheduler._add_request_to_queue(Req("B", prompt(1950, start=5000)))
     scheduler._add_request_to_queue(Req("C", prompt(20, start=9000)))
     entry.kv_receiver.status = FAILED
     step(scheduler)
