@@ -18,12 +18,21 @@ from typing import Any
 
 from sglang_ext import ranks, settings
 from sglang_ext.guards import Hook, PluginMismatch
-from sglang_ext.pacing.prefill import PacedPrefill, carry_true_lengths, check_chunking
+from sglang_ext.pacing.prefill import (
+    Chunk,
+    PacedPrefill,
+    carry_true_lengths,
+    check_chunking,
+    is_decoding,
+)
 from sglang_ext.pacing.sharing import Sharing
+from sglang_ext.settings import Interference
 from sglang_ext.sglang import current
 
 _SETTINGS = settings.paced(os.environ)
 _paced: list[Sharing] = []
+_kept_tokens = 0
+"""KV tokens that the prefill batch being formed leaves to the decodes, beside one for each."""
 
 
 def _of(scheduler: Any) -> PacedPrefill | None:
@@ -59,11 +68,34 @@ def _attach(_result: None, scheduler: Any) -> None:
     _paced.append(Sharing(scheduler, paced))
 
 
+def _rest_fits(scheduler: Any, growth_tokens: int) -> bool:
+    """Whether the pool has room for the rest of the prompt in flight beside the decodes' growth.
+
+    SGLang made sure of the prompt's room when it began it, and takes no account of the pages that
+    decodes take meanwhile: in stock SGLang they wait until it is in.
+    """
+    req = scheduler.chunked_req
+    if req is None or _SETTINGS.interference is Interference.STOCK:
+        return True
+    rest = int(req.seqlen) - current().prefix_tokens(req)
+    room = scheduler.token_to_kv_pool_allocator.available_size()
+    room += scheduler.tree_cache.evictable_size()
+    return bool(room - growth_tokens >= rest + scheduler.page_size)
+
+
 def _prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+    global _kept_tokens
     paced = _of(scheduler)
     if paced is None:
         return original(scheduler, running_batch)
     chunk = paced.choose(running_batch)
+    growth_tokens = 0
+    if is_decoding(running_batch):
+        growth_tokens = running_batch.new_tokens_required_next_decode()
+        if not _rest_fits(scheduler, growth_tokens):
+            # The prompt goes on as in stock SGLang. Nobody is thrown out of the batch in a step
+            # that prefills: without memory for a chunk or for a decode SGLang ends the worker.
+            chunk = Chunk(paced.own.tokens, mixed=False)
     if chunk is None:
         from sglang.srt.managers.schedule_batch import NextBatchPlan
 
@@ -71,12 +103,16 @@ def _prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
     had_decodes = bool(running_batch.reqs)
     scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = chunk.tokens, chunk.mixed
+    if chunk.mixed and paced.settings.interference is not Interference.STOCK:
+        # SGLang keeps a token for each decode that rides along, and one may need a page.
+        _kept_tokens = max(0, growth_tokens - chunk.riding)
     try:
         with _paced[-1].of(chunk, running_batch):
             plan = original(scheduler, running_batch)
     finally:
         own = paced.own
         scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = own.tokens, own.mixed
+        _kept_tokens = 0
     paced.chosen(had_decodes, plan.batch_to_run)
     return plan
 
@@ -111,6 +147,11 @@ def _mixed(_result: None, batch: Any, running_batch: Any) -> None:
         carry_true_lengths(batch, running_batch)
 
 
+def _adder_made(_result: None, adder: Any, *_: Any, **__: Any) -> None:
+    if _kept_tokens:
+        current().keep_from_adder(adder, _kept_tokens)
+
+
 def _add_chunked(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     return _paced[-1].add_chunked(original, adder, req) if _paced else original(adder, req)
 
@@ -140,6 +181,7 @@ HOOKS = (
     Hook("scheduler.idle", "after", _idle),
     Hook("scheduler.pause", "after", _paused),
     Hook("batch.mixed", "after", _mixed),
+    Hook("adder.made", "after", _adder_made),
     Hook("adder.add_chunked", "around", _add_chunked),
     Hook("adder.add_one", "around", _add_one),
     Hook("scheduler.internal_state", "after", _internal_state),

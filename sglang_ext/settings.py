@@ -66,6 +66,20 @@ def _count(environment: Mapping[str, str], name: str) -> int | None:
     return int(value)
 
 
+_PACING = frozenset({"INTERFERENCE", "TARGET_ITL_MS", "CHUNK_TOKENS", "MIN_CHUNK_TOKENS"})
+_ELASTIC = _PACING | {"FALLBACK", "DEADLINE_S", "QUARANTINE_S", "CONNECT_ATTEMPTS"}
+
+
+def _check_names(environment: Mapping[str, str], prefix: str, known: frozenset[str]) -> None:
+    """Raises `PluginMismatch` for a variable with `prefix` that nobody reads: it is misspelled."""
+    for name in environment:
+        if name.startswith(prefix) and name.removeprefix(prefix) not in known:
+            raise PluginMismatch(
+                f"{name} is no setting; those that begin with {prefix} are "
+                f"{', '.join(sorted(known))}"
+            )
+
+
 def _pacing(environment: Mapping[str, str], prefix: str) -> PacingSettings:
     """The settings in the variables that begin with `prefix`.
 
@@ -101,8 +115,9 @@ def _pacing(environment: Mapping[str, str], prefix: str) -> PacingSettings:
 def paced(environment: Mapping[str, str]) -> PacingSettings:
     """The settings of a paced worker; the names are those of `_pacing`.
 
-    Raises `PluginMismatch` for a value that cannot be meant.
+    Raises `PluginMismatch` for a value that cannot be meant, and for a name that nobody reads.
     """
+    _check_names(environment, PACED_PREFIX, _PACING)
     return _pacing(environment, PACED_PREFIX)
 
 
@@ -130,8 +145,9 @@ def elastic(environment: Mapping[str, str]) -> ElasticSettings:
                                               answer, a second apart (default 3; SGLang: 15)
     ========================================  =====================================================
 
-    Raises `PluginMismatch` for a value that cannot be meant.
+    Raises `PluginMismatch` for a value that cannot be meant, and for a name that nobody reads.
     """
+    _check_names(environment, ELASTIC_PREFIX, _ELASTIC)
     pacing = _pacing(environment, ELASTIC_PREFIX)
     fallback = environment.get(f"{ELASTIC_PREFIX}FALLBACK", "").strip() or "1"
     if fallback not in ("0", "1"):

@@ -56,6 +56,13 @@ def _queue(
     # A request that a more important one pushed out has its KV in host memory, like one that was
     # retracted, and no prefill worker that would send it again.
     is_retracted = is_retracted or sglang.elastic().is_in_host_memory(req)
+    if not is_retracted and not worker.memory.can_ever_hold(req):
+        # SGLang's way to end an invalid request: it runs a single token of it.
+        req.set_finish_with_abort(
+            f"The prompt of {req.seqlen} tokens does not fit into the KV pool of "
+            f"{scheduler.max_total_num_tokens} with a page of {scheduler.page_size} to spare"
+        )
+        req.deltaserve_local = True
     if is_retracted and not req.output_ids:
         worker.queues.prefill_again(req)
     elif is_retracted or not worker.queues.is_local(req):

@@ -102,13 +102,16 @@ def _take_back_boundary_token(req: Any) -> None:
 
 
 def _start_over(req: Any) -> None:
-    """Makes `req`, which owns no memory, a request that was never scheduled."""
+    """Makes `req`, which owns no memory, a request that was never scheduled.
+
+    What it is to finish with stays: SGLang notes there that a request is invalid, puts one token in
+    place of its prompt, and ends it with the error once that has run.
+    """
     if getattr(req, "pd_rebootstrap_in_progress", False):
         _take_back_boundary_token(req)
     sglang.elastic().start_over(req)
     req.is_retracted = False
     req.finished_reason = None
-    req.to_finish = None
     req.cached_tokens = 0
     vars(req).pop("deltaserve_cached_tokens", None)
     if req.return_logprob:

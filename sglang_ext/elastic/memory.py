@@ -27,6 +27,15 @@ class Memory:
         free: int = s.token_to_kv_pool_allocator.available_size()
         return free + int(s.tree_cache.evictable_size())
 
+    def can_ever_hold(self, req: Any) -> bool:
+        """Whether SGLang would let `req` in with nothing else on the worker.
+
+        It wants a page beside the prompt's, and accepts prompts that leave none: with pages of
+        several tokens such a prompt would wait for ever, and all behind it.
+        """
+        s = self._scheduler
+        return int(req.seqlen) + int(s.page_size) < int(s.max_total_num_tokens)
+
     def _waiting(self, req: Any, growth: int) -> Waiting | None:
         """`req` with what it needs to be let in, its cached prefix included: that gets pinned."""
         if req is None:

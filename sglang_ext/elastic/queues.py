@@ -59,10 +59,11 @@ class Queues:
             self._scheduler.waiting_queue, self._set_aside = self._set_aside, None
 
     def is_local(self, req: Any) -> bool:
-        """Whether `req` is to be prefilled on this worker."""
-        if getattr(req, "deltaserve_local", False):
-            return True
-        return req.bootstrap_host is None and req.bootstrap_room in (None, LOCAL_ROOM)
+        """Whether `req` is to be prefilled on this worker.
+
+        Also one with a room and no host to ask for it: SGLang would end the worker.
+        """
+        return bool(getattr(req, "deltaserve_local", False)) or req.bootstrap_host is None
 
     def add_local(self, req: Any, *, first: bool = False) -> None:
         """Puts `req` in line to be prefilled here: at its place by arrival, or `first`.

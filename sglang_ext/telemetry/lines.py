@@ -1,13 +1,15 @@
 """A file of lines that is bounded in size and outlives a full disk.
 
-Each line is one ``write``: whole or absent after a kill. No thread is involved, so telemetry cannot
-fall behind the worker or keep it from ending; a slow (network) folder holds the worker up, though.
+Each line is one ``write``: whole or absent after a kill. It has no thread of its own, so telemetry
+cannot fall behind the worker or keep it from ending; a slow (network) folder holds the worker up,
+though. The worker's threads may write at once: those that send KV do, beside the scheduler's.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ class LineFile:
         self._descriptor = self._open()
         self._size_bytes = os.fstat(self._descriptor).st_size
         self._retry_at_s = 0.0
+        self._writing = threading.Lock()
         self.lost_lines = 0
         """Lines dropped since the disk last took one."""
 
@@ -46,6 +49,10 @@ class LineFile:
 
     def write(self, line: bytes) -> bool:
         """Appends `line`, which ends in a newline; whether the disk took all of it."""
+        with self._writing:
+            return self._write(line)
+
+    def _write(self, line: bytes) -> bool:
         try:
             if self._size_bytes and self._size_bytes + len(line) > self._half_bytes:
                 self._begin_anew()

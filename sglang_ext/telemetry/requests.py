@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sglang_ext.guards import Hook
-from sglang_ext.telemetry import metrics
+from sglang_ext.telemetry import metrics, sink
 from sglang_ext.telemetry.sink import emit, harmless, unix_minus
 
 # field of SchedulerReqTimeStats → name in the telemetry
@@ -76,8 +76,9 @@ def _record_prefilled(finished: list[Any], scheduler: Any, *_args: Any, **_kwarg
     record_finished(scheduler.disaggregation_mode.value, finished)
 
 
-def _note_mode(_result: None, scheduler: Any) -> None:
+def _begin(_result: None, scheduler: Any) -> None:
     global _mode
+    sink.settings()
     _mode = scheduler.disaggregation_mode.value
 
 
@@ -101,7 +102,7 @@ def _record_streamed(
 
 
 HOOKS = (
-    Hook("scheduler.ready", "after", _note_mode),
+    Hook("scheduler.ready", "after", _begin),
     Hook("scheduler.stream_output", "after", _record_streamed),
     Hook("prefill.sent", "after", _record_prefilled),
 )

@@ -62,11 +62,20 @@ def _limit_bytes() -> int:
     return int(limit_mb * 1e6)
 
 
-def _open() -> LineFile:
+def settings() -> tuple[str, int]:
+    """The folder of the lines and how many bytes a process keeps there, as the environment says.
+
+    Raises SystemExit where it says nothing, or what cannot be meant: asked for when a worker
+    starts, that does not end it at its first request.
+    """
     folder = os.environ.get("DELTASERVE_TELEMETRY_DIR")
     if not folder:
         raise SystemExit("DELTASERVE_SGLANG asks for telemetry: set DELTASERVE_TELEMETRY_DIR")
-    limit_bytes = _limit_bytes()
+    return folder, _limit_bytes()
+
+
+def _open() -> LineFile:
+    folder, limit_bytes = settings()
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f"{_worker_id or 'worker'}-{os.getpid()}.jsonl")
     return LineFile(path, limit_bytes)

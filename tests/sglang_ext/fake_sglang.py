@@ -170,6 +170,10 @@ class Req:
     def finished(self) -> bool:
         return self.finished_reason is not None
 
+    def set_finish_with_abort(self, error_msg: str) -> None:
+        self.origin_input_ids = [0]
+        self.to_finish = FINISH_ABORT(error_msg)
+
     def reset_for_retract(self) -> None:
         self.prefix_indices, self.last_node = [], None
         self.is_retracted = True
@@ -471,6 +475,7 @@ def classes() -> SimpleNamespace:
             self.max_prefill_tokens = 16_384
             self.truncation_align_size: int | None = None
             self.page_size = 1
+            self.max_total_num_tokens = tokens
             self.enable_overlap = True
             self.device = "cuda"
             self.enable_priority_scheduling = False

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_ext.elastic.fallback import REASONS, reason_of
 from sglang_ext.guards import PluginMismatch
-from sglang_ext.settings import ElasticSettings, Interference, elastic
+from sglang_ext.settings import ElasticSettings, Interference, elastic, paced
 
 
 def test_without_variables_the_defaults_hold() -> None:
@@ -54,6 +54,14 @@ def test_every_variable_is_read() -> None:
 def test_a_value_that_cannot_be_meant_ends_the_worker_and_is_named(name: str, value: str) -> None:
     with pytest.raises(PluginMismatch, match=f"DELTASERVE_ELASTIC_{name}='{value}'"):
         elastic({f"DELTASERVE_ELASTIC_{name}": value})
+
+
+def test_a_misspelled_variable_ends_the_worker_and_is_named() -> None:
+    """A worker that silently lacks what was asked for would make a comparison wrong."""
+    with pytest.raises(PluginMismatch, match=r"DELTASERVE_ELASTIC_TARGET_ITL is .*TARGET_ITL_MS"):
+        elastic({"DELTASERVE_ELASTIC_TARGET_ITL": "40"})
+    with pytest.raises(PluginMismatch, match="DELTASERVE_PACED_FALLBACK"):
+        paced({"DELTASERVE_PACED_FALLBACK": "1", "DELTASERVE_ELASTIC_FALLBACK": "1"})
 
 
 @pytest.mark.parametrize(

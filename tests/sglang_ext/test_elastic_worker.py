@@ -223,6 +223,50 @@ def test_a_transfer_under_way_keeps_a_paused_worker_busy(make_scheduler: MakeSch
     assert not scheduler.flush_cache()
 
 
+# ------------------------------------------------------------------ requests
+
+
+def test_a_request_with_a_room_and_no_host_is_prefilled_here(make_scheduler: MakeScheduler) -> None:
+    """There is nobody to ask for its KV; SGLang would end the worker, whoever sent it."""
+    scheduler = make_scheduler()
+    req = Req("A", prompt(100), room=7)
+    req.bootstrap_host = None
+    scheduler._add_request_to_queue(req)
+    assert scheduler.waiting_queue == [req]
+    assert scheduler.disagg_decode_prealloc_queue.queue == []
+    assert scheduler.deltaserve_elastic.counts["local"] == 1
+
+
+def test_an_invalid_request_ends_with_its_error_also_when_it_falls_back(
+    make_scheduler: MakeScheduler,
+) -> None:
+    """SGLang has put one token in place of its prompt: whatever is generated answers nobody."""
+    scheduler = make_scheduler()
+    req = Req("A", [0], room=7)
+    req.to_finish = invalid = object()
+    entry = transferring(scheduler, req)
+    entry.kv_receiver.status = FAILED
+    step(scheduler)
+    assert scheduler.deltaserve_elastic.counts["fallback_prefill_lost"] == 1
+    assert req.to_finish is invalid
+
+
+@pytest.mark.parametrize("room", [None, 7])
+def test_a_prompt_that_leaves_no_page_of_the_pool_is_answered_and_does_not_block_the_line(
+    make_scheduler: MakeScheduler, room: int | None
+) -> None:
+    """SGLang accepts it and never lets it in: all that came after it waited as long."""
+    scheduler = make_scheduler(tokens=4096, page_size=64)
+    too_long, fits = Req("too long", prompt(4032), room=room), Req("fits", prompt(100, start=9000))
+    scheduler._add_request_to_queue(too_long)
+    scheduler._add_request_to_queue(fits)
+    step(scheduler)
+    assert scheduler.formed[-1].admitted == ["too long", "fits"]
+    assert too_long.origin_input_ids == [0], "it runs a token, and ends with the error"
+    assert "4032 tokens" in too_long.to_finish.message
+    assert fits.to_finish is None
+
+
 # ------------------------------------------------------------------ deterministic inference
 
 
@@ -341,7 +385,7 @@ def test_a_request_that_falls_back_takes_its_place_by_arrival(
     """It may have waited for minutes: who came meanwhile must not be served before it."""
     scheduler = make_scheduler(tokens=2000)
     entry = transferring(scheduler, Req("F", prompt(50), room=7))
-    scheduler._add_request_to_queue(Req("B", prompt(3000, start=5000)))
+    scheduler._add_request_to_queue(Req("B", prompt(1950, start=5000)))
     scheduler._add_request_to_queue(Req("C", prompt(20, start=9000)))
     entry.kv_receiver.status = FAILED
     step(scheduler)

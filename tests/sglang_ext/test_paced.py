@@ -234,6 +234,49 @@ def test_memory_for_the_rest_of_the_chunk_in_flight_is_kept(make_plain: MakeSche
     assert formed(scheduler).admitted == []
 
 
+def decoding(scheduler: Any, requests: int, growth_tokens: int) -> Batch:
+    """Requests that decode on `scheduler` and allocate `growth_tokens` for their next tokens."""
+    batch = Batch([prompt(f"d{i}", 10) for i in range(requests)])
+    batch.new_tokens_required_next_decode = lambda: growth_tokens  # type: ignore[method-assign]
+    scheduler.running_batch = batch
+    return batch
+
+
+@pytest.mark.parametrize(("free", "rides"), [(3296, True), (3232, False)])
+def test_decodes_wait_where_their_next_pages_are_those_of_the_prompt_in_flight(
+    make_plain: MakeScheduler, free: int, rides: bool
+) -> None:
+    """SGLang ends a worker that has no memory for a chunk; it throws nobody out beside one."""
+    scheduler = make_plain(tokens=free, page_size=64)
+    in_flight(scheduler, 4000, 1024)  # 2,976 tokens to go
+    decoding(scheduler, 4, growth_tokens=256)
+    batch = formed(scheduler)
+    assert batch.mixed is rides
+    assert (batch.chunk_tokens == 8192) is not rides
+
+
+@pytest.mark.parametrize(("free", "chunks"), [(3296, 0), (3232, 1)])
+def test_decodes_do_not_take_turns_with_a_prompt_whose_pages_they_would_take(
+    make_plain: MakeScheduler, free: int, chunks: int
+) -> None:
+    scheduler = make_plain(tokens=free, page_size=64)
+    in_flight(scheduler, 4000, 1024)
+    decoding(scheduler, 4, growth_tokens=256).return_logprob = True  # cannot ride along
+    scheduler.deltaserve_paced.chosen(True, Batch([prompt("long", 1)]))  # and waited for a chunk
+    scheduler.get_new_batch_prefill(scheduler.running_batch)
+    assert len(scheduler.formed) == chunks
+
+
+def test_a_prompt_that_joins_leaves_the_decodes_of_its_step_their_next_pages(
+    make_plain: MakeScheduler,
+) -> None:
+    for growth_tokens, admitted in ((64, ["A"]), (256, [])):
+        scheduler = make_plain(tokens=500, page_size=64)
+        decoding(scheduler, 4, growth_tokens)
+        scheduler.waiting_queue = [prompt("A", 300)]
+        assert formed(scheduler).admitted == admitted
+
+
 @pytest.mark.parametrize("loads_back", [True, False])
 def test_a_short_turn_on_what_the_host_tier_holds_goes_along(
     make_plain: MakeScheduler, loads_back: bool

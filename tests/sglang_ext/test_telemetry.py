@@ -11,6 +11,7 @@ import importlib
 import json
 import resource
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -176,7 +177,7 @@ def test_a_request_that_ends_with_its_first_token_on_a_decode_worker_is_recorded
 ) -> None:
     """That token came with the KV: there is no step whose result would end it."""
     requests = telemetry.requests
-    requests._note_mode(None, scheduler("decode"))
+    requests._begin(None, scheduler("decode"))
     finished = request(finished=True)
     requests._record_streamed(None, "streamer", [finished, request()], False)
     requests._record_streamed(None, "streamer", [finished], False, skip_req=None)
@@ -190,7 +191,7 @@ def test_a_prefill_worker_records_who_failed_before_sending_and_the_others_once_
     class FINISH_ABORT: ...
 
     requests = telemetry.requests
-    requests._note_mode(None, scheduler("prefill"))
+    requests._begin(None, scheduler("prefill"))
     unsent, sent, done = (request(finished=True) for _ in range(3))
     unsent.rid, sent.rid, done.rid = "unsent", "sent", "done"
     unsent.finished_reason = sent.finished_reason = FINISH_ABORT()
@@ -343,7 +344,7 @@ def test_telemetry_without_a_folder_refuses_to_start(
 ) -> None:
     monkeypatch.delenv("DELTASERVE_TELEMETRY_DIR")
     with pytest.raises(SystemExit, match="DELTASERVE_TELEMETRY_DIR"):
-        run(telemetry, step("decode", [request()]))
+        telemetry.requests._begin(None, scheduler())
 
 
 def test_a_fault_of_telemetry_is_logged_once_and_does_not_reach_the_worker(
@@ -431,10 +432,36 @@ def test_files_are_bounded_and_keep_the_latest_lines(
     assert "the older half is dropped" in caplog.text
 
 
+def test_threads_that_write_at_once_lose_no_line_where_a_new_file_begins(tmp_path: Path) -> None:
+    """The scheduler's thread and those that send KV: two that began anew dropped the older half."""
+    file = LineFile(str(tmp_path / "prefill-0.jsonl"), limit_bytes=40_000)
+    refused: list[int] = []
+
+    def write(writer: int) -> None:
+        for number in range(3000):
+            if not file.write(b"%d %9d\n" % (writer, number)):
+                refused.append(number)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=write, args=(writer,)) for writer in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert not refused
+    older, newer = (tmp_path / name for name in ("prefill-0.1.jsonl", "prefill-0.jsonl"))
+    assert older.stat().st_size == 20_000 // 12 * 12
+    assert (older.stat().st_size + newer.stat().st_size) % 12 == 0
+
+
 @pytest.mark.parametrize("limit", ["0", "much", "nan"])
 def test_a_limit_that_cannot_be_meant_is_refused(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setenv("DELTASERVE_TELEMETRY_MAX_MB", limit)
     with pytest.raises(SystemExit, match="DELTASERVE_TELEMETRY_MAX_MB"):
-        run(telemetry, step("decode", [request()]))
+        telemetry.requests._begin(None, scheduler())
