@@ -192,6 +192,9 @@ impl State {
         }
         for slot in known.stale.iter() {
             let worker = self.workers[slot].as_ref();
+            let prefiller = worker.filter(|worker| !worker.is_site() && worker.is_up(&[]));
+            let busy = prefiller.map(|worker| worker.prefills.busy());
+            self.residency.note_prefiller(slot, busy);
             let worker = worker.filter(|worker| worker.is_site());
             let at = sites.all.binary_search_by_key(&slot, |site| site.slot);
             known.suspects.retain(|suspect| *suspect != slot);

@@ -337,7 +337,7 @@ impl Worker {
             prefills: serves_local,
             kv_capacity_tokens: capacity,
             external_tokens,
-            is_prefilling: !self.prefills.is_empty(),
+            prefilling: self.prefills.busy(),
             is_exact: !self.needs_estimate(),
             keeps_prefixes: self.keeps_prefixes,
             used_share: used_share(used, capacity),
@@ -357,7 +357,7 @@ impl Worker {
         site.routable = self.may_get_requests(&[], now_s);
         site.kv_capacity_tokens = capacity;
         site.external_tokens = self.external_tokens();
-        site.is_prefilling = !self.prefills.is_empty();
+        site.prefilling = self.prefills.busy();
         site.is_exact = !self.needs_estimate();
         site.keeps_prefixes = self.keeps_prefixes;
         site.used_share = used_share(used, capacity);

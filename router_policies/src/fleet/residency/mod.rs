@@ -31,6 +31,7 @@ pub use rules::GiveUp;
 
 use super::log::{Event, GiveUpRecord, unix_now_s};
 use super::marked::Marked;
+use super::prefills::Busy;
 use super::prefix::estimate::StateMap;
 use crate::config::WorkerSpec;
 use crate::policy::Rates;
@@ -45,7 +46,7 @@ use serde::Serialize;
 use sessions::{Known, Name, Sessions};
 use settings::{Chosen, Settings};
 use smallvec::SmallVec;
-use std::collections::{BTreeSet, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -118,8 +119,8 @@ pub(super) struct Site {
     pub kv_capacity_tokens: Option<u64>,
     /// What its engine holds for requests that are not ours.
     pub external_tokens: u64,
-    /// It has a prompt to prefill that a request of ours brought.
-    pub is_prefilling: bool,
+    /// How busy it is with prompts of ours.
+    pub prefilling: Busy,
     /// The engine tells what it holds.
     pub is_exact: bool,
     /// Finished prompts stay in its cache.
@@ -208,6 +209,8 @@ pub(super) struct Residency {
     growth_tokens: f64,
     /// How long turns run on their workers.
     run_s: f64,
+    /// By slot: how busy those are that only prefill for others.
+    prefillers: BTreeMap<usize, Busy>,
     text_scale: f64,
     turns: u64,
     /// The first of the queue, and the worker on which room gathers for it.
@@ -245,6 +248,7 @@ impl Residency {
             endings: Endings::default(),
             queue: Queue::default(),
             growth_tokens: ASSUMED_GROWTH_TOKENS,
+            prefillers: BTreeMap::new(),
             run_s: slices::ASSUMED_RUN_S,
             text_scale: 1.0,
             turns: 0,
@@ -476,6 +480,33 @@ impl Residency {
         shares
     }
 
+    /// Takes note of how busy a worker is that only prefills for others; none where it is gone or down.
+    pub fn note_prefiller(&mut self, slot: usize, busy: Option<Busy>) {
+        match busy {
+            Some(busy) => self.prefillers.insert(slot, busy),
+            None => self.prefillers.remove(&slot),
+        };
+    }
+
+    /// For what share of the time those that would prefill for the worker have had something to: all of
+    /// it, where its engine does what others ask that the router does not know.
+    fn prefill_share(&self, site: &Site, now_s: f64) -> f64 {
+        if site.external_tokens > 0 {
+            return 1.0;
+        }
+        let own = site.prefilling.share(now_s);
+        if self.prefillers.is_empty() {
+            return own;
+        }
+        let shares = self.prefillers.values().map(|busy| busy.share(now_s));
+        let others = shares.sum::<f64>() / self.prefillers.len() as f64;
+        if site.prefills {
+            own.min(others)
+        } else {
+            others
+        }
+    }
+
     fn view<'a>(&'a self, site: &Site, places: &'a [Place], now_s: f64) -> WorkerView<'a> {
         let is_working = self.turns_on(site) > 0 || site.external_tokens > 0;
         WorkerView {
@@ -484,9 +515,7 @@ impl Residency {
             kv_capacity_tokens: site.kv_capacity_tokens.unwrap_or(u64::MAX),
             booked_tokens: self.holds.get(site.slot).map_or(0, Hold::booked_tokens),
             is_working,
-            is_prefilling: site.is_prefilling
-                || (is_working && !site.prefills)
-                || site.external_tokens > 0,
+            prefill_share: self.prefill_share(site, now_s),
             places,
             gaps: &self.gaps,
         }

@@ -56,9 +56,8 @@ pub struct WorkerView<'a> {
     pub booked_tokens: u64,
     /// A turn is in flight there, or its engine holds something for requests that are not the router's.
     pub is_working: bool,
-    /// It has a prompt to prefill, or its engine holds something for requests that are not the router's. Of one whose
-    /// prompts another worker prefills: a turn is in flight there.
-    pub is_prefilling: bool,
+    /// For what share of the last minute it had a prompt to prefill, or those did on average that prefill for it.
+    pub prefill_share: f64,
     pub places: &'a [Place],
     pub gaps: &'a Gaps,
 }
@@ -350,7 +349,7 @@ pub(super) mod testing {
             kv_capacity_tokens: 100_000,
             booked_tokens: places.iter().map(|place| place.tokens).sum(),
             is_working: true,
-            is_prefilling: true,
+            prefill_share: 1.0,
             places,
             gaps,
         }

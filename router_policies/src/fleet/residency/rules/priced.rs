@@ -9,7 +9,8 @@ pub const INFO: Info = Info {
     name: "priced",
     summary: "a place is kept while that costs less than computing what it holds again (default)",
     rule: "With capacity C, the n tokens that an idle session alone holds keep n/C of the worker from others, and \
-           computing them again behind what others hold too (or reloading them from the host tier) takes R seconds of it: the place pays for \
+           computing them again behind what others hold too (or reloading them from the host tier) takes R seconds of it (where that is no more than prefill_idle_recompute_s, as many of them as \
+           there lately was something to prefill in for those that would compute it): the place pays for \
            g* = R·C/n seconds of idleness. While nobody waits nothing is given up. For a turn that waits, an idle \
            session may be given up where (a) there is no time h for which late_factor·g* × the chance that it returns within h is \
            worth the seconds of keeping it until then (one that is away for longer than sessions ever are has most likely had its last answer, \
@@ -17,8 +18,7 @@ pub const INFO: Info = Info {
            has had its place for Q = g*/overhead seconds (at least least_share_s, at most most_share_s), or, while \
            the oldest wait goes from half of wait_bound_s to all of it (both as many times longer as those that wait \
            want what fits on all workers, and at least as long as computing all that a worker's GPU holds takes wait_bound_fills times), for a time that shrinks to \
-           g*/pressed_overhead and never below, or (c) the worker has no turn in flight and computes the place again within cheap_recompute_s, or has nothing to prefill and computes it again within prefill_idle_recompute_s, \
-           or (d) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as hold \
+           g*/pressed_overhead and never below, or (c) the worker has no turn in flight and computes the place again within cheap_recompute_s, or (d) it said that it ended. On a worker with a host tier sessions take turns in time slices: as many have one as hold \
            slice_fill of what may be booked and as slice_tier_fill of the tier keeps the prompts of, their turns go first (those first that have not waited for late_after_s), and each slice lasts as long as (b) with what computing all of it again costs and \
            slice_overhead as the overhead under pressure. The cheapest goes first: R × the chance that it returns within g*, for each token freed; of \
            equals the longest idle",
@@ -71,7 +71,7 @@ pub const INFO: Info = Info {
         ParamInfo {
             name: "prefill_idle_recompute_s",
             default: "0",
-            meaning: "a place that is computed again in no more than this goes to one that waits while the worker decodes and has nothing to prefill. Sessions of few turns and short prompts gain by 1, long ones that think for a minute lose",
+            meaning: "what is computed again in no more than this costs only the share of that time in which there lately was something to prefill for those that would compute it: where they idle it takes nothing from anybody. As long as a first token may take (3) where prompts are computed within it; 0 prices them all alike",
         },
         ParamInfo {
             name: "slice_fill",
@@ -209,24 +209,29 @@ impl Default for Priced {
 
 impl Priced {
     /// R: what bringing it back costs, in seconds of the worker's time.
-    fn return_s(&self, place: &Place) -> f64 {
+    fn return_s(&self, view: &WorkerView<'_>, place: &Place) -> f64 {
+        let is_soon_computed = place.recompute_s <= self.prefill_idle_recompute_s;
+        let wanted = if is_soon_computed {
+            view.prefill_share
+        } else {
+            1.0
+        };
+        let computed_s = place.recompute_s * wanted;
         let reload_s = place.unshared_tokens as f64 / self.reload_tokens_per_s;
-        let held_s = reload_s.min(place.recompute_s) * place.host_share;
-        held_s + place.recompute_s * (1.0 - place.host_share)
+        let held_s = reload_s.min(computed_s) * place.host_share;
+        held_s + computed_s * (1.0 - place.host_share)
     }
 
     /// g*: the idle time that keeping the place pays for.
     fn worth_s(&self, view: &WorkerView<'_>, place: &Place) -> f64 {
         let share = place.unshared_tokens.max(1) as f64 / view.kv_capacity_tokens.max(1) as f64;
-        self.return_s(place) / share
+        self.return_s(view, place) / share
     }
 
-    /// Whether a worker that has nothing to do, or nothing to prefill, while turns wait loses more than
-    /// computing the place again costs.
+    /// Whether a worker that has nothing to do while turns wait loses more than computing the place again
+    /// costs.
     fn idles_for_it(&self, view: &WorkerView<'_>, place: &Place) -> bool {
-        let idles = !view.is_working && place.recompute_s <= self.cheap_recompute_s;
-        let (bound_s, may_prefill) = (self.prefill_idle_recompute_s, !view.is_prefilling);
-        idles || (may_prefill && bound_s > 0.0 && place.recompute_s <= bound_s)
+        !view.is_working && place.recompute_s <= self.cheap_recompute_s
     }
 
     /// Q: how long it may keep the place from one that waits. Never so short that taking turns costs
@@ -308,7 +313,7 @@ impl Rule for Priced {
                         .returns_within(&place.gaps, place.last_share, place.idle_s, horizon_s)
                 }
             };
-            self.return_s(place) * returns / place.unshared_tokens.max(1) as f64
+            self.return_s(view, place) * returns / place.unshared_tokens.max(1) as f64
         };
         ordered(view, demand, eligible, price)
     }
@@ -466,22 +471,22 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_with_nothing_to_prefill_gives_up_what_it_computes_again_soon_if_asked_to() {
+    fn what_is_soon_computed_by_workers_that_hardly_prefill_is_cheap_if_asked_to() {
         let gaps = Gaps::default();
-        let places = [quick_place(1, 0.9), quick_place(2, 1.1)];
-        let decodes_alone = WorkerView {
-            is_prefilling: false,
+        let places = [quick_place(1, 2.9), quick_place(2, 3.1)];
+        let hardly_prefills = WorkerView {
+            prefill_share: 0.01,
             ..view(&places, &gaps)
         };
         let prefills = view(&places, &gaps);
-        let asked = (INFO.build)(json!({"prefill_idle_recompute_s": 1})).expect("a rule");
+        let asked = (INFO.build)(json!({"prefill_idle_recompute_s": 3})).expect("a rule");
         assert_eq!(
-            asked.may_give_up(&decodes_alone, WAITING),
-            [(1, GiveUp::WorkerIdle)]
+            asked.may_give_up(&hardly_prefills, WAITING),
+            [(1, GiveUp::ReturnsLate)]
         );
         assert_eq!(asked.may_give_up(&prefills, WAITING), []);
         let unasked = (INFO.build)(json!({})).expect("a rule");
-        assert_eq!(unasked.may_give_up(&decodes_alone, WAITING), []);
+        assert_eq!(unasked.may_give_up(&hardly_prefills, WAITING), []);
     }
 
     #[test]
