@@ -364,7 +364,6 @@ mod tests {
     use crate::fleet::Fleet;
     use crate::fleet::log::EventSink;
     use std::collections::BTreeSet;
-    use std::sync::Arc;
 
     /// The names that `/metrics` has once everything has happened, and the facts of a worker.
     fn shown() -> String {
@@ -402,22 +401,25 @@ mod tests {
         })
     }
 
-    #[test]
-    fn who_asks_at_the_same_time_as_another_is_told_of_every_worker() {
-        let metrics = Metrics::new("elastic");
-        let fleet = Arc::new(Fleet::new(
-            crate::policy::build("round_robin", serde_json::Value::Null).expect("a policy"),
-            "round_robin".to_owned(),
-            EventSink::in_memory(),
-            0,
-        ));
-        for port in 1..=50 {
-            let spec = serde_json::json!({"url": format!("http://a:{port}")});
+    /// A fleet of workers with these ids.
+    fn fleet_of(ids: impl IntoIterator<Item = String>) -> Fleet {
+        let policy = crate::policy::build("round_robin", serde_json::Value::Null);
+        let name = "round_robin".to_owned();
+        let fleet = Fleet::new(policy.expect("a policy"), name, EventSink::in_memory(), 0);
+        for id in ids {
+            let spec = serde_json::json!({"url": format!("http://{id}:1"), "id": id});
             let spec: WorkerSpec = serde_json::from_value(spec).expect("a worker");
             fleet
                 .add_worker(spec.normalise().expect("a worker"))
                 .expect("another");
         }
+        fleet
+    }
+
+    #[test]
+    fn who_asks_at_the_same_time_as_another_is_told_of_every_worker() {
+        let metrics = Metrics::new("elastic");
+        let fleet = fleet_of((1..=50).map(|port| format!("w{port}")));
         let workers = fleet.snapshot();
         let asked = || {
             (0..100).all(|_| {
@@ -436,18 +438,9 @@ mod tests {
     #[test]
     fn what_was_counted_of_a_worker_that_is_gone_is_shown_once_more_and_then_forgotten() {
         let metrics = Metrics::new("round_robin");
-        let fleet = Fleet::new(
-            crate::policy::build("round_robin", serde_json::Value::Null).expect("a policy"),
-            "round_robin".to_owned(),
-            EventSink::in_memory(),
-            0,
-        );
-        for id in ["stays", "goes"] {
-            let spec = serde_json::json!({"url": format!("http://{id}:1"), "id": id});
-            let spec: WorkerSpec = serde_json::from_value(spec).expect("a worker");
-            fleet
-                .add_worker(spec.normalise().expect("a worker"))
-                .expect("another");
+        let both = ["stays", "goes"];
+        let fleet = fleet_of(both.map(str::to_owned));
+        for id in both {
             metrics.recomputed_tokens.with_label_values(&[id]).inc();
             for histograms in [
                 &metrics.client_first_token_s,

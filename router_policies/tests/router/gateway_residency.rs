@@ -101,6 +101,13 @@ impl Router {
     }
 }
 
+async fn runs_one(mock: &MockWorker) {
+    until("it runs", || {
+        mock.behaviour.running.load(Ordering::SeqCst) == 1
+    })
+    .await;
+}
+
 async fn text(answer: Answer) -> String {
     let bytes = answer.into_body().collect().await.expect("a whole answer");
     String::from_utf8(bytes.to_bytes().to_vec()).expect("UTF-8")
@@ -121,10 +128,7 @@ async fn a_request_that_waits_is_let_in_when_another_ends_and_hints_stay_here() 
         ("x-mine", "kept"),
     ];
     let first = router.send(1, 8_000, &ends);
-    until("it runs", || {
-        mock.behaviour.running.load(Ordering::SeqCst) == 1
-    })
-    .await;
+    runs_one(&mock).await;
     // More than may run at once: those that wait take nothing from those that could.
     let others: Vec<_> = (2..6)
         .map(|session| router.send(session, 8_000, &ends))
@@ -184,10 +188,7 @@ async fn a_client_that_leaves_frees_its_place_in_the_queue() {
     mock.set_fault(Fault::Stall);
     let router = Router::start(&[&mock], Value::Null).await;
     let first = router.send(1, 8_000, &[]);
-    until("it runs", || {
-        mock.behaviour.running.load(Ordering::SeqCst) == 1
-    })
-    .await;
+    runs_one(&mock).await;
     let second = router.send(2, 8_000, &[]);
     router.waiting(1).await;
     second.abort();
@@ -203,10 +204,7 @@ async fn the_queue_is_bounded_and_says_when_to_come_back() {
     let limits = json!({"max_waiting": 1, "max_wait_s": 0.5});
     let router = Router::start(&[&mock], limits).await;
     let first = router.send(1, 8_000, &[]);
-    until("it runs", || {
-        mock.behaviour.running.load(Ordering::SeqCst) == 1
-    })
-    .await;
+    runs_one(&mock).await;
     let second = router.send(2, 8_000, &[]);
     router.waiting(1).await;
     let third = router.send(3, 8_000, &[]).await.expect("sent");
@@ -230,10 +228,7 @@ async fn a_router_that_stops_tells_those_that_wait_and_lets_those_that_run_end()
         .store(600_000, Ordering::Relaxed);
     let mut router = Router::start(&[&mock], Value::Null).await;
     let first = router.send(1, 8_000, &[]);
-    until("it runs", || {
-        mock.behaviour.running.load(Ordering::SeqCst) == 1
-    })
-    .await;
+    runs_one(&mock).await;
     let waiting = router.send(2, 8_000, &[]);
     router.waiting(1).await;
     router.stop.take().expect("once").send(()).expect("it runs");
@@ -297,10 +292,7 @@ async fn every_way_to_ask_for_tokens_passes_the_gate_and_others_do_not() {
     mock.set_fault(Fault::Stall);
     let router = Router::start(&[&mock], json!({"growth_turns": 0})).await;
     let first = router.send(1, 8_000, &[]);
-    until("it runs", || {
-        mock.behaviour.running.load(Ordering::SeqCst) == 1
-    })
-    .await;
+    runs_one(&mock).await;
     mock.set_fault(Fault::None);
     let turns = json!([{"role": "user", "content": long_text()}]);
     let ids: Vec<u32> = (0..2_500).collect();
@@ -366,10 +358,7 @@ async fn what_waits_too_long_is_told_so_in_its_apis_shape() {
     mock.set_fault(Fault::Stall);
     let router = Router::start(&[&mock], json!({"max_wait_s": 0.3})).await;
     let first = router.send(1, 8_000, &[]);
-    until("it runs", || {
-        mock.behaviour.running.load(Ordering::SeqCst) == 1
-    })
-    .await;
+    runs_one(&mock).await;
     let turns = json!([{"role": "user", "content": long_text()}]);
     let body = json!({"model": "m", "max_tokens": 4, "messages": turns}).to_string();
     let request = Request::post(format!("{}/v1/messages", router.url)).body(Full::from(body));
