@@ -364,7 +364,12 @@ class Fleet:
         self._tell(f"{process.id}: starting ({process.url})")
         argv, environment = process.started()
         member.running = Supervised(
-            argv, environment, process.log, self.plan.run_dir, process.stop_signal
+            argv,
+            environment,
+            process.log,
+            self.plan.run_dir,
+            process.stop_signal,
+            self.plan.topology.log_max_bytes,
         )
         member.state = "starting"
         self._write()
@@ -479,14 +484,16 @@ def claim(run_dir: Path) -> Iterator[None]:
 
 
 def log_tail(log: Path, lines: int) -> str:
-    """The last `lines` lines of a log."""
-    try:
-        with log.open("rb") as file:
+    """The last `lines` lines of a log, and of what it held before it was begun anew."""
+    found: list[bytes] = []
+    for path in (log, Path(guard.older_log(str(log)))):
+        with contextlib.suppress(OSError), path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 64 * 1024))
-            return b"\n".join(file.read().splitlines()[-lines:]).decode(errors="replace")
-    except OSError:
-        return ""
+            found = file.read().splitlines() + found
+        if len(found) >= lines:
+            break
+    return b"\n".join(found[-lines:]).decode(errors="replace")
 
 
 def _state_of(member: _Member) -> dict[str, Any]:

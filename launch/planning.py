@@ -307,6 +307,8 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
         _line("policy", topology.router.policy),
         _line("decision_log", "decisions.jsonl"),
     ]
+    if topology.log_max_bytes:
+        lines += [_line("decision_log_max_mb", topology.log_max_bytes / 1e6)]
     if topology.router.tokenizer not in ("auto", "none"):
         lines += [_line("tokenizer", topology.router.tokenizer)]
     # SGLang hands larger token ids to the model, where one ends its scheduler; vLLM refuses them.
