@@ -138,9 +138,9 @@ class Fleet:
     def flush_caches(self) -> None:
         """Empties every worker's prefix cache and host tier, attached workers' too, so that a run
         after another starts cold. Raises `FleetError` where a worker cannot."""
-        for worker in self.workers:
+        for worker in self.plan.workers:
             try:
-                flush(self.plan.engine.name, worker.url)
+                flush(self.plan.engine.name, worker.url, worker.keys.to_change)
             except FlushError as error:
                 raise FleetError(f"{worker.id} ({worker.url}): {error}") from error
         self._transcript.tell("caches flushed")
@@ -333,7 +333,9 @@ class Fleet:
         groups = [group for group in self.plan.topology.workers for _ in range(group.size)]
         workers = [member for member in self._members if member.plan.role is not None]
         for member, group in zip(workers, groups, strict=True):
-            found = reported_capacity_tokens(self.plan.engine.name, member.plan.url)
+            found = reported_capacity_tokens(
+                self.plan.engine.name, member.plan.url, member.plan.keys.key
+            )
             asked = worker_kv(self.plan.topology, group).capacity_tokens
             member.kv_capacity_tokens = found or asked
             if found and asked and found < 0.99 * asked:
