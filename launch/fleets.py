@@ -302,7 +302,14 @@ class Fleet:
             if m.running and m.plan.node is None
         }
         engines = Engines({w.id: w.url for w in self.plan.workers}, self.plan.load_gauges)
-        return Sampler(self.plan.run_dir, self._guardians, engines, self.plan.gpu_plan, interval_s)
+        return Sampler(
+            self.plan.run_dir,
+            self._guardians,
+            engines,
+            self.plan.gpu_plan,
+            interval_s,
+            self.plan.topology.log_max_bytes,
+        )
 
     def _start_all(self, waiting: list[_Member]) -> None:
         starting: list[_Member] = []
