@@ -1,6 +1,6 @@
 """The router's decisions of a run, joined to its requests.
 
-Owns how decision and finish events become columns. Knows `decisions.jsonl`; not what is compared.
+Owns how decision and finish events become columns. Knows the decision log; not what is compared.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
+
+DECISION_FILES = ("decisions.1.jsonl", "decisions.jsonl")
+"""The decision log in a run's folder: of one that is bounded the first holds the older lines."""
 
 _DECISION_COLUMNS = (
     "decision_id",

@@ -15,13 +15,14 @@ import orjson
 
 from deltaserve.errors import InputError
 from eval import provenance
+from eval.decisions import DECISION_FILES
 from eval.experiment import Replay
 from eval.records import PHASES_FILE
 from eval.traces import possible_cached_tokens, trace_facts, write_facts
 from replay.results import REPLAY_FILE, RESULTS_FILE, read_results
 from replay.trace import digest
 
-_FILES = (RESULTS_FILE, REPLAY_FILE, PHASES_FILE, "decisions.jsonl")
+_FILES = (RESULTS_FILE, REPLAY_FILE, PHASES_FILE, *DECISION_FILES)
 # What of a replay's arguments decides which requests there are, and how long they are.
 _OF_THE_TRACE = ("request_limit", "session_limit", "length_scale", "max_input_tokens")
 

@@ -7,6 +7,7 @@ with what.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deltaserve.errors import InputError
-from eval.decisions import decision_table, join_decisions
+from eval.decisions import DECISION_FILES, decision_table, join_decisions
 from eval.experiment import Analysis, Slo, ValidityRules
 from eval.experiment_files import one_line
 from eval.provenance import MANIFEST
@@ -263,7 +264,9 @@ def read_run(folder: Path) -> Run:
     results = read_results(folder) if (folder / RESULTS_FILE).is_file() else []
     trace = _read_trace(folder)
     window = _read_window(folder, results)
-    decisions, broken_lines = read_json_lines(folder / "decisions.jsonl")
+    logs = [read_json_lines(folder / name) for name in DECISION_FILES]
+    decisions = itertools.chain.from_iterable(events for events, _ in logs)
+    broken_lines = sum(broken for _, broken in logs)
     table = request_table(results)
     table["window_tokens"] = _tokens_within(results, window)
     table = join_decisions(table, decision_table(decisions))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,11 @@ def fleet_plan(topology: Topology, simulate: Simulate, draw: int = 0) -> dict[st
         "policy_params": topology.router.params,
         "residency": topology.router.residency,
     }
-    _check_router(router, topology)
+    workers = [
+        {"url": f"http://simulated-{number}:1", "role": group.role, "bootstrap_port": 1}
+        for number, group in enumerate(topology.workers)
+    ]
+    _check_router(json.dumps(router | {"workers": workers}))
     return {
         "router": router | {"kv_events": topology.kv_events},
         "workers": [
@@ -97,16 +102,14 @@ def fleet_plan(topology: Topology, simulate: Simulate, draw: int = 0) -> dict[st
     }
 
 
-def _check_router(router: Mapping[str, Any], topology: Topology) -> None:
+# A plan is made for each run and more often; the router's answer to a configuration stays the same.
+@lru_cache
+def _check_router(configuration: str) -> None:
     """Raises `InputError` where the real router would not start so before such workers."""
     from router_policies import _core
 
-    workers = [
-        {"url": f"http://simulated-{number}:1", "role": group.role, "bootstrap_port": 1}
-        for number, group in enumerate(topology.workers)
-    ]
     try:
-        _core.check(json.dumps(dict(router) | {"workers": workers}))
+        _core.check(configuration)
     except ValueError as error:
         raise InputError(f"router.{error}") from None
 

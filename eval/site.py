@@ -78,6 +78,9 @@ def launch_site() -> Site:
         if topology.text is None and is_shape(topology.model):
             # Requests carry token ids and random text says nothing: making it would only cost time.
             topology = topology.model_copy(update={"text": False})
+        if topology.log_max_mb is None:
+            # What is measured is read afterwards, every line of it.
+            topology = topology.model_copy(update={"log_max_mb": 0})
         return with_policy(topology)
 
     def vocab_size(topology: launch.Topology) -> int | None:

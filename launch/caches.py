@@ -19,13 +19,15 @@ class FlushError(Exception):
     """The worker's cache is not empty; the message says what it answered."""
 
 
-def flush(engine: str, url: str, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
-    """Empties the cache of the worker of `engine` at `url`; waits up to `timeout_s` for requests
-    and transfers that still hold it. Raises `FlushError`."""
+def flush(
+    engine: str, url: str, key: str | None = None, timeout_s: float = FLUSH_TIMEOUT_S
+) -> None:
+    """Empties the cache of the worker of `engine` at `url`, which asks for `key`; waits up to
+    `timeout_s` for requests and transfers that still hold it. Raises `FlushError`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            refused = (_sglang if engine == "sglang" else _vllm)(url, timeout_s)
+            refused = (_sglang if engine == "sglang" else _vllm)(url, key, timeout_s)
         except FAILURES as error:
             raise FlushError(f"flushing its cache: {reason(error)}") from error
         if refused is None:
@@ -35,18 +37,19 @@ def flush(engine: str, url: str, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
         time.sleep(_POLL_S)
 
 
-def _sglang(url: str, timeout_s: float) -> str | None:
+def _sglang(url: str, key: str | None, timeout_s: float) -> str | None:
     path = "/flush_cache"
     url = f"{url}{path}?timeout={timeout_s:.0f}"
-    status, answer = call("POST", url, b"", timeout_s=timeout_s + 30)
+    status, answer = call("POST", url, b"", timeout_s=timeout_s + 30, key=key)
     if status == 200:
         return None
     return told(path, status, answer)
 
 
-def _vllm(url: str, timeout_s: float) -> str | None:
+def _vllm(url: str, key: str | None, timeout_s: float) -> str | None:
     path = "/reset_prefix_cache"
-    status, answer = call("POST", f"{url}{path}?reset_external=true", b"", timeout_s=timeout_s + 30)
+    url = f"{url}{path}?reset_external=true"
+    status, answer = call("POST", url, b"", timeout_s=timeout_s + 30, key=key)
     if status == 404:
         raise FlushError(
             f"flushing its cache: vLLM has no {path} unless VLLM_SERVER_DEV_MODE=1 is in its "

@@ -13,14 +13,15 @@ from launch.http_calls import FAILURES, call
 _TIMEOUT_S = 5.0
 
 
-def reported_capacity_tokens(engine: str, url: str) -> int | None:
-    """The KV capacity in tokens of the worker of `engine` at `url`; None where it does not say."""
+def reported_capacity_tokens(engine: str, url: str, key: str | None = None) -> int | None:
+    """The KV capacity in tokens of the worker of `engine` at `url`; None where it does not say.
+    `key` is what it asks for."""
     try:
         if engine == "sglang":
-            _, answer = call("GET", f"{url}/server_info", timeout_s=_TIMEOUT_S)
+            _, answer = call("GET", f"{url}/server_info", timeout_s=_TIMEOUT_S, key=key)
             tokens = json.loads(answer)["max_total_num_tokens"]
             return tokens if isinstance(tokens, int) and tokens > 0 else None
-        _, answer = call("GET", f"{url}/metrics", timeout_s=_TIMEOUT_S)
+        _, answer = call("GET", f"{url}/metrics", timeout_s=_TIMEOUT_S, key=key)
     except (*FAILURES, ValueError, KeyError, TypeError):
         return None
     config = re.search(r"^vllm:cache_config_info{(.*)}", answer.decode(errors="replace"), re.M)

@@ -138,9 +138,9 @@ class Fleet:
     def flush_caches(self) -> None:
         """Empties every worker's prefix cache and host tier, attached workers' too, so that a run
         after another starts cold. Raises `FleetError` where a worker cannot."""
-        for worker in self.workers:
+        for worker in self.plan.workers:
             try:
-                flush(self.plan.engine.name, worker.url)
+                flush(self.plan.engine.name, worker.url, worker.keys.to_change)
             except FlushError as error:
                 raise FleetError(f"{worker.id} ({worker.url}): {error}") from error
         self._transcript.tell("caches flushed")
@@ -302,7 +302,14 @@ class Fleet:
             if m.running and m.plan.node is None
         }
         engines = Engines({w.id: w.url for w in self.plan.workers}, self.plan.load_gauges)
-        return Sampler(self.plan.run_dir, self._guardians, engines, self.plan.gpu_plan, interval_s)
+        return Sampler(
+            self.plan.run_dir,
+            self._guardians,
+            engines,
+            self.plan.gpu_plan,
+            interval_s,
+            self.plan.topology.log_max_bytes,
+        )
 
     def _start_all(self, waiting: list[_Member]) -> None:
         starting: list[_Member] = []
@@ -333,7 +340,9 @@ class Fleet:
         groups = [group for group in self.plan.topology.workers for _ in range(group.size)]
         workers = [member for member in self._members if member.plan.role is not None]
         for member, group in zip(workers, groups, strict=True):
-            found = reported_capacity_tokens(self.plan.engine.name, member.plan.url)
+            found = reported_capacity_tokens(
+                self.plan.engine.name, member.plan.url, member.plan.keys.key
+            )
             asked = worker_kv(self.plan.topology, group).capacity_tokens
             member.kv_capacity_tokens = found or asked
             if found and asked and found < 0.99 * asked:
@@ -364,7 +373,12 @@ class Fleet:
         self._tell(f"{process.id}: starting ({process.url})")
         argv, environment = process.started()
         member.running = Supervised(
-            argv, environment, process.log, self.plan.run_dir, process.stop_signal
+            argv,
+            environment,
+            process.log,
+            self.plan.run_dir,
+            process.stop_signal,
+            self.plan.topology.log_max_bytes,
         )
         member.state = "starting"
         self._write()
@@ -479,14 +493,16 @@ def claim(run_dir: Path) -> Iterator[None]:
 
 
 def log_tail(log: Path, lines: int) -> str:
-    """The last `lines` lines of a log."""
-    try:
-        with log.open("rb") as file:
+    """The last `lines` lines of a log, and of what it held before it was begun anew."""
+    found: list[bytes] = []
+    for path in (log, Path(guard.older_log(str(log)))):
+        with contextlib.suppress(OSError), path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 64 * 1024))
-            return b"\n".join(file.read().splitlines()[-lines:]).decode(errors="replace")
-    except OSError:
-        return ""
+            found = file.read().splitlines() + found
+        if len(found) >= lines:
+            break
+    return b"\n".join(found[-lines:]).decode(errors="replace")
 
 
 def _state_of(member: _Member) -> dict[str, Any]:

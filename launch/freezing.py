@@ -24,7 +24,9 @@ def freeze(workers: Iterable[Process], tell: Callable[[str], None]) -> None:
         if worker.attached:
             continue
         try:
-            status, answer = call("POST", worker.url + path, b"", timeout_s=_TIMEOUT_S)
+            status, answer = call(
+                "POST", worker.url + path, b"", timeout_s=_TIMEOUT_S, key=worker.keys.to_change
+            )
         except FAILURES as error:
             tell(f"{worker.id}: {path}: {reason(error)}")
             continue

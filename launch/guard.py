@@ -1,10 +1,11 @@
 """The guardian: runs one process and leaves nothing of it behind.
 
-Run as a script, ``guard.py FD PARENT GRACE_S SIGNAL -- COMMAND...``, as the leader of a new
-session. It ends the command and every process that came of it when the command exits, on SIGTERM or
-SIGINT, and when the supervisor dies in whatever way: FD is a pipe whose other end only the
-supervisor holds, and PARENT its pid. The command is asked by SIGNAL and has GRACE_S to leave. Exits
-with the command's status (128 + signal where a signal ended it).
+Run as a script, ``guard.py FD PARENT GRACE_S SIGNAL [LOG BYTES] -- COMMAND...``, as the leader of a
+new session. It ends the command and every process that came of it when the command exits, on
+SIGTERM or SIGINT, and when the supervisor dies in whatever way: FD is a pipe whose other end only
+the supervisor holds, and PARENT its pid. The command is asked by SIGNAL and has GRACE_S to leave.
+Exits with the command's status (128 + signal where a signal ended it). With LOG, the file that both
+outputs are appended to, that file and the one before it hold BYTES at most (`bound_log`).
 
 Only the standard library: it starts in 20 ms and must not fail with an engine's environment.
 """
@@ -22,6 +23,8 @@ import time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
+_LOOK_AT_LOG_S = 5.0
+_COPIED_BYTES = 1 << 24
 _ORPHAN_GRACE_S = 1.0
 
 GIVE_UP_S = 60.0
@@ -83,6 +86,47 @@ def kill_offspring(session: int, grace_s: float) -> list[int]:
     return []
 
 
+def bound_log(log: str, most_bytes: int) -> None:
+    """Moves what `log` holds to ``NAME.1.log``, in the place of what was there, once it is half of
+    `most_bytes`.
+
+    It is copied and cut, for the command and all that came of it have the file open and go on
+    writing to it: at its end, wherever that is. A line that is written between the copy's last
+    look and the cut is lost. Where there is no room for the copy the log stays as it is.
+    """
+    try:
+        source = os.open(log, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # it was moved away
+        return
+    try:
+        if os.fstat(source).st_size < most_bytes // 2:
+            return
+        older = older_log(log)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(older)  # first: its room is needed
+        target = os.open(older, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            at = 0
+            while sent := os.sendfile(target, source, at, _COPIED_BYTES):
+                at += sent
+            os.ftruncate(source, 0)
+        except OSError:
+            os.unlink(older)
+            raise
+        finally:
+            os.close(target)
+    except OSError:
+        return
+    finally:
+        os.close(source)
+
+
+def older_log(log: str) -> str:
+    """Where what `log` held before is kept."""
+    stem, suffix = os.path.splitext(log)
+    return f"{stem}.1{suffix}"
+
+
 def _reap() -> dict[int, int]:
     """Collects ended children: pid → exit status."""
     ended = {}
@@ -123,7 +167,8 @@ def _start(command: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     """Runs the command to its end, or to the supervisor's; returns the command's status."""
     pipe, supervisor, grace_s = int(arguments[0]), int(arguments[1]), float(arguments[2])
-    stop_signal, command = int(arguments[3]), arguments[5:]
+    stop_signal, begin = int(arguments[3]), arguments.index("--")
+    log, command = arguments[4:begin], arguments[begin + 1 :]
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
     os.set_inheritable(pipe, False)
@@ -135,7 +180,11 @@ def main(arguments: list[str]) -> int:
     child = _start(command)
 
     deadline_s = None
+    look_s = time.monotonic()
     while True:
+        if log and time.monotonic() >= look_s:
+            bound_log(log[0], int(log[1]))
+            look_s = time.monotonic() + _LOOK_AT_LOG_S
         watched = [pipe, woken] if deadline_s is None else [woken]
         ready, _, _ = select.select(watched, [], [], _POLL_S)
         if woken in ready:

@@ -10,15 +10,18 @@ from urllib.parse import urlsplit
 
 
 def call(
-    method: str, url: str, body: bytes | None = None, *, timeout_s: float
+    method: str, url: str, body: bytes | None = None, *, timeout_s: float, key: str | None = None
 ) -> tuple[int, bytes]:
-    """Status and body of one request to ``http://HOST:PORT/PATH``; a body is sent as JSON.
+    """Status and body of one request to ``http://HOST:PORT/PATH``; a body is sent as JSON, a `key`
+    as a bearer's token.
 
     Raises `OSError` or `http.client.HTTPException` (see `reason`) where nothing answers in time.
     """
     parts = urlsplit(url)
     path = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
     headers = {} if body is None else {"content-type": "application/json"}
+    if key is not None:
+        headers["authorization"] = f"Bearer {key}"
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
         connection.request(method, path, body, headers)

@@ -57,8 +57,8 @@ class KeptWorkers:
                 # Not while the router is sampled, which goes to files of the same names.
                 afterwards.callback(recording.copy_to, run_dir)
                 yield front
-                if front.router_url and topology.router.kind == "deltaserve":
-                    wait_until_idle(front.router_url, _ENDING_S)
+                if (router := front.plan.router) and topology.router.kind == "deltaserve":
+                    wait_until_idle(router.url, _ENDING_S, router.keys.key)
         except FleetError:
             self.close()  # whatever died, the next run starts from nothing
             raise

@@ -13,7 +13,7 @@ import os
 import signal
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, require
 from launch.gpus import on_gpus
+from launch.keys import Keys, engine_keys, router_environment, router_keys, variable
 from launch.kv import host_tier_too_new_for, unlike, vocab_size, worker_kv
 from launch.models import has_tokenizer, is_shape, shape_folder, write_shape
 from launch.policies import with_policy
@@ -44,7 +45,8 @@ class Process:
     """One process of a fleet, as it will be started; an attached one runs already.
 
     `node` is the address of the cluster's node that it is placed on, and `launcher` what does that.
-    `unbind` says that its threads are to be freed from single cores when it is ready.
+    `unbind` says that its threads are to be freed from single cores when it is ready; `keys` are
+    what it asks of who calls it.
     """
 
     id: str
@@ -63,6 +65,7 @@ class Process:
     unbind: bool = False
     node: str | None = None
     launcher: tuple[str, ...] = ()
+    keys: Keys = field(default_factory=Keys)
 
     def started(self) -> tuple[tuple[str, ...], dict[str, str]]:
         """What is started here for it: arguments and the whole environment."""
@@ -236,6 +239,7 @@ def layout(
                     unbind=command.unbind and node is None,
                     node=node.address if node else None,
                     launcher=before,
+                    keys=engine_keys(topology, group),
                 )
             )
     if topology.router.kind != "none":
@@ -307,6 +311,8 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
         _line("policy", topology.router.policy),
         _line("decision_log", "decisions.jsonl"),
     ]
+    if topology.log_max_bytes:
+        lines += [_line("decision_log_max_mb", topology.log_max_bytes / 1e6)]
     if topology.router.tokenizer not in ("auto", "none"):
         lines += [_line("tokenizer", topology.router.tokenizer)]
     # SGLang hands larger token ids to the model, where one ends its scheduler; vLLM refuses them.
@@ -321,6 +327,8 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
     groups = [(group, at) for group in topology.workers for at in range(group.size)]
     for worker, (group, at) in zip(made.workers, groups, strict=True):
         lines += ["", "[[workers]]", _line("id", worker.id), _line("url", worker.url)]
+        if worker.keys.key:
+            lines += [_line("api_key", f"env:{variable(worker.id)}")]
         lines += [_line("role", worker.role), _line("engine", made.engine.name)]
         on_vllm = made.engine.name == "vllm"
         if on_vllm and (topology.kv_connector or worker.role != "colocated"):
@@ -393,9 +401,13 @@ def _absolute(path: Path) -> Path:
 def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Process:
     url = f"http://{topology.host}:{topology.base_port}"
     environment = commands.local_only(topology.host)
+    keys = Keys()
     if topology.router.kind == "deltaserve":
         argv = routers.ours(run_dir / "router.toml")
         environment["PYTHONPATH"] = routers.python_path(topology.router)
+        asked = {worker.id: worker.keys for worker in workers}
+        environment |= router_environment(topology.where, asked)
+        keys = router_keys(environment)
         ports = {"http": topology.base_port}
         health_url = f"{url}/readyz"
     else:
@@ -416,6 +428,7 @@ def _router(topology: Topology, workers: list[Process], run_dir: Path) -> Proces
         health_url=health_url,
         log=run_dir / "logs" / "router.log",
         failures=(),
+        keys=keys,
     )
 
 
@@ -437,6 +450,7 @@ def _attached(
         health_url=url + _ENGINES[topology.engine.name].HEALTH_PATH,
         log=run_dir / "logs" / f"{id_}.log",
         failures=(),
+        keys=engine_keys(topology, group),
     )
 
 

@@ -13,7 +13,7 @@ HIDDEN = "***"
 
 # The last word of the name decides: HF_TOKEN and --api-key are secrets, max_total_tokens is not.
 _SECRET = re.compile(
-    r"secret|passw(or)?d|credential|(^|[^a-z])(api_?key|token|key|auth|authorization)$", re.I
+    r"secret|passw(or)?d|credential|(^|[^a-z])(api_?keys?|token|key|auth|authorization)$", re.I
 )
 _ASSIGNED = re.compile(r"""([\w.-]+)("?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,}'"]+)""")
 _LISTED = re.compile(r"""(--?[\w-]+)(["']\s*,\s*)("(?!-)[^"]*"|'(?!-)[^']*')""")

@@ -12,21 +12,19 @@ import csv
 import re
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import psutil
 
+from launch.guard import older_log
 from launch.hardware import GpuError, GpuSample, sample_gpus
 from launch.http_calls import FAILURES, call
 from launch.supervised import members
-
-if TYPE_CHECKING:
-    from _csv import Writer
 
 PROCESS_COLUMNS = ("unix_s", "id", "cpu_s", "rss_bytes", "processes")
 ENGINE_COLUMNS = ("unix_s", "id", "running", "queued", "kv_used_share")
@@ -45,6 +43,35 @@ class Engines:
     gauges: tuple[str, str, str]
 
 
+class _Table:
+    """A CSV file of a run. Of its rows `max_bytes` are kept at most, the older half in another file
+    (`older_log`) that has the same head; 0 keeps all."""
+
+    def __init__(self, path: Path, columns: tuple[str, ...], max_bytes: int) -> None:
+        self._path, self._columns, self._half_bytes = path, columns, max_bytes // 2
+        self._older = Path(older_log(str(path)))
+        self._older.unlink(missing_ok=True)  # of the start before
+        self._open()
+
+    def _open(self) -> None:
+        self._file = self._path.open("w", buffering=1, newline="")
+        self._rows = csv.writer(self._file)
+        self._rows.writerow(self._columns)
+
+    def write(self, rows: Iterable[Iterable[Any]]) -> None:
+        """Adds `rows`; each is flushed when it is written."""
+        if self._half_bytes and self._file.tell() >= self._half_bytes:
+            before = self._file
+            self._path.replace(self._older)
+            self._open()
+            before.close()
+        self._rows.writerows(rows)
+
+    def close(self) -> None:
+        """Ends it; what is there stays."""
+        self._file.close()
+
+
 class Sampler:
     """Writes a sample of everything every `interval_s` until it is stopped."""
 
@@ -55,13 +82,16 @@ class Sampler:
         engines: Engines,
         gpus: Collection[int],
         interval_s: float,
+        max_bytes: int = 0,
     ) -> None:
-        """`guardians`: process id → pid and start of its guardian (`started_at`)."""
+        """`guardians`: process id → pid and start of its guardian (`started_at`). Of each file
+        `max_bytes` are kept at most, in two; 0 keeps all."""
         self._run_dir = run_dir
         self._guardians = guardians
         self._engines = engines
         self._gpus = gpus
         self._interval_s = interval_s
+        self._max_bytes = max_bytes
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._thread.start()
@@ -87,25 +117,24 @@ class Sampler:
                 if self._ended.wait(self._interval_s):
                     return
 
-    def _processes(self, table: Writer) -> None:
+    def _processes(self, table: _Table) -> None:
         unix_s = round(time.time(), 3)
         for id_, (pid, started) in self._guardians.items():
-            table.writerow((unix_s, id_, *_usage(members(pid, started))))
+            table.write([(unix_s, id_, *_usage(members(pid, started)))])
 
-    def _loads(self, table: Writer) -> None:
+    def _loads(self, table: _Table) -> None:
         for id_, url in self._engines.urls.items():
             load = engine_load(url, self._engines.gauges)
-            table.writerow((round(time.time(), 3), id_, *load))
+            table.write([(round(time.time(), 3), id_, *load)])
 
-    def _gpu(self, table: Writer) -> None:
+    def _gpu(self, table: _Table) -> None:
         unix_s = round(time.time(), 3)
         found = [gpu for gpu in sample_gpus() if gpu.index in self._gpus]
-        table.writerows((unix_s, *astuple(gpu)) for gpu in found)
+        table.write((unix_s, *astuple(gpu)) for gpu in found)
 
-    def _table(self, files: ExitStack, name: str, columns: tuple[str, ...]) -> Writer:
-        file = files.enter_context((self._run_dir / name).open("w", buffering=1, newline=""))
-        table = csv.writer(file)
-        table.writerow(columns)
+    def _table(self, files: ExitStack, name: str, columns: tuple[str, ...]) -> _Table:
+        table = _Table(self._run_dir / name, columns, self._max_bytes)
+        files.callback(table.close)
         return table
 
 

@@ -38,16 +38,22 @@ class Supervised:
         log: Path,
         folder: Path,
         stop_signal: int = signal.SIGTERM,
+        log_max_bytes: int = 0,
     ) -> None:
         """Starts `argv` in `folder` with exactly `environment`; both outputs go to `log`. It will
-        be asked to leave by `stop_signal`."""
+        be asked to leave by `stop_signal`. Of its log, `log_max_bytes` are kept at most, in two
+        files (`guard.bound_log`); 0 keeps all."""
         self.mark = uuid.uuid4().hex
         read_end, self._alive_while_open = os.pipe()
         guardian = [sys.executable, "-I", "-S", guard.__file__]
-        how = (str(GRACE_S), str(int(stop_signal)))
+        how = [str(GRACE_S), str(int(stop_signal))]
+        if log_max_bytes:
+            how += [str(log), str(log_max_bytes)]
         try:
+            keep_previous(Path(guard.older_log(str(log))))
             keep_previous(log)
-            with log.open("wb") as output:
+            # Appended to: what is cut while it is written to then goes on at its new end.
+            with log.open("ab") as output:
                 self._guardian = subprocess.Popen(
                     [*guardian, str(read_end), str(os.getpid()), *how, "--", *argv],
                     env={**environment, _MARK: self.mark},

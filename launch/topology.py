@@ -33,6 +33,19 @@ _Gpu = Annotated[int, Field(ge=0)]
 _Setting = Annotated[str, Field(coerce_numbers_to_str=True)]
 _Text = Annotated[str, StringConstraints(min_length=1)]
 
+LOG_MAX_MB = 400
+"""What is kept of each log of a fleet, unless its topology says otherwise."""
+
+
+def _log_mb(log_max_mb: float) -> float:
+    """`log_max_mb` where it is 0 (no bound) or leaves room for lines."""
+    if log_max_mb and not 1 <= log_max_mb <= 1e9:
+        raise ValueError(f"expected 0 (no bound), or from 1 to 1e9, not {log_max_mb:g}")
+    return log_max_mb
+
+
+_LogMb = Annotated[float, AfterValidator(_log_mb)]
+
 
 def _http_url(text: str) -> str:
     """`text` without a slash at its end, where it is what the router takes: ``http://HOST:PORT``"""
@@ -168,7 +181,8 @@ class Topology(KvKeys, PacingKeys):
     """A whole topology. Keys that are None leave the engine its own default.
 
     `gpus` are those that its workers take, in order: how several topologies share one machine.
-    `text` says whether engines load the model's tokenizer (None: where it has one).
+    `text` says whether engines load the model's tokenizer (None: where it has one). `log_max_mb`
+    bounds each process's log and the decision log (MB of 10^6 bytes; 0: not at all).
     """
 
     name: _Text
@@ -200,6 +214,7 @@ class Topology(KvKeys, PacingKeys):
     cpu_threads: _Positive | None = None
     parallel_starts: _Positive | None = None
     sample_interval_s: Annotated[float, Field(ge=0)] = 2.0
+    log_max_mb: _LogMb | None = None
     ready_timeout_s: Annotated[float, Field(gt=0)] = 900.0
     flags: tuple[str, ...] = ()
     environment: dict[str, _Setting] = {}
@@ -346,6 +361,12 @@ class Topology(KvKeys, PacingKeys):
     def serves_text(self) -> bool:
         """Whether engines load the model's tokenizer, so that they take and give text."""
         return has_tokenizer(self.model) if self.text is None else self.text
+
+    @property
+    def log_max_bytes(self) -> int:
+        """What is kept of each log, 0 where all is: by default `LOG_MAX_MB`, since a fleet that is
+        used for weeks would else fill its disk."""
+        return int((LOG_MAX_MB if self.log_max_mb is None else self.log_max_mb) * 1e6)
 
     @property
     def worker_count(self) -> int:

@@ -106,7 +106,7 @@ def _connect(requests: _SGLang | _VLLM, prefill: Process, receiving: Sequence[Pr
 
 def _empty(engine: str, worker: Process) -> None:
     try:
-        flush(engine, worker.url)
+        flush(engine, worker.url, worker.keys.to_change)
     except FlushError as error:
         raise WarmUpError(worker, str(error)) from error
 
@@ -207,7 +207,10 @@ def _both(jobs: Any) -> None:
 
 def _post(worker: Process, path: str, body: dict[str, Any]) -> bytes:
     try:
-        status, answer = call("POST", worker.url + path, orjson.dumps(body), timeout_s=_TIMEOUT_S)
+        content = orjson.dumps(body)
+        status, answer = call(
+            "POST", worker.url + path, content, timeout_s=_TIMEOUT_S, key=worker.keys.key
+        )
     except FAILURES as error:
         raise WarmUpError(worker, f"{path}: {error!r}") from error
     if status != 200:

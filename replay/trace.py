@@ -9,12 +9,14 @@ import contextlib
 import hashlib
 import io
 import tempfile
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import orjson
 import zstandard
 
@@ -49,9 +51,10 @@ class Request:
 
 def read_trace(path: Path) -> Iterator[Request]:
     """Requests of a trace file in file order; a broken line raises an error naming file, line,
-    field, and so does a file without requests."""
+    field, and so does a file without requests. One whose id an earlier line has is named when the
+    file has been read to its end: until then memory holds 8 bytes a request, not the ids."""
     last_timestamp_s = 0.0
-    is_empty = True
+    hashes = array("q")
     for number, line in numbered_lines(path):
         try:
             request = parse_line(line)
@@ -63,10 +66,30 @@ def read_trace(path: Path) -> Iterator[Request]:
         except FieldError as error:
             raise InputError(f"{path}:{number}: {error}") from None
         last_timestamp_s = request.timestamp_s
-        is_empty = False
+        hashes.append(hash(request.request_id))
         yield request
-    if is_empty:
+    if not hashes:
         raise InputError(f"{path}: the trace holds no request")
+    ordered = np.sort(np.frombuffer(hashes, dtype=np.int64))
+    several = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(several):
+        _refuse_double_ids(path, set(several.tolist()))
+
+
+def _refuse_double_ids(path: Path, hashes: set[int]) -> None:
+    """Raises an error for the first line whose id an earlier one has, of ids with these hashes: two
+    ids may have the same."""
+    line_of: dict[str, int] = {}
+    for number, line in numbered_lines(path):
+        request_id = _string(json_object(line), "request_id")
+        if hash(request_id) not in hashes:
+            continue
+        if request_id in line_of:
+            raise InputError(
+                f"{path}:{number}: field request_id: expected one that no line before has, found "
+                f"{request_id!r} (of line {line_of[request_id]})"
+            )
+        line_of[request_id] = number
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -97,6 +97,9 @@ def attach(scheduler: Any, settings: ElasticSettings) -> ElasticWorker:
         "context parallelism": parallel.attention_context > 1,
         "the staging buffer": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         "diffusion language models": scheduler.dllm_config is not None,
+        # SGLang does not look at a request's adapter when its KV has arrived. One more than
+        # --max-loras-per-batch in a batch, which a prompt in flight may be in, ends the scheduler.
+        "LoRA adapters": scheduler.enable_lora,
         **verbs.unsupported(scheduler),
     }
     for what, asked in unsupported.items():

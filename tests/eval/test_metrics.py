@@ -209,6 +209,17 @@ def test_cached_tokens_that_a_decode_worker_was_only_sent_are_unknown(make_run: 
     )
 
 
+def test_the_older_half_of_a_bounded_decision_log_is_read_too(make_run: MakeRun) -> None:
+    run = make_run()
+    path = run.folder / "decisions.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.with_name("decisions.1.jsonl").write_text("".join(lines[:5]) + "{torn\n")
+    path.write_text("".join(lines[5:]))
+    again = read_run(run.folder)
+    assert again.all_requests.equals(run.all_requests)
+    assert again.broken_lines == 1
+
+
 def test_prediction_error_is_realised_over_predicted(make_run: MakeRun) -> None:
     run = make_run()
     rows = cell_of(run).decisions

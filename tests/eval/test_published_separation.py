@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import re
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -298,38 +297,87 @@ def test_what_the_decode_radix_cache_does_to_the_decode_worker() -> None:
     assert "up to 26 decode at once" in text
 
 
-REQUESTS = ("requests/s", "requests_per_s", "{:.2f}")
-WITHIN = ("turns within the objective", "within_objective", "{:.0%}")
-TTFT = ("TTFT p90, s", "ttft_p90_s", "{:.1f}")
-GAP = ("worst gap p90, s", "worst_gap_p90_s", "{:.2f}")
+def in_time_a_second(runs: list[dict[str, str]]) -> float:
+    return statistics.mean(float(r["requests_per_s"]) * float(r["within_objective"]) for r in runs)
+
+
+def mean_of(runs: list[dict[str, str]], key: str) -> float | None:
+    """None where in one run at least it is beyond what was measured."""
+    values = [r[key] for r in runs]
+    return None if "" in values else statistics.mean(map(float, values))
+
+
+def simulated(name: str) -> dict[tuple[str, str], list[dict[str, str]]]:
+    """The lines of a file by arm and sessions."""
+    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    with (RESULTS / "simulated" / f"{name}.csv").open() as file:
+        for line in csv.DictReader(file):
+            found.setdefault((line["arm"], line["sessions"]), []).append(line)
+    return found
+
+
+def table(title: str) -> tuple[list[str], list[list[str]]]:
+    """The loads that the table's head names, and its rows, each with its arm first."""
+    text = PAGE.read_text()
+    found = text[text.index(f"| {title} |") :].split("\n\n")[0].splitlines()
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found]
+    return head[1:], rows
+
+
+IN_TIME_A_SECOND = "turns within the objective a second"
+FORMS: dict[str, tuple[str, str]] = {
+    "requests/s": ("requests_per_s", "{:.2f}"),
+    "turns within the objective": ("within_objective", "{:.0%}"),
+    "TTFT p90, s": ("ttft_p90_s", "{:.1f}"),
+    "worst gap p90, s": ("worst_gap_p90_s", "{:.2f}"),
+    "prompt tokens from cache": ("cached_share", "{:.2f}"),
+}
+
+
+def cell_of(title: str, runs: list[dict[str, str]]) -> str:
+    if title == IN_TIME_A_SECOND:
+        return f"{in_time_a_second(runs):.3f}"
+    key, form = FORMS[title]
+    mean = mean_of(runs, key)
+    return "–" if mean is None else form.format(mean).replace("%", " %")
+
+
+ASKED = "priced, prefill_idle_recompute_s 3"
+TABLES = {
+    ("separation-two-gpus", "simulated", 5, 4): (
+        "requests/s",
+        "turns within the objective",
+        "worst gap p90, s",
+    ),
+    ("glm-two-gpus", "the profile, simulated", 6, 4): (
+        "requests/s",
+        "turns within the objective",
+        "TTFT p90, s",
+        "worst gap p90, s",
+    ),
+    ("glm-residency", "residency on the profile", 9, 8): (
+        IN_TIME_A_SECOND,
+        "requests/s",
+        "turns within the objective",
+        "TTFT p90, s",
+        "prompt tokens from cache",
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix", "arms", "tables"),
-    [
-        ("separation-two-gpus", "simulated", 5, (REQUESTS, WITHIN, GAP)),
-        ("glm-two-gpus", "the profile, simulated", 6, (REQUESTS, WITHIN, TTFT, GAP)),
-    ],
+    ("name", "prefix", "arms", "repeats", "title"),
+    [(*file, title) for file, titles in TABLES.items() for title in titles],
 )
 def test_the_simulated_tables_are_the_means_of_their_lines(
-    name: str, prefix: str, arms: int, tables: tuple[tuple[str, str, str], ...]
+    name: str, prefix: str, arms: int, repeats: int, title: str
 ) -> None:
-    with (RESULTS / "simulated" / f"{name}.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    text = PAGE.read_text()
-    for title, key, form in tables:
-        table = text[text.index(f"| {prefix}: {title} |") :].split("\n\n")[0].splitlines()
-        loads = [cell.strip() for cell in table[0].strip("|").split("|")[1:]]
-        assert len(table) == 2 + arms
-        for line in table[2:]:
-            arm, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-            for load, cell in zip(loads, cells, strict=True):
-                values = [
-                    r[key] for r in rows if r["arm"] == arm.strip("`") and r["sessions"] == load
-                ]
-                assert len(values) == 4
-                mean = "–" if "" in values else form.format(statistics.mean(map(float, values)))
-                assert cell.replace(" %", "%") == mean
+    runs = simulated(name)
+    assert {len(found) for found in runs.values()} == {repeats}
+    loads, rows = table(f"{prefix}: {title}")
+    assert len(rows) == arms
+    for arm, *cells in rows:
+        assert cells == [cell_of(title, runs[arm.replace("`", ""), load]) for load in loads]
 
 
 def test_the_readme_repeats_the_page() -> None:
@@ -345,55 +393,8 @@ def test_the_readme_repeats_the_page() -> None:
     assert f"one decode worker {decode:.3f} and with two vLLM workers {vllm:.3f}" in readme
 
 
-ASKED = "priced, prefill_idle_recompute_s 3"
-
-
-def residency_on_the_profile() -> dict[tuple[str, str], list[dict[str, str]]]:
-    found: dict[tuple[str, str], list[dict[str, str]]] = {}
-    with (RESULTS / "simulated" / "glm-residency.csv").open() as file:
-        for line in csv.DictReader(file):
-            found.setdefault((line["arm"], line["sessions"]), []).append(line)
-    assert {len(runs) for runs in found.values()} == {8}
-    return found
-
-
-def in_time_a_second(runs: list[dict[str, str]]) -> float:
-    return statistics.mean(float(r["requests_per_s"]) * float(r["within_objective"]) for r in runs)
-
-
-def mean_of(runs: list[dict[str, str]], key: str) -> float | None:
-    """None where in one run at least it is beyond what was measured."""
-    values = [r[key] for r in runs]
-    return None if "" in values else statistics.mean(map(float, values))
-
-
-@pytest.mark.parametrize(
-    ("title", "form", "value"),
-    [
-        ("turns within the objective a second", "{:.3f}", in_time_a_second),
-        ("requests/s", "{:.2f}", lambda runs: mean_of(runs, "requests_per_s")),
-        ("turns within the objective", "{:.0%}", lambda runs: mean_of(runs, "within_objective")),
-        ("TTFT p90, s", "{:.1f}", lambda runs: mean_of(runs, "ttft_p90_s")),
-        ("prompt tokens from cache", "{:.2f}", lambda runs: mean_of(runs, "cached_share")),
-    ],
-)
-def test_the_tables_of_residency_on_the_profile_are_the_means_of_their_lines(
-    title: str, form: str, value: Callable[[list[dict[str, str]]], float | None]
-) -> None:
-    runs, text = residency_on_the_profile(), PAGE.read_text()
-    table = text[text.index(f"| residency on the profile: {title} |") :].split("\n\n")[0]
-    head, _, *rest = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
-    ]
-    assert len(rest) == 9
-    for arm, *cells in rest:
-        found = [value(runs[arm.replace("`", ""), at]) for at in head[1:]]
-        expected = ["–" if it is None else form.format(it).replace("%", " %") for it in found]
-        assert cells == expected
-
-
 def test_what_the_page_says_of_residency_on_the_profile() -> None:
-    runs, text = residency_on_the_profile(), PAGE.read_text()
+    runs, text = simulated("glm-residency"), PAGE.read_text()
 
     def more(topology: str, one: str, other: str, *sessions: str) -> list[int]:
         """Turns in time a second with one rule, in percent more than with another."""

@@ -24,6 +24,7 @@ from replay.lanes import Lanes, Start
 from replay.plan import Planned, make_plan
 from replay.plays import Order, Plays, TicketCounter
 from replay.trace import read_trace
+from router_policies import _core
 from tests.eval.conftest import Recipe, write_run
 
 CALIBRATION = "Qwen3-Coder-30B-A3B bf16, H200, SGLang 0.5.17"
@@ -280,6 +281,18 @@ def test_workers_with_fp8_kv_have_constants_of_their_own(
     run(experiment, tmp_path / "out", "repeats=1", *given, only=["off"])
     plan = orjson.loads((tmp_path / "out" / "off" / "r1" / "plan.json").read_bytes())
     assert [worker["calibration"] for worker in plan["workers"]] == [read_calibration(name)]
+
+
+def test_the_router_is_asked_once_for_each_configuration_not_for_each_run(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(_core, "check", asked.append)
+    # A setting that no other test has, for what was asked before is known.
+    given = ("set.router.residency.max_wait_s=301", "phases.measure_s=20", "repeats=3")
+    assert run(experiment, tmp_path / "out", *given).complete == 6
+    rules = {orjson.loads(text)["residency"].get("rule") for text in asked}
+    assert (len(asked), rules) == (2, {"off", None})
 
 
 def test_a_pace_that_is_no_time_names_its_variable(experiment: Path, tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ _FLAGS = (
     "--hicache-write-policy",
     "--hicache-io-backend",
     "--hicache-mem-layout",
+    "--api-key",
+    "--admin-api-key",
 )
 _SWITCHES = (
     "--enable-metrics",
@@ -78,6 +80,7 @@ _VLLM_FLAGS = (
     "--max-num-batched-tokens",
     "--kv-transfer-config",
     "--tool-call-parser",
+    "--api-key",
 )
 _VLLM_SWITCHES = (
     "--enable-prefix-caching",
@@ -99,10 +102,28 @@ vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="1250",user="x"
 
 
 _first_transfer = threading.Lock()
+_keys = {"key": os.environ.get("VLLM_API_KEY"), "admin_key": None}
 
 
 class _Health(http.server.BaseHTTPRequestHandler):
+    def _is_allowed(self) -> bool:
+        """As the engines have it: health and metrics need no key, what changes an engine the
+        administrator's where there is one."""
+        path = self.path.partition("?")[0]
+        needed = _keys["key"]
+        if path in ("/flush_cache", "/freeze_gc"):
+            needed = _keys["admin_key"] or needed
+        given = self.headers.get("authorization")
+        if path in ("/health", "/metrics") or needed is None or given == f"Bearer {needed}":
+            return True
+        print(f"refused {path}", flush=True)
+        self.send_response(401)
+        self.end_headers()
+        return False
+
     def do_GET(self) -> None:
+        if not self._is_allowed():
+            return
         self.send_response(200)
         self.end_headers()
         if self.path == "/metrics":
@@ -113,6 +134,8 @@ class _Health(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
+        if not self._is_allowed():
+            return
         print(f"asked {self.path} {body.decode()}", flush=True)
         status, answer = self._answer(body)
         self.send_response(status)
@@ -165,6 +188,9 @@ def _serve(arguments: list[str]) -> None:
         sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
         subprocess.Popen(sleeper)
         subprocess.Popen(sleeper, start_new_session=True)
+    for flag, kind in (("--api-key", "key"), ("--admin-api-key", "admin_key")):
+        if flag in arguments:
+            _keys[kind] = arguments[arguments.index(flag) + 1]
     port = int(arguments[arguments.index("--port") + 1])
     host = arguments[arguments.index("--host") + 1]
     try:

@@ -219,7 +219,16 @@ def test_a_gpu_that_is_lost_does_not_keep_a_fleet_from_the_others(
 
 
 @pytest.mark.parametrize(
-    "key", ["HF_TOKEN", "--api-key", "OPENAI_API_KEY", "environment.HF_TOKEN", "PASSWORD", "auth"]
+    "key",
+    [
+        "HF_TOKEN",
+        "--api-key",
+        "OPENAI_API_KEY",
+        "DELTASERVE_API_KEYS",
+        "environment.HF_TOKEN",
+        "PASSWORD",
+        "auth",
+    ],
 )
 def test_secrets_are_known_by_the_last_word_of_their_key(key: str) -> None:
     assert is_secret(key)

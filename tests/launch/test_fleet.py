@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ import pytest
 
 from deltaserve.errors import InputError
 from launch import FleetError, checking, control, fleet, guard, planning, supervised
+from launch.fleets import log_tail
 from launch.ports import free_base, worker_ports
 from launch.reservations import reserved
 from tests.processes import wait_until, working_in
@@ -105,6 +107,78 @@ def test_threads_that_bound_themselves_to_a_core_are_freed(tmp_path: Path) -> No
         assert cores() == [len(os.sched_getaffinity(0))] * 2
     finally:
         running.stop()
+
+
+TALKING = """
+import sys, time
+for number in range(40000):
+    print(f"{number:99d}", flush=True)
+    time.sleep(0.00002)
+print("said all", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_log_is_bounded_while_it_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "guard.py"
+    script.write_text(
+        Path(guard.__file__).read_text().replace("LOOK_AT_LOG_S = 5.0", "LOOK_AT_LOG_S = 0.01")
+    )
+    monkeypatch.setattr(guard, "__file__", str(script))
+    log, older = tmp_path / "it.log", tmp_path / "it.1.log"
+    older.write_text("of the start before\n")
+    command = [sys.executable, "-c", TALKING]
+    most = [0]
+    running = supervised.Supervised(
+        command, dict(os.environ), log, tmp_path, log_max_bytes=2_000_000
+    )
+    try:
+
+        def said_all() -> bool:
+            most[0] = max(most[0], log.stat().st_size)
+            return log.read_bytes()[-9:] == b"said all\n"
+
+        wait_until(said_all)
+        lines = (older.read_text() + log.read_text()).splitlines()
+        kept = [int(line) for line in lines[:-1]]
+        assert most[0] < 2_000_000
+        assert len(kept) > 10_000
+        assert kept[-1] == 39_999
+        # Of what was said while it was cut a few lines may be missing, and none is torn.
+        assert kept == sorted(set(kept))
+        assert kept[-1] - kept[0] - len(kept) < 100
+        assert log_tail(log, 3).splitlines()[-1] == "said all"
+    finally:
+        running.stop()
+    assert (tmp_path / "it.1.log.1").read_text() == "of the start before\n"
+
+
+def test_the_end_of_a_log_that_was_just_begun_anew_is_in_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "it.1.log").write_text("one\ntwo\n")
+    log = tmp_path / "it.log"
+    log.write_text("three\n")
+    assert log_tail(log, 2) == "two\nthree"
+    assert log_tail(log, 9) == "one\ntwo\nthree"
+    assert log_tail(tmp_path / "none.log", 9) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [((), 400_000_000), (("log_max_mb=2",), 2_000_000), (("log_max_mb=0",), 0)]
+)
+def test_logs_of_a_fleet_are_bounded_unless_its_topology_says_otherwise(
+    fakes: Fakes, tmp_path: Path, given: tuple[str, ...], kept: int
+) -> None:
+    run_dir = tmp_path / "run"
+    with fleet(fakes("serve", overrides=("router.kind=deltaserve", *given)), run_dir):
+        commands = [process.cmdline() for process in working_in(run_dir)]
+    guardians = [argv[: argv.index("--")] for argv in commands if guard.__file__ in argv]
+    logs = [str(run_dir / "logs" / f"{name}.log") for name in ("colocated-0", "router")]
+    bounds = sorted(argv[argv.index(guard.__file__) + 5 :] for argv in guardians)
+    assert bounds == [[log, str(kept)] if kept else [] for log in logs]
+    config = tomllib.loads((run_dir / "router.toml").read_text())
+    assert config.get("decision_log_max_mb", 0) * 1e6 == kept
 
 
 def test_the_transcript_tells_each_phase_with_its_time_and_the_workers(

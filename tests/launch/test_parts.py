@@ -20,6 +20,7 @@ from launch import FleetError, control, fleet
 from launch.engines import Engine
 from launch.models import shape_folder
 from launch.planning import Plan, layout, plan, router_config
+from launch.sampling import Engines, Sampler
 from launch.topology import Topology
 from launch.topology_files import load_topology
 from tests.processes import wait_until
@@ -243,3 +244,31 @@ def test_processes_are_sampled_while_they_run(fakes: Fakes, tmp_path: Path) -> N
     told = ("running", "queued", "kv_used_share")
     assert {tuple(row[name] for name in told) for row in loads} >= {("3.0", "2.0", "")}
     assert not (run_dir / "gpu.csv").exists()
+
+
+def test_of_samples_the_older_half_makes_room_where_they_are_bounded(tmp_path: Path) -> None:
+    older = tmp_path / "processes.1.csv"
+    older.write_text("of the start before")
+    guardians = {"nobody": (2**22 + 1, "gone")}
+    sampler = Sampler(tmp_path, guardians, Engines({}, ("a", "b", "c")), (), 0.0005, 2_000)
+    newest = tmp_path / "processes.csv"
+    try:
+        begun_anew: set[bytes] = set()
+
+        def twice() -> bool:
+            if older.exists():
+                begun_anew.add(older.read_bytes())
+            return len(begun_anew) >= 3
+
+        wait_until(twice)
+    finally:
+        sampler.stop()
+    assert older.stat().st_size + newest.stat().st_size < 2_200
+    rows: list[dict[str, str]] = []
+    for path in (older, newest):
+        with path.open() as file:
+            rows += csv.DictReader(file)
+    times = [float(row["unix_s"]) for row in rows]
+    assert times == sorted(times)
+    assert {row["id"] for row in rows} == {"nobody"}
+    assert len(rows) > 30

@@ -274,3 +274,10 @@ def test_the_small_laptop_topologies_are_of_one_size() -> None:
         made = load_topology(name)
         assert (made.worker_count, made.max_total_tokens) == (1, 40000)
         assert made.engine.name in name
+
+
+@pytest.mark.parametrize("value", ["-1", "0.5", "1e10"])
+def test_a_bound_of_logs_leaves_room_for_lines(value: str) -> None:
+    with pytest.raises(InputError, match=r"log_max_mb: .*expected 0 \(no bound\), or from 1"):
+        load_topology("laptop-sglang", [f"log_max_mb={value}"])
+    assert load_topology("laptop-sglang", ["log_max_mb=0"]).log_max_bytes == 0

@@ -11,12 +11,15 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from deltaserve.errors import InputError
+from replay.cli import app
 from replay.trace import (
     Request,
     SortingTraceWriter,
     TraceWriter,
+    _refuse_double_ids,
     digest,
     read_trace,
     write_trace,
@@ -29,14 +32,16 @@ _seconds = st.floats(0, 1e9, allow_nan=False)
 @st.composite
 def _traces(draw: st.DrawFn) -> list[Request]:
     requests = []
-    for at_s in sorted(draw(st.lists(_seconds, max_size=8))):
+    times = sorted(draw(st.lists(_seconds, max_size=8)))
+    request_ids = draw(st.lists(_names, min_size=len(times), max_size=len(times), unique=True))
+    for at_s, request_id in zip(times, request_ids, strict=True):
         block_size = draw(st.integers(1, 600))
         input_length = draw(st.integers(1, 5000))
         blocks = -(-input_length // block_size)
         ids = draw(st.integers(0, 2**63 - 1 - blocks))
         requests.append(
             Request(
-                draw(_names),
+                request_id,
                 draw(_names),
                 draw(st.integers(0, 10**6)),
                 at_s,
@@ -115,6 +120,32 @@ def test_a_broken_line_is_named_by_file_line_and_field(
     assert "\n" not in str(error.value)
 
 
+def test_an_id_of_an_earlier_line_is_named_with_both_lines(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    ids = ["b", "a", "c", "c", "a"]
+    path.write_bytes(b"\n".join(orjson.dumps(_GOOD | {"request_id": name}) for name in ids))
+    words = "field request_id: expected one that no line before has, found 'c' (of line 3)"
+    with pytest.raises(InputError) as error:
+        list(read_trace(path))
+    assert str(error.value) == f"{path}:4: {words}"
+    commands = ["stats", str(path)], ["sample", str(path), "--output", str(tmp_path / "s.jsonl")]
+    for command in commands:
+        found = CliRunner().invoke(app, command)
+        assert isinstance(found.exception, InputError)
+        assert str(found.exception) == str(error.value)
+    assert not (tmp_path / "s.jsonl").exists()
+
+
+def test_two_ids_may_have_the_same_hash(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    lines = [orjson.dumps(_GOOD | {"request_id": name}) for name in "aba"]
+    path.write_bytes(b"\n".join(lines[:2]))
+    _refuse_double_ids(path, {hash("a")})
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(InputError, match=r"t\.jsonl:3: .* 'a' \(of line 1\)"):
+        _refuse_double_ids(path, {hash("a"), hash("b")})
+
+
 def test_text_that_is_not_json_is_named_by_line(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(orjson.dumps(_GOOD) + b"\n\n{nonsense\n")
@@ -151,9 +182,9 @@ def test_a_zst_file_that_was_cut_off_is_said_to_be(
 
 
 def test_frames_of_zst_put_one_after_the_other_are_one_trace(tmp_path: Path) -> None:
-    line = orjson.dumps(_GOOD) + b"\n"
+    lines = [orjson.dumps(_GOOD | {"request_id": name}) + b"\n" for name in "rs"]
     path = tmp_path / "t.jsonl.zst"
-    path.write_bytes(zstandard.compress(line) + zstandard.compress(line))
+    path.write_bytes(b"".join(map(zstandard.compress, lines)))
     assert len(list(read_trace(path))) == 2
 
 

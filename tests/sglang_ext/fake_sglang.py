@@ -477,6 +477,7 @@ def classes() -> SimpleNamespace:
             self.page_size = 1
             self.max_total_num_tokens = tokens
             self.enable_overlap = True
+            self.enable_lora = False
             self.device = "cuda"
             self.enable_priority_scheduling = False
             self.schedule_low_priority_values_first = True

@@ -370,6 +370,11 @@ def test_on_a_single_rank_wrong_metadata_falls_back(make_scheduler: MakeSchedule
     assert [req.output_ids for req in reqs] == [[], [99]]
 
 
+def test_adapters_are_refused(make_scheduler: MakeScheduler) -> None:
+    with pytest.raises(PluginMismatch, match="does not support LoRA adapters"):
+        make_scheduler(enable_lora=True)
+
+
 def test_context_parallelism_is_refused(make_scheduler: MakeScheduler) -> None:
     ranks = SimpleNamespace(pp_size=1, attn_tp_size=1, attn_cp_size=2)
     with pytest.raises(PluginMismatch, match="context parallel"):

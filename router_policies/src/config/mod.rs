@@ -35,6 +35,9 @@ pub struct Config {
     pub residency: serde_json::Value,
     #[serde(default)]
     pub decision_log: Option<PathBuf>,
+    /// What is kept of the decision log, in MB of 10^6 bytes; 0 keeps all of it.
+    #[serde(default)]
+    pub decision_log_max_mb: f64,
     /// A `tokenizer.json`, or a folder with one: text prompts are then compared by their tokens.
     #[serde(default)]
     pub tokenizer: Option<PathBuf>,
@@ -197,6 +200,7 @@ impl Default for Config {
             policy_params: serde_json::Value::Null,
             residency: serde_json::Value::Null,
             decision_log: None,
+            decision_log_max_mb: 0.0,
             tokenizer: None,
             workers: Vec::new(),
             threads: default_threads(),
@@ -227,6 +231,11 @@ impl Default for Config {
 }
 
 impl Config {
+    /// What is kept of the decision log; none where all of it is.
+    pub fn decision_log_max_bytes(&self) -> Option<u64> {
+        (self.decision_log_max_mb > 0.0).then_some((self.decision_log_max_mb * 1e6) as u64)
+    }
+
     /// Reads a TOML file; relative paths in it are relative to it.
     ///
     /// # Errors
@@ -339,6 +348,10 @@ impl Config {
         ] {
             within(field, value, least_s..=MAX_S)?;
         }
+        if self.decision_log_max_mb != 0.0 {
+            within("decision_log_max_mb", self.decision_log_max_mb, 1.0..=1e9)
+                .map_err(|error| format!("{error}; 0 keeps all"))?;
+        }
         if self.load_interval_s != 0.0 {
             within("load_interval_s", self.load_interval_s, MIN_S..=MAX_S)
                 .map_err(|error| format!("{error}; 0 asks for none"))?;
@@ -417,6 +430,10 @@ mod tests {
     #[test]
     fn wrong_values_are_named() {
         for (text, expected) in [
+            (
+                "decision_log_max_mb = 0.5",
+                "decision_log_max_mb: expected a number from 1 to 1000000000, not 0.5; 0 keeps all",
+            ),
             (
                 "[[workers]]\nurl = \"ftp://a:1\"",
                 "expected http://HOST:PORT or https://HOST:PORT",

@@ -320,9 +320,22 @@ impl EventSink {
         path: &Path,
         lost: impl Fn(u64) + Send + Sync + 'static,
     ) -> Result<Self, String> {
+        Self::to_bounded_file(path, None, lost)
+    }
+
+    /// The same, of which so many bytes are kept at most: when half of them are written, the file becomes
+    /// `NAME.1.jsonl`, in the place of the one before, and a new one begins. With none, all are kept.
+    ///
+    /// # Errors
+    /// The file cannot be opened; one line that names it.
+    pub fn to_bounded_file(
+        path: &Path,
+        kept_bytes: Option<u64>,
+        lost: impl Fn(u64) + Send + Sync + 'static,
+    ) -> Result<Self, String> {
         let lost: Lost = Arc::new(lost);
         let of_file = Arc::clone(&lost);
-        let mut log = LogFile::open(path, Box::new(move |events| of_file(events)))
+        let mut log = LogFile::open(path, kept_bytes, Box::new(move |events| of_file(events)))
             .map_err(|error| format!("decision_log: {}: {error}", path.display()))?;
         let (sender, receiver) = mpsc::channel::<Task>();
         let pending = Arc::<AtomicUsize>::default();
@@ -425,6 +438,8 @@ const PIECE_BYTES: usize = 1 << 16;
 /// counted until it can be again; every line of it is whole.
 struct LogFile {
     path: PathBuf,
+    /// What it and the file before it may hold together.
+    kept_bytes: Option<u64>,
     /// None while it cannot be written.
     file: Option<File>,
     tried: Instant,
@@ -438,9 +453,14 @@ struct LogFile {
 }
 
 impl LogFile {
-    fn open(path: &Path, lost: Box<dyn Fn(u64) + Send>) -> io::Result<Self> {
+    fn open(
+        path: &Path,
+        kept_bytes: Option<u64>,
+        lost: Box<dyn Fn(u64) + Send>,
+    ) -> io::Result<Self> {
         Ok(Self {
             path: path.to_owned(),
+            kept_bytes,
             file: Some(append_to(path)?),
             tried: Instant::now(),
             piece: Vec::new(),
@@ -510,6 +530,9 @@ impl LogFile {
         if self.file.is_none() && self.tried.elapsed() >= TRY_AGAIN {
             self.reopen();
         }
+        if self.is_half_full() {
+            self.begin_anew();
+        }
         let written = match &mut self.file {
             Some(file) => append(file, &self.piece),
             None => Err(io::ErrorKind::NotFound.into()), // which has been told
@@ -526,6 +549,30 @@ impl LogFile {
             let (shown, missing) = (self.path.display(), std::mem::take(&mut self.missing));
             ::log::warn!("decision_log: {shown}: written again; {missing} events are missing");
         }
+    }
+
+    /// Whether half of what is kept would be in the file with what is to be written next.
+    fn is_half_full(&self) -> bool {
+        let (Some(kept_bytes), Some(file)) = (self.kept_bytes, &self.file) else {
+            return false;
+        };
+        let next = self.piece.len() as u64;
+        // What is no file, such as a pipe, has no length.
+        file.metadata().is_ok_and(|found| {
+            found.is_file() && found.len() > 0 && found.len() + next > kept_bytes / 2
+        })
+    }
+
+    /// Goes on in a new file; the one so far takes the place of the one before it. Where it cannot be renamed
+    /// it grows on, which loses nothing.
+    fn begin_anew(&mut self) {
+        let older = older(&self.path);
+        if let Err(error) = std::fs::rename(&self.path, &older)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            return;
+        }
+        self.reopen();
     }
 
     /// From now on writes to the file that has the path's name, which is made where there is none.
@@ -554,6 +601,17 @@ impl LogFile {
             ::log::error!("decision_log: {shown}: {error}; what happens now is not logged");
         }
     }
+}
+
+/// Where the lines before those of the log at `path` are.
+fn older(path: &Path) -> PathBuf {
+    let mut name = path.file_stem().unwrap_or_default().to_owned();
+    name.push(".1");
+    if let Some(suffix) = path.extension() {
+        name.push(".");
+        name.push(suffix);
+    }
+    path.with_file_name(name)
 }
 
 fn append_to(path: &Path) -> io::Result<File> {
@@ -648,7 +706,7 @@ mod tests {
         let count = move |events| {
             counter.fetch_add(events, Ordering::Relaxed);
         };
-        let mut log = LogFile::open(&path, Box::new(count)).expect("opened");
+        let mut log = LogFile::open(&path, None, Box::new(count)).expect("opened");
         let write = |log: &mut LogFile, events: u64| {
             for event in 0..events {
                 log.take(&event);
@@ -664,6 +722,43 @@ mod tests {
         assert_eq!(write(&mut log, 2), 4);
         assert_eq!(std::fs::read_to_string(&path).expect("text"), "0\n1\n");
         assert!(!log.is_failing);
+        std::fs::remove_dir_all(&folder).expect("removed");
+    }
+
+    #[test]
+    fn a_bounded_log_keeps_the_newest_lines_in_two_files() {
+        let folder = std::env::temp_dir().join(format!("log-{:x}", fastrand::u64(..)));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let path = folder.join("d.jsonl");
+        let read = |path: &Path| std::fs::read_to_string(path).expect("text");
+        let mut log = LogFile::open(&path, Some(1_000), Box::new(|_| ())).expect("opened");
+        let mut write = |numbers: std::ops::Range<u64>| {
+            for number in numbers {
+                log.take(&number);
+                log.write();
+            }
+        };
+        // Ten bytes a line, so 50 fill the half.
+        write(100_000_000..100_000_050);
+        assert!(
+            !older(&path).exists(),
+            "nothing is lost before it has to be"
+        );
+        write(100_000_050..100_000_120);
+        let kept = read(&older(&path)) + &read(&path);
+        let expected: Vec<_> = (100_000_050..100_000_120_u64)
+            .map(|n| n.to_string())
+            .collect();
+        assert_eq!(kept.lines().collect::<Vec<_>>(), expected);
+        // One that cannot be moved grows on.
+        std::fs::remove_file(older(&path)).expect("removed");
+        std::fs::create_dir(older(&path)).expect("in the way");
+        write(100_000_120..100_000_200);
+        assert_eq!(read(&path).lines().count(), 100);
+        // One that was moved away by others is left to them.
+        std::fs::remove_file(&path).expect("removed");
+        write(100_000_200..100_000_201);
+        assert_eq!(read(&path), "100000200\n");
         std::fs::remove_dir_all(&folder).expect("removed");
     }
 }

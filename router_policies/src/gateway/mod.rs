@@ -225,7 +225,8 @@ impl Gateway {
         let sink = match &config.decision_log {
             Some(path) => {
                 let metrics = Arc::clone(&metrics);
-                EventSink::to_file(path, move |events| metrics.lost(events))?
+                let kept_bytes = config.decision_log_max_bytes();
+                EventSink::to_bounded_file(path, kept_bytes, move |events| metrics.lost(events))?
                     .holding_at_most(MAX_UNWRITTEN_EVENTS)
             }
             None => EventSink::in_memory(),

@@ -245,6 +245,30 @@ async fn the_decision_log_can_be_moved_away() {
 }
 
 #[tokio::test]
+async fn of_a_bounded_decision_log_the_older_half_makes_room() {
+    let folder = std::env::temp_dir().join(format!("router-log-{:x}", fastrand::u64(..)));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let (log, older) = (folder.join("d.jsonl"), folder.join("d.1.jsonl"));
+    let before = "{}\n".repeat(166_666);
+    std::fs::write(&log, &before).expect("written");
+    let mock = MockWorker::start().await;
+    let router = Router::with(Config {
+        decision_log: Some(log.clone()),
+        decision_log_max_mb: 1.0,
+        workers: vec![worker(&mock, "w", "colocated")],
+        ..Config::default()
+    })
+    .await;
+    router.post("/generate", generate(false)).await;
+    until("both events are written", || {
+        std::fs::read_to_string(&log).is_ok_and(|text| text.lines().count() == 2)
+    })
+    .await;
+    assert_eq!(std::fs::read_to_string(&older).expect("text"), before);
+    std::fs::remove_dir_all(&folder).expect("removed");
+}
+
+#[tokio::test]
 async fn what_the_decision_log_lacks_is_counted() {
     let mock = MockWorker::start().await;
     let router = Router::with(Config {

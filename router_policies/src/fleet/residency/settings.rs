@@ -198,7 +198,10 @@ pub fn build(value: &Value) -> Result<Chosen, String> {
         let of = |params: &[ParamInfo]| params.iter().any(|param| param.name == key);
         if !of(PARAMS) && !of(info.params) {
             let params = info.params.iter().chain(PARAMS);
-            let known: Vec<_> = params.map(|param| param.name).collect();
+            let mut known: Vec<_> = params.map(|param| param.name).collect();
+            // A parameter of both is named once, as the rule's.
+            let mut seen = std::collections::HashSet::new();
+            known.retain(|name| seen.insert(*name));
             return Err(failed(format!(
                 "{key}: unknown with rule {name}; known: {}",
                 known.join(", ")
@@ -269,6 +272,19 @@ mod tests {
         assert_eq!(settings(json!({})), [(0.95, 1.0), (0.98, 0.0)]);
         let set = json!({"fill": 0.9, "growth_turns": 2});
         assert_eq!(settings(set), [(0.9, 2.0), (0.9, 2.0)]);
+    }
+
+    #[test]
+    fn what_a_rule_knows_is_named_once() {
+        for info in rules::TABLE {
+            let error = build(&json!({"rule": info.name, "lru": 1})).err();
+            let error = error.expect("refused");
+            let (_, known) = error.split_once("known: ").expect("what is known");
+            let names: Vec<_> = known.split(", ").collect();
+            let once: std::collections::HashSet<_> = names.iter().collect();
+            assert_eq!(names.len(), once.len(), "{error}");
+            assert!(names.contains(&"wait_bound_s"), "{error}");
+        }
     }
 
     #[test]
