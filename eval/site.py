@@ -81,6 +81,9 @@ def launch_site() -> Site:
         if topology.log_max_mb is None:
             # What is measured is read afterwards, every line of it.
             topology = topology.model_copy(update={"log_max_mb": 0})
+        if "base_port" not in topology.model_fields_set:
+            # Nobody but the experiment calls its fleets, and two experiments may share a machine.
+            topology = topology.model_copy(update={"base_port": 0})
         return with_policy(topology)
 
     def vocab_size(topology: launch.Topology) -> int | None:

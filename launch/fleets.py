@@ -23,6 +23,7 @@ from launch.caches import FlushError, flush
 from launch.capacity import reported_capacity_tokens
 from launch.engines import is_older
 from launch.freezing import freeze
+from launch.gpus import named_gpus
 from launch.hardware import GpuError, GpuSample, sample_gpus, sample_until_free
 from launch.http_calls import FAILURES, call, reason
 from launch.jit_locks import KERNEL_LOCKS_SINCE, remove_stale
@@ -39,7 +40,7 @@ from launch.warmup import WarmUpError, warm_up
 _POLL_S = 0.25
 _TELL_EVERY_S = 15.0
 _LOG_LINES = 25
-_PORT_ATTEMPTS = 3
+_PLAN_ATTEMPTS = 3
 
 State = Literal["planned", "starting", "ready", "failed", "stopped"]
 Progress = Callable[[str], None]
@@ -466,14 +467,15 @@ def fleet(
 
 def _reserved(topology: Topology, run_dir: Path, held: contextlib.ExitStack) -> Plan:
     """A plan of `topology` whose ports and GPUs `held` keeps from other fleets."""
-    for attempts_left in reversed(range(_PORT_ATTEMPTS)):
+    for attempts_left in reversed(range(_PLAN_ATTEMPTS)):
         made = planning.plan(topology, run_dir)
         try:
             held.enter_context(reserved(made.ports, made.gpu_plan))
             break
         except TakenError:
-            # A fleet that was planned at the same moment may have been given the same free ports.
-            if topology.base_port or not attempts_left:
+            # One that was planned at the same moment may have been given the same free ports or GPUs.
+            is_ours_to_choose = topology.base_port == 0 or not named_gpus(topology)
+            if not is_ours_to_choose or not attempts_left:
                 raise
     return made
 

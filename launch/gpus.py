@@ -1,25 +1,29 @@
-"""Which GPUs a topology takes: those that it names, of those that were granted to this process."""
+"""Which GPUs a topology takes: those that it names, else the first that no other fleet has, of those
+that were granted to this process."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deltaserve.errors import InputError
-from launch.hardware import allowed_gpus, hardware_of
+from launch.hardware import allowed_gpus, gpu_indices, hardware_of
 from launch.profiles import AUTO
+from launch.reservations import is_reserved
 from launch.topology import Topology
 
 
 def on_gpus(topology: Topology) -> Topology:
-    """`topology` with the GPUs that it takes, where ``CUDA_VISIBLE_DEVICES`` leaves only some to
-    this process, and with the profile that they have, where that is not said.
+    """`topology` with the GPUs that it takes and with the profile that they have, where that is not
+    said. Where there is no driver and no ``CUDA_VISIBLE_DEVICES`` it names none.
 
-    Raises `InputError` for GPUs that are not left to it.
+    Raises `InputError` for GPUs that ``CUDA_VISIBLE_DEVICES`` does not leave to this process.
     """
     started = [group for group in topology.workers if not group.urls]
     if topology.device == "cpu" or topology.placement.kind == "ray" or not started:
         return topology
     where = topology.where
     allowed = allowed_gpus()
-    wanted = topology.gpus or tuple(gpu for group in started for gpu in group.gpus)
+    wanted = named_gpus(topology)
     needed = sum(group.gpu_count for group in started)
     if allowed is not None:
         left = ", ".join(map(str, allowed)) or "none"
@@ -32,9 +36,24 @@ def on_gpus(topology: Topology) -> Topology:
             raise InputError(
                 f"{where}: {needed} GPUs are needed; CUDA_VISIBLE_DEVICES allows {left}"
             )
-    if not wanted and allowed is not None:
-        wanted = allowed[:needed]
+    if not wanted:
+        wanted = _first_free(gpu_indices() if allowed is None else allowed, needed)
         topology = topology.model_copy(update={"gpus": wanted})
     if topology.hardware == AUTO and (kind := hardware_of(wanted or tuple(range(needed)), where)):
         topology = topology.model_copy(update={"hardware": kind})
     return topology
+
+
+def named_gpus(topology: Topology) -> tuple[int, ...]:
+    """The GPUs that a topology itself asks for; none where it takes what is free."""
+    started = [group for group in topology.workers if not group.urls]
+    return topology.gpus or tuple(gpu for group in started for gpu in group.gpus)
+
+
+def _first_free(there: Sequence[int], needed: int) -> tuple[int, ...]:
+    """The first `needed` of them that no other fleet has. Where fewer are left the first of all, so
+    that the fleet in the way is named; none where fewer are there."""
+    free = [gpu for gpu in there if not is_reserved("GPU", gpu)]
+    if len(there) < needed:
+        return ()
+    return tuple((free if len(free) >= needed else there)[:needed])

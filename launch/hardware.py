@@ -73,6 +73,11 @@ def sample_gpus() -> list[GpuSample]:
         return found
 
 
+def gpu_indices() -> tuple[int, ...]:
+    """The GPUs that are there, by NVML's numbers; raises `GpuError` as `sample_gpus` does."""
+    return tuple(gpu.index for gpu in sample_gpus())
+
+
 def allowed_gpus() -> tuple[int, ...] | None:
     """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process, in its order; None where it is
     not set. A scheduler (Slurm, Ray, Kubernetes) grants GPUs by it, so that the others may belong

@@ -46,7 +46,7 @@ def free_base(worker_count: int) -> int:
         needed = [base]
         for index in range(worker_count):
             needed += worker_ports(base, index).values()
-        if all(_is_free(port) and not is_reserved(port) for port in needed):
+        if all(_is_free(port) and not is_reserved("port", port) for port in needed):
             return base
     raise InputError("base_port = 0: no free block of ports between 20000 and 32000")
 

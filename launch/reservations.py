@@ -11,7 +11,7 @@ import fcntl
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TextIO
+from typing import Literal, TextIO
 
 from deltaserve.errors import InputError
 from launch.cache import cache_dir, make_folder
@@ -36,9 +36,9 @@ def reserved(ports: Iterable[int], gpus: Iterable[int] = ()) -> Iterator[None]:
         yield
 
 
-def is_reserved(port: int) -> bool:
-    """Whether a fleet has the port."""
-    with _lock_file("port", port) as lock:
+def is_reserved(kind: Literal["port", "GPU"], number: int) -> bool:
+    """Whether a fleet has the port or GPU of that number."""
+    with _lock_file(kind, number) as lock:
         return not _lock(lock)
 
 

@@ -24,3 +24,9 @@ def test_an_experiment_keeps_every_line_of_its_logs_unless_it_says_otherwise() -
     load = launch_site().load
     assert load("laptop-sglang", []).log_max_bytes == 0
     assert load("laptop-sglang", ["log_max_mb=7"]).log_max_bytes == 7_000_000
+
+
+def test_an_experiment_takes_free_ports_unless_it_says_otherwise() -> None:
+    load = launch_site().load
+    assert load("laptop-sglang", []).base_port == 0
+    assert load("laptop-sglang", ["base_port=31000"]).base_port == 31000

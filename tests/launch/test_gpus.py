@@ -175,7 +175,7 @@ def see(monkeypatch: pytest.MonkeyPatch, *there: GpuSample) -> None:
 
 @pytest.mark.parametrize(
     ("allowed", "gpus"),
-    [("2,3", (2, 3)), ("3,2,0", (3, 2)), ("GPU-1b,GPU-3b3-x", (1, 3)), (None, ())],
+    [("2,3", (2, 3)), ("3,2,0", (3, 2)), ("GPU-1b,GPU-3b3-x", (1, 3)), (None, (0, 1))],
 )
 def test_a_fleet_takes_only_gpus_that_were_granted_to_the_caller(
     found: Callable[..., Topology],
@@ -189,6 +189,43 @@ def test_a_fleet_takes_only_gpus_that_were_granted_to_the_caller(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
     assert found("sglang:2").gpus == gpus
+
+
+def test_a_fleet_takes_the_first_gpus_that_no_other_fleet_has(
+    found: Callable[..., Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see(monkeypatch, *(gpu(at) for at in range(4)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with reserved([], gpus=[0, 2]):
+        assert found("sglang:2").gpus == (1, 3)
+        assert found("sglang:1", "gpus=[0]").gpus == (0,)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
+        assert found("sglang:1").gpus == (3,)
+        # The fleet that is in the way is named where it reserves them.
+        assert found("sglang:2").gpus == (3, 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    see(monkeypatch)
+    assert found("sglang:2").gpus == ()
+
+
+def test_two_fleets_on_one_machine_get_gpus_and_ports_of_their_own(
+    fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = [gpu(at) for at in range(2)]
+    for module in (hardware, fleets, sampling):
+        monkeypatch.setattr(module, "sample_gpus", lambda: there)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0", "warm_up=false"]
+    topology = load_topology("sglang:1", fake)
+    with (
+        fleets.fleet(topology, tmp_path / "a") as one,
+        fleets.fleet(topology, tmp_path / "b") as other,
+        pytest.raises(InputError, match=r"GPU 0 belongs to another fleet"),
+        fleets.fleet(topology, tmp_path / "c"),
+    ):
+        pass
+    assert [set(fleet.plan.gpu_plan) for fleet in (one, other)] == [{0}, {1}]
+    assert not set(one.plan.ports) & set(other.plan.ports)
 
 
 @pytest.mark.parametrize(
