@@ -473,7 +473,7 @@ def _reserved(topology: Topology, run_dir: Path, held: contextlib.ExitStack) -> 
             held.enter_context(reserved(made.ports, made.gpu_plan))
             break
         except TakenError:
-            # One that was planned at the same moment may have been given the same free ports or GPUs.
+            # A fleet planned at the same moment may have been given the same free ports or GPUs.
             is_ours_to_choose = topology.base_port == 0 or not named_gpus(topology)
             if not is_ours_to_choose or not attempts_left:
                 raise

@@ -1,5 +1,5 @@
-"""Which GPUs a topology takes: those that it names, else the first that no other fleet has, of those
-that were granted to this process."""
+"""Which GPUs a topology takes, of those granted to this process: those that it names, else the
+first that no other fleet has."""
 
 from __future__ import annotations
 

@@ -23,6 +23,15 @@ from eval.simulate import read_calibration
 from tests.eval.published import RESULTS
 
 CHUNK = 8_192
+FP8_RUNS = (
+    *(
+        f"vllm-4096-{run}"
+        for run in ("ten", "residency-sixteen", "sixteen-cut-off", "think-twelve")
+    ),
+    *(f"vllm-fp8-host-{run}" for run in ("eight", "ten", "twelve", "residency-twelve")),
+    "vllm-fp8-host-residency-twentyfour",
+    *(f"vllm-fp8-host-twentyfour-{run}" for run in ("cut-off", "cut-off-again")),
+)
 OVERHEAD_S, PAIRS_PER_S = 0.1, 7e8
 BASE_S, REQUEST_S, CONTEXT_TOKEN_S = 0.003, 0.0012, 1.5e-8
 
@@ -159,13 +168,12 @@ def test_the_packaged_constants_of_vllm_are_what_its_runs_say() -> None:
         if name != "prefill_overhead_s":
             assert packaged[name] == pytest.approx(value, rel=1e-4), name
 
-    # That of prefills alone is of all runs with FP8 KV and a tier.
+    # That of prefills alone is of all runs of draw 3 with FP8 KV and a tier that there were then.
     by_chunk: dict[int, list[Any]] = {4_096: [], 8_192: []}
-    for path in [*folder.glob("vllm-4096-*.zst"), *folder.glob("vllm-fp8-host-*.zst")]:
-        if path.name.endswith(".requests.jsonl.zst"):
-            chunk = 4_096 if "4096" in path.name else 8_192
-            [lines] = read_requests([path])
-            by_chunk[chunk] += alone_prefills(lines, chunk)
+    for name in FP8_RUNS:
+        chunk = 4_096 if "4096" in name else 8_192
+        [lines] = read_requests([folder / f"{name}.requests.jsonl.zst"])
+        by_chunk[chunk] += alone_prefills(lines, chunk)
     assert fitted.prefill is not None
     every = by_chunk[4_096] + by_chunk[8_192]
     found_s = alone_overhead_s(every, fitted.prefill)

@@ -60,6 +60,7 @@ TABLES = (
         "draw2-sixteen",
         "draw2-twentyfour",
     ),
+    ("draw1-vllm-4096-ten", "draw4-vllm-4096-ten", "vllm-4096-residency-twentyfour"),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -79,7 +80,9 @@ README = (
     {12: "vllm-fp8-host-residency-twelve", 24: "vllm-fp8-host-residency-twentyfour"},
     {10: "vllm-4096-ten"},
     {10: "draw2-vllm-4096-ten"},
-    {16: "vllm-4096-residency-sixteen"},
+    {10: "draw1-vllm-4096-ten"},
+    {10: "draw4-vllm-4096-ten"},
+    {16: "vllm-4096-residency-sixteen", 24: "vllm-4096-residency-twentyfour"},
     {16: "draw2-vllm-4096-residency-sixteen"},
     {10: "mixed-ten", 16: "mixed-sixteen"},
     {10: "draw2-mixed-ten"},
@@ -95,6 +98,8 @@ README = (
 # Where the page has ten sessions before ours, SGLang's mixed chunks and vLLM's of 4,096 tokens:
 # table and column, on draw 3 and on draw 2.
 TEN_BY_DRAW = (((11, 0), (17, 1)), ((16, 0), (17, 0)), ((16, 3), (17, 2)))
+# Ten sessions before vLLM in chunks of 4,096, of draws 1, 4, 3 and 2.
+TEN_VLLM = ("draw1-vllm-4096-ten", "draw4-vllm-4096-ten", "vllm-4096-ten", "draw2-vllm-4096-ten")
 COLUMNS = [
     (page, table, at, arm)
     for page, tables in (("residency.md", TABLES), ("laptop.md", LAPTOP_TABLES))
@@ -192,6 +197,7 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         (14, State.STEADY),
         (16, State.STEADY),
         (17, State.STEADY),
+        (18, State.STEADY),
     ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
@@ -406,6 +412,58 @@ def test_what_is_said_of_ten_sessions_of_another_draw() -> None:
     assert waits_s[0] / waits_s[1] > 5
 
 
+def test_what_is_said_of_two_more_draws_before_vllm() -> None:
+    """What missed the objective with ten, the same seconds with 24 before both engines, and who
+    still waited when the run that was cut off had had its window."""
+    page = (RESULTS / "residency.md").read_text()
+    page = page[page.index("## Ten sessions of two more draws") :]
+    for arm, misses in (("draw1-vllm-4096-ten", [11, 0, 0]), ("draw4-vllm-4096-ten", [13, 0, 2])):
+        answered = [r for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
+        found = [_misses(r) for r in answered]
+        assert [sum(of) for of in zip(*found, strict=True)] == misses
+    lengths, answers = zip(*map(_mean_tokens, TEN_VLLM), strict=True)
+    assert [round(tokens, -3) for tokens in lengths] == [82_000, 86_000, 70_000, 86_000]
+    assert max(answers[:2]) < min(answers[2:])
+    assert "({:.0f} and {:.0f} tokens where".format(*answers[:2]) in page
+    cut_off = "draw2-vllm-4096-residency-twentyfour-cut-off"
+    arms = ("vllm-4096-residency-twentyfour", "bound-twentyfour", cut_off, "draw2-twentyfour")
+    columns = [_until(arm, 240) for arm in arms]
+    _has_rows(page, columns, ("sessions that got an answer", "{sessions}"))
+    assert columns[1]["answers"] / columns[0]["answers"] == pytest.approx(1.25, abs=0.02)
+    window = phases(cut_off)
+    requests = {r["request_id"]: r for r in lines(cut_off)}
+    events = decisions(cut_off)
+    came = [e for e in events if e["event"] in ("wait", "decision")]
+    unix_s = float(
+        np.median(
+            [
+                e["ts_unix_s"] - requests[e["request_id"]]["sent_s"]
+                for e in came
+                if e["event"] == "wait" and e["request_id"] in requests
+            ]
+        )
+    )
+    first_s: dict[str, float] = {}
+    for event in came:
+        first_s.setdefault(event["request_id"], event["ts_unix_s"] - unix_s)
+    begun = {e["request_id"] for e in came if e["event"] == "decision"}
+    start_s, end_s = window["window_start_s"], window["window_end_s"]
+    open_at_s = {id_: at for id_, at in first_s.items() if id_ not in requests and at < end_s}
+    waited_s = sorted(end_s - at for id_, at in open_at_s.items() if id_ not in begun)
+    before = [s for s in waited_s if s > end_s - start_s]
+    assert (len(waited_s), len(before)) == (12, 9)
+    assert [round(s) for s in (before[0], before[-1])] == [257, 302]
+    assert sum(at >= start_s for at in open_at_s.values()) == 8
+    assert max(r["finished_s"] for r in requests.values()) == pytest.approx(end_s + 2.2, abs=0.1)
+
+
+def _mean_tokens(arm: str) -> tuple[float, float]:
+    """Of prompts and of answers."""
+    answered = [r for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
+    prompts, answers = ([r[key] for r in answered] for key in ("prompt_tokens", "output_tokens"))
+    return float(np.mean(prompts)), float(np.mean(answers))
+
+
 def _has_rows(page: str, columns: list[dict[str, Any]], *further: tuple[str, str]) -> None:
     """A row for each label, with what was found of each run."""
     for label, form in (
@@ -487,6 +545,7 @@ def test_what_is_said_of_the_noise_and_of_waits() -> None:
         ("price-sixteen", 31, 267, 9),
         ("vllm-4096-residency-sixteen", 42, 248, 5),
         ("draw2-twentyfour", 10, 142, 5),
+        ("vllm-4096-residency-twentyfour", 11, 237, 4),
     ],
 )
 def test_how_long_the_unanswered_had_waited(

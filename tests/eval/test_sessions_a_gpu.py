@@ -60,8 +60,11 @@ RUNS = {
     ("vllm-fp8-host-residency", 24, 3): ("vllm-fp8-host-residency-twentyfour",),
     ("vllm-fp8-host-4096", 10, 3): ("vllm-4096-ten",),
     ("vllm-fp8-host-4096", 10, 2): ("draw2-vllm-4096-ten",),
+    ("vllm-fp8-host-4096", 10, 1): ("draw1-vllm-4096-ten",),
+    ("vllm-fp8-host-4096", 10, 4): ("draw4-vllm-4096-ten",),
     ("vllm-fp8-host-4096-residency", 16, 3): ("vllm-4096-residency-sixteen",),
     ("vllm-fp8-host-4096-residency", 16, 2): ("draw2-vllm-4096-residency-sixteen",),
+    ("vllm-fp8-host-4096-residency", 24, 3): ("vllm-4096-residency-twentyfour",),
 }
 BOUND = "sglang-residency"
 # The arms of the page's picture.
