@@ -92,7 +92,8 @@ def bound_log(log: str, most_bytes: int) -> None:
 
     It is copied and cut, for the command and all that came of it have the file open and go on
     writing to it: at its end, wherever that is. A line that is written between the copy's last
-    look and the cut is lost. Where there is no room for the copy the log stays as it is.
+    look and the cut is lost, or its beginning is. Where there is no room for the copy the log stays
+    as it is.
     """
     try:
         source = os.open(log, os.O_RDWR | os.O_CLOEXEC)

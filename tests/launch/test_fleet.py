@@ -142,11 +142,14 @@ def test_a_log_is_bounded_while_it_is_written_to(
 
         wait_until(said_all)
         lines = (older.read_text() + log.read_text()).splitlines()
-        kept = [int(line) for line in lines[:-1]]
+        whole = [line for line in lines[:-1] if len(line) == 99]
+        kept = [int(line) for line in whole]
         assert most[0] < 2_000_000
         assert len(kept) > 10_000
         assert kept[-1] == 39_999
-        # Of what was said while it was cut a few lines may be missing, and none is torn.
+        # Of what was said while it was cut a few lines may be missing, and the system may put the
+        # end of one that it was writing into the new file: one for each of four cuts at most.
+        assert len(lines) - 1 - len(whole) <= 4
         assert kept == sorted(set(kept))
         assert kept[-1] - kept[0] - len(kept) < 100
         assert log_tail(log, 3).splitlines()[-1] == "said all"
