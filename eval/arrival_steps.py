@@ -57,7 +57,7 @@ def fit_arrivals(runs: Sequence[Sequence[Request]], chunk_tokens: int) -> Calibr
     `request_s`: the engine's API, or loading from a host tier. Prefills while nobody decodes have
     an overhead of their own where there are enough of them ([alone_prefills]).
     """
-    all_steps = [_steps(run) for run in runs]
+    all_steps = [arrival_steps(run) for run in runs]
     both = list(zip(runs, all_steps, strict=True))
     decode = fit_rows([row for run, steps in both for row in _decodes(run, steps)], _DECODE_TRIM)
     if decode is None:
@@ -112,7 +112,7 @@ def alone_overhead_s(rows: Sequence[Row], prefill: Fit) -> float | None:
     return max(0.0, sum(s for s, _ in besides) / sum(chunks for _, chunks in besides))
 
 
-def _steps(run: Sequence[Request]) -> list[tuple[float, dict[int, int]]]:
+def arrival_steps(run: Sequence[Request]) -> list[tuple[float, dict[int, int]]]:
     """When each step's tokens arrived, and of which answers, with the tokens that those have."""
     arrivals = sorted(
         (at_s, number, tokens)
