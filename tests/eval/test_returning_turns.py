@@ -1,4 +1,4 @@
-"""What a returning turn costs the others, of runs whose steps were made by hand and of measured ones."""
+"""What a returning turn costs the others, of steps made by hand and of measured runs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_steps_at_their_pace_are_no_stop() -> None:
 @pytest.mark.parametrize(
     "requests",
     [
-        # Nobody decodes; much of it is new; two wait at a time; who decodes has ended, or only begun.
+        # Nobody decodes; much of it is new; two wait; who decodes has ended, or only begun.
         [answer(2.0, [2.2, 2.21])],
         [answer(0.0, decoding()), answer(2.0, [2.2, 2.21], new=5_000)],
         [answer(0.0, decoding()), answer(2.0, [2.2, 2.21]), answer(2.1, [2.3, 2.31])],
