@@ -85,8 +85,8 @@ def returns(run: Sequence[Request]) -> Iterator[Return]:
 def table(found: Sequence[Return]) -> list[str]:
     """A line for each range of prompt lengths with three turns or more: medians, and of what they
     cost the others the quartiles."""
-    heads = ("prompt tokens", "turns", "first token after", "stops the others for")
-    heads += ("longest step", "for 1,000 tokens")
+    heads = ["prompt tokens", "turns", "first token after", "stops the others for"]
+    heads += ["longest step", "for 1,000 tokens"]
     lines = [f"| {' | '.join(heads)} |", "|--" * len(heads) + "|"]
     for low, high in pairwise(EDGES_TOKENS):
         of = [each for each in found if low <= each.prompt_tokens < high]
