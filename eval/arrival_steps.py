@@ -129,6 +129,18 @@ def arrival_steps(run: Sequence[Request]) -> list[tuple[float, dict[int, int]]]:
     return steps
 
 
+def waited_alone(by_sent: Sequence[Request]) -> Iterator[int]:
+    """Which of the requests, in the order in which they were sent, waited for their first token
+    while no other did."""
+    until_s = float("-inf")
+    for at, request in enumerate(by_sent):
+        alone = until_s < request["sent_s"]
+        until_s = max(until_s, request["first_token_s"])
+        next_s = by_sent[at + 1]["sent_s"] if at + 1 < len(by_sent) else float("inf")
+        if alone and next_s >= request["first_token_s"]:
+            yield at
+
+
 def _decodes(run: Sequence[Request], steps: Sequence[Step]) -> Iterator[Row]:
     waits = sorted((request["sent_s"], request["first_token_s"]) for request in run)
     begun, waiting_until_s = 0, float("-inf")
@@ -149,13 +161,9 @@ def _prefills(
     base_s, request_s, context_token_s = decode.constants
     ends_s = [at_s for at_s, _ in steps]
     by_sent = sorted(run, key=lambda request: float(request["sent_s"]))
-    until_s = float("-inf")
-    for at, request in enumerate(by_sent):
+    for at in waited_alone(by_sent):
+        request = by_sent[at]
         sent_s, first_s = request["sent_s"], request["first_token_s"]
-        alone = until_s < sent_s
-        until_s = max(until_s, first_s)
-        if not alone or (at + 1 < len(by_sent) and by_sent[at + 1]["sent_s"] < first_s):
-            continue
         running = [
             other["prompt_tokens"] + other["output_tokens"] / 2
             for other in by_sent[:at]

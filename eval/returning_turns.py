@@ -20,7 +20,7 @@ import numpy as np
 import typer
 
 from deltaserve.errors import InputError, told_in_one_line
-from eval.arrival_steps import Request, arrival_steps, read_requests
+from eval.arrival_steps import Request, arrival_steps, read_requests, waited_alone
 
 MOST_NEW_TOKENS = 1_000
 """A turn with more new tokens does not count as returning: computing them is most of its cost."""
@@ -51,14 +51,11 @@ def returns(run: Sequence[Request]) -> Iterator[Return]:
     """The returning turns of a run that had the engine to themselves but for decodes."""
     ends_s = [at_s for at_s, _ in arrival_steps(run)]
     by_sent = sorted(run, key=lambda request: float(request["sent_s"]))
-    until_s = float("-inf")
-    for at, request in enumerate(by_sent):
+    for at in waited_alone(by_sent):
+        request = by_sent[at]
         sent_s, first_s = request["sent_s"], request["first_token_s"]
-        waits_alone = until_s < sent_s
-        until_s = max(until_s, first_s)
-        next_s = by_sent[at + 1]["sent_s"] if at + 1 < len(by_sent) else float("inf")
         new = request["prompt_tokens"] - request["cached_tokens"]
-        if not waits_alone or next_s < first_s or new > MOST_NEW_TOKENS:
+        if new > MOST_NEW_TOKENS:
             continue
         paced_from_s = sent_s - _PACE_OF_S
         if not any(

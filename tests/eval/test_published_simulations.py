@@ -460,6 +460,13 @@ def test_which_part_of_slices_brings_what() -> None:
         assert f"| {label} | {' | '.join(cells)} |" in page, (label, cells)
 
 
+def measured_and_simulated(lines: str, is_of: Callable[[Row], bool]) -> list[tuple[Row, Row]]:
+    """The runs that a file of simulated ones has, as they were measured, beside these."""
+    runs = read_rows(PAGE.parent / "residency/sessions-a-gpu.csv")
+    simulated = read_rows(PAGE.parent / f"simulated/{lines}.csv")
+    return list(zip([run for run in runs if is_of(run)], simulated, strict=True))
+
+
 def of_two_more_draws(run: Row) -> bool:
     """A run of vLLM in chunks of 4,096, measured after all that the simulator is fitted on."""
     later = {("10", "1"), ("10", "4"), ("24", "3")}
@@ -477,11 +484,9 @@ def of_two_more_draws(run: Row) -> bool:
 def test_a_validation_by_runs_follows_from_its_lines(
     lines: str, is_of: Callable[[Row], bool]
 ) -> None:
-    simulated = read_rows(PAGE.parent / f"simulated/{lines}.csv")
-    runs = read_rows(PAGE.parent / "residency/sessions-a-gpu.csv")
-    measured = [run for run in runs if is_of(run)]
+    pairs = measured_and_simulated(lines, is_of)
     for name in ("arm", "sessions"):
-        assert [run[name] for run in simulated] == [run[name] for run in measured]
+        assert [run[name] for run, _ in pairs] == [run[name] for _, run in pairs]
     page = (PAGE.parents[1] / "simulator.md").read_text()
     for label, column, scale in (
         ("requests/s", "requests_per_s", 1),
@@ -491,7 +496,7 @@ def test_a_validation_by_runs_follows_from_its_lines(
         ("worst gap p90", "worst_gap_p90_s", 1),
     ):
         cells = []
-        for run, other in zip(measured, simulated, strict=True):
+        for run, other in pairs:
             was, said = float(run[column]) * scale, float(other[column]) * scale
             off = f"{100 * (said / was - 1):+.0f}".replace("-", "−")
             cells.append(rf"{was:#.3g}, {said:#.3g}( m?s)? \({re.escape(off)} %\)")
@@ -509,9 +514,7 @@ def test_a_validation_by_runs_follows_from_its_lines(
 def test_what_other_draws_have_from_the_cache_and_in_time(
     lines: str, is_of: Callable[[Row], bool]
 ) -> None:
-    simulated = read_rows(PAGE.parent / f"simulated/{lines}.csv")
-    runs = read_rows(PAGE.parent / "residency/sessions-a-gpu.csv")
-    pairs = list(zip([run for run in runs if is_of(run)], simulated, strict=True))
+    pairs = measured_and_simulated(lines, is_of)
     page = (PAGE.parents[1] / "simulator.md").read_text()
     for label, column, form in (
         ("prompt tokens from cache", "cached_share", "{:.3f}, {:.3f}"),
