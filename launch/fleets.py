@@ -474,8 +474,8 @@ def _reserved(topology: Topology, run_dir: Path, held: contextlib.ExitStack) -> 
             break
         except TakenError:
             # A fleet planned at the same moment may have been given the same free ports or GPUs.
-            is_ours_to_choose = topology.base_port == 0 or not named_gpus(topology)
-            if not is_ours_to_choose or not attempts_left:
+            chosen_here = topology.base_port == 0 or (made.gpu_plan and not named_gpus(topology))
+            if not chosen_here or not attempts_left:
                 raise
     return made
 

@@ -473,13 +473,15 @@ def of_two_more_draws(run: Row) -> bool:
     return "vllm-fp8-host-4096" in run["arm"] and (run["sessions"], run["draw"]) in later
 
 
+OTHER_DRAWS = [
+    ("validation-draw2", lambda run: run["draw"] == "2"),
+    ("validation-draws", of_two_more_draws),
+]
+
+
 @pytest.mark.parametrize(
     ("lines", "is_of"),
-    [
-        ("validation-vllm", lambda run: run["arm"] == "vllm-fp8-host"),
-        ("validation-draw2", lambda run: run["draw"] == "2"),
-        ("validation-draws", of_two_more_draws),
-    ],
+    [("validation-vllm", lambda run: run["arm"] == "vllm-fp8-host"), *OTHER_DRAWS],
 )
 def test_a_validation_by_runs_follows_from_its_lines(
     lines: str, is_of: Callable[[Row], bool]
@@ -504,13 +506,7 @@ def test_a_validation_by_runs_follows_from_its_lines(
         assert re.search(rf"^\| {row} \|$", page, re.M), row
 
 
-@pytest.mark.parametrize(
-    ("lines", "is_of"),
-    [
-        ("validation-draw2", lambda run: run["draw"] == "2"),
-        ("validation-draws", of_two_more_draws),
-    ],
-)
+@pytest.mark.parametrize(("lines", "is_of"), OTHER_DRAWS)
 def test_what_other_draws_have_from_the_cache_and_in_time(
     lines: str, is_of: Callable[[Row], bool]
 ) -> None:
