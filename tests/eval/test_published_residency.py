@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eval.by_draw import over_draws
+from eval.by_draw import table as table_over_draws
 from eval.rules_a_gpu import RECOMPUTED_TOKENS
+from eval.run_lines import Row, read_rows
 from eval.sessions_a_gpu import row_of
 from eval.steady import State, steadiness
 from tests.eval.published import RESULTS, decisions, lines, number, phases, run_of
@@ -61,6 +65,7 @@ TABLES = (
         "draw2-twentyfour",
     ),
     ("draw1-vllm-4096-ten", "draw4-vllm-4096-ten", "vllm-4096-residency-twentyfour"),
+    ("draw1-ten", "draw4-ten", "draw1-mixed-ten"),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -79,13 +84,9 @@ README = (
     {8: "vllm-fp8-host-eight", 10: "vllm-fp8-host-ten", 12: "vllm-fp8-host-twelve"},
     {12: "vllm-fp8-host-residency-twelve", 24: "vllm-fp8-host-residency-twentyfour"},
     {10: "vllm-4096-ten"},
-    {10: "draw2-vllm-4096-ten"},
-    {10: "draw1-vllm-4096-ten"},
-    {10: "draw4-vllm-4096-ten"},
     {16: "vllm-4096-residency-sixteen", 24: "vllm-4096-residency-twentyfour"},
     {16: "draw2-vllm-4096-residency-sixteen"},
     {10: "mixed-ten", 16: "mixed-sixteen"},
-    {10: "draw2-mixed-ten"},
     {
         8: "slices-eight",
         10: "along-ten",
@@ -93,8 +94,14 @@ README = (
         16: "price-sixteen",
         24: "bound-twentyfour",
     },
-    {10: "draw2-ten", 16: "draw2-sixteen", 24: "draw2-twentyfour"},
+    {16: "draw2-sixteen", 24: "draw2-twentyfour"},
 )
+# The arms of the page's table of ten sessions on four draws.
+TEN = {
+    "ours": "sglang-fp8-host-paced-residency",
+    "SGLang's mixed chunks": "sglang-fp8-host-mixed",
+    "vLLM, chunks of 4,096": "vllm-fp8-host-4096",
+}
 # Where the page has ten sessions before ours, SGLang's mixed chunks and vLLM's of 4,096 tokens:
 # table and column, on draw 3 and on draw 2.
 TEN_BY_DRAW = (((11, 0), (17, 1)), ((16, 0), (17, 0)), ((16, 3), (17, 2)))
@@ -199,6 +206,7 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         (16, State.STEADY),
         (17, State.STEADY),
         (18, State.STEADY),
+        (19, State.STEADY),
     ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
@@ -429,6 +437,83 @@ def test_what_is_said_of_two_more_draws_before_vllm() -> None:
     columns = [_until(arm, 240) for arm in arms]
     _has_rows(page, columns, ("sessions that got an answer", "{sessions}"))
     assert columns[1]["answers"] / columns[0]["answers"] == pytest.approx(1.25, abs=0.02)
+
+
+def test_what_four_draws_say_of_ten_sessions() -> None:
+    """Shares and rates by draw, the verdicts over them, the same seconds of the run that was cut
+    off, and turns in time."""
+    page = (RESULTS / "residency.md").read_text()
+    page = page[page.index("## Ten sessions of the same two draws") :]
+    arms = ("draw4-ten", "draw4-mixed-ten-cut-off", "draw4-vllm-4096-ten")
+    _has_rows(page, [_until(arm, 210) for arm in arms])
+    rows = read_rows(RESULTS / "residency" / "sessions-a-gpu.csv")
+    ours, mixed, vllm = (
+        {r["draw"]: r for r in rows if (r["arm"], r["sessions"]) == (arm, "10")}
+        for arm in TEN.values()
+    )
+    in_readme = (RESULTS.parents[1] / "README.md").read_text()
+    in_readme = in_readme[in_readme.index("| ten sessions | draw 1 |") :]
+    for label, by_draw, line in zip(TEN, (ours, mixed, vllm), (4, 3, 2), strict=True):
+        cells = []
+        for draw in "1234":
+            row = by_draw.get(draw)
+            within = 100 * float(row["within_objective"]) if row else 0.0
+            cells.append(f"{within:.0f} %; {float(row['requests_per_s']):.3f}" if row else "")
+        assert f"| {' | '.join([label, *cells])} |".replace("  ", " ") in page
+        shown = in_readme.splitlines()[line].strip("|").split("|")[1:]
+        assert [cell.strip() for cell in shown] == cells
+
+    def of(by_draw: dict[str, Row], draws: Collection[str]) -> tuple[int, int]:
+        turns = [int(by_draw[draw]["measured_turns"]) for draw in draws]
+        shares = [float(by_draw[draw]["within_objective"]) for draw in draws]
+        return sum(round(s * n) for s, n in zip(shares, turns, strict=True)), sum(turns)
+
+    said = "ours had {} turns in time of {}, vLLM {} of {}"
+    assert said.format(*of(ours, ours), *of(vllm, ours)) in page
+    said = "on three ours {} of {}, SGLang's mixed chunks {} of {}"
+    assert said.format(*of(ours, mixed), *of(mixed, mixed)) in page
+    names = list(TEN.values())
+    for base, arm in ((2, 0), (1, 0), (2, 1)):
+        found = over_draws(rows, 10, names[base], [names[arm]])
+        assert "\n".join(table_over_draws(found, names[base])) in page
+
+
+def test_what_ours_missed_the_objective_by_on_draw_1() -> None:
+    """Who waited in the router, and how much of the GPU's KV running turns held when they came."""
+    requests = [r for r in lines("draw1-ten") if r.get("decision_id")]
+    logged = decisions("draw1-ten")
+    waited_s = {e["decision_id"]: e["residency"]["waited_s"] for e in logged if "residency" in e}
+    why = {e["request_id"]: e["reason"] for e in reversed(logged) if e["event"] == "wait"}
+    answered = [r for r in requests if r["phase"] == "measure" and not r["error"]]
+    late = [r for r in answered if _misses(r)[0]]
+    in_router = [r for r in late if waited_s[r["decision_id"]] > 1]
+    assert (len(late), len(in_router)) == (21, 17)
+    waits_s = [waited_s[r["decision_id"]] for r in in_router]
+    assert [round(f(waits_s)) for f in (min, max)] == [3, 14]
+    new = [r for r in in_router if why[r["request_id"]] == "sessions_limit"]
+    assert (len(new), {r["turn"] for r in new}) == (3, {0})
+
+    def held_tokens(at_s: float) -> int:
+        there = [
+            r
+            for r in requests
+            if r["sent_s"] + waited_s[r["decision_id"]] <= at_s < r["finished_s"]
+        ]
+        answers = [max((n for t, n in r["arrivals"] if t <= at_s), default=0) for r in there]
+        return sum(r["input_length"] for r in there) + sum(answers)
+
+    shares = [
+        (held_tokens(r["sent_s"]) + r["input_length"] + r["output_length"]) / 563_776
+        for r in in_router
+        if r not in new
+    ]
+    assert len(shares) == 14
+    assert round(100 * min(shares)) == 98
+    slow = [r for r in answered if _misses(r)[2]]
+    assert (len(slow), min(r["output_tokens"] for r in slow)) == (5, 4)
+    assert max(r["output_tokens"] for r in slow) == 155
+    mixed = [r for r in lines("draw1-mixed-ten") if r["phase"] == "measure" and not r["error"]]
+    assert [sum(of) for of in zip(*map(_misses, mixed), strict=True)] == [14, 0, 1]
 
 
 def test_who_still_waited_when_the_run_that_was_cut_off_had_had_its_window() -> None:
