@@ -411,6 +411,33 @@ def test_the_default_number_of_processes_grows_with_the_load_up_to_half_the_core
     assert processes(10, 64, mode="closed", max_inflight_sessions=2000) == 4
 
 
+def test_a_trace_that_pauses_for_years_is_counted_where_it_has_requests(tmp_path: Path) -> None:
+    trace = [Request(f"r{n}", f"s{n}", 0, at_s, 4, 50, 4, [n]) for n, at_s in enumerate((0, 1e13))]
+    options = _options(tmp_path, trace, "http://x", time_scale=1.0)
+    assert default_processes(make_plan(trace).requests, options, 64) == 1
+
+
+def test_an_open_loop_that_sends_nothing_for_long_says_so(
+    tmp_path: Path, engine: StartEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace that was cut out of another, or has the time of day."""
+    trace = [Request("r", "s", 0, 100.0, 4, 2, 4, [1])]
+    fake = engine("sglang")
+    run(_options(tmp_path, trace, fake.url, time_scale=1000.0), quiet=True)
+    assert capsys.readouterr().err == ""
+    options = replace(_options(tmp_path, trace, fake.url, time_scale=1.0), output=tmp_path / "two")
+    runs = subprocess.Popen(
+        [sys.executable, "-m", "deltaserve", "replay", "run", str(options.trace), "--url",
+         options.url, "--output", str(options.output), "--vocab-size", "1000"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert runs.stderr is not None
+    words = runs.stderr.readline()
+    runs.terminate()
+    runs.communicate(timeout=20)
+    assert "the first request is due 100 s after the run's start" in words
+
+
 def test_of_two_results_for_a_request_the_summary_counts_the_later() -> None:
     failed = Result(
         request_id="a",
