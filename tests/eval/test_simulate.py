@@ -56,6 +56,19 @@ def plan(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.mark.parametrize("mode", ["open", "closed"])
+def test_think_times_pass_as_fast_as_the_trace_does(trace: Path, tmp_path: Path, mode: str) -> None:
+    """As in `replay`: a late turn too comes its think time over the scale after the answer."""
+    load = {"mode": mode, "max_inflight_sessions": 3, "time_scale": 100.0}
+    simulate(plan(load=load), tmp_path / "out", trace=trace)
+    lines = [orjson.loads(line) for line in (tmp_path / "out/requests.jsonl").open("rb")]
+    by_name = {line["request_id"]: line for line in lines}
+    for session in range(3):
+        for turn in range(1, 4):
+            before, line = (by_name[f"s{session}:{number}"] for number in (turn - 1, turn))
+            assert line["scheduled_s"] - before["finished_s"] == pytest.approx(0.01, abs=1e-3)
+
+
 def test_every_request_of_the_trace_is_simulated(trace: Path, tmp_path: Path) -> None:
     report = simulate(plan(), tmp_path / "out", trace=trace)
     assert report["simulated"] is True
