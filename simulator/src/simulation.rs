@@ -25,6 +25,9 @@ const TOKENS_A_PIECE: u64 = 16;
 /// Ends the names of requests that only put a prompt into caches, as `replay` has it.
 const PRIME_SUFFIX: &str = "~prime";
 const BUSY: &str = "no worker can take the request";
+/// A request takes its client so long at least. Were a refusal over at once, clients that do not think and
+/// are all refused would never let time pass.
+const LEAST_S: f64 = 0.001;
 
 /// A request under way.
 struct Turn {
@@ -647,6 +650,7 @@ impl Simulation<'_> {
         if !self.plan.output.all_arrivals {
             turn.arrivals = thinned(&turn.arrivals);
         }
+        let ended_s = ended_s.max(turn.due.at_s + LEAST_S);
         let requests = Arc::clone(&self.requests);
         let planned = &requests.all[turn.due.request];
         let play = self.clients.conversations[turn.due.conversation].play;

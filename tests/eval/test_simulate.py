@@ -69,6 +69,17 @@ def test_think_times_pass_as_fast_as_the_trace_does(trace: Path, tmp_path: Path,
             assert line["scheduled_s"] - before["finished_s"] == pytest.approx(0.01, abs=1e-3)
 
 
+@pytest.mark.timeout(60)
+def test_a_load_that_is_refused_whole_comes_to_its_end(trace: Path, tmp_path: Path) -> None:
+    """No worker does both halves: every request is refused at once, and no client thinks."""
+    load = {"max_inflight_sessions": 2, "think_scale": 0.0}
+    phases = {"measure_s": 0.5, "recycle": True}
+    refused = plan(router={"policy": "pd"}, load=load, phases=phases)
+    report = simulate(refused, tmp_path / "out", trace=trace)
+    assert report["end_s"] == pytest.approx(0.5, abs=0.1)
+    assert 500 < report["failed"] == report["requests"] < 2_000
+
+
 def test_every_request_of_the_trace_is_simulated(trace: Path, tmp_path: Path) -> None:
     report = simulate(plan(), tmp_path / "out", trace=trace)
     assert report["simulated"] is True
