@@ -80,6 +80,19 @@ def test_a_load_that_is_refused_whole_comes_to_its_end(trace: Path, tmp_path: Pa
     assert 500 < report["failed"] == report["requests"] < 2_000
 
 
+def test_a_window_ends_when_there_is_nothing_left_to_send(trace: Path, tmp_path: Path) -> None:
+    """As in `replay`: rates are of the time in which there was a load."""
+    phases = {"measure_s": 100_000.0, "warm_up_s": 0.1}
+    simulate(plan(phases=phases), tmp_path / "out", trace=trace)
+    lines = [orjson.loads(line) for line in (tmp_path / "out/requests.jsonl").open("rb")]
+    assert len(lines) == 12
+    found = orjson.loads((tmp_path / "out/phases.json").read_bytes())
+    assert found["window_end_s"] == max(line["finished_s"] for line in lines) < 60
+    phases["warm_up_s"] = 1_000.0
+    simulate(plan(phases=phases), tmp_path / "none", trace=trace)
+    assert not (tmp_path / "none/phases.json").exists()
+
+
 def test_every_request_of_the_trace_is_simulated(trace: Path, tmp_path: Path) -> None:
     report = simulate(plan(), tmp_path / "out", trace=trace)
     assert report["simulated"] is True
