@@ -218,7 +218,8 @@ def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], NDArr
         "monotonic_origin_s": time.monotonic() - offset_s,
         "unix_origin_s": unix_origin_s,
     }
-    record["resumed_at_s"] = [*resumed_at_s, offset_s]
+    # Where nothing is left to send nothing goes on.
+    record["resumed_at_s"] = [*resumed_at_s, offset_s] if left.any() else resumed_at_s
     return record, left
 
 

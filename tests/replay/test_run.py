@@ -238,6 +238,10 @@ def test_a_resumed_run_sends_what_failed_or_was_never_sent(
     assert len(record["resumed_at_s"]) == 1
     again = [r for r in read_results(options.output) if r.request_id in sent]
     assert all(result.sent_s >= record["resumed_at_s"][0] for result in again)  # type: ignore[operator]
+    # All is there now: it is no run of three loads.
+    assert run(replace(options, resume=True), quiet=True)["ok"] == len(trace)
+    record = orjson.loads((options.output / "replay.json").read_bytes())
+    assert len(record["resumed_at_s"]) == 1
 
 
 def test_a_request_that_occurs_twice_is_named_with_its_file(
