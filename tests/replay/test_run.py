@@ -25,6 +25,7 @@ from replay.prompts import WORDS, PromptMaker
 from replay.results import ErrorInfo, Result, read_results
 from replay.runner import default_processes, run
 from replay.summary import summarise
+from replay.tables import summary_lines
 from replay.trace import Request, write_trace
 
 TraceOf = Callable[..., list[Request]]
@@ -440,6 +441,22 @@ def test_an_open_loop_that_sends_nothing_for_long_says_so(
     runs.terminate()
     runs.communicate(timeout=20)
     assert "the first request is due 100 s after the run's start" in words
+
+
+def test_what_the_client_breaks_off_at_the_end_did_not_fail() -> None:
+    """With phases every run ends so: the load goes on until what was measured is answered."""
+    made = Result(
+        request_id="a", session_id="s", turn=0, input_length=10, output_length=2, phase="drain"
+    )
+    errors: list[ErrorInfo | None] = [
+        ErrorInfo(kind="cancelled", message="the run was stopped"),
+        ErrorInfo(kind="server_error", message="no"),
+        None,
+    ]
+    summary = summarise((made.model_copy(update={"error": error}) for error in errors), None)
+    assert summary["not_measured"] == {"drain": {"requests": 3, "errors": 1, "cancelled": 1}}
+    line = next(line for line in summary_lines(summary) if line.startswith("drain"))
+    assert line.endswith("3, not measured; 1 failed, 1 broken off")
 
 
 def test_of_two_results_for_a_request_the_summary_counts_the_later() -> None:
