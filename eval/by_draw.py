@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -27,14 +28,16 @@ from eval.series import Series
 from eval.stats import Estimate
 
 _COLUMNS = {
-    "attainment": "within_objective",
-    "requests_per_s": "requests_per_s",
-    "ttft_p50": "ttft_p50_s",
-    "ttft_p90": "ttft_p90_s",
-    "tpot_p50": "tpot_p50_s",
-    "worst_gap_p90": "worst_gap_p90_s",
+    "attainment": ("within_objective",),
+    "requests_per_s": ("requests_per_s",),
+    "goodput_rps": ("requests_per_s", "within_objective"),
+    "ttft_p50": ("ttft_p50_s",),
+    "ttft_p90": ("ttft_p90_s",),
+    "tpot_p50": ("tpot_p50_s",),
+    "worst_gap_p90": ("worst_gap_p90_s",),
 }
-"""Measures that are compared, by key, and the column of a line that has each."""
+"""Measures that are compared, by key, and the columns of a line whose product each is. (Goodput so
+is of the window's answers and the share of its turns, which are nearly the same turns.)"""
 _MEASURES = {measure.key: measure for measure in MEASURES}
 
 
@@ -69,8 +72,8 @@ def over_draws(
         draws = sorted(_draws(rows, sessions, base) & _draws(rows, sessions, arm))
         if not draws:
             raise InputError(f"{base} and {arm}: no draw in common with {sessions} sessions")
-        for key, column in _COLUMNS.items():
-            sides = [[_of(rows, sessions, a, at, column) for at in draws] for a in (base, arm)]
+        for key, columns in _COLUMNS.items():
+            sides = [[_of(rows, sessions, a, at, columns) for at in draws] for a in (base, arm)]
             found.append(_compared(_MEASURES[key], arm, tuple(draws), sides))
     judged = [item for item in found if math.isfinite(item.p_value)]
     kept = dict(zip(map(id, judged), holm([item.p_value for item in judged]), strict=True))
@@ -81,11 +84,13 @@ def _draws(rows: Sequence[Row], sessions: int, arm: str) -> set[int]:
     return {int(r["draw"]) for r in rows if r["arm"] == arm and int(r["sessions"]) == sessions}
 
 
-def _of(rows: Sequence[Row], sessions: int, arm: str, draw: int, column: str) -> float:
+def _of(rows: Sequence[Row], sessions: int, arm: str, draw: int, columns: Sequence[str]) -> float:
     """NaN where a run of it has no figure: a quantile among turns that were never answered."""
     which = (arm, sessions, draw)
     of = [r for r in rows if (r["arm"], int(r["sessions"]), int(r["draw"])) == which]
-    return statistics.fmean(float(row[column] or math.nan) for row in of)
+    return statistics.fmean(
+        math.prod(float(row[column] or math.nan) for column in columns) for row in of
+    )
 
 
 def _compared(
@@ -125,10 +130,12 @@ def table(compared: Sequence[OverDraws], base: str) -> list[str]:
         verdict = str(item.verdict)
         if item.verdict in (Verdict.BETTER, Verdict.WORSE) and not item.holds:
             verdict += ", not after Holm's correction"
-        chance = f"{item.p_value:.3f}" if math.isfinite(item.p_value) else DASH
+        chance = "< 0.001" if item.p_value < 0.001 else f"{item.p_value:.3f}"
+        if not math.isfinite(item.p_value):
+            chance = DASH
         cells = (
             f"`{item.arm}`",
-            ", ".join(map(str, item.draws)),
+            _ranges(item.draws),
             item.measure.label,
             f"{effect(item.measure, item.effect.value)} [{interval or DASH}]",
             chance,
@@ -136,6 +143,18 @@ def table(compared: Sequence[OverDraws], base: str) -> list[str]:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _ranges(draws: Sequence[int]) -> str:
+    """In ascending order, three and more that follow each other as the first to the last."""
+    runs: list[list[int]] = []
+    for draw in draws:
+        if runs and draw == runs[-1][-1] + 1:
+            runs[-1].append(draw)
+        else:
+            runs.append([draw])
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(words)
 
 
 def add_compare_command(app: typer.Typer) -> None:
@@ -149,5 +168,5 @@ def add_compare_command(app: typer.Typer) -> None:
         arm: Annotated[list[str], typer.Option(help="An arm to compare; as many as wanted.")],
     ) -> None:
         """Print by how much arms differ over the draws that they have in common."""
-        rows = read_rows(runs, ("arm", "sessions", "draw", *_COLUMNS.values()))
+        rows = read_rows(runs, ("arm", "sessions", "draw", *chain(*_COLUMNS.values())))
         typer.echo("\n".join(table(over_draws(rows, sessions, base, arm), base)))

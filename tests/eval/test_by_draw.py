@@ -47,6 +47,10 @@ def test_what_draws_have_in_common_is_no_difference_between_arms() -> None:
     assert (found.draws, found.verdict, found.holds) == ((1, 2, 3, 4), Verdict.BETTER, True)
     same = by_key["ttft_p50"]
     assert (same.effect.value, same.verdict) == (1.0, Verdict.NONE)
+    goodput = by_key["goodput_rps"].effect
+    assert (goodput.value, goodput.low) == pytest.approx((found.effect.value, found.effect.low))
+    shown = table(list(by_key.values()), "a")
+    assert "| `b` | 1 to 4 | Requests / s | +10.0 % [+8.7 % to +11 %] | < 0.001 | better |" in shown
 
 
 def test_a_share_is_compared_in_points_and_repeats_of_a_draw_as_their_mean() -> None:
@@ -54,6 +58,9 @@ def test_a_share_is_compared_in_points_and_repeats_of_a_draw_as_their_mean() -> 
     rows += [line("a", 2, 0.5, 0.5), line("b", 1, 0.5, 0.9), line("b", 2, 0.5, 0.6)]
     by_key = {item.measure.key: item for item in over_draws(rows, 10, "a", ["b"])}
     assert by_key["attainment"].effect.value == pytest.approx(0.15)
+    goodput = math.sqrt(0.9 / 0.7 * 0.6 / 0.5)
+    assert by_key["goodput_rps"].effect.value == pytest.approx(goodput)
+    assert table(list(by_key.values()), "a")[2].startswith("| `b` | 1, 2 | Turns within the SLO |")
 
 
 def test_only_draws_that_both_have_and_the_same_sessions_count() -> None:

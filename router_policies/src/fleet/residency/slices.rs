@@ -10,7 +10,7 @@
 use super::book::{Key, Occupant};
 use super::gaps::MOST_S;
 use super::gate::Round;
-use super::rules::Demand;
+use super::rules::{Demand, Slices};
 use super::sessions::Known;
 use super::{Residency, Site, Sites, site_of};
 use crate::policy::attention_pairs;
@@ -31,6 +31,8 @@ pub(super) struct Load {
     tokens: f64,
     /// Tokens of their prompts: running or not, they are to be found in one of the tiers again.
     kept: f64,
+    /// The same and the prompts of those that wait without a slice; not counted where nothing depends on it.
+    of_all: f64,
     /// Those who have had theirs for long enough; the longest first.
     over: Vec<Over>,
     /// [`super::book::Hold::changes`] of the places that it is of.
@@ -64,17 +66,26 @@ struct SliceBudget {
 
 impl Residency {
     /// What turns of sessions with a slice may be expected to hold on a worker; none where there are
-    /// no slices.
+    /// no slices, or where all that take turns there have prompts of so few tokens, `of_all`, that nobody
+    /// needs one.
     ///
     /// The host tier holds what the GPU holds too, as HiCache and vLLM's offloading write it through. What sessions
     /// with a slice leave behind while they think must fit in it, or each comes back to nothing.
-    fn slice_budget(&self, site: &Site) -> Option<SliceBudget> {
+    fn slice_budget(&self, site: &Site, of_all: f64) -> Option<SliceBudget> {
         let slices = self.manner.slices?;
-        let (tier, budget) = (site.host_tier_tokens()?, self.budget_tokens(site)? as f64);
+        let (tier, budget) = (site.host_tier_tokens()? as f64, self.budget_tokens(site)?);
+        if of_all <= tier * slices.from_tier_fill {
+            return None;
+        }
         Some(SliceBudget {
-            tokens: budget * slices.fill,
-            kept: (tier as f64 * slices.tier_fill).max(budget),
+            tokens: budget as f64 * slices.fill,
+            kept: (tier * slices.tier_fill).max(budget as f64),
         })
+    }
+
+    /// Whether sessions take turns in time slices there, once there are enough of them.
+    fn slices_at(&self, site: &Site) -> bool {
+        self.slice_budget(site, f64::INFINITY).is_some()
     }
 
     /// Whether sessions take turns in time slices on any worker.
@@ -101,10 +112,7 @@ impl Residency {
 
     /// Whether a session has a slice there, or may begin one now, or needs none.
     pub(super) fn may_begin_slice(&self, key: Key, site: &Site, round: &mut Round) -> bool {
-        let Some(budget) = self.slice_budget(site) else {
-            return true;
-        };
-        if self.has_slice(key, site) {
+        if !self.slices_at(site) || self.has_slice(key, site) {
             return true;
         }
         // The next one is that for which room gathers.
@@ -121,16 +129,14 @@ impl Residency {
             None => Rc::new(self.load(site, round.now_s, round.demand())),
         };
         round.loads[site.slot] = Some(Rc::clone(&load));
-        self.ends_for(key, site, &load, budget).is_some()
+        self.slice_budget(site, load.of_all)
+            .is_none_or(|budget| self.ends_for(key, site, &load, budget).is_some())
     }
 
     /// A session whose turn was let in begins a slice, unless it has one, and those end that make room for it.
     /// One that goes on with a place that it still has, where no more slices fit, has none.
     pub fn begin_slice(&mut self, key: Key, site: &Site, now_s: f64, demand: Demand) {
-        let Some(budget) = self.slice_budget(site) else {
-            return;
-        };
-        if self.has_slice(key, site) {
+        if !self.slices_at(site) || self.has_slice(key, site) {
             return;
         }
         let mut load = self.load(site, now_s, demand);
@@ -140,7 +146,11 @@ impl Residency {
         let own = self.expected(key, site, now_s);
         load.tokens -= blended(in_flight, own.tokens);
         load.kept -= own.kept;
-        let Some(ends) = self.ends_for(key, site, &load, budget) else {
+        let ends = match self.slice_budget(site, load.of_all) {
+            Some(budget) => self.ends_for(key, site, &load, budget),
+            None => Some(Vec::new()),
+        };
+        let Some(ends) = ends else {
             return;
         };
         let mut slices = std::mem::take(&mut self.seen[site.slot].slices);
@@ -159,6 +169,7 @@ impl Residency {
         let mut load = Load {
             tokens: 0.0,
             kept: 0.0,
+            of_all: f64::INFINITY,
             over: Vec::new(),
             changes: self.changes_at(site.slot),
         };
@@ -186,11 +197,34 @@ impl Residency {
             load.kept += expected.kept;
         }
         load.tokens = blended(hold.in_flight_tokens(), load.tokens);
+        let is_asked = |slices: Slices| slices.from_tier_fill > 0.0;
+        if self.manner.slices.is_some_and(is_asked) {
+            load.of_all = load.kept + self.waiting_tokens(site);
+        }
         over.sort_by(|(one_s, one), (other_s, other)| {
             one_s.total_cmp(other_s).then(one.key.cmp(&other.key))
         });
         load.over = over.into_iter().map(|(_, over)| over).collect();
         load
+    }
+
+    /// Tokens of the prompts that wait for a worker, or for any, without a slice and without running there.
+    fn waiting_tokens(&self, site: &Site) -> f64 {
+        let runs = |key: Key| {
+            let hold = self.holds.get(site.slot);
+            let occupant = hold.and_then(|hold| hold.occupant(key));
+            occupant.is_some_and(|occupant| !occupant.turns.is_empty())
+        };
+        let may_go_there = |key: Key| {
+            let home = self.sessions.get(key).and_then(|known| known.home);
+            home.is_none_or(|(slot, _)| slot == site.slot)
+        };
+        let waiting = self.queue.waiting().map(|(_, waiter)| &waiter.turn);
+        let others = waiting.filter(|turn| {
+            let key = turn.identity.key;
+            may_go_there(key) && !self.has_slice(key, site) && !runs(key)
+        });
+        others.map(|turn| turn.prompt.tokens() as f64).sum()
     }
 
     /// Who has to end so that this one may begin; none if all who may are not enough. What it holds over time
@@ -314,8 +348,12 @@ mod tests {
         }
 
         fn with_tier(host_kv_tokens: u32, cheap_recompute_s: f64) -> Self {
+            Self::with_slices_from(host_kv_tokens, cheap_recompute_s, 0.0)
+        }
+
+        fn with_slices_from(host_kv_tokens: u32, cheap_recompute_s: f64, tier_fill: f64) -> Self {
             let (fleet, clock_ms) = fleet_under(&json!({"cold_slots": 10, "growth_turns": 0,
-                "cheap_recompute_s": cheap_recompute_s}));
+                "cheap_recompute_s": cheap_recompute_s, "slice_from_tier_fill": tier_fill}));
             let world = Self {
                 fleet,
                 clock_ms,
@@ -368,6 +406,17 @@ mod tests {
             let reservation = self.placed(&self.turn(session, length));
             self.advance(run_s);
             reservation.finish(Outcome::Ok, Some(200), None);
+        }
+
+        /// Whether a session may have a slice, if it comes now.
+        fn may_begin(&self, session: u32) -> bool {
+            let key = crate::fleet::affinity::session_key(&format!("s{session}"));
+            let now_s = self.fleet.now_s();
+            let mut state = self.fleet.state.lock();
+            let sites = state.sites(&[], now_s);
+            let mut round = Round::new(&sites, now_s, 0.0, 1.0);
+            let residency = &state.residency;
+            residency.may_begin_slice(key, &sites[0], &mut round)
         }
 
         /// What those with a slice, and others that run, are expected to hold; and who has one.
@@ -498,13 +547,24 @@ mod tests {
         // What the first held is expected to be held by nobody any more.
         world.serve(1, 60_000, 5.0);
         assert_eq!(world.load().1.len(), 1);
-        let key = crate::fleet::affinity::session_key("s0");
-        let now_s = world.fleet.now_s();
-        let mut state = world.fleet.state.lock();
-        let sites = state.sites(&[], now_s);
-        let mut round = Round::new(&sites, now_s, 0.0, 1.0);
-        let may_begin = state.residency.may_begin_slice(key, &sites[0], &mut round);
-        assert!(!may_begin, "both would hold more than fits");
+        assert!(!world.may_begin(0), "both would hold more than fits");
+    }
+
+    #[test]
+    fn nobody_needs_a_slice_while_the_tier_keeps_all_that_take_turns() {
+        let world = World::with_slices_from(500_000, 0.0, 0.6);
+        world.serve(0, 80_000, 5.0);
+        world.serve(1, 60_000, 5.0);
+        assert_eq!(world.load().1.len(), 2, "they would hold more than half");
+        assert!(world.may_begin(2));
+        let running = world.placed(&world.turn(0, 90_000));
+        let ticket = world.waits(&world.turn(2, 90_000));
+        assert!(world.may_begin(3), "240,000 tokens of 300,000");
+        let another = world.waits(&world.turn(3, 90_000));
+        assert!(!world.may_begin(3), "330,000");
+        drop(another);
+        assert!(world.may_begin(3));
+        drop((running, ticket));
     }
 
     #[test]
@@ -521,7 +581,9 @@ mod tests {
         let mut state = world.fleet.state.lock();
         let sites = state.sites(&[], now_s);
         let (residency, site) = (&state.residency, &sites[0]);
-        let budget = residency.slice_budget(site).expect("it has a tier");
+        let budget = residency
+            .slice_budget(site, f64::INFINITY)
+            .expect("it has a tier");
         assert_eq!(budget.kept.round(), 100_000.0, "0.8 of 125,000");
         let load = residency.load(site, now_s, Demand::NOBODY_WAITS);
         assert!(load.over.is_empty());
@@ -556,7 +618,7 @@ mod tests {
             let mut state = world.fleet.state.lock();
             let sites = state.sites(&[], world.fleet.now_s());
             let (residency, site) = (&state.residency, &sites[0]);
-            assert_eq!(residency.slice_budget(site).is_some(), is_one);
+            assert_eq!(residency.slices_at(site), is_one);
             assert_eq!(residency.has_slices(&sites), is_one);
             let booked = if is_one { 98_000 } else { 95_000 };
             assert_eq!(
