@@ -8,6 +8,7 @@ the packages that reports need.
 from __future__ import annotations
 
 import errno
+import faulthandler
 import importlib
 import os
 import sys
@@ -73,6 +74,8 @@ def main() -> None:
     """Runs the command line: exits 0 on success, 2 on bad input, 1 where the machine cannot (a full
     disk) or on a defect of ours, which shows its traceback."""
     prefer_ours()
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)  # a crash in a library's C code says where Python was
     arguments = sys.argv[1:]
     try:
         with told_in_one_line():

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from deltaserve.errors import InputError, told_in_one_line
+from eval.by_draw import add_compare_command
 from eval.experiment import Slo
 from eval.experiment_files import load_experiment
 from eval.outcomes import good
@@ -169,6 +170,7 @@ def picture(rows: Sequence[Row], measured: Sequence[Row], arms: Sequence[str] | 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 add_lines_command(app, rows_in)
+add_compare_command(app)
 
 
 @app.command("show")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,20 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word() -> None:
     done = subprocess.run(listing, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_crash_in_c_code_says_where_python_was() -> None:
+    crashing = (
+        "import os, signal\n"
+        "from deltaserve import cli\n"
+        "def crash(**_): os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "cli.build_app = lambda _: crash\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", crashing], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+    assert "in crash" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -52,6 +53,15 @@ def _unpacked(folder: str, name: str) -> list[dict[str, Any]]:
     with (RESULTS / folder / name).open("rb") as packed:
         found = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(packed))
         return [orjson.loads(line) for line in found]
+
+
+def row(table: int, label: str, page: str = "residency.md") -> list[str]:
+    """The cells of a row of a page's table; each begins with its requests/s."""
+    text = (RESULTS / page).read_text()
+    block = re.split(r"^(?=\| requests/s \|)", text, flags=re.M)[table + 1]
+    found = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", block, re.M)
+    assert found, f"table {table} has no row {label}"
+    return [cell.strip() for cell in found[1].split("|")]
 
 
 def number(cell: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import pytest
 from eval.rules_a_gpu import RECOMPUTED_TOKENS
 from eval.sessions_a_gpu import row_of
 from eval.steady import State, steadiness
-from tests.eval.published import RESULTS, decisions, lines, number, phases, run_of
+from tests.eval.published import RESULTS, decisions, lines, number, phases, row, run_of
+from tests.eval.windows import between, has_rows, missed, until
 
 # By table of the page, the arms of its columns.
 TABLES = (
@@ -61,6 +61,7 @@ TABLES = (
         "draw2-twentyfour",
     ),
     ("draw1-vllm-4096-ten", "draw4-vllm-4096-ten", "vllm-4096-residency-twentyfour"),
+    ("draw1-ten", "draw4-ten", "draw1-mixed-ten"),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -79,13 +80,9 @@ README = (
     {8: "vllm-fp8-host-eight", 10: "vllm-fp8-host-ten", 12: "vllm-fp8-host-twelve"},
     {12: "vllm-fp8-host-residency-twelve", 24: "vllm-fp8-host-residency-twentyfour"},
     {10: "vllm-4096-ten"},
-    {10: "draw2-vllm-4096-ten"},
-    {10: "draw1-vllm-4096-ten"},
-    {10: "draw4-vllm-4096-ten"},
     {16: "vllm-4096-residency-sixteen", 24: "vllm-4096-residency-twentyfour"},
     {16: "draw2-vllm-4096-residency-sixteen"},
     {10: "mixed-ten", 16: "mixed-sixteen"},
-    {10: "draw2-mixed-ten"},
     {
         8: "slices-eight",
         10: "along-ten",
@@ -93,29 +90,14 @@ README = (
         16: "price-sixteen",
         24: "bound-twentyfour",
     },
-    {10: "draw2-ten", 16: "draw2-sixteen", 24: "draw2-twentyfour"},
+    {16: "draw2-sixteen", 24: "draw2-twentyfour"},
 )
-# Where the page has ten sessions before ours, SGLang's mixed chunks and vLLM's of 4,096 tokens:
-# table and column, on draw 3 and on draw 2.
-TEN_BY_DRAW = (((11, 0), (17, 1)), ((16, 0), (17, 0)), ((16, 3), (17, 2)))
-CUT_OFF = "draw2-vllm-4096-residency-twentyfour-cut-off"
-# Ten sessions before vLLM in chunks of 4,096, of draws 1, 4, 3 and 2.
-TEN_VLLM = ("draw1-vllm-4096-ten", "draw4-vllm-4096-ten", "vllm-4096-ten", "draw2-vllm-4096-ten")
 COLUMNS = [
     (page, table, at, arm)
     for page, tables in (("residency.md", TABLES), ("laptop.md", LAPTOP_TABLES))
     for table, arms in enumerate(tables)
     for at, arm in enumerate(arms)
 ]
-
-
-def row(table: int, label: str, page: str = "residency.md") -> list[str]:
-    """The cells of a row of a page's table; each begins with its requests/s."""
-    text = (RESULTS / page).read_text()
-    block = re.split(r"^(?=\| requests/s \|)", text, flags=re.M)[table + 1]
-    found = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", block, re.M)
-    assert found, f"table {table} has no row {label}"
-    return [cell.strip() for cell in found[1].split("|")]
 
 
 @pytest.mark.parametrize(("page", "table", "at", "arm"), COLUMNS, ids=[arm for *_, arm in COLUMNS])
@@ -199,6 +181,7 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         (16, State.STEADY),
         (17, State.STEADY),
         (18, State.STEADY),
+        (19, State.STEADY),
     ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
@@ -233,7 +216,7 @@ def test_what_is_said_of_the_run_that_was_cut_off() -> None:
     start_s = phases(arms[0])["window_start_s"]
     answered, waited_s = [], []
     for arm in arms:
-        found = _between(arm, start_s, start_s + 169)
+        found = between(arm, start_s, start_s + 169)
         answered.append(found["answers"])
         waits_s = found["waits_s"]
         waited_s.append((round(float(np.median(waits_s))), min(waits_s) > 59))
@@ -276,12 +259,12 @@ def test_what_is_said_of_24_sessions_before_both_engines() -> None:
     """In the seconds of the windows that both have lines for."""
     arms = ("vllm-fp8-host-twentyfour-cut-off", "slices-twentyfour-cut-off")
     page = (RESULTS / "residency.md").read_text()
-    columns = [_until(arm, 105) for arm in arms]
-    _has_rows(page, columns)
+    columns = [until(arm, 105) for arm in arms]
+    has_rows(page, columns)
     medians_s = [float(np.median(column["waits_s"])) for column in columns]
     assert medians_s == pytest.approx([107.0, 0.996], rel=0.001)
     assert min(columns[0]["waits_s"]) == pytest.approx(86, abs=0.5)
-    again, before = (_until(arm, 160) for arm in (arms[1], "slices-twentyfour"))
+    again, before = (until(arm, 160) for arm in (arms[1], "slices-twentyfour"))
     assert (again["answers"], before["answers"]) == (97, 98)
     assert again["cached"] == pytest.approx(0.883, abs=5e-4)
     assert again["good"] / again["firsts"] == pytest.approx(0.62, abs=0.005)
@@ -296,8 +279,8 @@ def test_what_is_said_of_24_sessions_before_vllm_with_and_without_residency() ->
         "half-twentyfour",
     )
     page, readme = ((RESULTS / name).read_text() for name in ("residency.md", "../../README.md"))
-    columns = [_until(arm, 230) for arm in arms]
-    _has_rows(page, columns, ("sessions that got an answer", "{sessions}"))
+    columns = [until(arm, 230) for arm in arms]
+    has_rows(page, columns, ("sessions that got an answer", "{sessions}"))
     vllm, residency, ours = columns
     assert f"{residency['answers'] / vllm['answers']:.1f} times the answers" in page
     assert f"{100 * residency['good'] / residency['firsts']:.0f} % of first tokens" in page
@@ -315,7 +298,7 @@ def test_what_is_said_of_three_rules_with_16_sessions() -> None:
     good, served, unserved_s = [], [], []
     for arm in arms:
         measured = [r for r in lines(arm) if r["phase"] == "measure"]
-        good.append(sum(not r["error"] and not any(_misses(r)) for r in measured))
+        good.append(sum(not r["error"] and not any(missed(r)) for r in measured))
         window = phases(arm)
         start_s, end_s = window["window_start_s"], window["window_end_s"]
         there = [
@@ -338,10 +321,10 @@ def test_what_is_said_of_three_rules_with_16_sessions() -> None:
     assert aimd == (14, 24)
     assert cap == (17, 24)
     assert unserved_s == [(2, 218, 231), (6, 61, 219), (6, 91, 238)]
-    found = _until("rules-aimd-twentyfour-cut-off", 160)
+    found = until("rules-aimd-twentyfour-cut-off", 160)
     assert (found["answers"], found["sessions"]) == (85, 12)
     assert (found["good"], found["firsts"]) == (68, 85)
-    before = [_until(f"{run}-twentyfour", 160) for run in ("slices", "along", "half")]
+    before = [until(f"{run}-twentyfour", 160) for run in ("slices", "along", "half")]
     assert sorted(of["answers"] for of in before) == [98, 106, 107]
     assert sorted(of["sessions"] for of in before) == [18, 19, 20]
     assert sorted((of["good"], of["firsts"]) for of in before) == [(72, 99), (86, 105), (90, 110)]
@@ -353,10 +336,10 @@ def test_what_is_said_of_the_engines_own_chunks() -> None:
     page, readme = ((RESULTS / name).read_text() for name in ("residency.md", "../../README.md"))
     ended = ("vllm-4096-residency-sixteen", "price-sixteen")
     arms = ("vllm-4096-sixteen-cut-off", "mixed-sixteen", *ended)
-    _has_rows(page[page.index("| 16 in flight, 115 s |") :], [_until(arm, 115) for arm in arms])
+    has_rows(page[page.index("| 16 in flight, 115 s |") :], [until(arm, 115) for arm in arms])
 
     def misses(arm: str) -> list[tuple[bool, bool, bool]]:
-        return [_misses(r) for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
+        return [missed(r) for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
 
     for arm, late, gaps in (("vllm-fp8-host-ten", 22, 10), ("vllm-4096-ten", 28, 1)):
         assert [sum(of) for of in zip(*misses(arm), strict=True)] == [late, gaps, 0]
@@ -371,144 +354,6 @@ def test_what_is_said_of_the_engines_own_chunks() -> None:
     rates = [number(row(16, "requests/s")[at]) for at in range(3)]
     assert f"{rates[2] / rates[1]:.1f} times as many, and 75 % of turns" in page
     assert f"keep none, at {rates[1]:.3f} requests/s; ours" in readme
-
-
-def test_what_is_said_of_ten_sessions_of_another_draw() -> None:
-    """Turns in time by both draws, what was late, and who still waited when the runs ended."""
-    text = (RESULTS / "residency.md").read_text()
-    page = text[text.index("## Ten sessions of another draw") :]
-
-    def in_time(*arms: str) -> tuple[int, int]:
-        measured = [r for arm in arms for r in lines(arm) if r["phase"] == "measure"]
-        good = [r for r in measured if not r["error"] and not any(_misses(r))]
-        return len(good), len(measured)
-
-    pairs = (
-        ("along-ten", "draw2-ten"),
-        ("mixed-ten", "draw2-mixed-ten"),
-        ("vllm-4096-ten", "draw2-vllm-4096-ten"),
-    )
-    (ours, of_ours), *others = (in_time(*pair) for pair in pairs)
-    said = f"{ours} turns in time of {of_ours} in 480 s, SGLang's mixed chunks {{}} of {{}}, vLLM"
-    assert said.format(*others[0]) + " {} of {}".format(*others[1]) in page
-    shares = [[number(row(at, "turns within the SLO")[i]) for at, i in of] for of in TEN_BY_DRAW]
-    first, second = zip(*shares, strict=True)
-    assert "ours keeps {:.0f} % of turns within".format(*second) in page
-    assert "mixed chunks {1:.0f} %, vLLM in the same chunks {2:.0f} %".format(*second) in page
-    assert "[{:.0f}, {:.0f}](".format(*first) in page
-    assert f"and {first[2]:.0f} %." in page
-    both = [in_time(arm)[0] for arm in ("draw2-sixteen", "draw2-vllm-4096-residency-sixteen")]
-    assert "{} and {} turns in time".format(*both) in page
-    for arm, late in (("draw2-mixed-ten", 32), ("draw2-vllm-4096-ten", 45)):
-        misses = [_misses(r) for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
-        assert [sum(of) for of in zip(*misses, strict=True)] == [late, 0, 0]
-    unserved = [
-        sum(r["phase"] == "measure" and r["first_token_s"] is None for r in lines(arm))
-        for arm in ("draw2-sixteen", "draw2-twentyfour")
-    ]
-    assert unserved == [2, 3]
-    rates = [number(cell) for cell in row(17, "requests/s")]
-    assert f"at {rates[5]:.3f} requests/s: {rates[5] / rates[1]:.1f} times those with ten" in page
-    waits_s = [number(row(17, "TTFT p50 of turns")[at]) for at in (0, 1)]
-    assert waits_s[0] / waits_s[1] > 5
-
-
-def test_what_is_said_of_two_more_draws_before_vllm() -> None:
-    """What missed the objective with ten, and the same seconds with 24 before both engines."""
-    page = (RESULTS / "residency.md").read_text()
-    page = page[page.index("## Ten sessions of two more draws") :]
-    for arm, misses in (("draw1-vllm-4096-ten", [11, 0, 0]), ("draw4-vllm-4096-ten", [13, 0, 2])):
-        answered = [r for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
-        found = [_misses(r) for r in answered]
-        assert [sum(of) for of in zip(*found, strict=True)] == misses
-    lengths, answers = zip(*map(_mean_tokens, TEN_VLLM), strict=True)
-    assert [round(tokens, -3) for tokens in lengths] == [82_000, 86_000, 70_000, 86_000]
-    assert max(answers[:2]) < min(answers[2:])
-    assert "({:.0f} and {:.0f} tokens where".format(*answers[:2]) in page
-    arms = ("vllm-4096-residency-twentyfour", "bound-twentyfour", CUT_OFF, "draw2-twentyfour")
-    columns = [_until(arm, 240) for arm in arms]
-    _has_rows(page, columns, ("sessions that got an answer", "{sessions}"))
-    assert columns[1]["answers"] / columns[0]["answers"] == pytest.approx(1.25, abs=0.02)
-
-
-def test_who_still_waited_when_the_run_that_was_cut_off_had_had_its_window() -> None:
-    """Turns without an answer are in the router's log alone, by its clock."""
-    requests = {r["request_id"]: r for r in lines(CUT_OFF)}
-    came = [e for e in decisions(CUT_OFF) if e["event"] in ("wait", "decision")]
-    apart_s = [
-        e["ts_unix_s"] - requests[e["request_id"]]["sent_s"]
-        for e in came
-        if e["event"] == "wait" and e["request_id"] in requests
-    ]
-    first_s: dict[str, float] = {}
-    for event in came:
-        first_s.setdefault(event["request_id"], event["ts_unix_s"] - float(np.median(apart_s)))
-    begun = {e["request_id"] for e in came if e["event"] == "decision"}
-    window = phases(CUT_OFF)
-    start_s, end_s = window["window_start_s"], window["window_end_s"]
-    open_at_s = {id_: at for id_, at in first_s.items() if id_ not in requests and at < end_s}
-    waited_s = sorted(end_s - at for id_, at in open_at_s.items() if id_ not in begun)
-    before = [s for s in waited_s if s > end_s - start_s]
-    assert (len(waited_s), len(before)) == (12, 9)
-    assert [round(s) for s in (before[0], before[-1])] == [257, 302]
-    assert sum(at >= start_s for at in open_at_s.values()) == 8
-    assert max(r["finished_s"] for r in requests.values()) == pytest.approx(end_s + 2.2, abs=0.1)
-
-
-def _mean_tokens(arm: str) -> tuple[float, float]:
-    """Of prompts and of answers."""
-    answered = [r for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
-    prompts, answers = ([r[key] for r in answered] for key in ("prompt_tokens", "output_tokens"))
-    return float(np.mean(prompts)), float(np.mean(answers))
-
-
-def _has_rows(page: str, columns: list[dict[str, Any]], *further: tuple[str, str]) -> None:
-    """A row for each label, with what was found of each run."""
-    for label, form in (
-        ("answers", "{answers}"),
-        ("their prompt tokens from cache", "{cached:.3f}"),
-        ("first tokens", "{firsts}"),
-        ("of them within 10 s", "{early} of {firsts}"),
-        ("of them within the SLO", "{good} of {firsts}"),
-        *further,
-    ):
-        cells = " | ".join(form.format(**column) for column in columns)
-        assert f"| {label} | {cells} |" in page, label
-
-
-def _until(arm: str, seconds: float) -> dict[str, Any]:
-    """In the first seconds of its window."""
-    start_s = phases(arm)["window_start_s"]
-    return _between(arm, start_s, start_s + seconds)
-
-
-def _between(arm: str, start_s: float, end_s: float) -> dict[str, Any]:
-    """Answers that ended between two times of a run, and first tokens that came."""
-    requests = [r for r in lines(arm) if r["phase"] != "prime"]
-    answers = [r for r in requests if not r["error"] and start_s <= r["finished_s"] < end_s]
-    firsts = [r for r in requests if start_s <= (r["first_token_s"] or 0.0) < end_s]
-    waits_s = [r["first_token_s"] - r["scheduled_s"] for r in firsts]
-    return {
-        "answers": len(answers),
-        "cached": sum(r["cached_tokens"] for r in answers)
-        / sum(r["prompt_tokens"] for r in answers),
-        "firsts": len(firsts),
-        "waits_s": waits_s,
-        "early": sum(wait_s <= 10 for wait_s in waits_s),
-        "good": sum(not r["error"] and not any(_misses(r)) for r in firsts),
-        "sessions": len({r["session_id"] for r in answers}),
-    }
-
-
-def _misses(request: dict[str, Any]) -> tuple[bool, bool, bool]:
-    """Whether an answer's first token was late, a gap over 1 s, its time a token over 50 ms."""
-    new = request["prompt_tokens"] - min(request["best_cached_tokens"], request["prompt_tokens"])
-    times_s = [at_s for at_s, _ in request["arrivals"]]
-    return (
-        request["first_token_s"] - request["scheduled_s"] > 3.0 + 0.0001 * new,
-        max(np.diff(times_s), default=0.0) > 1.0,
-        (times_s[-1] - times_s[0]) / max(1, request["output_tokens"] - 1) > 0.05,
-    )
 
 
 def test_what_is_said_of_the_noise_and_of_waits() -> None:
@@ -561,7 +406,7 @@ def test_what_is_said_of_the_turns_outside_the_objective() -> None:
     """With FP8 KV and a host tier: late first tokens, gaps over 1 s, slow answers, any of them."""
     found = []
     for arm in ("fp8-eight-1", "fp8-eight-2"):
-        misses = [_misses(r) for r in lines(arm) if r["phase"] == "measure"]
+        misses = [missed(r) for r in lines(arm) if r["phase"] == "measure"]
         late, gap, slow = (sum(of) for of in zip(*misses, strict=True))
         found.append((late, gap, slow, sum(map(any, misses))))
     assert found == [(6, 20, 0, 26), (6, 22, 1, 28)]
@@ -570,7 +415,7 @@ def test_what_is_said_of_the_turns_outside_the_objective() -> None:
 def test_what_is_said_of_ten_sessions_before_vllm() -> None:
     """What was late, and how many sessions each arm keeps nine turns of ten with."""
     measured = [r for r in lines("vllm-fp8-host-ten") if r["phase"] == "measure"]
-    misses = [_misses(r) for r in measured if not r["error"]]
+    misses = [missed(r) for r in measured if not r["error"]]
     assert [sum(of) for of in zip(*misses, strict=True)] == [22, 10, 0]
     assert (len(measured), sum(bool(r["error"]) for r in measured)) == (119, 2)
     shares = [number(row(8, "turns within the SLO")[0]), number(row(10, "turns within the SLO")[0])]
@@ -628,7 +473,7 @@ def test_what_is_said_of_late_turns_with_half_in_flight(
 ) -> None:
     """Those that computed all of their prompt, and how late the others came."""
     measured = [r for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
-    came_late = [r for r in measured if _misses(r)[0]]
+    came_late = [r for r in measured if missed(r)[0]]
     cold = [r for r in came_late if r["cached_tokens"] == 0]
     assert (len(came_late), len(cold)) == (late, computed)
     assert all(r["turn"] <= 1 for r in cold)
@@ -742,7 +587,7 @@ def test_why_places_went_before_sglang_that_gives_up_what_is_cheap() -> None:
 def test_what_is_said_of_ten_24_and_twelve_with_short_turns_along() -> None:
     def misses(arm: str) -> list[tuple[bool, bool, bool]]:
         measured = [r for r in lines(arm) if r["phase"] == "measure"]
-        return [_misses(r) for r in measured if not r["error"]]
+        return [missed(r) for r in measured if not r["error"]]
 
     assert [sum(of) for of in zip(*misses("along-ten"), strict=True)] == [11, 0, 0]
     vllm = [number(row(at, "turns within the SLO")[0]) for at in (8, 10)]
@@ -753,7 +598,7 @@ def test_what_is_said_of_ten_24_and_twelve_with_short_turns_along() -> None:
     ]
     assert carried == pytest.approx([8.7, 10.1], abs=0.05)
     assert carried[1] / carried[0] == pytest.approx(1.16, abs=0.005)
-    found = _until("sglang-three-cut-off", 131)
+    found = until("sglang-three-cut-off", 131)
     assert (found["answers"], found["good"], found["firsts"]) == (28, 24, 28)
     assert found["cached"] == pytest.approx(0.887, abs=5e-4)
 
