@@ -53,8 +53,12 @@ def read_requests(paths: Sequence[Path]) -> list[list[Request]]:
     return runs
 
 
-def fit_arrivals(runs: Sequence[Sequence[Request]], chunk_tokens: int) -> Calibration:
-    """Both kinds of step of one kind of worker, whose steps prefill at most `chunk_tokens`.
+def fit_arrivals(
+    runs: Sequence[Sequence[Request]], chunk_tokens: int | Sequence[int]
+) -> Calibration:
+    """Both kinds of step of one kind of worker, whose steps prefill at most `chunk_tokens`: in all
+    runs, or run by run. Long prompts in chunks of one size do not tell what a step takes besides
+    from what its tokens take; runs with chunks of two sizes do.
 
     Each time when tokens arrive ends a step. Decodes: the time between two steps in which the same
     answers got a token, while nobody waited for a first one. Prefills: those that followed each
@@ -64,16 +68,18 @@ def fit_arrivals(runs: Sequence[Sequence[Request]], chunk_tokens: int) -> Calibr
     What is left of the time to that token, less half a step until it is seen, is `request_s`: the
     engine's API, or loading from a host tier.
     """
-    all_steps = [arrival_steps(run) for run in runs]
-    both = list(zip(runs, all_steps, strict=True))
-    decode = fit_rows([row for run, steps in both for row in _decodes(run, steps)], _DECODE_TRIM)
+    chunks = [chunk_tokens] * len(runs) if isinstance(chunk_tokens, int) else chunk_tokens
+    every = [(run, arrival_steps(run), size) for run, size in zip(runs, chunks, strict=True)]
+    decode = fit_rows(
+        [row for run, steps, _ in every for row in _decodes(run, steps)], _DECODE_TRIM
+    )
     if decode is None:
         return Calibration(None, None)
-    beside = [pair for run, steps in both for pair in _prefills(run, steps, decode, chunk_tokens)]
+    beside = [pair for run, steps, size in every for pair in _prefills(run, steps, decode, size)]
     prefill = fit_rows([row for row, _ in beside], _PREFILL_TRIM)
     waited_s = max(0.0, float(np.median([waited_s for _, waited_s in beside]))) if prefill else None
     found_s = None
-    alone = fit_alone([row for run in runs for row in alone_prefills(run, chunk_tokens)])
+    alone = fit_alone([row for run, _, size in every for row in alone_prefills(run, size)])
     if alone is not None:
         prefill = alone
         found_s = found_token_s([each for run in runs for each in returns(run)], alone, decode)

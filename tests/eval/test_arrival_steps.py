@@ -151,13 +151,13 @@ def test_prefills_alone_are_those_that_follow_each_other_while_nobody_decodes() 
     ]
 
 
-def primes(prompts: int, overhead_s: float) -> list[dict[str, Any]]:
+def primes(prompts: int, overhead_s: float, chunk: int = CHUNK) -> list[dict[str, Any]]:
     """Prompts that come at once and are computed from nothing, one after another."""
     draws = np.random.default_rng(5)
     at_s, left, made = 0.0, 0, []
     for tokens in draws.integers(9_000, 60_000, prompts).tolist():
-        chunks = -(-(tokens - left) // CHUNK)
-        left += chunks * CHUNK - tokens
+        chunks = -(-(tokens - left) // chunk)
+        left += chunks * chunk - tokens
         at_s += chunks * overhead_s + tokens * tokens / 2 / PAIRS_PER_S
         made.append(answered(0.0, at_s, tokens))
     return made
@@ -186,6 +186,17 @@ def test_what_a_token_that_is_found_takes_is_recovered_beside_prefills_alone(
     # Steps are up to 2 % longer and shorter by chance, which counts where they are longer.
     assert constants["found_token_s"] == pytest.approx(found_s, rel=0.1, abs=3e-7)
     assert f"found_token_s = {constants['found_token_s']:.6g}" in to_toml(found, "made", ["one"])
+
+
+def test_runs_in_chunks_of_two_sizes_are_fitted_together() -> None:
+    """Neither has enough prefills alone by itself, and of each the chunks are its own."""
+    turns = later(made_requests(3, overhead_s=0.02), 1_000.0)
+    runs = [primes(40, 0.02) + turns, primes(40, 0.02, chunk=CHUNK // 2)]
+    found = fit_arrivals(runs, [CHUNK, CHUNK // 2])
+    assert found.prefill is not None
+    assert (found.prefill.steps, found.prefill.left_out) == (78, 0)
+    assert found.prefill.p90_error < 1e-6
+    assert found.constants()["prefill_overhead_s"] == pytest.approx(0.02)
 
 
 def test_too_few_prefills_alone_or_turns_that_return_say_nothing_of_found_tokens() -> None:
@@ -270,6 +281,16 @@ def test_the_command_fits_the_file_of_a_run(tmp_path: Path) -> None:
     fitted = tomllib.loads(output.read_text())
     assert fitted["prefill_pairs_per_s"] == pytest.approx(PAIRS_PER_S, rel=0.1)
     assert fitted["fit"]["decode"]["median_relative_error"] < 0.05
+
+
+def test_chunks_for_other_than_all_runs_are_one_clear_error(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.jsonl" for name in ("one", "two")]
+    for path in paths:
+        path.write_bytes(orjson.dumps(made_requests(1, requests=1)[0]))
+    arguments = ["calibrate", *map(str, paths), "--by", "arrivals", "--name", "x", "--output", "x"]
+    done = CliRunner().invoke(app, [*arguments, *["--chunk-tokens", "4096"] * 3])
+    assert isinstance(done.exception, InputError)
+    assert str(done.exception) == ("--chunk-tokens: expected one, or one for each of 2 runs, not 3")
 
 
 def test_a_run_without_arrivals_is_one_clear_error(tmp_path: Path) -> None:
