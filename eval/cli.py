@@ -367,6 +367,7 @@ def calibrate_command(
     """
     from eval.arrival_steps import fit_arrivals, read_requests
     from eval.calibrate import fit, read_steps, to_toml
+    from replay.files import write_file
 
     if '"' in name or "\n" in name:
         raise InputError(f"--name {name}: expected one line without quotation marks")
@@ -382,7 +383,7 @@ def calibrate_command(
     else:
         calibration = fit(read_steps(runs))
     text = to_toml(calibration, name, [run.name for run in runs])
-    output.write_text(text, encoding="utf-8")
+    write_file(output, text.encode())
     typer.echo(text.rstrip())
 
 

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from deltaserve.errors import InputError
-from eval.records import Run
+from eval.records import Run, Window
+from replay.options import START_SHARE
 
 _ENGINES = ("sglang", "vllm", "vllm-cpu")
 _RATES = {
@@ -73,14 +74,9 @@ def identity_of(run: Run) -> Identity:
             vocab_size=_first(written.get("vocab_size"), arguments.get("vocab_size")),
             splice_outputs=_first(written.get("splice_outputs"), arguments.get("splice_outputs")),
             load=_of_arguments(arguments, "mode", *_RATES.get(str(arguments.get("mode")), ())),
-            think=_of_arguments(arguments, "think_scale", "max_think_s"),
+            think=_think(arguments),
             limits=_of_arguments(arguments, "request_limit", "session_limit", "max_input_tokens"),
-            phases=(
-                f"start {window.start}, {_length(window.asked_s)}"
-                + (", recycled" if window.recycle else "")
-                if window is not None
-                else "none"
-            ),
+            phases="none" if window is None else _phases(window, arguments),
         ),
         engine=engine_words(versions.get("engines") or {}),
         deltaserve=versions.get("deltaserve"),
@@ -146,6 +142,31 @@ def _of_arguments(arguments: Mapping[str, Any], *names: str) -> str | None:
         return None
     said = [(name, arguments.get(name)) for name in names]
     return ", ".join(f"{name} {value}" for name, value in said if value is not None) or "none"
+
+
+def _think(arguments: Mapping[str, Any]) -> str | None:
+    """How long sessions think. In an open loop the time scale is the load; else it makes think
+    times shorter, and only that."""
+    words = _of_arguments(arguments, "think_scale", "max_think_s")
+    scale = arguments.get("time_scale")
+    if words is None or arguments.get("mode") == "open" or scale in (None, 1):
+        return words
+    return f"{words}, time_scale {scale}"
+
+
+def _phases(window: Window, arguments: Mapping[str, Any]) -> str:
+    """Where sessions start, how long is measured and whether sessions are recycled; what is not as
+    it is by default is named."""
+    share = arguments.get("start_share")
+    words = f"start {window.start}"
+    if window.start == "mid" and share is not None and tuple(share) != START_SHARE:
+        words += f" after {share[0]:g} to {share[1]:g}"
+    words += f", {_length(window.asked_s)}"
+    if window.recycle:
+        words += ", recycled"
+        if arguments.get("recycle_start") == "mid":
+            words += " from their middle"
+    return words
 
 
 def _length(asked_s: float | None) -> str:

@@ -61,6 +61,11 @@ def import_replay(source: Path, folder: Path, manifest: dict[str, Any]) -> None:
         unfinished = "the replay was not finished (replay.json: no summary)"
     elif summary.get("interrupted"):
         unfinished = "the replay was interrupted, and measured for less time than it was to"
+    elif record.get("resumed_at_s"):
+        unfinished = (
+            f"the replay was broken off and resumed {record['resumed_at_s'][-1]:.0f} s after its "
+            "start: the time between would count in its rates, and no cache was what it had been"
+        )
     provenance.write_manifest(
         folder,
         {

@@ -239,7 +239,8 @@ def best_apc(ok: pd.DataFrame) -> float:
     """What one infinite cache, in arrival order, would have reused of the same requests."""
     known = ok[ok["best_cached_tokens"].notna()]
     total = float(known["prompt_tokens"].sum())
-    return float(known["best_cached_tokens"].sum()) / total if total else float("nan")
+    best = known["best_cached_tokens"].clip(upper=known["prompt_tokens"])
+    return float(best.sum()) / total if total else float("nan")
 
 
 def trace_new_tokens(ok: pd.DataFrame) -> tuple[pd.Series[float], str]:

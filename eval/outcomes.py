@@ -19,6 +19,7 @@ from eval.experiment import Slo
 from eval.records import Run
 from eval.stats import UNKNOWN, Array, Estimate, SessionBootstrap
 from eval.stretch import Alone
+from replay.plays import in_the_plan
 
 LATENCY_QUANTILES = (0.5, 0.9, 0.99)
 
@@ -137,16 +138,14 @@ def by_session(run: Run, alone: Alone | None = None, slo: Slo | None = None) -> 
     faults), `met` (those of them that kept the SLO), `completion_s`, `stretch`.
 
     Completion: from when the first measured turn was due to the end of the last; unknown for a
-    session that the window cuts (it has turns before or after). Stretch: the same time (of measured
-    turns, cut or not) over what those turns would take alone, their think times as they were. A
-    session with a failed turn was never completed: both are infinite.
+    session that the window cuts (it has turns before or after, sent or not). Stretch: the same time
+    (of measured turns, cut or not) over what those turns would take alone, their think times as
+    they were. A session with a failed turn was never completed: both are infinite.
     """
     requests = run.requests[run.requests["scheduled_s"].notna()].sort_values("scheduled_s")
     columns = ["conversation", "turns", "met", "completion_s", "stretch"]
     if requests.empty:
         return pd.DataFrame({name: pd.Series(dtype=float) for name in columns})
-    outside = run.all_requests["phase"].isin(["warm_up", "drain"])
-    cut = set(run.all_requests.loc[outside, "session_id"])
     requests = requests.assign(met=good(requests, slo or Slo()))
     sessions = requests.groupby("session_id", sort=True)
     found = pd.DataFrame(
@@ -160,7 +159,7 @@ def by_session(run: Run, alone: Alone | None = None, slo: Slo | None = None) -> 
     )
     found["known"] = found["turns"] == sessions.size()
     took_s = found["took_s"].where(~found["failed"], np.inf).where(found["known"])
-    found["completion_s"] = took_s.where(~found.index.isin(list(cut)))
+    found["completion_s"] = took_s.where(~found.index.isin(list(_cut(run))))
     found["stretch"] = np.nan
     if alone is not None:
         before_s = sessions["finished_s"].shift(1)
@@ -171,6 +170,20 @@ def by_session(run: Run, alone: Alone | None = None, slo: Slo | None = None) -> 
         stretch = (took_s / total_s).where(~found["failed"], np.inf)
         found["stretch"] = stretch.where(found["known"] & (total_s.gt(0) | found["failed"]))
     return found[columns].reset_index(drop=True)
+
+
+def _cut(run: Run) -> set[str]:
+    """Sessions that have turns before a run's window or after it: such as were sent, primed (the
+    session began in its middle) or, as far as the trace is known, not sent any more."""
+    table = run.all_requests
+    cut = set(table.loc[table["phase"].ne("measure"), "session_id"])
+    if run.window is None or run.trace is None or not run.trace.last_requests:
+        return cut
+    names = map(in_the_plan, table["request_id"], table["play"])
+    ends = pd.Series(list(names), index=table.index).eq(
+        table["conversation"].map(run.trace.last_requests)
+    )
+    return cut | (set(table["session_id"]) - set(table.loc[ends, "session_id"]))
 
 
 def sample(

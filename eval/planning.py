@@ -22,7 +22,7 @@ from eval.report.searches import Search
 from eval.run_lines import Row, cell, write_rows
 from eval.simulate import read_calibration
 from eval.simulated_runs import simulate_experiment
-from launch.cache import write_atomically
+from launch.cache import make_folder, write_atomically
 
 EXPERIMENT_FILE = "plan.toml"
 LINES_FILE = "plan.csv"
@@ -188,7 +188,7 @@ def plan(
     if hardware.gpus < 1 or hardware.kv_tokens < 1:
         raise InputError("--gpus, --kv-tokens: expected at least 1")
     calibration = read_calibration(hardware.calibration)
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     path = output / EXPERIMENT_FILE
     write_atomically(path, experiment_text(asked, hardware).encode())
     experiment, _ = load_experiment(str(path))
@@ -267,9 +267,28 @@ def answer(found: Sequence[Search], calibration: str, path: Path) -> str:
         )
     if not found:
         return "\n".join([*lines, "no arm could be simulated"])
+    if words := _not_counted(found):
+        lines += ["", words]
     best, rivals = found[0], [s for s in found[1:] if _overlap(s, found[0])]
     lines += ["", _measure_next(best, rivals, path)]
     return "\n".join(lines)
+
+
+def _not_counted(found: Sequence[Search]) -> str:
+    """Whose levels broke a rule of validity, and what that mostly is; empty where none did."""
+    broken = {search.arm: search.invalid for search in found if search.invalid}
+    if not broken:
+        return ""
+    rules = dict.fromkeys(
+        rule for levels in broken.values() for level in levels for rule in level["violations"]
+    )
+    words = f"Rules of validity were broken ({', '.join(rules)}) by levels of {', '.join(broken)}"
+    if "client_errors" in rules:
+        words += (
+            ": turns were refused, which count nowhere. Prompts longer than a worker's KV are; "
+            "--max-input-tokens cuts them"
+        )
+    return f"{words}."
 
 
 def _overlap(one: Search, other: Search) -> bool:

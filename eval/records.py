@@ -164,6 +164,7 @@ class TraceFacts:
     `best_cached_tokens` holds for each request the longest prefix that came before it in the
     trace, whoever serves it; `possible_cached_tokens` the longest that any other request of this
     run had, of those sent before its first token: more than that was in a cache before the run.
+    `last_requests` is the request that ends each session.
     """
 
     path: str
@@ -171,6 +172,7 @@ class TraceFacts:
     length_scale: float
     best_cached_tokens: dict[str, int]
     possible_cached_tokens: dict[str, int] = field(default_factory=dict)
+    last_requests: dict[str, str] = field(default_factory=dict)
 
     @property
     def planned(self) -> int:
@@ -411,6 +413,7 @@ def _read_trace(folder: Path) -> TraceFacts | None:
             length_scale=float(facts["length_scale"]),
             best_cached_tokens=dict(facts["best_cached_tokens"]),
             possible_cached_tokens=dict(facts.get("possible_cached_tokens", {})),
+            last_requests=dict(facts.get("last_requests", {})),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: not what a run writes there: {error!r}") from None

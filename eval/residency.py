@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,10 +94,10 @@ def residency(run: Run) -> Residency | None:
     What had been on a worker is told by what was sent there before, in any phase: the session's
     own turns, and for what it shares with others any request at all.
     """
-    every = run.all_requests
-    every = every[every["ok"] & every["cached_tokens"].notna()]
-    every = every[every["best_cached_tokens"].notna() & every["sent_s"].notna()]
-    every = every.sort_values("sent_s").reset_index(drop=True)
+    sent = run.all_requests
+    sent = sent[sent["best_cached_tokens"].notna() & sent["sent_s"].notna()].sort_values("sent_s")
+    common = _beginnings(sent)
+    every = sent[sent["ok"] & sent["cached_tokens"].notna()].reset_index(drop=True)
     measured = every["phase"].eq("measure")
     if not measured.any():
         return None
@@ -111,7 +111,7 @@ def residency(run: Run) -> Residency | None:
             "cached_tokens": every["cached_tokens"],
             "best_tokens": every["best_cached_tokens"].clip(upper=every["prompt_tokens"]),
             "recomputed_tokens": again,
-            "evicted_tokens": _had_been_here(every, places, again),
+            "evicted_tokens": _had_been_here(every, places, again, common),
         }
     )
     seconds = prefill_seconds_per_token(run)
@@ -124,22 +124,31 @@ def residency(run: Run) -> Residency | None:
         whole=_account(counted),
         by_worker={str(name): _account(rows) for name, rows in counted.groupby("worker")},
         over_time=_over_time(counted, run.span_s),
-        belady=best_replacement(every, measured, capacity_tokens(run)),
+        belady=best_replacement(every, measured, capacity_tokens(run), common),
     )
 
 
+def _beginnings(sent: pd.DataFrame) -> dict[str, float]:
+    """What each session has in common with others: what its first request could have had, answered
+    or not (a prompt that primes caches may be given up). `sent` is in the order of sending."""
+    best = sent["best_cached_tokens"].clip(upper=sent["prompt_tokens"])
+    first = best.groupby(sent["session_id"], sort=False).first()
+    return {str(session): float(tokens) for session, tokens in first.items()}
+
+
 def _had_been_here(
-    requests: pd.DataFrame, places: pd.Series[str], again: pd.Series[float]
+    requests: pd.DataFrame,
+    places: pd.Series[str],
+    again: pd.Series[float],
+    beginnings: Mapping[str, float],
 ) -> list[float]:
     """Of the tokens computed again those that an earlier request had brought to the same worker: up
     to the longest prompt of the same session there, with its answer where that worker made it, or,
-    where the session is new to the worker, up to what sessions have in common (what the session's
-    first request could have had)."""
+    where the session is new to the worker, up to what sessions have in common."""
     made_here = requests["decode_worker"].fillna("fleet").astype(str).eq(places)
     # Of an answer the engine never reads the last token, so no cache holds it.
     answers = (requests["output_tokens"].fillna(1) - 1).clip(lower=0).where(made_here, 0)
     longest: dict[tuple[str, str], float] = {}
-    shared: dict[str, float] = {}
     used: set[str] = set()
     found = []
     for place, session, prompt, answer, cached, best, tokens in zip(
@@ -152,10 +161,9 @@ def _had_been_here(
         again,
         strict=True,
     ):
-        common = shared.setdefault(session, float(best))
         here = longest.get((place, session), 0.0)
         if place in used:
-            here = max(here, common)
+            here = max(here, beginnings[session])
         found.append(float(min(tokens, max(0.0, min(here, best) - cached))))
         held = float(prompt + answer)
         longest[place, session] = max(longest.get((place, session), 0.0), held)
@@ -225,14 +233,18 @@ def capacity_tokens(run: Run) -> float:
 
 
 def best_replacement(
-    requests: pd.DataFrame, measured: pd.Series[bool], capacity: float
+    requests: pd.DataFrame,
+    measured: pd.Series[bool],
+    capacity: float,
+    beginnings: Mapping[str, float] | None = None,
 ) -> Belady | None:
     """Belady's rule over sessions: whatever is not asked for again soonest is given up first, here
     the tail of the session whose next turn is furthest away, as much of it as room is wanted.
 
     Sessions are the unit: a session's turns extend one another, and all of it is wanted at once. A
     session's KV after a turn is its prompt with the answer. What sessions have in common is held
-    once, and always. `requests` are in the order in which they were sent.
+    once, and always: `beginnings` says of each session how much that is, else its first request
+    does. `requests` are in the order in which they were sent.
     """
     if not capacity > 0:
         return None
@@ -242,11 +254,9 @@ def best_replacement(
     after = prompt + requests["output_tokens"].to_numpy(dtype=float)
     next_at = _next_turns(sessions)
     counted = measured.to_numpy(dtype=bool)
-    shared: dict[str, float] = {}
-    for session, tokens in zip(sessions, best, strict=True):
-        shared.setdefault(session, float(tokens))
+    shared = _beginnings(requests) if beginnings is None else beginnings
     # One beginning is the beginning of all, as far as is known here: it takes its room once.
-    common = max(shared.values(), default=0.0)
+    common = max((shared[session] for session in set(sessions)), default=0.0)
     room = max(0.0, capacity - common)
     held: dict[str, float] = {}
     due: dict[str, float] = {}

@@ -14,6 +14,7 @@ import typer
 
 from deltaserve.errors import InputError
 from eval.records import Run
+from launch.cache import make_folder
 
 Row = dict[str, str]
 
@@ -59,7 +60,7 @@ def figures(run: Run) -> Row:
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Writes each row as it comes, so that what was simulated is kept when the rest is not; all
     have the columns of the first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with path.open("w", newline="") as file:
         writer: csv.DictWriter[str] | None = None
         for row in rows:

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from deltaserve.errors import InputError
-from launch.cache import write_atomically
+from launch.cache import make_folder, write_atomically
 from replay.plan import Plan, Planned, make_plan
 from replay.trace import read_trace
 
@@ -48,7 +48,7 @@ def simulate(
     from router_policies import _core
 
     plan = dict(plan)
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     if trace is not None:
         if "requests" in plan:
             raise InputError("requests: given by the plan and by --trace; expected one of them")

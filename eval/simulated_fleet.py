@@ -204,14 +204,12 @@ def options(trace: Path, folder: Path, replay: Replay, phases: Phases | None) ->
 
 def load_plan(asked: RunOptions) -> dict[str, Any]:
     """`seed`, `load` and `phases` of the plan. Raises `InputError` for a window without an end."""
-    # As `replay` has it: in an open loop the trace's own times are scaled, else think times.
-    time_scale = 1.0 if asked.mode == "open" else asked.time_scale
     load = {
         "mode": asked.mode,
         "max_inflight_sessions": asked.max_inflight_sessions,
         "sessions_per_hour": asked.sessions_per_hour or 0.0,
         "time_scale": asked.time_scale,
-        "think_scale": asked.think_scale / time_scale,
+        "think_scale": asked.think_scale,
         "max_think_s": asked.max_think_s,
         "splice_outputs": asked.splice_outputs,
         "timeout_s": asked.timeout_s,

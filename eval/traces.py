@@ -250,7 +250,9 @@ def _facts(trace: Path, selected: Selection) -> TraceFacts:
         raise InputError(f"{trace}: no request is left to replay")
     seen: set[int] = set()
     best: dict[str, int] = {}
+    last: dict[str, str] = {}
     for request in plan.requests:
+        last[request.session_id] = request.request_id
         blocks = request.hash_ids.tolist()
         shared = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
         best[request.request_id] = min(shared * request.block_size, request.input_length)
@@ -261,6 +263,7 @@ def _facts(trace: Path, selected: Selection) -> TraceFacts:
         sha256=digest(trace),
         length_scale=sum(factors) / len(factors),
         best_cached_tokens=best,
+        last_requests=last,
     )
 
 
@@ -318,6 +321,7 @@ def write_facts(folder: Path, facts: TraceFacts) -> None:
                 "requests": facts.planned,
                 "best_cached_tokens": facts.best_cached_tokens,
                 "possible_cached_tokens": facts.possible_cached_tokens,
+                "last_requests": facts.last_requests,
             }
         ),
     )

@@ -19,7 +19,7 @@ from deltaserve.errors import InputError
 from launch.cache import cache_dir
 from launch.fleets import FleetError
 from launch.supervised import GRACE_S, is_running, members, sweep, terminate
-from launch.topology_files import path_name
+from launch.topology_files import name_in, path_name
 
 _CPU_SAMPLE_S = 0.3
 
@@ -82,7 +82,7 @@ def find_run_dir(name_or_path: str) -> Path:
     path = Path(name_or_path)
     if (path / "fleet.json").exists():
         return path.absolute()
-    name = path.stem if path.suffix == ".toml" else name_or_path
+    name = name_in(path) if path.suffix == ".toml" else name_or_path
     if (default_run_dir(name) / "fleet.json").exists():
         return default_run_dir(name)
     raise InputError(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from datetime import date, time
 from typing import Any
 
 
 def line(key: str, value: Any) -> str:
     """One line, ``key = value``; a table becomes an inline one."""
-    return f"{json.dumps(key) if not key.isidentifier() else key} = {_value(value)}"
+    bare = re.fullmatch(r"[A-Za-z0-9_-]+", key) is not None
+    return f"{key if bare else _text(key)} = {_value(value)}"
 
 
 def _value(value: Any) -> str:
@@ -17,4 +21,15 @@ def _value(value: Any) -> str:
         return f"{{ {inner} }}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_value(item) for item in value)}]"
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
     return json.dumps(value)
+
+
+def _text(value: str) -> str:
+    """JSON's strings are TOML's, but for halves of characters and DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

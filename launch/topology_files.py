@@ -90,6 +90,16 @@ def path_name(name: str) -> str:
     return name.replace(":", "-")
 
 
+def name_in(file: Path) -> str:
+    """What the topology in a file is called: as the file says, else (also where it cannot be read
+    any more) as the file is."""
+    try:
+        name = tomllib.loads(file.read_text()).get("name")
+    except (OSError, ValueError):
+        name = None
+    return name if isinstance(name, str) else file.stem
+
+
 def _data(name_or_path: str | Path, below: Sequence[str]) -> tuple[dict[str, Any], str]:
     """The content of a topology, with what it extends, and what to call it in errors. `below` are
     the files that extend it."""

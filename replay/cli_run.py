@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from replay.options import INTERRUPTED, NOTHING_ANSWERED
+from replay.options import INTERRUPTED, NOTHING_ANSWERED, START_SHARE
 
 
 class Mode(StrEnum):
@@ -115,7 +115,7 @@ def run(
     start_share: Annotated[
         tuple[float, float],
         typer.Option(help="Start mid: after a share of the requests drawn between these two."),
-    ] = (0.25, 0.75),
+    ] = START_SHARE,
     prime_parallel: Annotated[
         int | None,
         typer.Option(help="Conversations primed at a time; default: an eighth of those in flight."),

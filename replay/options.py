@@ -18,6 +18,10 @@ NOTHING_ANSWERED = 3
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C or SIGTERM ended, as a shell has it."""
 
+START_SHARE = (0.25, 0.75)
+"""Where sessions begin that begin in their middle, unless told otherwise: after a share of their
+requests between these two."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
@@ -46,7 +50,7 @@ class RunOptions:
     seed: int = 0
     prompt_seed: int | None = None
     start: Where = "cold"
-    start_share: tuple[float, float] = (0.25, 0.75)
+    start_share: tuple[float, float] = START_SHARE
     prime_parallel: int | None = None
     prime_timeout_s: float = 60.0
     warm_up_s: float | None = None

@@ -41,6 +41,7 @@ from replay.summary import summarise
 from replay.trace import digest, read_trace
 
 _START_DELAY_S = 0.5
+_LONG_WAIT_S = 60.0
 # About what sending a request, each token of its prompt, and receiving a token take of a core
 # (`replay.bench`); from a third of a core on, requests begin to wait for each other.
 _REQUEST_CPU_S = 0.4e-3
@@ -79,6 +80,7 @@ def run(options: RunOptions, quiet: bool = False) -> dict[str, Any]:
     counters = Counters()
     if left.any():
         first_s = plan.requests.trace_s[int(left.argmax())]
+        _warn_of_a_wait(options, record, first_s)
         context = multiprocessing.get_context("fork")
         job = Job(
             plan,
@@ -171,7 +173,8 @@ def default_processes(requests: PlannedRequests, options: RunOptions, cores: int
             + _OUTPUT_TOKEN_CPU_S * np.array(requests.output_length)
         )
         at_s = np.array(requests.trace_s) / options.time_scale
-        spans = ((at_s - at_s[0]) / _BUSIEST_S).astype(np.int64)
+        # Of those that have a request: a trace may pause for years.
+        _, spans = np.unique(np.floor((at_s - at_s[0]) / _BUSIEST_S), return_inverse=True)
         needed = np.bincount(spans, weights=busy_s).max() / _BUSIEST_S / _BUSY_SHARE
     return max(1, min(math.ceil(needed), cores // 2))
 
@@ -215,7 +218,8 @@ def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], NDArr
         "monotonic_origin_s": time.monotonic() - offset_s,
         "unix_origin_s": unix_origin_s,
     }
-    record["resumed_at_s"] = [*resumed_at_s, offset_s]
+    # Where nothing is left to send nothing goes on.
+    record["resumed_at_s"] = [*resumed_at_s, offset_s] if left.any() else resumed_at_s
     return record, left
 
 
@@ -234,6 +238,17 @@ def _clock_to_resume(record_file: Path, record: dict[str, Any]) -> tuple[float, 
         return before["clock"]["unix_origin_s"], before["resumed_at_s"]
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
         raise InputError(f"{record_file}: expected the record of the run to resume") from None
+
+
+def _warn_of_a_wait(options: RunOptions, record: dict[str, Any], first_s: float) -> None:
+    """Says so where an open loop sends nothing for long: its trace does not begin at 0."""
+    wait_s = first_s / options.time_scale
+    if options.mode == "open" and not record["resumed_at_s"] and wait_s >= _LONG_WAIT_S:
+        print(
+            f"warning: {options.trace}: the first request is due {wait_s:,.0f} s after the run's "
+            "start: timestamp_s counts from 0",
+            file=sys.stderr,
+        )
 
 
 def _shift_s(first_s: float, record: dict[str, Any], time_scale: float) -> float:

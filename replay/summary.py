@@ -17,16 +17,18 @@ from replay.results import Result
 def summarise(results: Iterable[Result], planned: int | None) -> dict[str, Any]:
     """Counts, latencies (p50, p90, p99, in seconds) and the engine's cached share over a run's
     measured results, of which the last of each request counts. `planned` None: as many as were
-    scheduled in the measured window."""
+    scheduled in the measured window. What the client itself broke off is no error of the others."""
     last: dict[str, int] = {}
     errors: dict[int, str] = {}
     rows = array("d")
     others: Counter[str] = Counter()
     failed: Counter[str] = Counter()
+    cancelled: Counter[str] = Counter()
     for result in results:
         if result.phase != "measure":
             others[result.phase] += 1
-            failed[result.phase] += result.error is not None
+            if result.error is not None:
+                (cancelled if result.error.kind == "cancelled" else failed)[result.phase] += 1
             continue
         row = last.setdefault(result.request_id, len(last))
         errors.pop(row, None)
@@ -46,7 +48,9 @@ def summarise(results: Iterable[Result], planned: int | None) -> dict[str, Any]:
         "ok": int(good.sum()),
         "errors": dict(Counter(errors.values())),
         "not_measured": {
-            phase: {"requests": count, "errors": failed[phase]} for phase, count in others.items()
+            phase: {"requests": count, "errors": failed[phase]}
+            | ({"cancelled": cancelled[phase]} if cancelled[phase] else {})
+            for phase, count in others.items()
         },
         "duration_s": _most(columns["finished_s"]) + _most(-columns["sent_s"]),
         "input_tokens": int(columns["input_tokens"][good].sum()),

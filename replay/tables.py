@@ -99,7 +99,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         *(
             (
                 phase.replace("_", "-"),
-                f"{part['requests']:,}, not measured; {part['errors']} failed",
+                f"{part['requests']:,}, not measured; {part['errors']} failed"
+                + (f", {part['cancelled']} broken off" if "cancelled" in part else ""),
             )
             for phase, part in summary["not_measured"].items()
         ),

@@ -60,9 +60,10 @@ def shades(run: Run, end_s: float) -> list[Shade]:
 def words(run: Run) -> str:
     """How the load was made, in a sentence's parts."""
     given = settings(run)
-    mode = str(given.get("mode", ""))
+    # Of a replay that recorded its settings `max_inflight_sessions` is there in every mode.
+    mode = str(given.get("mode") or ("closed" if given.get("max_inflight_sessions") else ""))
     parts = []
-    if mode == "closed" or given.get("max_inflight_sessions"):
+    if mode == "closed":
         parts.append(f"closed loop, {given.get('max_inflight_sessions', '?')} sessions in flight")
     elif mode == "sessions":
         parts.append(f"sessions arrive at random, {given.get('sessions_per_hour', '?')} an hour")

@@ -97,10 +97,17 @@ def convert(
     ids = _Ids()
     names = [name for name, _ in _documents(inputs)] if sessions_per_hour else []
     starts_s = _session_starts(names, sessions_per_hour, seed)
+    place_of: dict[str, str] = {}
     with SortingTraceWriter(output) as writer:
         for name, data in _documents(inputs):
             start_s = starts_s.get(name, 0.0)
             for request in _session_requests(name, data, ids, start_s, shared_prefix, report):
+                before = place_of.setdefault(request.session_id, name)
+                if before != name:
+                    raise InputError(
+                        f"{name}: field id: expected one that no file before has, found "
+                        f"{request.session_id!r} (of {before})"
+                    )
                 writer.write(request)
         if not writer.requests:
             raise InputError(

@@ -266,9 +266,10 @@ impl Clients {
         }
     }
 
-    /// Seconds between the awaited answer and a request.
+    /// Seconds between the awaited answer and a request. In every mode it is the trace's time that is
+    /// scaled, as `replay` has it.
     pub fn think_s(&self, request: &Planned) -> f64 {
-        let think_s = request.think_s * self.load.think_scale;
+        let think_s = request.think_s * self.load.think_scale / self.load.time_scale;
         think_s.min(self.load.max_think_s.unwrap_or(f64::INFINITY))
     }
 

@@ -25,6 +25,9 @@ const TOKENS_A_PIECE: u64 = 16;
 /// Ends the names of requests that only put a prompt into caches, as `replay` has it.
 const PRIME_SUFFIX: &str = "~prime";
 const BUSY: &str = "no worker can take the request";
+/// A request takes its client so long at least. Were a refusal over at once, clients that do not think and
+/// are all refused would never let time pass.
+const LEAST_S: f64 = 0.001;
 
 /// A request under way.
 struct Turn {
@@ -76,6 +79,8 @@ struct Simulation<'a> {
     /// When an event is under way for those who wait at the router.
     pump_s: Option<f64>,
     under_way: usize,
+    /// When the last answer so far ended.
+    last_ended_s: f64,
     results: Lines,
     done: u64,
     failed: u64,
@@ -110,6 +115,8 @@ pub fn run(plan: &Plan, folder: &Path) -> Result<Report, String> {
         .iter()
         .map(|(_, worker)| build(worker, requests.block_tokens, plan.router.kv_events))
         .collect();
+    // A run that never came to its window has none.
+    let _ = std::fs::remove_file(folder.join("phases.json"));
     let decisions = folder.join("decisions.jsonl");
     if plan.output.decisions {
         // The log is appended to, and this is a new run.
@@ -137,6 +144,7 @@ pub fn run(plan: &Plan, folder: &Path) -> Result<Report, String> {
         window: plan.phases.is_none().then_some((0.0, f64::INFINITY)),
         measured_left: 0,
         pump_s: None,
+        last_ended_s: 0.0,
         under_way: 0,
         results: Lines::create(&folder.join("requests.jsonl"))?,
         done: 0,
@@ -185,7 +193,11 @@ impl Simulation<'_> {
             .add(self.plan.router.load_interval_s, What::Loads);
         self.open_window();
         while let Some((at_s, what)) = self.agenda.next(|turn| self.turns[turn].is_none()) {
-            if self.is_over(at_s, &what) {
+            if self.has_run_out(&what) {
+                self.cut_window();
+                break;
+            }
+            if self.is_over(at_s) {
                 break;
             }
             assert!(at_s >= self.now_s, "time never goes back");
@@ -245,14 +257,28 @@ impl Simulation<'_> {
         }
     }
 
-    fn is_over(&self, at_s: f64, what: &What) -> bool {
+    fn is_over(&self, at_s: f64) -> bool {
         match (&self.plan.phases, self.window) {
             (Some(phases), Some((_, end_s))) => {
                 at_s > end_s + phases.drain_s || (at_s > end_s && self.measured_left == 0)
             }
-            // Only reports of an idle fleet are left.
-            _ => self.under_way == 0 && self.agenda.nobody_comes() && !what.brings_a_request(),
+            _ => false,
         }
+    }
+
+    /// There is nothing left to send: `what` is a report of an idle fleet, and only such are to come.
+    fn has_run_out(&self, what: &What) -> bool {
+        self.under_way == 0 && self.agenda.nobody_comes() && !what.brings_a_request()
+    }
+
+    /// Ends the window with the last answer, as `replay` does where it has no more sessions to send; there
+    /// is none where that came before it.
+    fn cut_window(&mut self) {
+        let ended_s = self.last_ended_s;
+        self.window = self.window.and_then(|(start_s, end_s)| {
+            let is_begun = ended_s > start_s;
+            is_begun.then_some((start_s, end_s.min(ended_s)))
+        });
     }
 
     fn happen(&mut self, what: What) -> Result<(), String> {
@@ -640,8 +666,10 @@ impl Simulation<'_> {
         status: Option<u16>,
         error: Option<Failure>,
     ) -> Result<(), String> {
+        let ended_s = ended_s.max(turn.due.at_s + LEAST_S);
         self.done += 1;
         self.failed += u64::from(error.is_some());
+        self.last_ended_s = self.last_ended_s.max(ended_s);
         self.under_way -= 1;
         self.measured_left -= usize::from(turn.phase == Phase::Measure);
         if !self.plan.output.all_arrivals {

@@ -79,7 +79,7 @@ urls = ["http://127.0.0.1:9"]
 """
 
 
-@pytest.mark.parametrize("command", ["run", "report", "picture", "import"])
+@pytest.mark.parametrize("command", ["run", "report", "picture", "import", "plan", "simulate"])
 def test_an_output_below_a_file_is_answered_in_one_line(
     make_run: Callable[..., Run], small_trace: Path, tmp_path: Path, command: str
 ) -> None:
@@ -96,6 +96,12 @@ def test_an_output_below_a_file_is_answered_in_one_line(
         lists = {"ttfts": [1.0], "itls": [[]], "input_lens": [5], "output_lens": [1]}
         source.write_text(json.dumps({"duration": 1.0, **lists}))
         done = deltaserve("import", "bench-serving", source, "--arm", "a", "--output", output)
+    elif command == "plan":
+        sizes = ["--gpus", "1", "--kv-tokens", "1000"]
+        done = deltaserve("plan", small_trace, *sizes, "--output", output)
+    elif command == "simulate":
+        (tmp_path / "plan.json").write_text('{"workers": []}')
+        done = deltaserve("simulate", tmp_path / "plan.json", "--output", output)
     elif command == "report":
         make_run()
         done = deltaserve("report", tmp_path / "runs", "--output", output / "report")
@@ -105,6 +111,16 @@ def test_an_output_below_a_file_is_answered_in_one_line(
         done = deltaserve("report", tmp_path / "runs", "--output", tmp_path / "x", *picture)
     assert done.returncode == 2
     assert re.fullmatch(rf"error: {output}: cannot be made a folder: .*\n", done.stderr)
+
+
+def test_a_calibration_that_cannot_be_written_is_answered_in_one_line(tmp_path: Path) -> None:
+    of = {"worker_id": "w", "forward_mode": "decode", "decode_requests": 1, "duration_s": 0.01}
+    steps = [of | {"start_unix_s": 0.01 * at, "kv_used_tokens": at} for at in range(99)]
+    (tmp_path / "steps.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
+    output = tmp_path / "nowhere" / "c.toml"
+    done = deltaserve("calibrate", tmp_path / "steps.jsonl", "--name", "a", "--output", str(output))
+    assert done.returncode == 2
+    assert done.stderr == f"error: {output}: cannot be written: No such file or directory\n"
 
 
 @pytest.mark.parametrize(

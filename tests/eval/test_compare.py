@@ -25,7 +25,7 @@ from eval.noise import (
     p_value,
 )
 from eval.outcomes import MEASURES, Measure
-from eval.records import Run
+from eval.records import Run, Window
 from eval.series import Series
 from eval.stats import SessionBootstrap, quantile_points
 
@@ -338,6 +338,9 @@ def test_rounds_with_traces_of_their_own_are_compared_one_by_one(make_run: MakeR
         ({"mode": "open", "time_scale": 1.0}, "and mode open, time_scale 1.0"),
         ({"max_think_s": 60.0}, "think think_scale 1.0, max_think_s 10.0 and think_scale 1.0, max"),
         ({"session_limit": 20}, "limits none and session_limit 20"),
+        ({"time_scale": 4.0}, "max_think_s 10.0, time_scale 4.0"),
+        ({"recycle_start": "mid"}, "recycled and start mid, 60 s, recycled from their middle"),
+        ({"start_share": [0.0, 0.9]}, "start mid, 60 s, recycled and start mid after 0 to 0.9, 60"),
     ],
 )
 def test_arms_under_another_load_are_not_compared(
@@ -345,12 +348,15 @@ def test_arms_under_another_load_are_not_compared(
 ) -> None:
     asked = {
         "mode": "closed", "max_inflight_sessions": 8, "think_scale": 1.0, "max_think_s": 10.0,
-        "request_limit": None, "session_limit": None,
+        "request_limit": None, "session_limit": None, "time_scale": 1.0,
+        "recycle_start": "cold", "start_share": [0.25, 0.75],
     }  # fmt: skip
+    window = Window(20.0, 80.0, start="mid", recycle=True, asked_s=60.0)
 
     def runs(arm: str, arguments: dict[str, Any]) -> list[Run]:
         manifest = {"replay": {"arguments": arguments}}
-        return [make_run(arm=arm, repeat=r, seed=1, manifest=manifest) for r in (1, 2)]
+        made = (make_run(arm=arm, repeat=r, seed=1, manifest=manifest) for r in (1, 2))
+        return [replace(run, window=window) for run in made]
 
     base, same, other = runs("a", asked), runs("b", asked), runs("c", asked | changed)
     boot = boot_of(*base, *same, *other)

@@ -208,6 +208,17 @@ def test_a_replay_that_was_not_finished_is_said_to_be(
     assert found[0].detail == words
 
 
+def test_a_replay_that_was_resumed_is_no_run_to_compare(tmp_path: Path, small_trace: Path) -> None:
+    """Its rates would be over the time in which nothing was sent, too."""
+    source = replayed(tmp_path / "mine", small_trace, resumed_at_s=[30.0, 3600.4])
+    import_file(source, "replay", "mine", tmp_path / "out")
+    (_, found) = gather(find_runs([tmp_path / "out"]), draws=50).excluded[0]
+    assert found[0].rule == "failed"
+    assert found[0].detail.startswith(
+        "the replay was broken off and resumed 3600 s after its start"
+    )
+
+
 def test_a_folder_of_something_else_is_answered_in_one_line(
     tmp_path: Path, small_trace: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,33 @@ def test_a_session_that_the_window_cuts_has_a_stretch_and_no_completion(tmp_path
     assert np.isnan(found["completion_s"][0])
     assert found["completion_s"][1] == pytest.approx(13.2)
     assert found["stretch"].notna().all()
+
+
+def test_a_session_whose_next_turn_was_not_sent_any_more_is_cut_too(tmp_path: Path) -> None:
+    """The run ends when what was measured is answered; who still thinks then sends nothing."""
+    results = [
+        turn("thinks", 0, 10.0),
+        turn("ends", 0, 10.0),
+        turn("ends", 1, 20.0),
+        turn("primed", 1, 5.0, phase="prime", request_id="primed:1~prime"),
+        turn("primed", 2, 10.0),
+        turn("ends#1", 0, 30.0, play=1, request_id="ends:0#1"),
+        turn("thinks#1", 0, 30.0, play=1, request_id="thinks:0#1"),
+        turn("thinks#1", 1, 40.0, play=1, request_id="thinks:1#1"),
+    ]
+    folder = run_of(tmp_path / "r", results).folder
+    window = {"window_start_s": 10.0, "window_end_s": 50.0, "measure_s": 40.0}
+    (folder / "phases.json").write_text(json.dumps(window))
+    last = {"thinks": "thinks:1", "ends": "ends:1", "primed": "primed:2"}
+    facts = {"path": "t", "sha256": "0", "length_scale": 1.0, "best_cached_tokens": {}}
+    (folder / "trace.json").write_text(json.dumps(facts | {"last_requests": last}))
+    run = read_run(folder)
+    known = dict(
+        zip(sorted(set(run.requests["session_id"])), by_session(run)["completion_s"], strict=True)
+    )
+    assert known["ends"] == pytest.approx(11.2)
+    assert known["thinks#1"] == pytest.approx(11.2)
+    assert [np.isnan(known[name]) for name in ("thinks", "primed", "ends#1")] == [True] * 3
 
 
 def test_stretch_is_the_time_over_that_alone_with_the_same_think_times(tmp_path: Path) -> None:

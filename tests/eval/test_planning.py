@@ -98,6 +98,18 @@ def test_where_nothing_carries_one_session_is_to_be_measured() -> None:
     assert "at least 0.5" in unknown  # a GPU, of two
 
 
+def test_turns_that_were_refused_are_told_of() -> None:
+    """They count nowhere: what is said to be carried is the load without them."""
+    level = {"load": 3.0, "violations": ["client_errors"]}
+    refused = dataclasses.replace(search("a", 3.0, 3.0, 3.0), levels=[level])
+    words = answer([refused, search("b", 2.0, 2.0, 2.0)], "H200", Path("p.toml"))
+    assert (
+        "Rules of validity were broken (client_errors) by levels of a: turns were refused" in words
+    )
+    assert "--max-input-tokens cuts them" in words
+    assert "Rules of validity" not in answer([search("b", 2.0, 2.0, 2.0)], "H200", Path("p.toml"))
+
+
 def test_plans_stand_side_by_side_a_line_an_arm(tmp_path: Path) -> None:
     asked = Asked(trace=tmp_path / "weka.jsonl.zst")
     two, eight = hardware(gpus=2), hardware(gpus=8)

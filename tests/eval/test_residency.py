@@ -98,6 +98,30 @@ def test_an_answer_that_was_evicted_had_been_on_the_worker_that_made_it(tmp_path
     assert (found.whole.evicted_tokens, found.whole.elsewhere_tokens) == (1000, 9)
 
 
+def test_a_session_whose_priming_was_given_up_has_no_more_in_common_with_others(
+    tmp_path: Path,
+) -> None:
+    """Its first answered turn could have had the whole priming prompt, which is its own."""
+    turns = [
+        ("b", 1000, 0, 0, "w0"),
+        ("a", 5000, 0, 0, "w0"),  # given up: nothing of it was ever on the worker
+        ("a", 6000, 5000, 0, "w0"),
+        ("b", 1100, 1000, 1000, "w0"),
+    ]
+    run = run_of(tmp_path / "r", turns)
+    (run.folder / "router.toml").write_text("[[workers]]\nkv_capacity_tokens = 7500\n")
+    lines = (run.folder / "requests.jsonl").read_text().splitlines()
+    given_up = {"error": {"kind": "timeout", "message": ""}, "first_token_s": None, "arrivals": []}
+    lines[1] = json.dumps(json.loads(lines[1]) | given_up | {"phase": "prime"})
+    (run.folder / "requests.jsonl").write_text("\n".join(lines) + "\n")
+    found = residency(read_run(run.folder))
+    assert found is not None
+    assert found.belady is not None
+    assert (found.whole.evicted_tokens, found.whole.elsewhere_tokens) == (0, 5000)
+    # Of 5,000 tokens that all begin with there would be room for 2,500 more.
+    assert found.belady.cached_tokens == 1000
+
+
 def test_bins_of_time_add_up_to_the_whole(make_run: MakeRun) -> None:
     run = make_run()
     found = residency(run)

@@ -56,6 +56,43 @@ def plan(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.mark.parametrize("mode", ["open", "closed"])
+def test_think_times_pass_as_fast_as_the_trace_does(trace: Path, tmp_path: Path, mode: str) -> None:
+    """As in `replay`: a late turn too comes its think time over the scale after the answer."""
+    load = {"mode": mode, "max_inflight_sessions": 3, "time_scale": 100.0}
+    simulate(plan(load=load), tmp_path / "out", trace=trace)
+    lines = [orjson.loads(line) for line in (tmp_path / "out/requests.jsonl").open("rb")]
+    by_name = {line["request_id"]: line for line in lines}
+    for session in range(3):
+        for turn in range(1, 4):
+            before, line = (by_name[f"s{session}:{number}"] for number in (turn - 1, turn))
+            assert line["scheduled_s"] - before["finished_s"] == pytest.approx(0.01, abs=1e-3)
+
+
+@pytest.mark.timeout(60)
+def test_a_load_that_is_refused_whole_comes_to_its_end(trace: Path, tmp_path: Path) -> None:
+    """No worker does both halves: every request is refused at once, and no client thinks."""
+    load = {"max_inflight_sessions": 2, "think_scale": 0.0}
+    phases = {"measure_s": 0.5, "recycle": True}
+    refused = plan(router={"policy": "pd"}, load=load, phases=phases)
+    report = simulate(refused, tmp_path / "out", trace=trace)
+    assert report["end_s"] == pytest.approx(0.5, abs=0.1)
+    assert 500 < report["failed"] == report["requests"] < 2_000
+
+
+def test_a_window_ends_when_there_is_nothing_left_to_send(trace: Path, tmp_path: Path) -> None:
+    """As in `replay`: rates are of the time in which there was a load."""
+    phases = {"measure_s": 100_000.0, "warm_up_s": 0.1}
+    simulate(plan(phases=phases), tmp_path / "out", trace=trace)
+    lines = [orjson.loads(line) for line in (tmp_path / "out/requests.jsonl").open("rb")]
+    assert len(lines) == 12
+    found = orjson.loads((tmp_path / "out/phases.json").read_bytes())
+    assert found["window_end_s"] == max(line["finished_s"] for line in lines) < 60
+    phases["warm_up_s"] = 1_000.0
+    simulate(plan(phases=phases), tmp_path / "none", trace=trace)
+    assert not (tmp_path / "none/phases.json").exists()
+
+
 def test_every_request_of_the_trace_is_simulated(trace: Path, tmp_path: Path) -> None:
     report = simulate(plan(), tmp_path / "out", trace=trace)
     assert report["simulated"] is True

@@ -251,6 +251,25 @@ def test_a_folder_that_a_fleet_comes_up_in_is_not_removed(fake_python: Path) -> 
     assert deltaserve("down", "laptop-sglang", "--remove").returncode == 0
 
 
+def test_a_fleet_is_found_by_its_file_under_a_name_of_its_own(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'extends = "laptop-sglang"\nname = "prod"\nbase_port = 0\n'
+        f'[engine]\npython = "{fake_python}"\n[router]\nkind = "none"\n'
+    )
+    up = as_process("up", str(file), "--detach")
+    assert up.returncode == 0, up.stderr
+    try:
+        assert deltaserve("status", str(file)).stdout.startswith("prod: ready")
+    finally:
+        assert deltaserve("down", "prod").returncode == 0
+    assert deltaserve("down", str(file)).stderr == "prod: was not running\n"
+    file.write_text("[")  # of a file that says nothing any more its own name is left
+    assert "no fleet of the name" in deltaserve("down", str(file)).stderr
+
+
 def test_a_fleet_that_ended_is_listed_until_it_is_removed(fake_python: Path) -> None:
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
     up = as_process("up", "laptop-sglang", *fakes, "--set", "base_port=0", "--detach")

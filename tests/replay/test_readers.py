@@ -139,6 +139,17 @@ def test_weka_sessions_start_at_zero_or_as_a_poisson_process(tmp_path: Path) -> 
     assert output.read_bytes() == before
 
 
+def test_two_weka_files_of_one_session_are_named(tmp_path: Path) -> None:
+    """A folder that holds a copy: the trace would have every request twice, which nothing reads."""
+    first, second = (_write(tmp_path / name, _MAIN) for name in ("a", "b"))
+    with pytest.raises(InputError) as error:
+        weka.convert([first, second], tmp_path / "t.jsonl")
+    assert str(error.value).startswith(f"{second}/")
+    assert "field id: expected one that no file before has, found" in str(error.value)
+    assert f"(of {first}/" in str(error.value)
+    assert not (tmp_path / "t.jsonl").exists()
+
+
 def test_weka_reads_an_archive_like_a_folder(tmp_path: Path) -> None:
     folder = _write(tmp_path / "dev", _MAIN)
     packed = io.BytesIO()

@@ -25,6 +25,7 @@ from replay.prompts import WORDS, PromptMaker
 from replay.results import ErrorInfo, Result, read_results
 from replay.runner import default_processes, run
 from replay.summary import summarise
+from replay.tables import summary_lines
 from replay.trace import Request, write_trace
 
 TraceOf = Callable[..., list[Request]]
@@ -238,6 +239,10 @@ def test_a_resumed_run_sends_what_failed_or_was_never_sent(
     assert len(record["resumed_at_s"]) == 1
     again = [r for r in read_results(options.output) if r.request_id in sent]
     assert all(result.sent_s >= record["resumed_at_s"][0] for result in again)  # type: ignore[operator]
+    # All is there now: it is no run of three loads.
+    assert run(replace(options, resume=True), quiet=True)["ok"] == len(trace)
+    record = orjson.loads((options.output / "replay.json").read_bytes())
+    assert len(record["resumed_at_s"]) == 1
 
 
 def test_a_request_that_occurs_twice_is_named_with_its_file(
@@ -409,6 +414,49 @@ def test_the_default_number_of_processes_grows_with_the_load_up_to_half_the_core
     assert processes(1000, 4) == 2
     assert processes(1000, 1) == 1
     assert processes(10, 64, mode="closed", max_inflight_sessions=2000) == 4
+
+
+def test_a_trace_that_pauses_for_years_is_counted_where_it_has_requests(tmp_path: Path) -> None:
+    trace = [Request(f"r{n}", f"s{n}", 0, at_s, 4, 50, 4, [n]) for n, at_s in enumerate((0, 1e13))]
+    options = _options(tmp_path, trace, "http://x", time_scale=1.0)
+    assert default_processes(make_plan(trace).requests, options, 64) == 1
+
+
+def test_an_open_loop_that_sends_nothing_for_long_says_so(
+    tmp_path: Path, engine: StartEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace that was cut out of another, or has the time of day."""
+    trace = [Request("r", "s", 0, 100.0, 4, 2, 4, [1])]
+    fake = engine("sglang")
+    run(_options(tmp_path, trace, fake.url, time_scale=1000.0), quiet=True)
+    assert capsys.readouterr().err == ""
+    options = replace(_options(tmp_path, trace, fake.url, time_scale=1.0), output=tmp_path / "two")
+    runs = subprocess.Popen(
+        [sys.executable, "-m", "deltaserve", "replay", "run", str(options.trace), "--url",
+         options.url, "--output", str(options.output), "--vocab-size", "1000"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert runs.stderr is not None
+    words = runs.stderr.readline()
+    runs.terminate()
+    runs.communicate(timeout=20)
+    assert "the first request is due 100 s after the run's start" in words
+
+
+def test_what_the_client_breaks_off_at_the_end_did_not_fail() -> None:
+    """With phases every run ends so: the load goes on until what was measured is answered."""
+    made = Result(
+        request_id="a", session_id="s", turn=0, input_length=10, output_length=2, phase="drain"
+    )
+    errors: list[ErrorInfo | None] = [
+        ErrorInfo(kind="cancelled", message="the run was stopped"),
+        ErrorInfo(kind="server_error", message="no"),
+        None,
+    ]
+    summary = summarise((made.model_copy(update={"error": error}) for error in errors), None)
+    assert summary["not_measured"] == {"drain": {"requests": 3, "errors": 1, "cancelled": 1}}
+    line = next(line for line in summary_lines(summary) if line.startswith("drain"))
+    assert line.endswith("3, not measured; 1 failed, 1 broken off")
 
 
 def test_of_two_results_for_a_request_the_summary_counts_the_later() -> None:

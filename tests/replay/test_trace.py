@@ -96,6 +96,8 @@ _GOOD = {
         ({"input_length": "5"}, "field input_length: expected an integer ≥ 1, found '5'"),
         ({"input_length": 0}, "field input_length"),
         ({"output_length": True}, "field output_length"),
+        ({"output_length": 2**63}, "field output_length: expected an integer up to 2^63 - 1"),
+        ({"turn": 2**64 - 1}, "field turn: expected an integer up to 2^63 - 1"),
         ({"turn": -1}, "field turn"),
         ({"request_id": ""}, "field request_id: expected a non-empty string"),
         ({"session_id": None}, "field session_id: expected a non-empty string, found nothing"),

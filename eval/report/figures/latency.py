@@ -9,6 +9,7 @@ import numpy as np
 from eval.metrics import QUANTILES, Cell
 from eval.plot import Axis, Bars, Chart, Dots, Line, Rule
 from eval.report.figures import colours
+from eval.serving import quantile_of
 from eval.tables import known_quantile
 
 _CDF_POINTS = 200
@@ -54,7 +55,7 @@ def _axis_of_bars(marks: Sequence[Bars]) -> Axis:
     least = [
         value for mark in marks for value in (*mark.values, *mark.low) if 0 < value < float("inf")
     ]
-    values = [value for mark in marks for value in mark.values if value > 0]
+    values = [value for mark in marks for value in mark.values if 0 < value < float("inf")]
     if values and min(values) < _LEAST_BAR * max(ends):
         return Axis(unit="s", log=True, low=min(least) / 2)
     return Axis(unit="s", zero=True)
@@ -85,19 +86,19 @@ def apc_bars(cells: Sequence[Cell]) -> Chart:
 
 
 def latency_cdf(cells: Sequence[Cell], column: str, title: str) -> Chart:
-    """The share of requests at or under a latency, on a logarithmic axis."""
+    """The share of requests at or under a latency, on a logarithmic axis; those that failed are
+    under none."""
     palette = colours(cells)
     marks = []
     for cell in cells:
-        ok = cell.requests[cell.requests["ok"]]
-        values = np.sort(ok[column].dropna().to_numpy(dtype=float))
-        values = values[values > 0]
-        if len(values) == 0:
+        values = np.sort(cell.requests[column].dropna().to_numpy(dtype=float))
+        shares = np.arange(1, len(values) + 1) / len(values) if len(values) else values
+        drawn = np.flatnonzero((values > 0) & np.isfinite(values))
+        if len(drawn) == 0:
             continue
-        shares = np.arange(1, len(values) + 1) / len(values)
-        if len(values) > _CDF_POINTS:
-            shares = np.linspace(1 / len(values), 1, _CDF_POINTS)
-            values = np.quantile(values, shares)
+        if len(drawn) > _CDF_POINTS:
+            drawn = drawn[np.linspace(0, len(drawn) - 1, _CDF_POINTS).round().astype(np.int64)]
+        values, shares = values[drawn], shares[drawn]
         marks.append(
             Line(cell.name, values.tolist(), (shares * 100).tolist(), palette[cell.arm], step=True)
         )
@@ -110,15 +111,11 @@ def latency_cdf(cells: Sequence[Cell], column: str, title: str) -> Chart:
 
 
 def repeats_strip(cells: Sequence[Cell]) -> Chart:
-    """TTFT p90 of every single run: how much a rerun moves."""
+    """TTFT p90 of every single run: how much a rerun moves. None where it is among failures."""
     palette = colours(cells)
     marks = []
     for i, cell in enumerate(cells):
-        points = [
-            float(np.quantile(answered, 0.9)) if len(answered) else _NAN
-            for run in cell.runs
-            for answered in [run.requests.loc[run.requests["ok"], "ttft_s"]]
-        ]
+        points = [quantile_of(run.requests["ttft_s"], 0.9) for run in cell.runs]
         marks.append(
             Dots(
                 f"_{cell.name}",

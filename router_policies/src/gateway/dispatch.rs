@@ -143,7 +143,11 @@ async fn serve(
         Ok(scanned) => scanned,
         Err(malformed) => return invalid(&malformed.to_string()),
     };
-    if let Some(message) = gateway.vocabulary.refusal(scanned.largest_token) {
+    let not_serving = || gateway.models.not_serving(scanned.model.as_deref());
+    if let Some(message) = gateway
+        .vocabulary
+        .refusal(scanned.largest_token, not_serving)
+    {
         return invalid(&message);
     }
     let mut placement = Placement {

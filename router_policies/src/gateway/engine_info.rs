@@ -5,7 +5,6 @@ use crate::config::{Engine, WorkerSpec};
 use serde_json::Value;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// SGLang's scheduler answers between its steps.
@@ -111,44 +110,6 @@ pub(super) async fn vocabulary(gateway: &Gateway, spec: &WorkerSpec) -> Option<u
         .find_map(|place| config.pointer(place)?.as_u64())
 }
 
-/// Token ids at or beyond this are refused: SGLang (0.5.17) passes them to the model, where they end the
-/// scheduler. Zero where the size is unknown.
-pub(crate) struct Vocabulary {
-    size: AtomicU64,
-    is_configured: bool,
-}
-
-impl Vocabulary {
-    pub fn new(configured: Option<u64>) -> Self {
-        Self {
-            size: AtomicU64::new(configured.unwrap_or_default()),
-            is_configured: configured.is_some(),
-        }
-    }
-
-    pub fn is_wanted(&self) -> bool {
-        !self.is_configured
-    }
-
-    /// Of several models, the smallest vocabulary counts: any of them may get the request.
-    pub fn learn(&self, size: Option<u64>) {
-        if let Some(size) = size.filter(|&size| size > 0) {
-            let smaller = |old: u64| (old == 0 || size < old).then_some(size);
-            let _ = self
-                .size
-                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, smaller);
-        }
-    }
-
-    /// Why a prompt with this largest token id is refused, if it is.
-    pub fn refusal(&self, largest: Option<u32>) -> Option<String> {
-        let size = self.size.load(Ordering::Relaxed);
-        let largest = u64::from(largest?);
-        (size > 0 && largest >= size)
-            .then(|| format!("body: expected token ids below the model's {size}, not {largest}"))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -210,17 +171,5 @@ mod tests {
             info.run,
             run_in_metrics("process_start_time_seconds 1.79527366e+09\n")
         );
-    }
-
-    #[test]
-    fn ids_beyond_the_smallest_vocabulary_are_refused() {
-        let vocabulary = Vocabulary::new(None);
-        assert_eq!(vocabulary.refusal(Some(u32::MAX)), None);
-        vocabulary.learn(Some(1_000));
-        vocabulary.learn(Some(2_000));
-        vocabulary.learn(None);
-        assert_eq!(vocabulary.refusal(Some(999)), None);
-        let refusal = vocabulary.refusal(Some(1_000)).expect("refused");
-        assert!(refusal.contains("1000"), "{refusal}");
     }
 }

@@ -26,6 +26,7 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked
         };
         let Some(healthy) = gateway.fleet.health(&spec) else {
             gateway.models.forget(&spec);
+            gateway.vocabulary.forget(&spec);
             return;
         };
         is_up &= healthy;
@@ -98,9 +99,8 @@ async fn learn(gateway: &Gateway, spec: &Arc<WorkerSpec>, is_up: bool) {
         log::warn!("{warning}");
     }
     if !is_up && gateway.vocabulary.is_wanted() {
-        gateway
-            .vocabulary
-            .learn(engine_info::vocabulary(gateway, spec).await);
+        let size = engine_info::vocabulary(gateway, spec).await;
+        gateway.vocabulary.learn(spec, size);
     }
 }
 

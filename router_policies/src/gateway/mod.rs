@@ -40,6 +40,7 @@ mod sse;
 mod stream;
 mod tls;
 mod traces;
+mod vocabulary;
 mod waiting;
 
 use crate::config::{Config, Engine, WorkerSpec};
@@ -54,7 +55,6 @@ use bytes::Bytes;
 use client::Socket;
 use dispatch::RequestContext;
 use encoder::PromptEncoder;
-use engine_info::Vocabulary;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::header::{
@@ -115,7 +115,7 @@ pub(crate) struct Gateway {
     pub admission: Admission,
     pub buffers: Buffers,
     pub encoder: Option<Arc<PromptEncoder>>,
-    pub vocabulary: Vocabulary,
+    pub vocabulary: vocabulary::Vocabulary,
     pub keys: Keys,
     /// None where nobody wants traces.
     pub tracer: Option<Tracer>,
@@ -258,7 +258,7 @@ impl Gateway {
                 config.max_held_bytes,
                 Duration::from_secs_f64(config.body_timeout_s),
             ),
-            vocabulary: Vocabulary::new(config.vocab_size),
+            vocabulary: vocabulary::Vocabulary::new(config.vocab_size),
             keys: Keys::load(&config)?,
             tracer,
             alarms: tokio::sync::watch::Sender::new(0),

@@ -225,6 +225,51 @@ async fn token_ids_beyond_the_vocabulary_are_refused() {
     assert_eq!(router.post("/generate", fits).await.0, StatusCode::OK);
 }
 
+#[tokio::test]
+async fn of_two_models_the_vocabulary_of_the_one_that_is_named_counts_and_of_workers_that_are_there()
+ {
+    let folder = std::env::temp_dir().join(format!("router-models-{:x}", fastrand::u64(..)));
+    let (small, large) = (MockWorker::start().await, MockWorker::start().await);
+    for (mock, name, size) in [(&small, "small", 1_000), (&large, "large", 5_000)] {
+        let model = folder.join(name);
+        std::fs::create_dir_all(&model).expect("a folder");
+        let config = json!({"vocab_size": size}).to_string();
+        std::fs::write(model.join("config.json"), config).expect("a file");
+        *mock.behaviour.models.lock() = vec![name];
+        *mock.behaviour.model_path.lock() = model.to_string_lossy().into_owned();
+    }
+    let workers = vec![
+        worker(&small, "small", "colocated"),
+        worker(&large, "large", "colocated"),
+    ];
+    let router = Router::start("round_robin", workers).await;
+    let asked = async |model: &str, id: u32| {
+        let body = json!({"model": model, "prompt": [1, id]});
+        router.post("/v1/completions", body).await.0
+    };
+    assert_eq!(asked("large", 4_999).await, StatusCode::OK);
+    assert_eq!(asked("large", 5_000).await, StatusCode::BAD_REQUEST);
+    assert_eq!(asked("small", 1_000).await, StatusCode::BAD_REQUEST);
+    // Without a name either may get it.
+    let unnamed = async || {
+        router
+            .post("/generate", json!({"input_ids": [4_999]}))
+            .await
+            .0
+    };
+    assert_eq!(unnamed().await, StatusCode::BAD_REQUEST);
+    assert!(router.fleet.remove_worker("small"));
+    let until = Instant::now() + Duration::from_secs(20);
+    while unnamed().await != StatusCode::OK {
+        assert!(
+            Instant::now() < until,
+            "its vocabulary counts although it is gone"
+        );
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    std::fs::remove_dir_all(&folder).expect("removed");
+}
+
 /// Two workers that report their load, the first of which hangs from now on.
 async fn with_a_hung_worker(reports: bool) -> (MockWorker, MockWorker, Router) {
     let (a, b) = (MockWorker::start().await, MockWorker::start().await);

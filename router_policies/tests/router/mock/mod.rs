@@ -82,6 +82,8 @@ pub struct Behaviour {
     pub started: AtomicU64,
     /// Which `/v1/models` lists.
     pub models: Mutex<Vec<&'static str>>,
+    /// The folder that `/model_info` names.
+    pub model_path: Mutex<String>,
     /// Of the first of them, which it lists too.
     pub adapters: Mutex<Vec<&'static str>>,
     /// Data-parallel ranks that the bootstrap server names, and how often it was asked.
@@ -143,6 +145,7 @@ impl MockWorker {
             started: AtomicU64::new(0),
             cached_tokens: AtomicU64::new(10),
             models: Mutex::new(vec!["mock", "listed/only"]),
+            model_path: Mutex::new("mock".to_owned()),
             adapters: Mutex::new(Vec::new()),
             dp_ranks: AtomicUsize::new(1),
             queries: AtomicUsize::new(0),
@@ -304,11 +307,9 @@ async fn answer(
             return Ok(whole(status, "text/plain", ""));
         }
         "/model_info" | "/get_model_info" => {
-            return Ok(whole(
-                200,
-                "application/json",
-                r#"{"model_path":"mock","is_generation":true}"#,
-            ));
+            let path = behaviour.model_path.lock().clone();
+            let info = serde_json::json!({"model_path": path, "is_generation": true});
+            return Ok(whole(200, "application/json", info.to_string()));
         }
         "/server_info" | "/get_server_info" => {
             let startup_time = match behaviour.started.load(Ordering::SeqCst) {
