@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,15 @@ _LONGEST_DECODE_S = 0.08
 # What is loaded from a host tier, and client's delays, make steps differ.
 _PREFILL_TRIM = 0.4
 _DECODE_TRIM = 0.3
-# A prefill step's overhead is less than this.
-_LONGEST_OVERHEAD_S = 0.5
-# So many prefills beside which nobody decodes are the least that say what their steps take.
-_LEAST_ALONE = 5
+# A turn with more new tokens does not count as returning: computing them is most of its cost.
+_MOST_NEW_TOKENS = 1_000
+# How long before a turn the pace of those who decode is taken from, and the least steps in it.
+_PACE_OF_S = 0.5
+_LEAST_PACE_STEPS = 8
+# They have to decode on after its first token, so that no end of an answer changes the pace.
+_ON_FOR_S = 0.05
+# So many returning turns are the least that say what a token that is found takes.
+_LEAST_RETURNS = 20
 
 Request = dict[str, Any]
 Step = tuple[float, dict[int, int]]
@@ -47,27 +53,105 @@ def read_requests(paths: Sequence[Path]) -> list[list[Request]]:
     return runs
 
 
-def fit_arrivals(runs: Sequence[Sequence[Request]], chunk_tokens: int) -> Calibration:
-    """Both kinds of step of one kind of worker, whose steps prefill at most `chunk_tokens`.
+def fit_arrivals(
+    runs: Sequence[Sequence[Request]], chunk_tokens: int | Sequence[int]
+) -> Calibration:
+    """Both kinds of step of one kind of worker, whose steps prefill at most `chunk_tokens`: in all
+    runs, or run by run. Long prompts in chunks of one size do not tell what a step takes besides
+    from what its tokens take; runs with chunks of two sizes do.
 
     Each time when tokens arrive ends a step. Decodes: the time between two steps in which the same
-    answers got a token, while nobody waited for a first one. Prefills: while a request waits alone
-    for its first token, by how much longer than a step of decodes alone those who decode wait for
-    theirs. What is left of its time to the first token, less half a step until it is seen, is
-    `request_s`: the engine's API, or loading from a host tier. Prefills while nobody decodes have
-    an overhead of their own where there are enough of them ([alone_prefills]).
+    answers got a token, while nobody waited for a first one. Prefills: those that followed each
+    other while nobody decoded ([alone_prefills]), where there are enough of them, and then what a
+    token takes that is found cached ([found_token_s]); else, while a request waits alone for its
+    first token, by how much longer than a step of decodes alone those who decode wait for theirs.
+    What is left of the time to that token, less half a step until it is seen, is `request_s`: the
+    engine's API, or loading from a host tier.
     """
-    all_steps = [arrival_steps(run) for run in runs]
-    both = list(zip(runs, all_steps, strict=True))
-    decode = fit_rows([row for run, steps in both for row in _decodes(run, steps)], _DECODE_TRIM)
+    chunks = [chunk_tokens] * len(runs) if isinstance(chunk_tokens, int) else chunk_tokens
+    every = [(run, arrival_steps(run), size) for run, size in zip(runs, chunks, strict=True)]
+    decode = fit_rows(
+        [row for run, steps, _ in every for row in _decodes(run, steps)], _DECODE_TRIM
+    )
     if decode is None:
         return Calibration(None, None)
-    found = [pair for run, steps in both for pair in _prefills(run, steps, decode, chunk_tokens)]
-    prefill = fit_rows([row for row, _ in found], _PREFILL_TRIM)
-    waited_s = max(0.0, float(np.median([waited_s for _, waited_s in found]))) if prefill else None
-    alone = [row for run in runs for row in alone_prefills(run, chunk_tokens)]
-    alone_s = alone_overhead_s(alone, prefill) if prefill else None
-    return Calibration(prefill, decode, request_s=waited_s, alone_overhead_s=alone_s)
+    beside = [pair for run, steps, size in every for pair in _prefills(run, steps, decode, size)]
+    prefill = fit_rows([row for row, _ in beside], _PREFILL_TRIM)
+    waited_s = max(0.0, float(np.median([waited_s for _, waited_s in beside]))) if prefill else None
+    found_s = None
+    alone = fit_alone([row for run, _, size in every for row in alone_prefills(run, size)])
+    if alone is not None:
+        prefill = alone
+        found_s = found_token_s([each for run in runs for each in returns(run)], alone, decode)
+    return Calibration(prefill, decode, request_s=waited_s, found_token_s=found_s)
+
+
+@dataclass(frozen=True)
+class Return:
+    """A turn that came back while others decoded, and nobody else waited for a first token."""
+
+    prompt_tokens: int
+    new_tokens: int
+    first_token_s: float
+    """From when it was sent."""
+    stopped_s: float
+    """By how much longer than at their pace before the others' steps took until then, together."""
+    longest_s: float
+    """The longest of those steps."""
+
+
+def returns(run: Sequence[Request]) -> Iterator[Return]:
+    """The returning turns of a run that had the engine to themselves but for decodes."""
+    ends_s = [at_s for at_s, _ in arrival_steps(run)]
+    by_sent = sorted(run, key=lambda request: float(request["sent_s"]))
+    for at in waited_alone(by_sent):
+        request = by_sent[at]
+        sent_s, first_s = request["sent_s"], request["first_token_s"]
+        new = request["prompt_tokens"] - request["cached_tokens"]
+        if new > _MOST_NEW_TOKENS:
+            continue
+        paced_from_s = sent_s - _PACE_OF_S
+        if not any(
+            other["first_token_s"] < paced_from_s and other["finished_s"] > first_s + _ON_FOR_S
+            for other in by_sent[:at]
+        ):
+            continue
+        begun = bisect_right(ends_s, sent_s)
+        before = ends_s[bisect_right(ends_s, paced_from_s) : begun]
+        if len(before) <= _LEAST_PACE_STEPS:
+            continue
+        pace_s = float(np.median(np.diff(before)))
+        within_s = ends_s[begun - 1 : bisect_right(ends_s, first_s)]
+        steps_s = [end_s - start_s for start_s, end_s in pairwise(within_s)]
+        yield Return(
+            prompt_tokens=request["prompt_tokens"],
+            new_tokens=new,
+            first_token_s=first_s - sent_s,
+            stopped_s=sum(max(0.0, step_s - pace_s) for step_s in steps_s),
+            longest_s=max(steps_s),
+        )
+
+
+def found_token_s(found: Sequence[Return], prefill: Fit, decode: Fit) -> float | None:
+    """Of a token that a returning turn finds cached: with it the turns together stop those who
+    decode for as long as they did, beside what computing their new tokens takes. None of too few.
+    """
+    if len(found) < _LEAST_RETURNS:
+        return None
+    overhead_s, token_s, pair_s = prefill.constants
+    # The step that computes them carries decodes, whose base it does not have.
+    overhead_s -= decode.constants[0]
+    stopped_s, tokens = 0.0, 0
+    for turn in found:
+        new, cached = turn.new_tokens, turn.prompt_tokens - turn.new_tokens
+        stopped_s += turn.stopped_s - overhead_s - new * token_s - new * (cached + new / 2) * pair_s
+        tokens += cached
+    return max(0.0, stopped_s / tokens) if tokens else None
+
+
+def fit_alone(rows: Sequence[Row]) -> Fit | None:
+    """What prefills take while nobody decodes; none of too few."""
+    return fit_rows(list(rows), _PREFILL_TRIM)
 
 
 def alone_prefills(run: Sequence[Request], chunk_tokens: int) -> Iterator[Row]:
@@ -94,22 +178,6 @@ def alone_prefills(run: Sequence[Request], chunk_tokens: int) -> Iterator[Row]:
         if chunks:
             pairs = new * (request["cached_tokens"] + new / 2)
             yield chunks, new, pairs, request["first_token_s"] - begun_s
-
-
-def alone_overhead_s(rows: Sequence[Row], prefill: Fit) -> float | None:
-    """Of steps that prefill while nobody decodes: with it all `rows` together take as long as they
-    did, tokens and pairs at the speed of `prefill`. None of too few rows."""
-    _, token_s, pair_s = prefill.constants
-    besides = [
-        (besides_s, chunks)
-        for chunks, tokens, pairs, took_s in rows
-        for besides_s in [took_s - tokens * token_s - pairs * pair_s]
-        # Longer by more than a chunk may be: others were computed in between.
-        if besides_s < chunks * _LONGEST_OVERHEAD_S
-    ]
-    if len(besides) < _LEAST_ALONE:
-        return None
-    return max(0.0, sum(s for s, _ in besides) / sum(chunks for _, chunks in besides))
 
 
 def arrival_steps(run: Sequence[Request]) -> list[tuple[float, dict[int, int]]]:

@@ -62,7 +62,8 @@ class Calibration:
     """Fits of both kinds of step; either is None where too few such steps were recorded.
 
     `attends_all`: the prefills' attention runs over the whole sequence, its cached prefix too.
-    `alone_overhead_s`: of prefill steps without decodes, where `prefill` is of steps with some.
+    `found_token_s`: for each token that a request finds cached, how much longer the step takes in
+    which it is let in, where that is known.
     `request_s`: what a request waits for besides its steps, where that is known.
     """
 
@@ -70,17 +71,14 @@ class Calibration:
     decode: Fit | None
     attends_all: bool = False
     request_s: float | None = None
-    alone_overhead_s: float | None = None
+    found_token_s: float | None = None
 
     def constants(self) -> dict[str, float]:
         """By their names in a plan of the simulator."""
         found: dict[str, float] = {}
         if self.prefill:
             overhead_s, token_s, pair_s = self.prefill.constants
-            alone_s = self.alone_overhead_s
-            found["prefill_overhead_s"] = overhead_s if alone_s is None else alone_s
-            if alone_s is not None:
-                found["mixed_overhead_s"] = overhead_s
+            found["prefill_overhead_s"] = overhead_s
             found["prefill_tokens_per_s"] = 1 / token_s
             found["prefill_pairs_per_s"] = 1 / pair_s
         if self.decode:
@@ -88,6 +86,8 @@ class Calibration:
             found["decode_base_s"] = base_s
             found["decode_per_request_s"] = request_s
             found["decode_per_context_token_s"] = context_token_s
+        if self.found_token_s is not None:
+            found["found_token_s"] = self.found_token_s
         if self.request_s is not None:
             found["request_s"] = self.request_s
         return found

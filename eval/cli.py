@@ -352,8 +352,14 @@ def calibrate_command(
         ),
     ] = StepsBy.STEPS,
     chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="With arrivals: the most tokens that a step prefills.")
-    ] = 8192,
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="With arrivals: the most tokens that a step prefills, once, or once for each run "
+            "in their order. Chunks of two sizes tell a step's time from its tokens'.",
+            show_default="8192",
+        ),
+    ] = None,
 ) -> None:
     """Fit how long an engine's steps take, for the simulator, and say how well that fits.
 
@@ -366,7 +372,14 @@ def calibrate_command(
     if '"' in name or "\n" in name:
         raise InputError(f"--name {name}: expected one line without quotation marks")
     if by is StepsBy.ARRIVALS:
-        calibration = fit_arrivals(read_requests(runs), chunk_tokens)
+        chunks = chunk_tokens or [8192]
+        if len(chunks) not in (1, len(runs)):
+            raise InputError(
+                f"--chunk-tokens: expected one, or one for each of {len(runs)} runs, "
+                f"not {len(chunks)}"
+            )
+        each = chunks * len(runs) if len(chunks) == 1 else chunks
+        calibration = fit_arrivals(read_requests(runs), each)
     else:
         calibration = fit(read_steps(runs))
     text = to_toml(calibration, name, [run.name for run in runs])

@@ -2,16 +2,14 @@
 `python -m eval.returning_turns RUN...`.
 
 Little of such a turn is computed, and yet an engine takes time for it: it looks the prefix up block
-by block, and loads from a host tier what the GPU has dropped. Owns by how much longer the steps
-become in which others get their tokens, read off the arrivals of answers; one worker, streamed
-answers.
+by block, and loads from a host tier what the GPU has dropped. Owns the table of it; by how much
+longer the steps become in which others get their tokens is read off the arrivals of answers
+(`eval.arrival_steps`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -20,63 +18,10 @@ import numpy as np
 import typer
 
 from deltaserve.errors import InputError, told_in_one_line
-from eval.arrival_steps import Request, arrival_steps, read_requests, waited_alone
+from eval.arrival_steps import Return, read_requests, returns
 
-MOST_NEW_TOKENS = 1_000
-"""A turn with more new tokens does not count as returning: computing them is most of its cost."""
-# How long before a turn the pace of those who decode is taken from, and the least steps in it.
-_PACE_OF_S = 0.5
-_LEAST_STEPS = 8
-# They have to decode on after its first token, so that no end of an answer changes the pace.
-_ON_FOR_S = 0.05
 EDGES_TOKENS = (0, 40_000, 70_000, 100_000, 200_000)
 """Lengths of prompts between which the table's rows are."""
-
-
-@dataclass(frozen=True)
-class Return:
-    """A turn that came back while others decoded, and nobody else waited for a first token."""
-
-    prompt_tokens: int
-    new_tokens: int
-    first_token_s: float
-    """From when it was sent."""
-    stopped_s: float
-    """By how much longer than at their pace before the others' steps took until then, together."""
-    longest_s: float
-    """The longest of those steps."""
-
-
-def returns(run: Sequence[Request]) -> Iterator[Return]:
-    """The returning turns of a run that had the engine to themselves but for decodes."""
-    ends_s = [at_s for at_s, _ in arrival_steps(run)]
-    by_sent = sorted(run, key=lambda request: float(request["sent_s"]))
-    for at in waited_alone(by_sent):
-        request = by_sent[at]
-        sent_s, first_s = request["sent_s"], request["first_token_s"]
-        new = request["prompt_tokens"] - request["cached_tokens"]
-        if new > MOST_NEW_TOKENS:
-            continue
-        paced_from_s = sent_s - _PACE_OF_S
-        if not any(
-            other["first_token_s"] < paced_from_s and other["finished_s"] > first_s + _ON_FOR_S
-            for other in by_sent[:at]
-        ):
-            continue
-        begun = bisect_right(ends_s, sent_s)
-        before = ends_s[bisect_right(ends_s, paced_from_s) : begun]
-        if len(before) <= _LEAST_STEPS:
-            continue
-        pace_s = float(np.median(np.diff(before)))
-        within_s = ends_s[begun - 1 : bisect_right(ends_s, first_s)]
-        steps_s = [end_s - start_s for start_s, end_s in pairwise(within_s)]
-        yield Return(
-            prompt_tokens=request["prompt_tokens"],
-            new_tokens=new,
-            first_token_s=first_s - sent_s,
-            stopped_s=sum(max(0.0, step_s - pace_s) for step_s in steps_s),
-            longest_s=max(steps_s),
-        )
 
 
 def table(found: Sequence[Return]) -> list[str]:

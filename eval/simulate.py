@@ -23,7 +23,7 @@ from replay.trace import read_trace
 
 PLAN_FILE = "plan.json"
 PLANNED_FILE = "planned.jsonl"
-_KINDS = {"prefill": ("prefill", "mixed"), "decode": ("decode",)}
+_KINDS = {"prefill": ("prefill", "found"), "decode": ("decode",)}
 """Kinds of step, and how the names of their constants begin."""
 _MEDIAN_OF_NORMAL = 0.6745
 """Half of a normal's values are within so many standard deviations."""

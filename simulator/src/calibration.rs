@@ -14,9 +14,9 @@ pub struct Calibration {
     pub prefill_overhead_s: f64,
     pub prefill_tokens_per_s: f64,
     pub prefill_pairs_per_s: f64,
-    /// The overhead of a prefill step that decodes too; without it that of any.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub mixed_overhead_s: Option<f64>,
+    /// For each token that a request finds cached, in either tier, the step in which vLLM lets it in
+    /// takes so much longer.
+    pub found_token_s: f64,
     /// A prefill makes the pairs of the whole sequence, its cached prefix too, as SGLang's attention
     /// on a CPU does (`torch_native`).
     pub attends_all: bool,
@@ -42,7 +42,7 @@ impl Default for Calibration {
             prefill_overhead_s: 0.0196062,
             prefill_tokens_per_s: 214_511.0,
             prefill_pairs_per_s: 6.81115e8,
-            mixed_overhead_s: None,
+            found_token_s: 0.0,
             attends_all: false,
             decode_base_s: 3.5837e-3,
             decode_per_request_s: 0.760759e-3,
@@ -70,11 +70,7 @@ impl Calibration {
     /// Seconds of a step that prefills `tokens` with `pairs`, and decodes for `requests` with
     /// `context_tokens` between them; the part of the decodes' base is in the overhead.
     pub fn mixed_s(&self, tokens: u64, pairs: f64, requests: usize, context_tokens: u64) -> f64 {
-        let overhead_s = match self.mixed_overhead_s {
-            Some(mixed_s) if requests > 0 => mixed_s,
-            _ => self.prefill_overhead_s,
-        };
-        overhead_s
+        self.prefill_overhead_s
             + tokens as f64 / self.prefill_tokens_per_s
             + pairs / self.prefill_pairs_per_s
             + self.decode_per_request_s * requests as f64
@@ -105,7 +101,7 @@ impl Calibration {
         ];
         let times = [
             ("prefill_overhead_s", self.prefill_overhead_s),
-            ("mixed_overhead_s", self.mixed_overhead_s.unwrap_or(0.0)),
+            ("found_token_s", self.found_token_s),
             ("decode_per_request_s", self.decode_per_request_s),
             (
                 "decode_per_context_token_s",

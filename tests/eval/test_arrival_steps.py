@@ -13,11 +13,14 @@ from typer.testing import CliRunner
 
 from deltaserve.errors import InputError
 from eval.arrival_steps import (
-    alone_overhead_s,
     alone_prefills,
+    fit_alone,
     fit_arrivals,
+    found_token_s,
     read_requests,
+    returns,
 )
+from eval.calibrate import to_toml
 from eval.cli import app
 from eval.simulate import read_calibration
 from tests.eval.published import RESULTS
@@ -36,8 +39,16 @@ OVERHEAD_S, PAIRS_PER_S = 0.1, 7e8
 BASE_S, REQUEST_S, CONTEXT_TOKEN_S = 0.003, 0.0012, 1.5e-8
 
 
-def made_requests(seed: int, requests: int = 300, noise: float = 0.02) -> list[dict[str, Any]]:
-    """Answers of an engine whose steps decode all that run, and prefill a chunk beside them."""
+def made_requests(
+    seed: int,
+    requests: int = 300,
+    noise: float = 0.02,
+    *,
+    overhead_s: float = OVERHEAD_S,
+    found_s: float = 0.0,
+) -> list[dict[str, Any]]:
+    """Answers of an engine whose steps decode all that run, and prefill a chunk beside them; that
+    with a request's first chunk takes `found_s` longer for each token that it finds cached."""
     draws = np.random.default_rng(seed)
     now_s = 0.0
     waiting: list[dict[str, Any]] = []
@@ -72,7 +83,9 @@ def made_requests(seed: int, requests: int = 300, noise: float = 0.02) -> list[d
             left = prefilled["prompt_tokens"] - prefilled["cached_tokens"] - prefilled["computed"]
             part = min(left, CHUNK)
             before = prefilled["cached_tokens"] + prefilled["computed"]
-            took_s += OVERHEAD_S + part * (before + part / 2) / PAIRS_PER_S
+            took_s += overhead_s + part * (before + part / 2) / PAIRS_PER_S
+            if not prefilled["computed"]:
+                took_s += found_s * prefilled["cached_tokens"]
             prefilled["computed"] += part
         else:
             took_s += BASE_S
@@ -138,25 +151,64 @@ def test_prefills_alone_are_those_that_follow_each_other_while_nobody_decodes() 
     ]
 
 
-def test_steps_that_carry_decodes_and_those_that_do_not_have_overheads_of_their_own() -> None:
-    alone_s, at_s = 0.03, 0.0
-    primes = []
-    for chunks in (3, 5, 7, 4, 9, 2, 8):
-        tokens = chunks * CHUNK
-        at_s += chunks * alone_s + tokens * tokens / 2 / PAIRS_PER_S
-        primes.append(answered(0.0, at_s, tokens))
-    later = [
+def primes(prompts: int, overhead_s: float, chunk: int = CHUNK) -> list[dict[str, Any]]:
+    """Prompts that come at once and are computed from nothing, one after another."""
+    draws = np.random.default_rng(5)
+    at_s, left, made = 0.0, 0, []
+    for tokens in draws.integers(9_000, 60_000, prompts).tolist():
+        chunks = -(-(tokens - left) // chunk)
+        left += chunks * chunk - tokens
+        at_s += chunks * overhead_s + tokens * tokens / 2 / PAIRS_PER_S
+        made.append(answered(0.0, at_s, tokens))
+    return made
+
+
+def later(run: list[dict[str, Any]], by_s: float) -> list[dict[str, Any]]:
+    return [
         request
-        | {name: request[name] + at_s + 10 for name in ("sent_s", "first_token_s", "finished_s")}
-        | {"arrivals": [[time_s + at_s + 10, n] for time_s, n in request["arrivals"]]}
-        for request in made_requests(1)
+        | {name: request[name] + by_s for name in ("sent_s", "first_token_s", "finished_s")}
+        | {"arrivals": [[at_s + by_s, tokens] for at_s, tokens in request["arrivals"]]}
+        for request in run
     ]
-    found = fit_arrivals([primes + later], CHUNK).constants()
-    assert found["mixed_overhead_s"] == pytest.approx(OVERHEAD_S, rel=0.1)
-    assert found["prefill_overhead_s"] == pytest.approx(alone_s, rel=0.2)
-    without = fit_arrivals([primes[:3] + later], CHUNK).constants()
-    assert "mixed_overhead_s" not in without
-    assert without["prefill_overhead_s"] == pytest.approx(OVERHEAD_S, rel=0.1)
+
+
+@pytest.mark.parametrize("found_s", [0.0, 1e-6, 4e-6])
+def test_what_a_token_that_is_found_takes_is_recovered_beside_prefills_alone(
+    found_s: float,
+) -> None:
+    overhead_s = 0.01
+    alone = primes(80, overhead_s)
+    turns = made_requests(3, overhead_s=overhead_s, found_s=found_s)
+    found = fit_arrivals([alone + later(turns, 1_000.0)], CHUNK)
+    constants = found.constants()
+    assert constants["prefill_overhead_s"] == pytest.approx(overhead_s, rel=0.05)
+    assert constants["prefill_pairs_per_s"] == pytest.approx(PAIRS_PER_S, rel=0.02)
+    # Steps are up to 2 % longer and shorter by chance, which counts where they are longer.
+    assert constants["found_token_s"] == pytest.approx(found_s, rel=0.1, abs=3e-7)
+    assert f"found_token_s = {constants['found_token_s']:.6g}" in to_toml(found, "made", ["one"])
+
+
+def test_runs_in_chunks_of_two_sizes_are_fitted_together() -> None:
+    """Neither has enough prefills alone by itself, and of each the chunks are its own."""
+    turns = later(made_requests(3, overhead_s=0.02), 1_000.0)
+    runs = [primes(40, 0.02) + turns, primes(40, 0.02, chunk=CHUNK // 2)]
+    found = fit_arrivals(runs, [CHUNK, CHUNK // 2])
+    assert found.prefill is not None
+    assert (found.prefill.steps, found.prefill.left_out) == (78, 0)
+    assert found.prefill.p90_error < 1e-6
+    assert found.constants()["prefill_overhead_s"] == pytest.approx(0.02)
+
+
+def test_too_few_prefills_alone_or_turns_that_return_say_nothing_of_found_tokens() -> None:
+    turns = made_requests(3, overhead_s=0.01, found_s=4e-6)
+    few = fit_arrivals([primes(20, 0.01) + later(turns, 1_000.0)], CHUNK).constants()
+    assert "found_token_s" not in few
+    # What the others wait longer is all a prefill's, then.
+    assert few["prefill_overhead_s"] > 0.02
+    returning = [turn for turn in turns if turn["prompt_tokens"] - turn["cached_tokens"] > 1_000]
+    none = fit_arrivals([primes(80, 0.01) + later(returning, 1_000.0)], CHUNK).constants()
+    assert "found_token_s" not in none
+    assert none["prefill_overhead_s"] == pytest.approx(0.01, rel=0.05)
 
 
 def test_the_packaged_constants_of_vllm_are_what_its_runs_say() -> None:
@@ -165,26 +217,29 @@ def test_the_packaged_constants_of_vllm_are_what_its_runs_say() -> None:
     run = folder / "vllm-fp8-host-eight.requests.jsonl.zst"
     fitted = fit_arrivals(read_requests([run]), CHUNK)
     for name, value in fitted.constants().items():
-        if name != "prefill_overhead_s":
+        if not name.startswith("prefill"):
             assert packaged[name] == pytest.approx(value, rel=1e-4), name
 
-    # That of prefills alone is of all runs of draw 3 with FP8 KV and a tier that there were then.
-    by_chunk: dict[int, list[Any]] = {4_096: [], 8_192: []}
+    # The others are of all runs of draw 3 with FP8 KV and a tier that there were then.
+    alone, turns = [], []
     for name in FP8_RUNS:
-        chunk = 4_096 if "4096" in name else 8_192
         [lines] = read_requests([folder / f"{name}.requests.jsonl.zst"])
-        by_chunk[chunk] += alone_prefills(lines, chunk)
-    assert fitted.prefill is not None
-    every = by_chunk[4_096] + by_chunk[8_192]
-    found_s = alone_overhead_s(every, fitted.prefill)
-    assert packaged["prefill_overhead_s"] == pytest.approx(found_s, rel=1e-4)
-    by_chunk_ms = [
-        round(1e3 * (alone_overhead_s(rows, fitted.prefill) or 0), 1) for rows in by_chunk.values()
-    ]
-    assert (len(every), *by_chunk_ms) == (83, 11.8, 10.0)
+        alone += alone_prefills(lines, 4_096 if "4096" in name else CHUNK)
+        turns += returns(lines)
+    prefill = fit_alone(alone)
+    assert prefill is not None
+    assert fitted.decode is not None
+    overhead_s, token_s, pair_s = prefill.constants
+    assert packaged["prefill_overhead_s"] == pytest.approx(overhead_s, rel=1e-4)
+    assert packaged["prefill_tokens_per_s"] == pytest.approx(1 / token_s, rel=1e-4)
+    assert packaged["prefill_pairs_per_s"] == pytest.approx(1 / pair_s, rel=1e-4)
+    found_s = found_token_s(turns, prefill, fitted.decode)
+    assert packaged["found_token_s"] == pytest.approx(found_s, rel=1e-4)
+    assert (len(alone), len(turns)) == (83, 152)
     page = (RESULTS.parent / "simulator.md").read_text()
-    assert "of 83 such prefills of eleven runs" in page
-    assert "11.8 ms in chunks of 4,096, 10.0 ms in 8,192" in page
+    assert f"{1e3 * overhead_s:.1f} ms + n / {1 / token_s:,.0f}" in page
+    assert f"(83 prefills of eleven runs, median error {100 * prefill.median_error:.1f} %)" in page
+    assert f"{1e6 * packaged['found_token_s']:.2f} µs for each token that it finds" in page
 
 
 def test_of_sglang_they_are_near_those_of_its_telemetry() -> None:
@@ -226,6 +281,16 @@ def test_the_command_fits_the_file_of_a_run(tmp_path: Path) -> None:
     fitted = tomllib.loads(output.read_text())
     assert fitted["prefill_pairs_per_s"] == pytest.approx(PAIRS_PER_S, rel=0.1)
     assert fitted["fit"]["decode"]["median_relative_error"] < 0.05
+
+
+def test_chunks_for_other_than_all_runs_are_one_clear_error(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.jsonl" for name in ("one", "two")]
+    for path in paths:
+        path.write_bytes(orjson.dumps(made_requests(1, requests=1)[0]))
+    arguments = ["calibrate", *map(str, paths), "--by", "arrivals", "--name", "x", "--output", "x"]
+    done = CliRunner().invoke(app, [*arguments, *["--chunk-tokens", "4096"] * 3])
+    assert isinstance(done.exception, InputError)
+    assert str(done.exception) == ("--chunk-tokens: expected one, or one for each of 2 runs, not 3")
 
 
 def test_a_run_without_arrivals_is_one_clear_error(tmp_path: Path) -> None:

@@ -392,22 +392,23 @@ def test_what_the_price_of_a_reload_brings_follows_from_its_lines() -> None:
     of_h200 = points(f"{PACED} H200 {KEPT}", f"{PACED} H200", "16", "20", "24")
     ten, twelve, many = (points(f"{VLLM} {KEPT}", VLLM, at) for at in ("10", "12", "24"))
     longer = (f"{VLLM} {MINUTE}", f"{VLLM} {MINUTE}, {BESIDE}")
-    less, fewer = points(*longer, "16"), [-value for value in points(*longer, "24")]
+    sixteen_longer, many_longer = points(*longer, "16"), points(*longer, "24")
     assert ten[0] == ten[1] > 0
-    assert min(-twelve[0], twelve[1], many[0], -many[1], -less[0], less[1]) > 0
-    assert min(fewer) >= 0
+    assert min(*twelve, many[0], -many[1], *many_longer) > 0
+    assert min(sixteen_longer) == 0
+    assert percent(*longer, "16") == 0, "as many"
     of_bf16 = points(f"{BF16} {KEPT}", BF16, "8", "10", "12", "16", "24")
     assert (
         f"twelve sessions {least_to_most(points(kept, PACED, '12'))} turns of a hundred more are "
         f"in time at {percent(kept, PACED, '12')} % more requests/s, with 24 "
         f"{least_to_most(points(kept, PACED, '24'))} more**, on both halves of the draws; with 16 "
         f"up to {words[-min(sixteen)]} fewer. With all the memory of an H200 "
-        f"{least_to_most(of_h200)} more from 16 sessions on. vLLM with ten {words[ten[0]]} more; "
-        f"with twelve {words[-twelve[0]]} fewer on one half and {words[twelve[1]]} more on the "
-        f"other, with 24 {words[many[0]]} more and {words[-many[1]]} fewer; with a minute of "
-        f"thinking and 16 sessions it has {words[-less[0]]} fewer and {words[less[1]]} more at "
-        f"{-percent(*longer, '16')} % fewer requests/s, with 24 up to {words[max(fewer)]} fewer "
-        f"at {-percent(*longer, '24')} % fewer. bf16 KV with a tier between "
+        f"{least_to_most(of_h200)} more from 16 sessions on. vLLM with ten {words[ten[0]]} more, "
+        f"with twelve {least_to_most(twelve)}; with 24 {words[many[0]]} more on one half and "
+        f"{words[-many[1]]} fewer on the other; with a minute of thinking and 16 sessions up to "
+        f"{words[max(sixteen_longer)]} more at as many requests/s, with 24 "
+        f"{least_to_most(many_longer)} more at {percent(*longer, '24')} % more. bf16 KV with a "
+        "tier between "
         f"{words[-min(of_bf16)]} fewer and {words[max(of_bf16)]} more,"
     ) in PAGE.read_text()
 

@@ -11,8 +11,8 @@ import numpy as np
 import orjson
 import pytest
 
-from eval.arrival_steps import read_requests
-from eval.returning_turns import returns, table
+from eval.arrival_steps import read_requests, returns
+from eval.returning_turns import table
 from tests.eval.published import RESULTS
 
 PAGE = RESULTS / "residency.md"

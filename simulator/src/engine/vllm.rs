@@ -26,6 +26,8 @@ struct Batch {
     decodes: usize,
     context: u64,
     preempted: bool,
+    /// How much longer the step takes for what those that are let in find cached.
+    found_s: f64,
 }
 
 impl Vllm {
@@ -99,6 +101,7 @@ impl Vllm {
         let Some((mut sequence, reload)) = self.core.let_in(at, &found) else {
             return false;
         };
+        batch.found_s += (held + reload) as f64 * self.core.calibration.found_token_s;
         if reload > 0 {
             let begins_s = self.core.queues.now_s.max(self.loads_end_s);
             self.loads_end_s = begins_s + self.core.calibration.reload_s(reload);
@@ -145,6 +148,7 @@ impl Scheduler for Vllm {
             decodes: 0,
             context: 0,
             preempted: false,
+            found_s: 0.0,
         };
         self.go_on(&mut batch);
         let has_room = |batch: &Batch| batch.budget > 0 && !batch.preempted;
@@ -152,15 +156,16 @@ impl Scheduler for Vllm {
         if batch.jobs.is_empty() {
             // While something is loaded, vLLM's loop goes round without computing.
             let waits = (0..self.core.queues.running.len()).any(|at| self.is_loading(at));
-            return waits.then_some(self.core.calibration.decode_base_s);
+            return waits.then_some(self.core.calibration.decode_base_s + batch.found_s);
         }
         self.step = batch.jobs;
-        Some(if batch.work.tokens == 0 {
+        let computes_s = if batch.work.tokens == 0 {
             self.core.decode_s(batch.decodes, batch.context)
         } else {
             self.core
                 .prefill_s(&batch.work, batch.decodes, batch.context)
-        })
+        };
+        Some(computes_s + batch.found_s)
     }
 
     fn complete(&mut self, told: &mut Vec<Emission>) {

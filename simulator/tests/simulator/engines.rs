@@ -120,32 +120,74 @@ fn a_request_alone_takes_what_the_formula_says() {
 }
 
 #[test]
-fn a_prefill_that_carries_decodes_has_an_overhead_of_its_own() {
-    let of = |mixed_overhead_s| Calibration {
-        mixed_overhead_s,
+fn what_a_vllm_request_finds_cached_makes_the_step_longer_in_which_it_is_let_in() {
+    let of = |found_token_s, kv_tokens| {
+        let calibration = Calibration {
+            found_token_s,
+            ..Calibration::default()
+        };
+        let tiered = Limits {
+            host_kv_tokens: 100_000,
+            ..limits(kv_tokens)
+        };
+        Vllm::new(calibration, tiered)
+    };
+    // Family 0 comes back while another is answered: the time of its first token, and the longest gap
+    // of the other's.
+    let returns = |found_token_s, kv_tokens| {
+        let mut worker = of(found_token_s, kv_tokens);
+        for (id, family) in [(0, 0), (1, 1)] {
+            worker.submit(job(id, family, 3_000, 1), 10.0 * id as f64);
+            finish(&mut worker);
+        }
+        worker.submit(job(2, 9, 100, 300), 100.0);
+        run_until(&mut worker, 100.5);
+        worker.submit(job(3, 0, 3_000, 1), 100.5);
+        let told = finish(&mut worker);
+        let times = |wanted| -> Vec<f64> {
+            let is = |(_, e): &&(f64, Emission)| *e == Emission::Token { job: wanted };
+            told.iter().filter(is).map(|(at_s, _)| *at_s).collect()
+        };
+        let longest_s = times(2)
+            .windows(2)
+            .map(|pair| pair[1] - pair[0])
+            .fold(0.0, f64::max);
+        (times(3)[0], longest_s, worker.counters().reloaded_tokens)
+    };
+    // 2,992 tokens, whole blocks, are found: all on the device, or part of them in host memory.
+    for (kv_tokens, loads) in [(100_000, false), (4_096, true)] {
+        let (without_s, gap_s, reloaded) = returns(0.0, kv_tokens);
+        assert_eq!(reloaded > 0, loads);
+        let (with_s, longest_s, _) = returns(1e-4, kv_tokens);
+        let found_s = 2_992.0 * 1e-4;
+        if !loads {
+            assert!(
+                (with_s - without_s - found_s).abs() < 1e-9,
+                "{with_s} {without_s}"
+            );
+            assert!(
+                (longest_s - gap_s - found_s).abs() < 1e-9,
+                "{longest_s} {gap_s}"
+            );
+        }
+        assert!(
+            longest_s > found_s && longest_s < found_s + 0.1,
+            "{longest_s}"
+        );
+    }
+    // Where nothing is found nothing is longer.
+    let alone = |found_token_s| {
+        let mut worker = of(found_token_s, 100_000);
+        worker.submit(job(0, 0, 3_000, 5), 0.0);
+        finish(&mut worker)
+    };
+    assert_eq!(alone(1e-4), alone(0.0));
+    let wrong = Calibration {
+        found_token_s: -1.0,
         ..Calibration::default()
     };
-    // The first token of one alone, and of one whose prompt comes while that is answered.
-    let first_tokens = |mixed_overhead_s| {
-        let mut worker = Vllm::new(of(mixed_overhead_s), limits(100_000));
-        worker.submit(job(0, 0, 400, 100), 0.0);
-        worker.submit(job(1, 1, 400, 1), 0.2);
-        let told = finish(&mut worker);
-        [0, 1].map(|job| {
-            let first = told.iter().find(|(_, e)| *e == Emission::Token { job });
-            first.map(|(at_s, _)| *at_s).expect("a first token")
-        })
-    };
-    let default_s = Calibration::default().prefill_overhead_s;
-    let without = first_tokens(None);
-    assert_eq!(first_tokens(Some(default_s)), without);
-    let with = first_tokens(Some(default_s + 0.1));
-    assert_eq!(with[0], without[0], "alone");
-    assert!((with[1] - without[1] - 0.1).abs() < 1e-9, "{with:?}");
-    let wrong = of(Some(-1.0)).check();
-    let words = "calibration.mixed_overhead_s: expected 0 or more, not -1";
-    assert_eq!(wrong, Err(words.to_owned()));
-    assert!(of(Some(0.0)).check().is_ok() && of(None).check().is_ok());
+    let words = "calibration.found_token_s: expected 0 or more, not -1";
+    assert_eq!(wrong.check(), Err(words.to_owned()));
 }
 
 #[test]
