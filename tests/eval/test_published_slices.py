@@ -54,6 +54,27 @@ def test_the_table_follows_from_its_lines(sessions: int) -> None:
     assert not [key for key, item in found.items() if item.verdict is Verdict.WORSE]
 
 
+def test_what_residency_costs_with_ten_and_twelve() -> None:
+    rows = read_rows(RESULTS / "simulated" / "slice-from-tier.csv")
+    costs, points, shares = [], [], []
+    for sessions in (10, 12):
+        found = by_key(rows, "without residency", ALWAYS, sessions)
+        assert found["attainment"].draws == tuple(range(1, 17))
+        assert found["requests_per_s"].verdict is Verdict.WORSE
+        assert found["attainment"].verdict is Verdict.NONE
+        rate = found["requests_per_s"].effect
+        lost = [100 * (1 - value) for value in (rate.value, rate.high, rate.low)]
+        costs.append("{:.1f} % [{:.1f}–{:.2g}]".format(*lost))
+        points.append(f"{100 * found['attainment'].effect.value:.1f}")
+        now = by_key(rows, ALWAYS, FROM, sessions)["requests_per_s"].effect.value
+        shares.append((now - 1) / (1 - rate.value))
+    text = section()
+    assert "{} with ten sessions and {} with twelve".format(*costs) in text
+    assert f"at {points[0]} points more of turns in time with ten" in text
+    assert f"and {points[1]} more with twelve" in text
+    assert shares == pytest.approx([0.44, 0.48], abs=0.01), "nearly half"
+
+
 def test_of_others_nothing_is_told_apart() -> None:
     rows = read_rows(RESULTS / "simulated" / "slice-from-tier-others.csv")
     arms = dict.fromkeys(row["arm"].rsplit(": ", 1)[0] for row in rows)
