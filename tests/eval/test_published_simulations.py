@@ -474,9 +474,14 @@ def of_two_more_draws(run: Row) -> bool:
     return "vllm-fp8-host-4096" in run["arm"] and (run["sessions"], run["draw"]) in later
 
 
+def of_sglang_on_two_more_draws(run: Row) -> bool:
+    return run["arm"].startswith("sglang-fp8") and run["draw"] in ("1", "4")
+
+
 OTHER_DRAWS = [
     ("validation-draw2", lambda run: run["draw"] == "2"),
     ("validation-draws", of_two_more_draws),
+    ("validation-draws-sglang", of_sglang_on_two_more_draws),
 ]
 
 
