@@ -7,7 +7,8 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 
-from eval.by_draw import over_draws, table
+from eval.by_draw import OverDraws, over_draws, table
+from eval.noise import Verdict
 from eval.run_lines import Row, read_rows
 from tests.eval.published import RESULTS, decisions, lines, number, phases, row
 from tests.eval.windows import has_rows, missed, until
@@ -121,6 +122,36 @@ def test_what_four_draws_say_of_ten_sessions() -> None:
     for base, arm in ((2, 0), (1, 0), (2, 1)):
         found = over_draws(rows, 10, names[base], [names[arm]])
         assert "\n".join(table(found, names[base])) in page
+
+
+def test_what_sixteen_simulated_draws_say_of_ten_sessions() -> None:
+    page = (RESULTS / "residency.md").read_text()
+    page = page[page.index("**Sixteen draws would tell more apart**") :].split("\n")[0]
+    rows = read_rows(RESULTS / "simulated" / "ten-draws.csv")
+    ours = "sglang-fp8-host-paced-residency"
+    over_vllm, over_mixed = (
+        {item.measure.key: item for item in over_draws(rows, 10, base, [ours])}
+        for base in ("vllm-fp8-host chunk 4096", "sglang-fp8-host mixed chunk 4096")
+    )
+    assert over_vllm["attainment"].draws == tuple(range(1, 17))
+
+    def told(item: OverDraws) -> str:
+        of = item.effect
+        if item.measure.in_points:
+            value, low, high = (f"{100 * each:+.1f}" for each in (of.value, of.low, of.high))
+            return f"{value} points [{low} to {high}]"
+        value, low, high = (f"{100 * (each - 1):+.2g}" for each in (of.value, of.low, of.high))
+        return f"{value} % [{low} to {high}]".replace("-", "−")
+
+    assert told(over_vllm["attainment"]) in page
+    assert told(over_vllm["goodput_rps"]) in page
+    assert told(over_mixed["requests_per_s"]).replace(" %", " % requests/s") in page
+    for found, percent in ((over_vllm, 44), (over_mixed, 31)):
+        shorter = 100 * (1 - found["worst_gap_p90"].effect.value)
+        assert round(shorter) == percent
+        assert f"a worst gap p90 {percent} % shorter" in page
+    for key in ("attainment", "goodput_rps"):
+        assert over_mixed[key].verdict is Verdict.NONE
 
 
 def test_what_ours_missed_the_objective_by_on_draw_1() -> None:
