@@ -24,7 +24,8 @@ from deltaserve.errors import InputError
 
 _READ_BYTES = 1 << 20
 _READ_PACKED_BYTES = 1 << 17
-_MAX_INTEGER = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
+"""The largest that a trace has, of lengths and of ids of blocks."""
 _INT = {int}
 
 
@@ -326,7 +327,7 @@ def parse_line(line: bytes) -> Request:
             f"field hash_ids: expected {blocks} ids (input_length {input_length} in blocks of "
             f"{block_size}), found {len(hash_ids)}"
         )
-    if set(map(type, hash_ids)) != _INT or min(hash_ids) < 0 or max(hash_ids) > _MAX_INTEGER:
+    if set(map(type, hash_ids)) != _INT or min(hash_ids) < 0 or max(hash_ids) > MAX_INTEGER:
         raise FieldError("field hash_ids: expected integers from 0 to 2^63 - 1")
     parent = record.get("parent_request_id")
     think_time_s = record.get("think_time_s")
@@ -355,7 +356,7 @@ def _integer(record: dict[str, Any], field: str, minimum: int) -> int:
     value = record.get(field)
     if type(value) is not int or value < minimum:
         raise FieldError(f"field {field}: expected an integer ≥ {minimum}, found {_name(value)}")
-    if value > _MAX_INTEGER:
+    if value > MAX_INTEGER:
         raise FieldError(f"field {field}: expected an integer up to 2^63 - 1, found {value}")
     return value
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from deltaserve.errors import InputError
 from replay.readers import Report
 from replay.readers.lines import records
-from replay.trace import Request, SortingTraceWriter
+from replay.trace import MAX_INTEGER, Request, SortingTraceWriter
 
 BLOCK_SIZE = 512
 
@@ -26,6 +26,8 @@ def convert(inputs: list[Path], output: Path) -> Report:
             blocks = -(-input_length // BLOCK_SIZE)
             if len(hash_ids) != blocks:
                 raise record.error("hash_ids", f"{blocks} ids, one a block of {BLOCK_SIZE} tokens")
+            if min(hash_ids) < 0 or max(hash_ids) > MAX_INTEGER:
+                raise record.error("hash_ids", "integers from 0 to 2^63 - 1")
             report.output_length_raised_to_1 += output_length < 1
             writer.write(
                 Request(

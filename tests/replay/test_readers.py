@@ -231,6 +231,10 @@ def test_mooncake_requests_are_sessions_of_one_turn(tmp_path: Path) -> None:
     broken = _lines(tmp_path / "b.jsonl", record, {**record, "hash_ids": [1]})
     with pytest.raises(InputError, match=r"b\.jsonl:2: field hash_ids: expected 2 ids"):
         mooncake.convert([broken], tmp_path / "u.jsonl")
+    for beyond in (-1, 2**63):
+        wide = _lines(tmp_path / "w.jsonl", {**record, "hash_ids": [0, beyond]})
+        with pytest.raises(InputError, match=r"w\.jsonl:1: field hash_ids: expected integers from"):
+            mooncake.convert([wide], tmp_path / "u.jsonl")
 
 
 def _chat(chat: int, parent: int, at_s: float, ids: list[int], length: int | None = None) -> Any:
