@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from deltaserve import toml_values
 from deltaserve.errors import InputError
 from eval.experiment import TRACE_SOURCES, Experiment, Scalar
 
@@ -45,9 +45,10 @@ def load_experiment(
             )
         path = packaged[name_or_path]
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise InputError(f"{path}: not TOML: {error}") from None
+    document = toml_values.tables(text, str(path))
     for override in overrides or []:
         _apply_override(document, override)
     try:
@@ -130,12 +131,4 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
             raise InputError(f"--set {override}: {'.'.join(parts[: depth + 1])} is not a table")
     if not isinstance(target, dict):
         raise InputError(f"--set {override}: name the entry, as in arms.NAME.policy=unified")
-    target[parts[-1]] = parse_value(text.strip())
-
-
-def parse_value(text: str) -> Any:
-    """`text` as a TOML value where it is one, else as a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+    target[parts[-1]] = toml_values.value(text.strip(), f"--set {override}")

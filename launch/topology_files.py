@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from deltaserve import toml_values
 from deltaserve.errors import InputError
 from launch.topology import (
     EngineChoice,
@@ -78,7 +79,8 @@ def load_topology(name_or_path: str | Path, overrides: Iterable[str] = ()) -> To
         key, sign, value = override.partition("=")
         if not sign or not key:
             raise InputError(f"--set {override}: expected key=value")
-        set_keys[_set(data, key, _value(value), override)] = override
+        found = toml_values.value(value, f"--set {override}")
+        set_keys[_set(data, key, found, override)] = override
     try:
         return Topology.model_validate(data)
     except ValidationError as error:
@@ -115,10 +117,7 @@ def _data(name_or_path: str | Path, below: Sequence[str]) -> tuple[dict[str, Any
         named = _named(str(name_or_path))
         where, folder = f"{named.kind}.toml", None
         text = _shipped(named.kind).read_text()
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{where}: not TOML: {error}") from error
+    data = toml_values.tables(text, where)
     if "extends" in data:
         data = _extended(data, where, folder, below)
     data["name"] = data.get("name", path.stem) if named is None else named.name
@@ -213,13 +212,6 @@ def _kinds() -> list[str]:
 
 def _shipped(kind: str) -> Any:
     return resources.files("launch") / "topologies" / f"{kind}.toml"
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _set(data: dict[str, Any], key: str, value: Any, override: str) -> str:

@@ -14,9 +14,9 @@ import orjson
 import typer
 
 import launch
+from deltaserve import toml_values
 from deltaserve.errors import InputError
 from eval.cli_options import AsJson
-from eval.experiment_files import parse_value
 from eval.progress import Progress
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def connector_tax_command(
         key, separator, value = override.partition("=")
         if not separator:
             raise InputError(f"--with-set {override}: expected key=value")
-        keys[key] = parse_value(value)
+        keys[key] = toml_values.value(value, f"--with-set {override}")
     planned = connector_tax.experiment(
         without,
         with_,
