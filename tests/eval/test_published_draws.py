@@ -122,6 +122,13 @@ def test_what_four_draws_say_of_ten_sessions() -> None:
     for base, arm in ((2, 0), (1, 0), (2, 1)):
         found = over_draws(rows, 10, names[base], [names[arm]])
         assert "\n".join(table(found, names[base])) in page
+    found = {item.measure.key: item for item in over_draws(rows, 10, names[2], [names[0]])}
+    share, gap = found["attainment"].effect, found["worst_gap_p90"].effect
+    points = (100 * share.value, 100 * share.low, 100 * share.high)
+    said = "({:.0f} points more, 95 % interval {:.0f} to {:+.0f})".format(*points)
+    assert said.replace("-", "−") in in_readme
+    shorter = [100 * (1 - value) for value in (gap.value, gap.high, gap.low)]
+    assert "{:.0f} % shorter than vLLM's [{:.0f} to {:.0f} %]".format(*shorter) in in_readme
 
 
 def test_what_sixteen_simulated_draws_say_of_ten_sessions() -> None:
