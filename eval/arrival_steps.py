@@ -82,7 +82,8 @@ def fit_arrivals(
     alone = fit_alone([row for run, _, size in every for row in alone_prefills(run, size)])
     if alone is not None:
         prefill = alone
-        found_s = found_token_s([each for run in runs for each in returns(run)], alone, decode)
+        found = [each for run, steps, _ in every for each in returns(run, steps)]
+        found_s = found_token_s(found, alone, decode)
     return Calibration(prefill, decode, request_s=waited_s, found_token_s=found_s)
 
 
@@ -100,9 +101,10 @@ class Return:
     """The longest of those steps."""
 
 
-def returns(run: Sequence[Request]) -> Iterator[Return]:
-    """The returning turns of a run that had the engine to themselves but for decodes."""
-    ends_s = [at_s for at_s, _ in arrival_steps(run)]
+def returns(run: Sequence[Request], steps: Sequence[Step] | None = None) -> Iterator[Return]:
+    """The returning turns of a run that had the engine to themselves but for decodes. `steps` are
+    its `arrival_steps`, where they are known already."""
+    ends_s = [at_s for at_s, _ in (arrival_steps(run) if steps is None else steps)]
     by_sent = sorted(run, key=lambda request: float(request["sent_s"]))
     for at in waited_alone(by_sent):
         request = by_sent[at]

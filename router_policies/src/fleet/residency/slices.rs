@@ -129,8 +129,7 @@ impl Residency {
             None => Rc::new(self.load(site, round.now_s, round.demand())),
         };
         round.loads[site.slot] = Some(Rc::clone(&load));
-        self.slice_budget(site, load.of_all)
-            .is_none_or(|budget| self.ends_for(key, site, &load, budget).is_some())
+        self.ends_for(key, site, &load).is_some()
     }
 
     /// A session whose turn was let in begins a slice, unless it has one, and those end that make room for it.
@@ -146,11 +145,7 @@ impl Residency {
         let own = self.expected(key, site, now_s);
         load.tokens -= blended(in_flight, own.tokens);
         load.kept -= own.kept;
-        let ends = match self.slice_budget(site, load.of_all) {
-            Some(budget) => self.ends_for(key, site, &load, budget),
-            None => Some(Vec::new()),
-        };
-        let Some(ends) = ends else {
+        let Some(ends) = self.ends_for(key, site, &load) else {
             return;
         };
         let mut slices = std::mem::take(&mut self.seen[site.slot].slices);
@@ -230,13 +225,10 @@ impl Residency {
     /// Who has to end so that this one may begin; none if all who may are not enough. What it holds over time
     /// counts in full, and its prompt beside that as it will be in flight: the larger the sessions, the more
     /// of a worker is left because the next one does not fit.
-    fn ends_for(
-        &self,
-        key: Key,
-        site: &Site,
-        load: &Load,
-        budget: SliceBudget,
-    ) -> Option<Vec<Key>> {
+    fn ends_for(&self, key: Key, site: &Site, load: &Load) -> Option<Vec<Key>> {
+        let Some(budget) = self.slice_budget(site, load.of_all) else {
+            return Some(Vec::new());
+        };
         // It has come back, whatever was to be expected.
         let (own, kept_own) = self.sessions.get(key).map_or((0.0, 0.0), |known| {
             let prompt = known.prompt_tokens.unwrap_or(0) as f64;
