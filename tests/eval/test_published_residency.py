@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from eval.rules_a_gpu import RECOMPUTED_TOKENS
-from eval.sessions_a_gpu import row_of
 from eval.steady import State, steadiness
 from tests.eval.published import RESULTS, decisions, lines, number, phases, row, run_of
 from tests.eval.windows import between, has_rows, missed, until
@@ -72,26 +71,6 @@ LAPTOP_TABLES = (
     ("laptop-sglang-fill85-1", "laptop-sglang-fill85-2"),
     tuple(f"laptop-sglang-again{arm}-{run}" for arm in ("", "-residency") for run in (1, 2)),
 )
-# By row of the README's table, the runs that stand in it by sessions in flight.
-README = (
-    {3: "vllm-three", 4: "vllm-four"},
-    {12: "backfill-off"},
-    {12: "again-residency"},
-    {8: "vllm-fp8-host-eight", 10: "vllm-fp8-host-ten", 12: "vllm-fp8-host-twelve"},
-    {12: "vllm-fp8-host-residency-twelve", 24: "vllm-fp8-host-residency-twentyfour"},
-    {10: "vllm-4096-ten"},
-    {16: "vllm-4096-residency-sixteen", 24: "vllm-4096-residency-twentyfour"},
-    {16: "draw2-vllm-4096-residency-sixteen"},
-    {10: "mixed-ten", 16: "mixed-sixteen"},
-    {
-        8: "slices-eight",
-        10: "along-ten",
-        12: "half-twelve",
-        16: "price-sixteen",
-        24: "bound-twentyfour",
-    },
-    {16: "draw2-sixteen", 24: "draw2-twentyfour"},
-)
 COLUMNS = [
     (page, table, at, arm)
     for page, tables in (("residency.md", TABLES), ("laptop.md", LAPTOP_TABLES))
@@ -138,21 +117,6 @@ def test_every_figure_of_an_arm_comes_from_its_lines(
     assert int(cell("turns that failed")) == sum(1 for r in measured if r["error"])
     sessions = {r["session_id"] for r in ended}
     assert int(cell("sessions that got an answer in the window")) == len(sessions)
-
-
-def test_the_readme_has_the_figures_of_the_measured_runs(tmp_path: Path) -> None:
-    readme = (RESULTS.parents[1] / "README.md").read_text()
-    head, _, *rows = readme[readme.index("| sessions in flight |") :].split("\n\n")[0].splitlines()
-    at = [int(cell) for cell in head.strip("|").split("|")[1:]]
-    for line, runs in zip(rows, README, strict=True):
-        cells = [cell.strip() for cell in line.strip("|").split("|")[1:]]
-        shown = {sessions: cell for sessions, cell in zip(at, cells, strict=True) if cell}
-        expected = {}
-        for sessions, name in runs.items():
-            found = row_of(run_of(name, tmp_path / name), name, sessions)
-            share, rate = float(found["within_objective"]), float(found["requests_per_s"])
-            expected[sessions] = f"{100 * share:.0f} %; {rate:.3f}"
-        assert shown == expected, line
 
 
 @pytest.mark.parametrize("table", [4, 5])
@@ -278,7 +242,7 @@ def test_what_is_said_of_24_sessions_before_vllm_with_and_without_residency() ->
         "vllm-fp8-host-residency-twentyfour",
         "half-twentyfour",
     )
-    page, readme = ((RESULTS / name).read_text() for name in ("residency.md", "../../README.md"))
+    page = (RESULTS / "residency.md").read_text()
     columns = [until(arm, 230) for arm in arms]
     has_rows(page, columns, ("sessions that got an answer", "{sessions}"))
     vllm, residency, ours = columns
@@ -287,9 +251,6 @@ def test_what_is_said_of_24_sessions_before_vllm_with_and_without_residency() ->
     assert f"{ours['answers'] / residency['answers']:.2f} times as many again" in page
     assert min(vllm["waits_s"]) == pytest.approx(88, abs=0.5)
     assert np.median(vllm["waits_s"]) == pytest.approx(111, abs=0.5)
-    assert f"{vllm['answers']} answers, each first token after 88 s at least" in readme
-    assert f"there were {residency['answers']}, and {ours['answers']} of ours" in readme
-    assert f"{ours['early']} of {ours['firsts']} first tokens within 10 s" in readme
 
 
 def test_what_is_said_of_three_rules_with_16_sessions() -> None:
@@ -333,7 +294,7 @@ def test_what_is_said_of_three_rules_with_16_sessions() -> None:
 def test_what_is_said_of_the_engines_own_chunks() -> None:
     """In the first seconds with 16 sessions, of which vLLM's were cut off; what missed the
     objective with ten; who still waited when the runs with residency ended."""
-    page, readme = ((RESULTS / name).read_text() for name in ("residency.md", "../../README.md"))
+    page = (RESULTS / "residency.md").read_text()
     ended = ("vllm-4096-residency-sixteen", "price-sixteen")
     arms = ("vllm-4096-sixteen-cut-off", "mixed-sixteen", *ended)
     has_rows(page[page.index("| 16 in flight, 115 s |") :], [until(arm, 115) for arm in arms])
@@ -353,7 +314,6 @@ def test_what_is_said_of_the_engines_own_chunks() -> None:
     assert [r["turn"] for r in longest] == [0, 0]
     rates = [number(row(16, "requests/s")[at]) for at in range(3)]
     assert f"{rates[2] / rates[1]:.1f} times as many, and 75 % of turns" in page
-    assert f"keep none, at {rates[1]:.3f} requests/s; ours" in readme
 
 
 def test_what_is_said_of_the_noise_and_of_waits() -> None:

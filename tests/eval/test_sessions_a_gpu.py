@@ -436,8 +436,7 @@ def test_the_page_of_smaller_chunks_follows_from_its_lines() -> None:
         ratios = [mean[ours] / mean[arm] for arm in peers]
         assert "| " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |" in text, (kept, ratios)
         if kept == "chunks":
-            three = (*peers[:2], ours)
-            _says_what_flags_do([mean[arm] for arm in three], rows, three)
+            _says_what_flags_do([mean[arm] for arm in (*peers[:2], ours)])
         if kept == "chunks-h200":
             shorter = read_rows(SIMULATED)
             stock = (sglang, vllm)
@@ -470,20 +469,8 @@ def test_the_page_of_smaller_chunks_follows_from_its_lines() -> None:
             ) in (RESULTS / "simulated-think.md").read_text()
 
 
-def _says_what_flags_do(carry: list[float], rows: list[Row], arms: Sequence[str]) -> None:
-    """The README and the page of agents a GPU of vLLM's chunks, SGLang's mixed ones, and ours."""
-    in_time = []
-    for arm in arms:
-        of = [row for row in rows if (row["arm"], row["sessions"]) == (arm, "16")]
-        in_time.append(100 * statistics.fmean(float(row["within_objective"]) for row in of))
-    readme = (RESULTS.parents[1] / "README.md").read_text()
-    assert (
-        f"a GPU carries {carry[0]:.1f} sessions with vLLM and `--max-num-batched-tokens 4096`, "
-        f"{carry[1]:.1f} with SGLang and `--enable-mixed-chunk`, {carry[2]:.1f} with ours; with "
-        "16 sessions these two have {:.0f} and {:.0f} % of turns in time, ours {:.0f} %.".format(
-            *in_time
-        )
-    ) in readme
+def _says_what_flags_do(carry: list[float]) -> None:
+    """The page of agents a GPU of vLLM's chunks, SGLang's mixed ones, and ours."""
     page = PAGE.read_text()
     for word in (
         f"`--max-num-batched-tokens 4096` {carry[0]:.1f}.",

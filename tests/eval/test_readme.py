@@ -1,0 +1,95 @@
+"""What the README's first screen says of agents a GPU follows from the published lines."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from eval.by_draw import over_draws
+from eval.run_lines import Row, read_rows
+from eval.separation import carried_by_draw
+from tests.eval.published import RESULTS
+from tests.eval.windows import until
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+OURS = "sglang-fp8-host-paced-residency"
+VLLM = "vllm-fp8-host-4096"
+MIXED = "sglang-fp8-host-mixed"
+# By row of the README's table, the measured arm and the simulated one, with its file.
+ARMS = (
+    ("vllm", "sessions-a-gpu", "vllm"),
+    ("sglang", "sessions-a-gpu", "sglang"),
+    ("sglang-residency", "sessions-a-gpu", "sglang-residency"),
+    ("vllm-fp8-host", "sessions-a-gpu", "vllm-fp8-host"),
+    (VLLM, "chunks", "vllm-fp8-host chunk 4096"),
+    (f"{VLLM}-residency", "chunks", "vllm-fp8-host-residency chunk 4096"),
+    (MIXED, "chunks", "sglang-fp8-host mixed chunk 4096"),
+    (OURS, "sessions-a-gpu", OURS),
+)
+# Which draws a cell is of, by how many figures it has, as the note below the table says.
+DRAWS = {1: "3", 2: "23", 3: "123", 4: "1234"}
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Row]:
+    return read_rows(RESULTS / "residency" / "sessions-a-gpu.csv")
+
+
+def newest(rows: list[Row], arm: str, sessions: int) -> dict[str, Row]:
+    """The last run of each draw."""
+    of = [row for row in rows if (row["arm"], row["sessions"]) == (arm, str(sessions))]
+    return {row["draw"]: row for row in of}
+
+
+def carries(file: str, arm: str) -> float:
+    """The mean over four simulated draws of how many sessions an arm carries."""
+    rows = read_rows(RESULTS / "simulated" / f"{file}.csv")
+    of_arm = [row for row in rows if row["arm"] == arm]
+    assert {row["draw"] for row in of_arm} == set("1234")
+    return statistics.fmean(carried_by_draw(of_arm, "within_objective"))
+
+
+def test_the_table_has_the_newest_run_of_each_draw(measured: list[Row]) -> None:
+    head, _, *rows = README[README.index("| turns in time, % |") :].split("\n\n")[0].splitlines()
+    at = [int(cell) for cell in head.strip("|").split("|")[1:-1]]
+    for line, (arm, file, simulated_arm) in zip(rows, ARMS, strict=True):
+        *cells, carry = [cell.strip() for cell in line.strip("|").split("|")[1:]]
+        for sessions, cell in zip(at, cells, strict=True):
+            runs = newest(measured, arm, sessions)
+            shares = [f"{100 * float(runs[d]['within_objective']):.0f}" for d in sorted(runs)]
+            assert cell == " · ".join(shares), (line, sessions)
+            assert not runs or "".join(sorted(runs)) == DRAWS[len(runs)], (line, sessions)
+        assert carry == f"{carries(file, simulated_arm):.1f}", line
+
+
+def test_what_is_said_of_ten_sessions_over_four_draws(measured: list[Row]) -> None:
+    found = {item.measure.key: item.effect for item in over_draws(measured, 10, VLLM, [OURS])}
+    share, gap = found["attainment"], found["worst_gap_p90"]
+    points = (100 * share.value, 100 * share.low, 100 * share.high)
+    said = "({:.0f} points more, 95 % interval {:.0f} to {:+.0f})".format(*points)
+    assert said.replace("-", "−") in README
+    shorter = [100 * (1 - value) for value in (gap.value, gap.high, gap.low)]
+    assert "{:.0f} % shorter than vLLM's [{:.0f} to {:.0f} %]".format(*shorter) in README
+
+
+def test_what_is_said_of_more_sessions_than_fit(measured: list[Row]) -> None:
+    def rates(arm: str, sessions: int) -> list[str]:
+        runs = newest(measured, arm, sessions)
+        return [f"{float(runs[draw]['requests_per_s']):.3f}" for draw in sorted(runs, reverse=True)]
+
+    vllm, ours = rates(f"{VLLM}-residency", 24), rates(OURS, 24)
+    assert rates("vllm-fp8-host-residency", 24) == vllm
+    said = f"it answers {vllm[0]} requests/s with vLLM, {' and '.join(ours)} with SGLang"
+    assert said in README
+    without = until("vllm-fp8-host-twentyfour-cut-off-again", 230)
+    assert f"{without['answers']} answers in 230 s" in README
+    assert f"each first token after {min(without['waits_s']):.0f} s at least" in README
+    sixteen = f"have {rates(MIXED, 16)[0]} requests/s, ours {rates(OURS, 16)[0]}"
+    assert f"{sixteen}." in README
+
+
+def test_what_is_said_of_the_target_that_was_missed() -> None:
+    vllm, ours = (carries(file, arm) for _, file, arm in (ARMS[4], ARMS[7]))
+    assert f"{ours / vllm:.2f} times vLLM in chunks of 4,096, simulated" in README
