@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from launch.models import has_tokenizer
+from launch.models import TOOL_CALL_PARSERS, has_tokenizer, is_shape
 from launch.pacing_keys import PacingKeys
 from launch.profiles import ANY_GPU, AUTO, PROFILES, Profile
 
@@ -181,8 +181,10 @@ class Topology(KvKeys, PacingKeys):
     """A whole topology. Keys that are None leave the engine its own default.
 
     `gpus` are those that its workers take, in order: how several topologies share one machine.
-    `text` says whether engines load the model's tokenizer (None: where it has one). `log_max_mb`
-    bounds each process's log and the decision log (MB of 10^6 bytes; 0: not at all).
+    `text` says whether engines load the model's tokenizer (None: where it has one), and
+    `tool_call_parser` and `reasoning_parser` what they call the form in which the model writes tool
+    calls and thoughts. `log_max_mb` bounds each process's log and the decision log (MB of 10^6
+    bytes; 0: not at all).
     """
 
     name: _Text
@@ -195,6 +197,8 @@ class Topology(KvKeys, PacingKeys):
     dtype: _Text = "bfloat16"
     served_model_name: _Text | None = None
     text: bool | None = None
+    tool_call_parser: _Text | None = None
+    reasoning_parser: _Text | None = None
     context_tokens: _Positive | None = None
     chunk_tokens: _Positive | None = None
     mixed_chunk: bool = False
@@ -240,6 +244,9 @@ class Topology(KvKeys, PacingKeys):
             raise ValueError("kv_connector: only for vllm workers that are colocated")
         if self.text and not has_tokenizer(self.model):
             raise ValueError(f"text: {self.model} has no tokenizer; requests carry token ids")
+        for key in ("tool_call_parser", "reasoning_parser"):
+            if getattr(self, key) and not self.serves_text:
+                raise ValueError(f"{key}: engines read no text here (text); they take token ids")
         if self.hardware != AUTO and PROFILES[self.hardware].device != self.device:
             raise ValueError(f"hardware: {self.hardware} does not have device {self.device!r}")
         if self.router.params and self.router.kind != "deltaserve":
@@ -356,6 +363,13 @@ class Topology(KvKeys, PacingKeys):
         """The model's name in every engine's answers and requests, whatever folder it lies in."""
         is_folder = self.model.startswith(("/", ".", "~"))
         return self.served_model_name or (Path(self.model).name if is_folder else self.model)
+
+    @property
+    def parser_of_tool_calls(self) -> str | None:
+        """What the engine calls the form in which the model writes tool calls; None: nobody said,
+        or the engine reads no text."""
+        ours = TOOL_CALL_PARSERS[self.engine.name] if is_shape(self.model) else None
+        return (self.tool_call_parser or ours) if self.serves_text else None
 
     @property
     def serves_text(self) -> bool:

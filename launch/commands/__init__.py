@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.topology import Role, WorkerGroup
+from launch.topology import Role, Topology, WorkerGroup
 
 LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -68,6 +68,18 @@ def kv_events(ports: Mapping[str, int], **more: bool) -> list[str]:
         "replay_endpoint": f"tcp://*:{ports['kv_events_replay']}",
     }
     return ["--kv-events-config", json.dumps(config)]
+
+
+def parsers(topology: Topology) -> list[str]:
+    """Flags by which an engine finds tool calls and thoughts in what the model writes; both engines
+    call them the same."""
+    argv = []
+    for flag, parser in (
+        ("--tool-call-parser", topology.parser_of_tool_calls),
+        ("--reasoning-parser", topology.reasoning_parser),
+    ):
+        argv += [flag, parser] if parser else []
+    return argv
 
 
 def local_only(host: str) -> dict[str, str]:

@@ -16,11 +16,12 @@ from launch.commands import (
     bounded_threads,
     kv_events,
     local_only,
+    parsers,
     visible_gpus,
 )
 from launch.jit_locks import VARIABLE, extensions_dir
 from launch.kv import hicache_size, worker_kv
-from launch.models import TOOL_CALL_PARSERS, is_shape
+from launch.models import is_shape
 from launch.topology import Role, Topology, WorkerGroup
 
 HEALTH_PATH = "/health"
@@ -74,11 +75,11 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         argv += ["--load-format", load_format]
     if not topology.serves_text:
         argv += ["--skip-tokenizer-init"]
-    elif shape:
-        argv += ["--tool-call-parser", TOOL_CALL_PARSERS["sglang"]]
-    if topology.device == "cpu":
+        argv += ["--grammar-backend", "none"]
+    elif topology.device == "cpu":
         # xgrammar, SGLang's default, has no kernel for a CPU's logits in SGLang 0.5.17.
-        argv += ["--grammar-backend", "llguidance" if topology.serves_text else "none"]
+        argv += ["--grammar-backend", "llguidance"]
+    argv += parsers(topology)
     if topology.context_tokens:
         argv += ["--context-length", str(topology.context_tokens)]
     argv += _kv_cache(topology, group)

@@ -15,10 +15,11 @@ from launch.commands import (
     bounded_threads,
     kv_events,
     local_only,
+    parsers,
     visible_gpus,
 )
 from launch.kv import WorkerKv, offloading_gib, worker_kv
-from launch.models import TOOL_CALL_PARSERS, is_shape
+from launch.models import is_shape
 from launch.topology import Role, Topology
 
 HEALTH_PATH = "/health"
@@ -45,8 +46,9 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         argv += ["--load-format", load_format]
     if not topology.serves_text:
         argv += ["--skip-tokenizer-init"]
-    elif shape:
-        argv += ["--enable-auto-tool-choice", "--tool-call-parser", TOOL_CALL_PARSERS["vllm"]]
+    elif topology.parser_of_tool_calls:
+        argv += ["--enable-auto-tool-choice"]
+    argv += parsers(topology)
     if topology.context_tokens:
         argv += ["--max-model-len", str(topology.context_tokens)]
     if kv.capacity_tokens:

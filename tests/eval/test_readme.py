@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from eval.by_draw import over_draws
+from eval.experiment_files import load_experiment
+from eval.matrix import plan_runs
 from eval.run_lines import Row, read_rows
+from eval.runner import topology_overrides
 from eval.separation import carried_by_draw
+from launch.engines import Engine
+from launch.planning import layout
+from launch.topology_files import load_topology
 from tests.eval.published import RESULTS
 from tests.eval.windows import until
 
@@ -28,6 +34,7 @@ ARMS = (
     (MIXED, "chunks", "sglang-fp8-host mixed chunk 4096"),
     (OURS, "sessions-a-gpu", OURS),
 )
+OF_EXPERIMENT = ("max_total_tokens=", "telemetry=")
 # Which draws a cell is of, by how many figures it has, as the note below the table says.
 DRAWS = {1: "3", 2: "23", 3: "123", 4: "1234"}
 
@@ -93,3 +100,21 @@ def test_what_is_said_of_more_sessions_than_fit(measured: list[Row]) -> None:
 def test_what_is_said_of_the_target_that_was_missed() -> None:
     vllm, ours = (carries(file, arm) for _, file, arm in (ARMS[4], ARMS[7]))
     assert f"{ours / vllm:.2f} times vLLM in chunks of 4,096, simulated" in README
+
+
+@pytest.mark.parametrize(
+    ("name", "arm"), [("sglang-agents:1", OURS), ("vllm-agents:1", f"{VLLM}-residency")]
+)
+def test_the_topologies_for_agents_start_what_was_measured(name: str, arm: str) -> None:
+    """But for the KV memory, which the experiment makes that of another GPU, and its telemetry."""
+    experiment, _ = load_experiment("residency-gpu", [])
+    runs = [run for run in plan_runs(experiment) if run.arm.name == arm]
+    given = [word for word in topology_overrides(runs[0]) if not word.startswith(OF_EXPERIMENT)]
+    measured = load_topology(str(runs[0].arm.topology), given)
+    packaged = load_topology(name, ["text=false"])
+    engine = Engine(measured.engine.name, Path("/python"), {measured.engine.name: "0"})
+    commands = [layout(of, Path("/run/x"), engine, 8) for of in (measured, packaged)]
+    (expected,), (found,) = (made.workers for made in commands)
+    assert found.argv == expected.argv
+    assert found.environment == expected.environment
+    assert packaged.router == measured.router

@@ -31,9 +31,11 @@ SIZED = {
     "sglang:1": 1,
     "sglang:8": 8,
     "sglang-mixed:2": 2,
+    "sglang-agents:3": 3,
     "sglang-pd:1p3d": 4,
     "sglang-elastic:1p7d": 8,
     "vllm:4": 4,
+    "vllm-agents:2": 2,
     "vllm-pd:2p2d": 4,
 }
 
