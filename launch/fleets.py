@@ -20,7 +20,7 @@ from deltaserve.errors import InputError
 from launch import checking, guard, planning
 from launch.cache import make_folder
 from launch.caches import FlushError, flush
-from launch.capacity import reported_capacity_tokens
+from launch.capacity import Holds, reported
 from launch.engines import is_older
 from launch.freezing import freeze
 from launch.gpus import named_gpus
@@ -73,7 +73,7 @@ class _Member:
     reason: str | None = None
     """What it failed of."""
     ended_unix_s: float | None = None
-    kv_capacity_tokens: int | None = None
+    holds: Holds = field(default_factory=Holds)
     silence: str | None = None
     """Why it does not count as ready yet."""
 
@@ -160,9 +160,9 @@ class Fleet:
         self._state = "starting"
         self._write()
         self._start_all([m for m in self._members if m.plan.kind == "worker"])
-        self._learn_capacities()
         if self.plan.topology.connects_pairs:
             self._warm_up()
+        self._learn_capacities()
         if self.plan.engine.name == "sglang" and self.plan.topology.freeze_gc:
             freeze(self.plan.workers, self._tell)
         self._start_all([m for m in self._members if m.plan.kind == "router"])
@@ -291,7 +291,7 @@ class Fleet:
             own = [used[index] for index in p.gpus if index in used]
             rows.append((
                 p.id, p.role or "-", p.url, f"{member.ready_after_s or 0.0:.1f} s",
-                f"{member.kv_capacity_tokens:,}" if member.kv_capacity_tokens else "-",
+                f"{member.holds.kv_tokens:,}" if member.holds.kv_tokens else "-",
                 ", ".join(map(str, p.gpus)) or "-", memory_of(own) if own else "-",
             ))  # fmt: skip
         return rows
@@ -337,22 +337,29 @@ class Fleet:
 
     def _learn_capacities(self) -> None:
         """Asks workers how much KV they hold, and tells the router that and not what was asked for:
-        one that lets in more than fits has everything recomputed."""
+        one that lets in more than fits has everything recomputed. After the warm-up: SGLang says
+        what its host tier holds when it has prefilled something."""
         groups = [group for group in self.plan.topology.workers for _ in range(group.size)]
         workers = [member for member in self._members if member.plan.role is not None]
         for member, group in zip(workers, groups, strict=True):
-            found = reported_capacity_tokens(
-                self.plan.engine.name, member.plan.url, member.plan.keys.key
+            found = reported(self.plan.engine.name, member.plan.url, member.plan.keys.key)
+            kv = worker_kv(self.plan.topology, group)
+            asked = kv.capacity_tokens
+            member.holds = Holds(
+                found.kv_tokens or asked, found.host_tokens or kv.host_tokens or None
             )
-            asked = worker_kv(self.plan.topology, group).capacity_tokens
-            member.kv_capacity_tokens = found or asked
-            if found and asked and found < 0.99 * asked:
+            if found.kv_tokens and asked and found.kv_tokens < 0.99 * asked:
                 self._tell(
-                    f"{member.plan.id}: holds {found:,} KV tokens, not the {asked:,} asked for"
+                    f"{member.plan.id}: holds {found.kv_tokens:,} KV tokens, not the {asked:,} "
+                    "asked for"
+                )
+            if kv.has_host_tier and member.holds.host_tokens is None:
+                self._tell(
+                    f"{member.plan.id}: how many tokens its host tier holds is not known, so that "
+                    "residency counts it as none; host_kv_tokens in place of host_kv_gb says it"
                 )
         if self.plan.topology.router.kind == "deltaserve":
-            known = {m.plan.id: m.kv_capacity_tokens for m in workers if m.kv_capacity_tokens}
-            planning.write_router_config(self.plan, known)
+            planning.write_router_config(self.plan, {m.plan.id: m.holds for m in workers})
 
     def _warm_up(self) -> None:
         kernels = "kernels that are compiled and " if self.plan.topology.warms_up else ""
@@ -519,7 +526,14 @@ def _state_of(member: _Member) -> dict[str, Any]:
         "ended_unix_s": member.ended_unix_s,
         "exit_status": member.exit_status,
         "reason": member.reason,
-    } | ({"kv_capacity_tokens": member.kv_capacity_tokens} if member.kv_capacity_tokens else {})
+    } | {
+        key: tokens
+        for key, tokens in (
+            ("kv_capacity_tokens", member.holds.kv_tokens),
+            ("host_kv_tokens", member.holds.host_tokens),
+        )
+        if tokens
+    }
 
 
 def _silence(url: str) -> str | None:

@@ -10,12 +10,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from deltaserve.errors import InputError
 from launch.engines import is_older
-from launch.models import is_shape, shape_config
+from launch.models import is_shape, model_folder, shape_config
 from launch.topology import KvKeys, Topology, WorkerGroup
 
 LONG_PAGE_TOKENS = 64
@@ -205,8 +204,11 @@ def vocab_size(model: str) -> int | None:
 def _model_config(model: str) -> Mapping[str, Any]:
     if is_shape(model):
         return shape_config(model)
+    folder = model_folder(model)
+    if folder is None:
+        return {}
     try:
-        config = json.loads((Path(model) / "config.json").read_bytes())
+        config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -22,13 +22,14 @@ from deltaserve import __version__
 from deltaserve.errors import InputError
 from launch import cluster, commands
 from launch.cache import make_folder, write_atomically
+from launch.capacity import Holds
 from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, require
 from launch.gpus import on_gpus
 from launch.keys import Keys, engine_keys, router_environment, router_keys, variable
 from launch.kv import host_tier_too_new_for, unlike, vocab_size, worker_kv
-from launch.models import has_tokenizer, is_shape, shape_folder, write_shape
+from launch.models import is_shape, model_folder, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import free_base, worker_ports
 from launch.toml_text import line as _line
@@ -263,10 +264,10 @@ def write_files(made: Plan) -> None:
         write_router_config(made, {})
 
 
-def write_router_config(made: Plan, capacities: Mapping[str, int]) -> None:
-    """Writes ``router.toml``, with the KV capacities (worker → tokens) that engines reported."""
+def write_router_config(made: Plan, reported: Mapping[str, Holds]) -> None:
+    """Writes ``router.toml``, with what engines reported that they hold, by worker."""
     path = made.run_dir / "router.toml"
-    write_atomically(path, router_config(made, capacities).encode())
+    write_atomically(path, router_config(made, reported).encode())
 
 
 def check_on_path(folder: Path) -> None:
@@ -301,9 +302,9 @@ def write_plugin(folder: Path) -> None:
     write_atomically(info / "entry_points.txt", entry_points.encode())
 
 
-def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> str:
-    """The content of ``router.toml`` (docs/formats.md). `capacities` are KV capacities (worker →
-    tokens) that engines reported; they count before those that were asked for."""
+def router_config(made: Plan, reported: Mapping[str, Holds] | None = None) -> str:
+    """The content of ``router.toml`` (docs/formats.md). What workers reported that they hold counts
+    before what was asked for."""
     topology = made.topology
     lines = [
         _line("host", topology.host),
@@ -313,8 +314,8 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
     ]
     if topology.log_max_bytes:
         lines += [_line("decision_log_max_mb", topology.log_max_bytes / 1e6)]
-    if topology.router.tokenizer not in ("auto", "none"):
-        lines += [_line("tokenizer", topology.router.tokenizer)]
+    if tokenizer := _tokenizer(topology):
+        lines += [_line("tokenizer", str(tokenizer))]
     # SGLang hands larger token ids to the model, where one ends its scheduler; vLLM refuses them.
     if made.engine.name == "sglang" and (size := vocab_size(topology.model)):
         lines += [_line("vocab_size", size)]
@@ -337,10 +338,11 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
             lines += [_line("bootstrap_host", urlsplit(worker.url).hostname)]
             lines += [_line("bootstrap_port", worker.ports["bootstrap"])]
         kv = worker_kv(topology, group)
-        if capacity_tokens := (capacities or {}).get(worker.id) or kv.capacity_tokens:
+        holds = (reported or {}).get(worker.id, Holds())
+        if capacity_tokens := holds.kv_tokens or kv.capacity_tokens:
             lines += [_line("kv_capacity_tokens", capacity_tokens)]
-        if kv.host_tokens:
-            lines += [_line("host_kv_tokens", kv.host_tokens)]
+        if host_tokens := holds.host_tokens or kv.host_tokens:
+            lines += [_line("host_kv_tokens", host_tokens)]
         if worker.role in ("decode", "elastic") and not on_vllm and not topology.decode_radix_cache:
             lines += [_line("prefix_cache", False)]
         host = urlsplit(worker.url).hostname
@@ -355,9 +357,21 @@ def router_config(made: Plan, capacities: Mapping[str, int] | None = None) -> st
     return "\n".join(lines) + "\n"
 
 
+def _tokenizer(topology: Topology) -> Path | None:
+    """The file by which our router counts text; None where it counts bytes. A hub's model has one
+    as soon as an engine has downloaded it."""
+    if topology.router.tokenizer not in ("auto", "none"):
+        return Path(topology.router.tokenizer)
+    folder = model_folder(topology.model)
+    if topology.router.tokenizer == "none" or not topology.serves_text or folder is None:
+        return None
+    file = folder / "tokenizer.json"
+    return file if is_shape(topology.model) or file.is_file() else None
+
+
 def _found(topology: Topology) -> Topology:
-    """`topology` with its model's folder, where it is one, its router's tokenizer and the Pythons
-    that it names by absolute path, since processes run in the run's folder. Raises `InputError` for
+    """`topology` with its model's folder, where it is one, the tokenizer and the Pythons that it
+    names by absolute path, since processes run in the run's folder. Raises `InputError` for
     a folder or tokenizer that is not there, and for a folder that an engine would not look for."""
     where = topology.where
     starts = not all(group.urls for group in topology.workers)
@@ -372,13 +386,7 @@ def _found(topology: Topology) -> Topology:
             f"{where}: model: {model} is a folder here; write ./{model}, since a name of this form "
             "is looked for on the hub"
         )
-    if tokenizer == "auto":
-        shape = is_shape(model)
-        file = (shape_folder(model) if shape else folder) / "tokenizer.json"
-        # A shape's folder is written when its fleet starts.
-        is_there = has_tokenizer(model) if shape else model == str(folder) and file.is_file()
-        tokenizer = str(file) if topology.serves_text and is_there else "none"
-    elif tokenizer != "none":
+    if tokenizer not in ("auto", "none"):
         file = _absolute(Path(tokenizer))
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():

@@ -164,7 +164,7 @@ class RouterChoice(_Strict):
     table of our router's configuration (its rule and the rule's parameters), which the router
     checks. `python_path` is where a policy that
     is a Python class (``package.module:Class``) is looked for. `tokenizer` is the model's, for
-    text prompts: a ``tokenizer.json`` or a folder with one; ``auto`` is that of the model's folder
+    text prompts: a ``tokenizer.json`` or a folder with one; ``auto`` is that of the model's folder or its download
     where it has one, ``none`` leaves text to be compared by its bytes.
     """
 

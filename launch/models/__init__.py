@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from launch.cache import cache_dir, make_folder, write_atomically
+from launch.models.hub import snapshot
 from launch.models.tokenizer import tokenizer_files
 
 TOOL_CALL_PARSERS = {"sglang": "qwen25", "vllm": "hermes"}
@@ -51,6 +52,14 @@ def shape_config(name: str) -> Mapping[str, Any]:
 def shape_folder(name: str) -> Path:
     """Where the model folder of a shipped shape belongs; its name changes with its content."""
     return cache_dir() / "models" / f"{name}-{_digest(name)}"
+
+
+def model_folder(model: str) -> Path | None:
+    """The folder of `model` on this machine; None for a hub's that was not downloaded yet. A
+    shape's is written when its fleet starts."""
+    if is_shape(model):
+        return shape_folder(model)
+    return Path(model) if model.startswith(("/", ".", "~")) else snapshot(model)
 
 
 def write_shape(name: str) -> Path:

@@ -128,6 +128,9 @@ class _Health(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.path == "/metrics":
             self.wfile.write(_METRICS.encode())
+            if tokens := os.environ.get("FAKE_HOST_TOKENS"):
+                line = f'sglang:hicache_host_total_tokens{{tp_rank="0"}} {float(tokens)}\n'
+                self.wfile.write(line.encode())
         if self.path == "/server_info" and "FAKE_KV_TOKENS" in os.environ:
             held = int(os.environ["FAKE_KV_TOKENS"])
             self.wfile.write(json.dumps({"max_total_num_tokens": held}).encode())

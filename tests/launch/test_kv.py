@@ -12,7 +12,7 @@ import pytest
 
 from deltaserve.errors import InputError
 from launch import fleet
-from launch.capacity import reported_capacity_tokens
+from launch.capacity import Holds, reported
 from launch.commands import routers
 from launch.engines import Engine
 from launch.kv import worker_kv
@@ -306,7 +306,23 @@ def test_vllms_capacity_is_blocks_times_tokens_a_block(fake_python: Path, tmp_pa
     with fleet(load_topology("laptop-vllm-1", fake), tmp_path / "run"):
         record = json.loads((tmp_path / "run" / "fleet.json").read_text())
     assert record["processes"][0]["kv_capacity_tokens"] == 40000
-    assert reported_capacity_tokens("vllm", "http://127.0.0.1:1") is None
+    assert reported("vllm", "http://127.0.0.1:1") == Holds()
+
+
+def test_the_router_is_told_what_a_host_tier_really_holds(fakes: Fakes, tmp_path: Path) -> None:
+    """As SGLang says, else as bytes a token say; where neither does, the transcript tells."""
+    tier = "host_kv_gb = 1, page_size = 64"
+    said = f'{{ environment = {{ FAKE_HOST_TOKENS = "777000" }}, {tier} }}'
+    topology = fakes("serve", overrides=(f"workers=[{said}, {{ {tier} }}]", f"model={tmp_path}"))
+    topology = topology.model_copy(update={"load_format": "dummy"})
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 512}')
+    with fleet(topology, tmp_path / "run"):
+        pass
+    record = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    assert [p.get("host_kv_tokens") for p in record["processes"]] == [777000, None]
+    transcript = (tmp_path / "run" / "transcript.txt").read_text()
+    assert "colocated-1: how many tokens its host tier holds is not known" in transcript
+    assert "colocated-0: how many" not in transcript
 
 
 def test_every_engine_serves_the_model_by_the_same_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import jinja2
@@ -10,8 +11,10 @@ import pytest
 
 from deltaserve.errors import InputError
 from launch import load_topology, plan
+from launch.engines import Engine
 from launch.models import has_tokenizer, shape_config, shapes, write_shape
 from launch.models.tokenizer import SPECIAL
+from launch.planning import layout, router_config
 
 
 @pytest.fixture
@@ -92,3 +95,36 @@ def test_a_key_decides_whether_engines_load_the_tokenizer(
 def test_shapes_without_a_tokenizer_have_a_configuration_only(folder: Path) -> None:
     (bare,) = [name for name in shapes() if not has_tokenizer(name)]
     assert [file.name for file in write_shape(bare).iterdir()] == ["config.json"]
+
+
+def test_a_hubs_model_is_known_once_it_was_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer, its vocabulary and the bytes of its KV: an engine downloads it when it starts,
+    and the router is told after that."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    keys = ["model=Org/Name", "host_kv_gb=60", "kv_cache_dtype=fp8_e4m3"]
+    engine = Engine("sglang", Path("/e/bin/python"), {"sglang": "1"})
+    made = layout(load_topology("sglang", keys), Path("/run/x"), engine, 8)
+
+    def told() -> tuple[object, ...]:
+        config = tomllib.loads(router_config(made))
+        [worker] = config["workers"]
+        return config.get("tokenizer"), config.get("vocab_size"), worker.get("host_kv_tokens")
+
+    assert told() == (None, None, None)
+    repository = tmp_path / "hub" / "models--Org--Name"
+    folder = repository / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    shape = dict(shape_config("qwen3-coder-30b-a3b"))
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "tokenizer.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("gone")
+    assert told() == (None, None, None)
+    (repository / "refs" / "main").write_text("abc\n")
+    assert told() == (str(folder / "tokenizer.json"), shape["vocab_size"], 60 * 10**9 // 49152)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "other"))
+    assert told() == (None, None, None)
