@@ -162,10 +162,10 @@ class RouterChoice(_Strict):
 
     `params` are of our policies, `flags` of the stock routers. `residency` is the ``[residency]``
     table of our router's configuration (its rule and the rule's parameters), which the router
-    checks. `python_path` is where a policy that
-    is a Python class (``package.module:Class``) is looked for. `tokenizer` is the model's, for
-    text prompts: a ``tokenizer.json`` or a folder with one; ``auto`` is that of the model's folder or its download
-    where it has one, ``none`` leaves text to be compared by its bytes.
+    checks. `python_path` is where a policy that is a Python class (``package.module:Class``) is
+    looked for. `tokenizer` is the model's, for text prompts: a ``tokenizer.json`` or a folder with
+    one; ``auto`` is that of the model's folder or download where it has one, ``none`` leaves text
+    to be compared by its bytes.
     """
 
     kind: Literal["deltaserve", "sglang-router", "smg", "none"] = "deltaserve"
