@@ -1,10 +1,9 @@
 //! The router's configuration: what `router.toml` and the command line may say, and nothing else.
 
-mod checks;
+pub(crate) mod checks;
 mod worker;
 
-pub use checks::read;
-use checks::{described, plainly, within};
+use checks::{described, plainly, read, within};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};

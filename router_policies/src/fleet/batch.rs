@@ -1,7 +1,7 @@
 //! What decodes on one worker, summed up over time, so that each answer knows in which batches its
 //! tokens were made.
 
-use super::worker::Load;
+use super::load::Load;
 
 /// Sums since the worker came, of seconds by what there was.
 #[derive(Clone, Copy, Debug, Default)]

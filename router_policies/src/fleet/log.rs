@@ -3,8 +3,10 @@
 //! Requests hand events over without waiting; a thread of its own serialises and writes them.
 
 use super::Outcome;
-use super::residency::sessions::Name;
-use super::residency::{GiveUp, ResidencyRecord, WaitReason};
+use super::residency::give_up::GiveUp;
+use super::residency::identity::Name;
+use super::residency::queue::WaitReason;
+use super::residency::record::ResidencyRecord;
 use crate::config::WorkerSpec;
 use crate::policy::{Cost, Reason};
 use parking_lot::Mutex;

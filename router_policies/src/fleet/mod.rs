@@ -14,6 +14,7 @@ mod holdings;
 mod kinds;
 mod learning;
 mod liveness;
+mod load;
 pub mod log;
 mod marked;
 mod outcome;
@@ -32,6 +33,7 @@ mod whole;
 mod worker;
 
 use affinity::Session;
+pub use load::Load;
 pub use outcome::{Outcome, Usage};
 pub use placing::{Admit, Refused, Ticket};
 pub(crate) use reports::EventsBegin;
@@ -39,7 +41,7 @@ pub use reservation::{PrefillWatch, Reservation};
 pub use which::Which;
 pub use whole::Separable;
 pub(crate) use worker::SGLANG_GROUP;
-pub use worker::{EngineLoad, Load, WorkerSnapshot};
+pub use worker::{EngineLoad, WorkerSnapshot};
 
 use crate::config::{Engine, WorkerSpec};
 use crate::policy::{Policy, Role, WorkerFacts};
@@ -238,7 +240,7 @@ impl Fleet {
                 .workers
                 .iter()
                 .flatten()
-                .all(|worker| worker.load == worker::Load::default())
+                .all(|worker| worker.load == Load::default())
     }
 }
 

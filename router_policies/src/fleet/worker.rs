@@ -5,6 +5,7 @@ use super::circuit::Circuit;
 use super::engine_run::EngineRun;
 use super::kinds::Beliefs;
 use super::liveness::Liveness;
+use super::load::Load;
 use super::log::PrefixSource;
 use super::prefills::PrefillQueue;
 use super::prefix::hash::PromptHashes;
@@ -24,34 +25,6 @@ const MIGRATION_WINDOW_S: f64 = 60.0;
 
 /// The transfer group of SGLang's workers.
 pub(crate) const SGLANG_GROUP: u32 = 0;
-
-/// What is reserved on a worker. All zero when it is idle.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Load {
-    pub requests: u32,
-    pub prefilling: u32,
-    pub decoding: u32,
-    pub pending_prefill_tokens: u64,
-    pub decode_tokens: u64,
-    /// Requests that will decode here once they are prefilled, here or elsewhere, and their contexts.
-    pub arriving: u32,
-    pub arriving_tokens: u64,
-    pub ongoing_tokens: u64,
-}
-
-impl Load {
-    /// A request with `input_tokens` comes to the worker.
-    pub(super) fn enter(&mut self, input_tokens: u64) {
-        self.requests += 1;
-        self.ongoing_tokens += input_tokens;
-    }
-
-    /// It has left.
-    pub(super) fn leave(&mut self, input_tokens: u64) {
-        self.requests -= 1;
-        self.ongoing_tokens -= input_tokens;
-    }
-}
 
 pub(crate) struct Worker {
     pub spec: Arc<WorkerSpec>,

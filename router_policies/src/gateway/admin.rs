@@ -208,7 +208,7 @@ async fn add_worker(gateway: &Arc<Gateway>, request: Request<Incoming>) -> Respo
         };
         fields.entry("role").or_insert_with(|| role.into());
     }
-    let spec: WorkerSpec = match config::read(fields.into()) {
+    let spec: WorkerSpec = match config::checks::read(fields.into()) {
         Ok(spec) => spec,
         Err(failure) => return refuse(&format!("body: {failure}")),
     };

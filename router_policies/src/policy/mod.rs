@@ -585,7 +585,7 @@ fn parse_params<P: DeserializeOwned + Default>(params: serde_json::Value) -> Res
             )));
         }
     }
-    crate::config::read(params).map_err(failed)
+    crate::config::checks::read(params).map_err(failed)
 }
 
 /// Parameters of a policy that has none.

@@ -1,8 +1,9 @@
 //! A turn from its arrival to its end, as the book and the statistics see it, whatever the rule.
 
-use super::book::{Hold, Key, Occupant, Served};
+use super::book::{Hold, Occupant, Served};
 use super::footprint::Coarse;
-use super::sessions::{GAIN as OWN_GAIN, Identity, Name, ServedPrompt};
+use super::identity::{Identity, Key, Name};
+use super::sessions::{GAIN as OWN_GAIN, ServedPrompt};
 use super::{Asked, GiveUp, Residence, Residency, Site, site_of};
 use crate::fleet::{Hints, Usage};
 

@@ -2,14 +2,11 @@
 //! the KV, shared prefixes counted once.
 
 use super::footprint::{Blocks, Chain, Coarse};
-use super::rules::GiveUp;
-use super::sessions::Name;
+use super::give_up::GiveUp;
+use super::identity::{Key, Name};
 use crate::fleet::prefix::estimate::StateMap;
 use smallvec::SmallVec;
 use std::cell::Cell;
-
-/// A session's name among all, hashed; families by prefix have numbers of their own.
-pub type Key = u64;
 
 /// A turn in flight.
 #[derive(Debug)]

@@ -1,7 +1,8 @@
 //! How often an answer is its session's last. Most sessions end without a word, so it is learnt: of
 //! coding agents' answers few are, of single prompts (a script's, a classifier's) nearly all.
 
-use super::book::Key;
+use super::awaited::{Awaited, Kind};
+use super::identity::Key;
 use super::sessions::Sessions;
 use std::collections::VecDeque;
 
@@ -14,28 +15,6 @@ const ASSUMED_ANSWERS: f64 = 4.0;
 const DECAY: f64 = 0.995;
 /// Answers whose sessions have not come back yet, that are remembered.
 const AWAITED: usize = 1 << 17;
-
-/// Answers that are likely to be their session's last alike: whether requests name the session, and
-/// whether it has had more than this one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kind(usize);
-
-impl Kind {
-    const ALL: usize = 4;
-
-    pub fn new(is_named: bool, answers: u32) -> Self {
-        Self(2 * usize::from(is_named) + usize::from(answers > 1))
-    }
-}
-
-/// A session's last answer so far, after which nothing has come.
-#[derive(Clone, Copy, Debug)]
-pub struct Awaited {
-    kind: Kind,
-    since_s: f64,
-    /// It counts as the session's last.
-    given_up: bool,
-}
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {

@@ -1,16 +1,16 @@
 //! Where a turn may go now, and who gives up a place for it.
 
-use super::book::{Hold, Key, Occupant};
+use super::book::{Hold, Occupant};
 use super::cached::Cached;
 use super::footprint::Coarse;
+use super::identity::Key;
 use super::looks::chosen;
+use super::round::{Eligible, Leaving, Round};
 use super::rules::{Demand, Placement};
-use super::slices::Load;
 use super::{GiveUp, Residence, Residency, Site, Sites, WaitReason, site_of};
 use crate::fleet::prefix::hash::PromptHashes;
 use crate::policy::attention_pairs;
 use smallvec::{SmallVec, smallvec};
-use std::collections::HashSet;
 use std::rc::Rc;
 
 /// A turn that asks for a place.
@@ -33,9 +33,6 @@ impl Asked<'_> {
         site.routable && !self.exclude.contains(&site.spec.id)
     }
 }
-
-/// Who gives up a place, and why.
-type Leaving = Vec<(Key, GiveUp)>;
 
 /// Where a turn may go.
 #[derive(Debug)]
@@ -65,38 +62,6 @@ impl Go {
     }
 }
 
-/// What a round of decisions has in common. What it has worked out holds until places change.
-pub(super) struct Round {
-    pub now_s: f64,
-    pub oldest_wait_s: f64,
-    /// How many times longer than `wait_bound_s` turns may wait.
-    pub bound_scale: f64,
-    /// A worker on which room gathers for another.
-    pub closed: Option<usize>,
-    /// What is free there may be lent until that other can go.
-    pub lends: bool,
-    /// Somebody wants to know why a turn has to wait. Else workers that it may not go to, or that
-    /// have no turn for a cold prefill, need not be looked at.
-    pub says_why: bool,
-    /// Where it is looked for room, as places among the sites; none for all of them.
-    pub looked: Option<Rc<[usize]>>,
-    /// Slots of workers that nothing limits.
-    ungated: SmallVec<[usize; 8]>,
-    /// By slot: who may be given up for one that waits, and what that frees at most.
-    eligible: Vec<Option<Rc<Eligible>>>,
-    /// By slot: what those with a time slice are expected to hold.
-    pub loads: Vec<Option<Rc<Load>>>,
-    /// Sessions that wait for their sub-agents.
-    busy: Option<Rc<HashSet<Key>>>,
-}
-
-struct Eligible {
-    keys: Leaving,
-    most_tokens: u64,
-    /// [`Hold::changes`] of the places that it is of.
-    changes: u64,
-}
-
 /// A turn without a place, and what of it is the same on every worker.
 struct Entrant<'a> {
     asked: &'a Asked<'a>,
@@ -113,43 +78,6 @@ impl Entrant<'_> {
         } else {
             None
         }
-    }
-}
-
-impl Round {
-    pub fn new(sites: &Sites, now_s: f64, oldest_wait_s: f64, bound_scale: f64) -> Self {
-        Self {
-            now_s,
-            oldest_wait_s,
-            bound_scale,
-            closed: None,
-            lends: false,
-            says_why: false,
-            looked: None,
-            ungated: sites.ungated.clone(),
-            eligible: Vec::new(),
-            loads: Vec::new(),
-            busy: None,
-        }
-    }
-
-    pub(super) fn demand(&self) -> Demand {
-        Demand::Waiting {
-            oldest_wait_s: self.oldest_wait_s,
-            bound_scale: self.bound_scale,
-        }
-    }
-
-    /// Places have changed, and with them perhaps who waits for sub-agents. What is known of a worker holds
-    /// as long as its own places are the same: [`Hold::changes`].
-    pub fn forget_busy(&mut self) {
-        self.busy = None;
-    }
-
-    /// The same, and what depends on it on all workers.
-    pub fn forget_all(&mut self) {
-        self.eligible.clear();
-        self.busy = None;
     }
 }
 

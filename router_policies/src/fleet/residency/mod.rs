@@ -8,15 +8,20 @@
 //! clock; what has to happen outside of it is left in an [`Outbox`].
 
 mod account;
+mod awaited;
 pub mod book;
 pub mod cached;
 mod endings;
 pub mod footprint;
 pub mod gaps;
 mod gate;
+pub mod give_up;
+pub mod identity;
 mod looks;
 mod pump;
 pub mod queue;
+pub mod record;
+mod round;
 pub mod rules;
 pub mod sessions;
 pub mod settings;
@@ -26,8 +31,9 @@ mod testing;
 
 pub(super) use account::Seat;
 pub(super) use gate::{Asked, Go};
+pub use give_up::GiveUp;
 pub use queue::{WaitReason, Wake};
-pub use rules::GiveUp;
+pub use record::{Residence, ResidencyRecord};
 
 use super::log::{Event, GiveUpRecord, unix_now_s};
 use super::marked::Marked;
@@ -35,15 +41,16 @@ use super::prefills::Busy;
 use super::prefix::estimate::StateMap;
 use crate::config::WorkerSpec;
 use crate::policy::Rates;
-use book::{Hold, Key};
+use book::Hold;
 use cached::Cached;
 use endings::Endings;
 use gaps::Gaps;
+use identity::{Key, Name};
 use looks::Looks;
 use queue::Queue;
 use rules::{Manner, Place, Rule, WorkerView};
 use serde::Serialize;
-use sessions::{Known, Name, Sessions};
+use sessions::{Known, Sessions};
 use settings::{Chosen, Settings};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
@@ -56,32 +63,6 @@ const ASSUMED_GROWTH_TOKENS: f64 = 2_000.0;
 const CHILD_LIVES_S: f64 = 60.0;
 /// Given-up sessions are taken to be still in a host tier for so long, if it has room.
 const PARTED_S: f64 = 600.0;
-
-/// How a turn came to its worker: a closed set, so that logs can be counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Residence {
-    /// Its session had a place there.
-    Resident,
-    /// Its session got a place there.
-    Admitted,
-    /// The same, and it was on another worker before.
-    Moved,
-    /// It fits beside nobody, so nobody else has a place there.
-    Alone,
-    /// Nothing limits who goes there: the rule is off, the worker's capacity is unknown, or the
-    /// request was placed past the gate.
-    Ungated,
-}
-
-/// What a decision says about residency.
-#[derive(Clone, Debug, Serialize)]
-pub struct ResidencyRecord {
-    pub state: Residence,
-    pub waited_s: f64,
-    /// The sessions that gave up their places for it; null for families, which have no name.
-    pub gave_up: Vec<Option<Name>>,
-}
 
 /// A worker's book, as `/workers` shows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]

@@ -3,11 +3,12 @@
 use super::book::{Hold, Occupant};
 use super::cached::Cached;
 use super::footprint::Coarse;
-use super::gate::{Asked, Go, Round};
+use super::gate::{Asked, Go};
+use super::identity::Identity;
 use super::looks::LOOK_INTERVAL_S;
 use super::queue::{Admitted, Progress, Ranking, Waiter, WaitingTurn};
+use super::round::Round;
 use super::rules::{Observed, Placement};
-use super::sessions::Identity;
 use super::{GiveUp, Key, Residence, Residency, Site, Sites, WaitReason, site_of};
 use crate::fleet::log::{Event, WaitRecord, unix_now_s};
 use crate::fleet::prefix::estimate::StateMap;

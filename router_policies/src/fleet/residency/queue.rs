@@ -1,9 +1,9 @@
 //! Turns that wait for room: in which order they are looked at, since when they wait, and how fast
 //! they are let in.
 
-use super::book::Key;
 use super::cached::Cached;
-use super::sessions::{Identity, Name};
+use super::identity::{Identity, Key, Name};
+use super::record::Residence;
 use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::PromptHashes;
 use serde::Serialize;
@@ -43,7 +43,7 @@ pub struct Admitted {
     pub slot: usize,
     pub serial: u64,
     pub turn: u64,
-    pub state: super::Residence,
+    pub state: Residence,
     pub gave_up: Vec<Option<Name>>,
     pub at_s: f64,
 }

@@ -1,16 +1,14 @@
 //! What is known of every session, whether it has a place or not: how it thinks and grows, what it
 //! was served before, and, where requests name no session, which family of prompts they belong to.
 
-use super::book::Key;
-use super::endings::{Awaited, Kind};
+use super::awaited::{Awaited, Kind};
 use super::footprint::Coarse;
 use super::gaps::OwnGaps;
+use super::identity::Key;
 use crate::fleet::prefix::hash::step;
 use lru::LruCache;
-use serde::{Serialize, Serializer};
 use smallvec::SmallVec;
 use std::num::NonZeroUsize;
-use std::sync::Arc;
 
 /// Sessions, and families' prompts, that are remembered; the least recently seen are forgotten.
 const KNOWN: NonZeroUsize = NonZeroUsize::new(1 << 17).unwrap();
@@ -125,37 +123,6 @@ impl Default for Sessions {
             families: 0,
         }
     }
-}
-
-/// A session's name, as its requests have it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Name(Arc<str>);
-
-impl From<&str> for Name {
-    fn from(name: &str) -> Self {
-        Self(name.into())
-    }
-}
-
-impl std::ops::Deref for Name {
-    type Target = str;
-
-    fn deref(&self) -> &str {
-        &self.0
-    }
-}
-
-impl Serialize for Name {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(self)
-    }
-}
-
-/// Whose turn a request is.
-#[derive(Clone, Debug)]
-pub struct Identity {
-    pub key: Key,
-    pub name: Option<Name>,
 }
 
 impl Sessions {

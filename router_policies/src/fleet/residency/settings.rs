@@ -221,7 +221,7 @@ pub fn build(value: &Value) -> Result<Chosen, String> {
             own.insert(key.clone(), value.clone());
         }
     }
-    let settings: Settings = crate::config::read(common.into()).map_err(failed)?;
+    let settings: Settings = crate::config::checks::read(common.into()).map_err(failed)?;
     settings.check().map_err(failed)?;
     let rule = (info.build)(own.into()).map_err(failed)?;
     Ok(Chosen {

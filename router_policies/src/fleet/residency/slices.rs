@@ -7,9 +7,10 @@
 //! long each runs and thinks, and no more than the tier keeps the prompts of; their turns go before all
 //! others. Who has had a slice for long enough loses it to one that waits.
 
-use super::book::{Key, Occupant};
+use super::book::Occupant;
 use super::gaps::MOST_S;
-use super::gate::Round;
+use super::identity::Key;
+use super::round::{Load, Over, Round};
 use super::rules::{Demand, Slices};
 use super::sessions::Known;
 use super::{Residency, Site, Sites, site_of};
@@ -25,33 +26,12 @@ pub(super) const ASSUMED_RUN_S: f64 = 5.0;
 /// (docs/results/simulated.md).
 const NOW_SHARE: f64 = 0.5;
 
-/// What those with a slice, and others that run, hold of one worker's KV, and what its tiers are to keep of them.
-pub(super) struct Load {
-    /// Tokens, [`NOW_SHARE`] of them of this moment.
-    tokens: f64,
-    /// Tokens of their prompts: running or not, they are to be found in one of the tiers again.
-    kept: f64,
-    /// The same and the prompts of those that wait without a slice; not counted where nothing depends on it.
-    of_all: f64,
-    /// Those who have had theirs for long enough; the longest first.
-    over: Vec<Over>,
-    /// [`super::book::Hold::changes`] of the places that it is of.
-    pub changes: u64,
-}
-
 /// What is to be expected of a session.
 #[derive(Clone, Copy, Default)]
 struct Expected {
     /// Tokens that its turns hold over time.
     tokens: f64,
     /// Tokens that are to be kept of it in one of the tiers.
-    kept: f64,
-}
-
-/// A session that has had its slice for long enough, and what there will be less over time without it.
-struct Over {
-    key: Key,
-    tokens: f64,
     kept: f64,
 }
 

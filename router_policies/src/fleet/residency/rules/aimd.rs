@@ -1,7 +1,8 @@
 //! `aimd`: a window of sessions a worker that grows and halves with what the engine reports.
 
-use super::{Demand, GiveUp, Info, Manner, Observed, Rule, WorkerView, ordered, parse};
-use crate::fleet::residency::book::Key;
+use super::{Demand, Info, Manner, Observed, Rule, WorkerView, ordered, parse};
+use crate::fleet::residency::give_up::GiveUp;
+use crate::fleet::residency::identity::Key;
 use crate::policy::ParamInfo;
 use serde::Deserialize;
 

@@ -1,7 +1,8 @@
 //! `cap`: a fixed number of sessions a worker, whatever their size.
 
-use super::{Demand, GiveUp, Info, Manner, Place, Rule, WorkerView, ordered, parse};
-use crate::fleet::residency::book::Key;
+use super::{Demand, Info, Manner, Place, Rule, WorkerView, ordered, parse};
+use crate::fleet::residency::give_up::GiveUp;
+use crate::fleet::residency::identity::Key;
 use crate::policy::ParamInfo;
 use serde::Deserialize;
 

@@ -1,7 +1,8 @@
 //! `lease`: one ledger of full footprints; an idle session keeps its place for a fixed time.
 
-use super::{Demand, GiveUp, Info, Manner, Placement, Rule, WorkerView, ordered, parse};
-use crate::fleet::residency::book::Key;
+use super::{Demand, Info, Manner, Placement, Rule, WorkerView, ordered, parse};
+use crate::fleet::residency::give_up::GiveUp;
+use crate::fleet::residency::identity::Key;
 use crate::policy::ParamInfo;
 use serde::Deserialize;
 

@@ -1,7 +1,8 @@
 //! `off`: everything is let in at once; what is recomputed is counted all the same.
 
-use super::{Demand, GiveUp, Info, Manner, Rule, WorkerView, parse};
-use crate::fleet::residency::book::Key;
+use super::{Demand, Info, Manner, Rule, WorkerView, parse};
+use crate::fleet::residency::give_up::GiveUp;
+use crate::fleet::residency::identity::Key;
 use serde::Deserialize;
 
 pub const INFO: Info = Info {

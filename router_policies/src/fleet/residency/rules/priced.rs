@@ -1,7 +1,8 @@
 //! `priced`: a place is kept as long as keeping it costs less than computing what it holds again.
 
-use super::{Demand, GiveUp, Info, Manner, Place, Rule, Slices, WorkerView, ordered, parse};
-use crate::fleet::residency::book::Key;
+use super::{Demand, Info, Manner, Place, Rule, Slices, WorkerView, ordered, parse};
+use crate::fleet::residency::give_up::GiveUp;
+use crate::fleet::residency::identity::Key;
 use crate::policy::ParamInfo;
 use serde::Deserialize;
 

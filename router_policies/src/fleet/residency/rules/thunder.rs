@@ -1,7 +1,8 @@
 //! `thunder`: ThunderAgent as published: every few seconds, pause what is too much, resume what fits.
 
-use super::{Demand, GiveUp, Info, Manner, Placement, Rule, WorkerView, ordered, parse};
-use crate::fleet::residency::book::Key;
+use super::{Demand, Info, Manner, Placement, Rule, WorkerView, ordered, parse};
+use crate::fleet::residency::give_up::GiveUp;
+use crate::fleet::residency::identity::Key;
 use crate::policy::ParamInfo;
 use serde::Deserialize;
 
