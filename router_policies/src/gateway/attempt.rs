@@ -35,8 +35,9 @@ const DRAINED_BYTES: usize = 4096;
 /// A stream whose first event has not ended after so much is passed on as it is.
 const MAX_FIRST_EVENT_BYTES: usize = 1 << 20;
 
-/// How long the event that opens a separated chat (it names the role and has no text) is held back for
-/// the one behind it: where its KV did not arrive, vLLM (0.26.0) sends an error at once.
+/// How long the event that opens a separated chat (it names the role and has no text) or an answer of
+/// `/v1/messages` is held back for the one behind it: where a chat's KV did not arrive, vLLM (0.26.0) sends an
+/// error at once, and so does SGLang (0.5.17) where it refuses a message.
 const OPENING_PATIENCE: Duration = Duration::from_millis(50);
 
 /// How long an elastic worker whose prefill worker is gone has to notice, and to prefill itself: its
@@ -69,11 +70,10 @@ impl Exchange<'_> {
         let answering = reservation.answering();
         let Some(prefill) = reservation.prefill() else {
             let payload = self.local_payload(answering);
-            // `/v1/responses` announces an answer before it is scheduled.
-            let announces = self.context.api == Api::Responses;
-            let opening = match announces && !answering.may_abort_queued() {
-                true => Opening::HeldForAnswer,
-                false => Opening::Passed,
+            let opening = match self.context.api {
+                Api::Responses => Opening::HeldForAnswer,
+                Api::Messages => Opening::HeldBriefly,
+                Api::Generate | Api::Completions | Api::Chat => Opening::Passed,
             };
             let head = self.within_deadline(self.head(answering, payload, opening));
             return head.await.map(|head| (head, None));
@@ -401,9 +401,10 @@ fn judged(answer: Response<Bytes>) -> Result<Head, Failure> {
 enum Opening {
     /// It is passed on like any other.
     Passed,
-    /// The one of a chat waits for the next one, for [`OPENING_PATIENCE`].
+    /// The one of a chat or a message waits for the next one, for [`OPENING_PATIENCE`].
     HeldBriefly,
-    /// Those of `/v1/responses` wait for the first event of the answer itself.
+    /// Those of `/v1/responses` wait for the first event of the answer itself: engines send them before the
+    /// request is scheduled, and they are no sign of its prefill's end.
     HeldForAnswer,
 }
 

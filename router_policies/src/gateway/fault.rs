@@ -228,7 +228,7 @@ pub(super) fn status_of(answer: &Response<Bytes>) -> StatusCode {
         return answer.status();
     }
     let mut events = sse::events(answer.body());
-    let said = events.find(|event| !sse::is_opening(event));
+    let said = events.find(|event| !sse::is_opening(event) && !sse::is_announcement(event));
     let said = said.and_then(|event| sse::error_in(&event));
     said.map_or(answer.status(), |error| error.status)
 }
