@@ -127,3 +127,27 @@ async fn a_response_that_fails_on_its_way_is_counted_as_failed() {
         .counts("deltaserve_requests_total{outcome=\"worker_error\"} 1")
         .await;
 }
+
+#[tokio::test]
+async fn an_error_event_of_a_response_has_a_type_and_a_number_like_all_others() {
+    let mock = MockWorker::start().await;
+    let pieces = &[CREATED, IN_PROGRESS, DELTA];
+    mock.set_fault(Fault::Raw(pieces, End::Broken));
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    let (_, body) = router.post("/v1/responses", response()).await;
+    let event = body.strip_prefix(&pieces.concat()).expect("what came");
+    let data = event
+        .strip_prefix("event: error\ndata: ")
+        .expect("an error");
+    let error: Value = serde_json::from_str(data.trim_end()).expect("JSON");
+    assert_eq!(error["type"], "error");
+    assert_eq!(error["code"], "worker_error");
+    assert_eq!(error["sequence_number"], 3);
+    assert!(
+        error["message"]
+            .as_str()
+            .is_some_and(|text| text.contains("broke"))
+    );
+    // What OpenAI's clients look for to raise it.
+    assert_eq!(error["error"]["message"], error["message"]);
+}
