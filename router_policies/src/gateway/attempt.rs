@@ -293,8 +293,7 @@ impl Exchange<'_> {
         watch: PrefillWatch,
     ) -> (PrefillHalf, oneshot::Receiver<Fault>) {
         let (sender, receiver) = oneshot::channel();
-        let client = self.gateway.client.clone();
-        let fleet = Arc::clone(&self.gateway.fleet);
+        let gateway = Arc::clone(self.gateway);
         let spec = Arc::clone(spec);
         let request = self.request(&spec, payload).map(|mut request| {
             if let Some(Ok(rank)) = rank.map(HeaderValue::try_from) {
@@ -306,10 +305,14 @@ impl Exchange<'_> {
             let result = async {
                 let request = request.map_err(Fault::broken)?;
                 let again = request.clone();
-                let again = || is_alone(&fleet, &spec).then_some(again);
-                let sent = reuse::send(&client, request, again).await;
-                let response = sent.map_err(|failure| unanswered(failure, &fleet, &spec))?;
+                let again = || is_alone(&gateway.fleet, &spec).then_some(again);
+                let sent = reuse::send(&gateway.client, request, again).await;
+                let response =
+                    sent.map_err(|failure| unanswered(failure, &gateway.fleet, &spec))?;
                 let (parts, incoming) = response.into_parts();
+                if gateway.is_refused_by(&spec, parts.status) {
+                    return Err(Fault::of_key());
+                }
                 if !parts.status.is_success() {
                     let whole = collect(incoming).await?;
                     return Err(Fault::answered(Response::from_parts(parts, whole)));
@@ -362,6 +365,9 @@ impl Exchange<'_> {
         let response =
             sent.map_err(|failure| Failure::Answering(unanswered(failure, &gateway.fleet, spec)))?;
         let status = response.status();
+        if gateway.is_refused_by(spec, status) {
+            return Err(Failure::Answering(Fault::of_key()));
+        }
         if status == StatusCode::SWITCHING_PROTOCOLS {
             return Err(broke(
                 "switched protocols, which nobody asked for".to_owned(),

@@ -62,6 +62,16 @@ impl Fault {
         }
     }
 
+    /// The worker does not take the key that the router sent it. Its answer says nothing to the client, whose
+    /// key is another.
+    pub fn of_key() -> Self {
+        Self {
+            kind: Kind::Answered,
+            message: "HTTP 401: it does not take the router's key (its api_key)".to_owned(),
+            answer: None,
+        }
+    }
+
     /// A request that got no answer.
     pub fn unanswered(failure: hyper_util::client::legacy::Error) -> Self {
         let kind = if failure.is_connect() {

@@ -352,6 +352,13 @@ impl Gateway {
         }
     }
 
+    /// Whether an answer of this status says that the worker does not take the key that the router sent it. Of a
+    /// client's own key, which reaches workers that have none of theirs, it says so to the client.
+    pub fn is_refused_by(&self, spec: &WorkerSpec, status: StatusCode) -> bool {
+        let is_ours = spec.api_key.is_some() || self.keys.are_needed();
+        is_ours && status == StatusCode::UNAUTHORIZED
+    }
+
     /// Sends a request without a body to one worker.
     pub async fn get(
         &self,

@@ -136,6 +136,9 @@ pub(super) async fn handle(
             let again = request.clone();
             let sent = reuse::send(&gateway.client, request, || Some(again)).await;
             let response = sent.map_err(Fault::unanswered)?;
+            if gateway.is_refused_by(&worker, response.status()) {
+                return Err(Fault::of_key());
+            }
             let (parts, incoming) = response.into_parts();
             let whole = Limited::new(incoming, MAX_ANSWER_BYTES).collect().await;
             let whole: Bytes = whole
