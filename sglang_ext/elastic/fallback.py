@@ -75,7 +75,7 @@ def _deadline_s(worker: ElasticWorker, req: Any) -> float | None:
     custom = req.sampling_params.custom_params
     own = custom.get("deltaserve_deadline_s") if isinstance(custom, dict) else None
     if isinstance(own, int | float) and not isinstance(own, bool):
-        return float(own)
+        return own
     return worker.settings.deadline_s
 
 

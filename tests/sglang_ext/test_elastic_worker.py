@@ -101,6 +101,17 @@ def test_a_failed_transfer_leaves_the_tree_unlocked(
     assert scheduler.deltaserve_elastic.counts["fallback_prefill_lost"] == 1
 
 
+def test_no_deadline_that_a_client_names_ends_the_scheduler(make_scheduler: MakeScheduler) -> None:
+    """JSON has integers that no float holds."""
+    scheduler = make_scheduler(Settings(quarantine_s=0.0))
+    req = Req("A", prompt(100), room=7)
+    req.sampling_params.custom_params = {"deltaserve_deadline_s": 10**400}
+    entry = transferring(scheduler, req)
+    entry.kv_receiver.status = FAILED
+    step(scheduler)
+    assert scheduler.deltaserve_elastic.counts["fallback_prefill_lost"] == 1
+
+
 def test_looking_a_prompt_up_leaves_the_request_as_it_was(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler()
     scheduler.tree_cache.insert(prompt(500))

@@ -35,8 +35,9 @@ const DRAINED_BYTES: usize = 4096;
 /// A stream whose first event has not ended after so much is passed on as it is.
 const MAX_FIRST_EVENT_BYTES: usize = 1 << 20;
 
-/// How long the event that opens a separated chat (it names the role and has no text) is held back for
-/// the one behind it: where its KV did not arrive, vLLM (0.26.0) sends an error at once.
+/// How long the event that opens a separated chat (it names the role and has no text) or an answer of
+/// `/v1/messages` is held back for the one behind it: where a chat's KV did not arrive, vLLM (0.26.0) sends an
+/// error at once, and so does SGLang (0.5.17) where it refuses a message.
 const OPENING_PATIENCE: Duration = Duration::from_millis(50);
 
 /// How long an elastic worker whose prefill worker is gone has to notice, and to prefill itself: its
@@ -69,11 +70,10 @@ impl Exchange<'_> {
         let answering = reservation.answering();
         let Some(prefill) = reservation.prefill() else {
             let payload = self.local_payload(answering);
-            // `/v1/responses` announces an answer before it is scheduled.
-            let announces = self.context.api == Api::Responses;
-            let opening = match announces && !answering.may_abort_queued() {
-                true => Opening::HeldForAnswer,
-                false => Opening::Passed,
+            let opening = match self.context.api {
+                Api::Responses => Opening::HeldForAnswer,
+                Api::Messages => Opening::HeldBriefly,
+                Api::Generate | Api::Completions | Api::Chat => Opening::Passed,
             };
             let head = self.within_deadline(self.head(answering, payload, opening));
             return head.await.map(|head| (head, None));
@@ -293,8 +293,7 @@ impl Exchange<'_> {
         watch: PrefillWatch,
     ) -> (PrefillHalf, oneshot::Receiver<Fault>) {
         let (sender, receiver) = oneshot::channel();
-        let client = self.gateway.client.clone();
-        let fleet = Arc::clone(&self.gateway.fleet);
+        let gateway = Arc::clone(self.gateway);
         let spec = Arc::clone(spec);
         let request = self.request(&spec, payload).map(|mut request| {
             if let Some(Ok(rank)) = rank.map(HeaderValue::try_from) {
@@ -306,10 +305,14 @@ impl Exchange<'_> {
             let result = async {
                 let request = request.map_err(Fault::broken)?;
                 let again = request.clone();
-                let again = || is_alone(&fleet, &spec).then_some(again);
-                let sent = reuse::send(&client, request, again).await;
-                let response = sent.map_err(|failure| unanswered(failure, &fleet, &spec))?;
+                let again = || is_alone(&gateway.fleet, &spec).then_some(again);
+                let sent = reuse::send(&gateway.client, request, again).await;
+                let response =
+                    sent.map_err(|failure| unanswered(failure, &gateway.fleet, &spec))?;
                 let (parts, incoming) = response.into_parts();
+                if gateway.is_refused_by(&spec, parts.status) {
+                    return Err(Fault::of_key());
+                }
                 if !parts.status.is_success() {
                     let whole = collect(incoming).await?;
                     return Err(Fault::answered(Response::from_parts(parts, whole)));
@@ -362,6 +365,9 @@ impl Exchange<'_> {
         let response =
             sent.map_err(|failure| Failure::Answering(unanswered(failure, &gateway.fleet, spec)))?;
         let status = response.status();
+        if gateway.is_refused_by(spec, status) {
+            return Err(Failure::Answering(Fault::of_key()));
+        }
         if status == StatusCode::SWITCHING_PROTOCOLS {
             return Err(broke(
                 "switched protocols, which nobody asked for".to_owned(),
@@ -401,9 +407,10 @@ fn judged(answer: Response<Bytes>) -> Result<Head, Failure> {
 enum Opening {
     /// It is passed on like any other.
     Passed,
-    /// The one of a chat waits for the next one, for [`OPENING_PATIENCE`].
+    /// The one of a chat or a message waits for the next one, for [`OPENING_PATIENCE`].
     HeldBriefly,
-    /// Those of `/v1/responses` wait for the first event of the answer itself.
+    /// Those of `/v1/responses` wait for the first event of the answer itself: engines send them before the
+    /// request is scheduled, and they are no sign of its prefill's end.
     HeldForAnswer,
 }
 

@@ -22,7 +22,8 @@ pub struct Scanned {
     /// Of several prompts: the first one's prefix, with the length of all.
     pub prompt: PromptHashes,
     pub prompts: usize,
-    /// Where the prompts that are text stand, each with its quotes; not those of a chat.
+    /// Where the prompts that are text stand, each with its quotes; not those of a chat, and of a great many
+    /// only the first.
     pub texts: SmallVec<[Range<usize>; 1]>,
     /// Whether the engine puts special tokens around text; vLLM's clients may say no.
     pub add_special_tokens: bool,
@@ -280,6 +281,7 @@ impl Scanner {
 
 #[cfg(test)]
 mod tests {
+    use super::super::prompts::MAX_TEXTS;
     use super::*;
     use proptest::prelude::*;
     use serde_json::json;
@@ -362,6 +364,15 @@ mod tests {
             assert!(read + 100 > end, "{read} of {end}");
         }
         assert_eq!(scanner.scan(body), scan16(Api::Generate, body));
+    }
+
+    #[test]
+    fn many_small_texts_are_counted_and_not_noted_one_by_one() {
+        let texts = vec![""; 100_000];
+        let body = json!({"prompt": texts}).to_string();
+        let scanned = scan16(Api::Completions, body.as_bytes()).expect("valid");
+        assert_eq!(scanned.prompts, texts.len());
+        assert!(scanned.texts.capacity() <= 2 * MAX_TEXTS);
     }
 
     #[test]

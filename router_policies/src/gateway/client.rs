@@ -3,21 +3,27 @@
 //! hyper asks an answer's body for more only while the socket takes what there is. So what is to happen
 //! at the deadline whatever the client does is done here, where the connection itself is driven: the
 //! timer is one a connection, set again only when it fires, and costs a request next to nothing.
+//!
+//! A client that is refused before its body was read is still sending it. To close its connection at once
+//! would reset it, and most clients would never see why: so what it sends is thrown away for a while.
 
-use hyper::rt::{Read, ReadBufCursor, Write};
+use hyper::rt::{Read, ReadBuf, ReadBufCursor, Write};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use std::io::{IoSlice, Result};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::time::Instant;
+use tokio::time::{Instant, Sleep};
 
 /// How long a client has to take the end of an answer whose time is over.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// How long a client that has its answer may go on sending what nobody reads.
+const LINGER: Duration = Duration::from_secs(5);
 
 /// What a connection, its requests and their answers tell each other.
 #[derive(Debug, Default)]
@@ -27,6 +33,8 @@ pub(crate) struct Client {
     is_over: AtomicBool,
     /// The socket took nothing more when it was last written to.
     is_full: AtomicBool,
+    /// The last request has a body that is not read to its end.
+    is_unread: AtomicBool,
 }
 
 impl Client {
@@ -34,6 +42,17 @@ impl Client {
     pub fn begin(&self, deadline: Instant) {
         *self.deadline.lock() = Some(deadline);
         self.is_over.store(false, Ordering::Relaxed);
+        self.has_sent_body();
+    }
+
+    /// The request that has come has a body.
+    pub fn sends_body(&self) {
+        self.is_unread.store(true, Ordering::Relaxed);
+    }
+
+    /// Its body is there, all of it.
+    pub fn has_sent_body(&self) {
+        self.is_unread.store(false, Ordering::Relaxed);
     }
 
     /// Whether the last request's time is over.
@@ -86,10 +105,14 @@ impl Client {
     }
 }
 
-/// The client's socket, which notes when it is full.
+/// The client's socket, which notes when it is full, and reads what is still coming when it is closed.
 pub(super) struct Socket<S> {
     io: TokioIo<S>,
     client: Arc<Client>,
+    /// Nothing more is written.
+    is_shut: bool,
+    /// How long it goes on reading then.
+    lingers: Option<Pin<Box<Sleep>>>,
 }
 
 impl<S> Socket<S> {
@@ -97,6 +120,8 @@ impl<S> Socket<S> {
         Self {
             io: TokioIo::new(socket),
             client,
+            is_shut: false,
+            lingers: None,
         }
     }
 
@@ -104,6 +129,30 @@ impl<S> Socket<S> {
         let is_full = &self.client.is_full;
         is_full.store(written.is_pending(), Ordering::Relaxed);
         written
+    }
+}
+
+impl<S: AsyncRead + Unpin> Socket<S> {
+    /// Throws away the rest of a body that nobody reads, until the client ends its side, for [`LINGER`] at most.
+    fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<Result<()>> {
+        if !self.client.is_unread.load(Ordering::Relaxed) {
+            return Poll::Ready(Ok(()));
+        }
+        let timer = self
+            .lingers
+            .get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
+        let mut thrown_away = [0; 8 << 10];
+        while Instant::now() < timer.deadline() {
+            let mut buffer = ReadBuf::new(&mut thrown_away);
+            let read = Pin::new(&mut self.io).poll_read(cx, buffer.unfilled());
+            if read.is_pending() {
+                return timer.as_mut().poll(cx).map(Ok);
+            }
+            if buffer.filled().is_empty() {
+                break;
+            }
+        }
+        Poll::Ready(Ok(()))
     }
 }
 
@@ -117,7 +166,7 @@ impl<S: AsyncRead + Unpin> Read for Socket<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> Write for Socket<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> Write for Socket<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -145,6 +194,10 @@ impl<S: AsyncWrite + Unpin> Write for Socket<S> {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(cx)
+        if !self.is_shut {
+            ready!(Pin::new(&mut self.io).poll_shutdown(cx))?;
+            self.is_shut = true;
+        }
+        self.poll_linger(cx)
     }
 }

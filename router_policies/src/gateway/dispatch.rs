@@ -139,6 +139,7 @@ async fn serve(
             return refuse(status, kind, &failure.message(limit));
         }
     };
+    context.client.has_sent_body();
     let mut scanned = match scanner.scan(&bytes) {
         Ok(scanned) => scanned,
         Err(malformed) => return invalid(&malformed.to_string()),

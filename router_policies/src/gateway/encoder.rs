@@ -101,7 +101,8 @@ impl PromptEncoder {
             }
         } else {
             let bytes: usize = texts.iter().map(Range::len).sum();
-            // A list that mixes text and token ids is for the engine to refuse.
+            // A list that mixes text and token ids is for the engine to refuse; of more texts than are
+            // noted, not all are known.
             if texts.is_empty() || texts.len() != scanned.prompts || bytes > MAX_TEXT_BYTES {
                 return None;
             }

@@ -62,6 +62,16 @@ impl Fault {
         }
     }
 
+    /// The worker does not take the key that the router sent it. Its answer says nothing to the client, whose
+    /// key is another.
+    pub fn of_key() -> Self {
+        Self {
+            kind: Kind::Answered,
+            message: "HTTP 401: it does not take the router's key (its api_key)".to_owned(),
+            answer: None,
+        }
+    }
+
     /// A request that got no answer.
     pub fn unanswered(failure: hyper_util::client::legacy::Error) -> Self {
         let kind = if failure.is_connect() {
@@ -228,7 +238,7 @@ pub(super) fn status_of(answer: &Response<Bytes>) -> StatusCode {
         return answer.status();
     }
     let mut events = sse::events(answer.body());
-    let said = events.find(|event| !sse::is_opening(event));
+    let said = events.find(|event| !sse::is_opening(event) && !sse::is_announcement(event));
     let said = said.and_then(|event| sse::error_in(&event));
     said.map_or(answer.status(), |error| error.status)
 }

@@ -315,7 +315,11 @@ impl Gateway {
             trimmed => trimmed,
         };
         let api = Api::at(path);
-        if (api.is_some() || passthrough::is_passed_on(path))
+        let reaches_model = api.is_some() || passthrough::is_passed_on(path);
+        if reaches_model && !http_body::Body::is_end_stream(request.body()) {
+            client.sends_body();
+        }
+        if reaches_model
             && let Some((status, kind, message)) =
                 self.keys.refusal(request.headers(), Wants::Model)
         {
@@ -332,7 +336,7 @@ impl Gateway {
             }
             // Boxed, so that the requests above do not carry the room for these.
             (&Method::POST, None) if passthrough::is_passed_on(path) => {
-                Box::pin(passthrough::handle(&self, deadline, request)).await
+                Box::pin(passthrough::handle(&self, &client, deadline, request)).await
             }
             (_, Some(_)) => not_allowed("POST"),
             _ if passthrough::is_passed_on(path) => not_allowed("POST"),
@@ -346,6 +350,13 @@ impl Gateway {
                     )
                 }),
         }
+    }
+
+    /// Whether an answer of this status says that the worker does not take the key that the router sent it. Of a
+    /// client's own key, which reaches workers that have none of theirs, it says so to the client.
+    pub fn is_refused_by(&self, spec: &WorkerSpec, status: StatusCode) -> bool {
+        let is_ours = spec.api_key.is_some() || self.keys.are_needed();
+        is_ours && status == StatusCode::UNAUTHORIZED
     }
 
     /// Sends a request without a body to one worker.

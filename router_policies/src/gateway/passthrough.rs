@@ -3,6 +3,7 @@
 //! They take no part in routing: nothing is cached for them, and what they cost a worker is small beside
 //! generation. They go to the worker with the fewest requests, and to another if that one fails.
 
+use super::client::Client;
 use super::fault::{Fault, from_worker};
 use super::headers::{REQUEST_ID, forwarded, header};
 use super::splice::Pieces;
@@ -65,6 +66,7 @@ pub(super) fn refusal(
 
 pub(super) async fn handle(
     gateway: &Arc<Gateway>,
+    client: &Client,
     deadline: Instant,
     request: Request<Incoming>,
 ) -> Response<Reply> {
@@ -91,6 +93,7 @@ pub(super) async fn handle(
             return refuse(StatusCode::REQUEST_TIMEOUT, "timeout", message);
         }
     };
+    client.has_sent_body();
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
     let _permit = match gateway.admission.enter(patience, deadline).await {
         Ok(permit) => permit,
@@ -133,6 +136,9 @@ pub(super) async fn handle(
             let again = request.clone();
             let sent = reuse::send(&gateway.client, request, || Some(again)).await;
             let response = sent.map_err(Fault::unanswered)?;
+            if gateway.is_refused_by(&worker, response.status()) {
+                return Err(Fault::of_key());
+            }
             let (parts, incoming) = response.into_parts();
             let whole = Limited::new(incoming, MAX_ANSWER_BYTES).collect().await;
             let whole: Bytes = whole

@@ -5,6 +5,9 @@ use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use smallvec::SmallVec;
 use std::ops::Range;
 
+/// Places of so many texts are noted. A body of empty ones would otherwise take five times its size.
+pub(super) const MAX_TEXTS: usize = 1024;
+
 /// The parts of a conversation, in whatever order its keys come.
 #[derive(Default)]
 pub(super) struct Conversation<'a> {
@@ -84,7 +87,9 @@ impl Prompts {
 
     fn add_text(&mut self, cursor: &mut Cursor<'_>, text_block: usize) -> Result<(), Malformed> {
         let text = cursor.string()?;
-        self.texts.push(cursor.at - text.len() - 2..cursor.at);
+        if self.texts.len() < MAX_TEXTS {
+            self.texts.push(cursor.at - text.len() - 2..cursor.at);
+        }
         self.add(PromptHashes::of_text(text, text_block));
         Ok(())
     }

@@ -48,7 +48,7 @@ static ABORTS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(ABORT));
 static ERRORS: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"error\""));
 static FAILURES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"response.failed\""));
 static ROLES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"role\""));
-/// Events of `/v1/responses` that vLLM (0.26.0) sends before it has scheduled the request.
+/// Events of `/v1/responses` that SGLang (0.5.17) and vLLM (0.26.0) send before they have scheduled the request.
 const ANNOUNCEMENTS: [&str; 3] = [
     "response.created",
     "response.queued",
@@ -109,7 +109,7 @@ impl SseProgress {
             self.has_error |= begins_as_error(value);
         } else if let Some(name) = line.strip_prefix(b"event:") {
             let name = name.trim_ascii();
-            self.has_error |= name == b"error";
+            self.has_error |= matches!(name, b"error" | b"response.failed");
             self.is_named_end = self.ends.iter().any(|end| end.as_bytes() == name);
         }
         self.has_begun = !is_empty;
@@ -213,8 +213,13 @@ pub(super) fn events(stream: &[u8]) -> impl Iterator<Item = Vec<u8>> {
     })
 }
 
-/// Whether an event is the one that opens a chat's stream: it names the role and has no text yet.
+/// Whether an event is the one that opens a chat's or a message's stream: it names the role and has no text
+/// yet.
 pub(super) fn is_opening(data: &[u8]) -> bool {
+    is_of(data, &["message_start"]) || opens_chat(data)
+}
+
+fn opens_chat(data: &[u8]) -> bool {
     if ROLES.find(data).is_none() || DELTAS.find(data).is_none() {
         return false;
     }
@@ -244,13 +249,18 @@ pub(super) fn is_opening(data: &[u8]) -> bool {
 
 /// Whether an event of `/v1/responses` says that there will be an answer, and nothing of it yet.
 pub(super) fn is_announcement(data: &[u8]) -> bool {
+    is_of(data, &ANNOUNCEMENTS)
+}
+
+/// Whether an event's `type` is one of these.
+fn is_of(data: &[u8], kinds: &[&str]) -> bool {
     #[derive(serde::Deserialize)]
     struct Event<'a> {
         #[serde(borrow, rename = "type")]
         kind: Cow<'a, str>,
     }
     let event = serde_json::from_slice::<Event<'_>>(data);
-    event.is_ok_and(|event| ANNOUNCEMENTS.contains(&&*event.kind))
+    event.is_ok_and(|event| kinds.contains(&&*event.kind))
 }
 
 /// What an event says went wrong.
@@ -283,16 +293,31 @@ pub(super) fn error_in(data: &[u8]) -> Option<EventError> {
     })
 }
 
-/// The status that an error event names: as `code`, or as its finish reason's `status_code`.
+/// The status that an error event names: as `code`, as its finish reason's `status_code`, or by its type, as
+/// Anthropic's API calls errors.
 fn status_in(event: &Value) -> Option<StatusCode> {
     let places = [
         "/error/code",
         "/code",
         "/meta_info/finish_reason/status_code",
     ];
+    let named = || {
+        Some(match event.pointer("/error/type")?.as_str()? {
+            "invalid_request_error" => 400,
+            "authentication_error" => 401,
+            "permission_error" => 403,
+            "not_found_error" => 404,
+            "request_timeout_error" => 408,
+            "request_too_large" => 413,
+            "rate_limit_error" => 429,
+            "overloaded_error" => 503,
+            _ => return None,
+        })
+    };
     let code = places
         .iter()
-        .find_map(|place| event.pointer(place)?.as_u64())?;
+        .find_map(|place| event.pointer(place)?.as_u64());
+    let code = code.or_else(named)?;
     StatusCode::from_u16(u16::try_from(code).ok()?)
         .ok()
         .filter(|status| status.is_client_error() || status.is_server_error())

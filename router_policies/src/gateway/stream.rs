@@ -64,6 +64,8 @@ pub struct Answer {
     status: u16,
     api: Api,
     client: Arc<Client>,
+    /// That have passed.
+    events: u64,
     usage: UsageReader,
     end: End,
     held: Held,
@@ -234,6 +236,7 @@ impl Answer {
             status,
             api,
             client,
+            events: 0,
             usage: UsageReader::default(),
             end: End::default(),
             held,
@@ -242,6 +245,7 @@ impl Answer {
 
     fn count(&mut self, data: &[u8]) {
         let events = self.progress.feed(data);
+        self.events += events;
         self.end.feed(data);
         if let Some(reservation) = &mut self.reservation {
             // Before the first output is noted: what was cached tells what its prefill computed.
@@ -263,7 +267,7 @@ impl Answer {
     /// Ends the stream with an event that says why.
     fn break_off(&mut self, outcome: Outcome, message: &str) -> Bytes {
         self.finish(outcome, Some(message.to_owned()));
-        let event = self.api.error_event(outcome, message);
+        let event = self.api.error_event(outcome, message, self.events);
         Bytes::from(format!("{}{event}", self.progress.separator()))
     }
 

@@ -184,11 +184,7 @@ async fn an_announcement_is_no_first_token() {
             router.send("/v1/responses", &[], body.clone().into_bytes()),
         )
         .await;
-        assert_eq!(
-            answer.is_err(),
-            is_kept,
-            "its head comes with its first token"
-        );
+        assert!(answer.is_err(), "its head comes with its first token");
         drop(answer);
         tokio::time::sleep(Duration::from_millis(50)).await;
         assert_eq!(router.fleet.is_idle(), !is_kept);

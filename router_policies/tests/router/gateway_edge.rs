@@ -504,3 +504,62 @@ async fn questions_go_to_a_worker_that_is_up() {
     );
     let _ = (Ordering::SeqCst, End::Properly);
 }
+
+/// Sends a large body, `later` than the headers, whatever the router says meanwhile, and reads the answer then,
+/// as many clients do.
+async fn answer_after_sending(router: &Router, headers: &str, later: Duration) -> String {
+    let mut socket = connect(router).await;
+    let body = vec![b' '; 16 << 20];
+    let bytes = body.len();
+    let head = format!(
+        "POST /v1/messages HTTP/1.1\r\nhost: r\r\ncontent-length: {bytes}\r\n{headers}\r\n"
+    );
+    socket.write_all(head.as_bytes()).await.expect("sent");
+    tokio::time::sleep(later).await;
+    for piece in body.chunks(64 << 10) {
+        socket.write_all(piece).await.expect("the router takes it");
+    }
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).await.expect("an answer");
+    answer
+}
+
+#[tokio::test]
+async fn who_is_refused_early_learns_why_though_its_body_was_not_read() {
+    let mock = MockWorker::start().await;
+    let router = Router::with(Config {
+        max_body_bytes: 1 << 20,
+        workers: vec![worker(&mock, "w", "colocated")],
+        ..Config::default()
+    })
+    .await;
+    for (headers, status) in [
+        ("", "HTTP/1.1 413 "),
+        ("content-encoding: gzip\r\n", "HTTP/1.1 415 "),
+    ] {
+        for later in [0, 300].map(Duration::from_millis) {
+            let answer = answer_after_sending(&router, headers, later).await;
+            assert!(answer.starts_with(status), "{answer}");
+            assert!(answer.contains("\"type\":\"error\""), "{answer}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn who_goes_on_sending_for_ever_is_not_listened_to_for_ever() {
+    let (_mock, router) = one().await;
+    let mut socket = connect(&router).await;
+    let head = "POST /generate HTTP/1.1\r\nhost: r\r\ntransfer-encoding: chunked\r\ncontent-encoding: gzip\r\n\r\n";
+    socket.write_all(head.as_bytes()).await.expect("sent");
+    let begun = Instant::now();
+    let chunk = [&b"1000\r\n"[..], &[b' '; 0x1000], b"\r\n"].concat();
+    while socket.write_all(&chunk).await.is_ok() {
+        let patience = Duration::from_secs(30);
+        assert!(begun.elapsed() < patience, "it still listens");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert!(
+        begun.elapsed() > Duration::from_secs(1),
+        "it did for a while"
+    );
+}

@@ -1,10 +1,11 @@
 //! API keys of clients, and the keys that workers ask for.
 
-use crate::mock::MockWorker;
 use crate::mock::router::{Router, generate, text, worker};
+use crate::mock::{Fault, MockWorker};
 use hyper::StatusCode;
 use router_policies::config::Config;
 use serde_json::{Value, json};
+use std::sync::atomic::Ordering;
 
 const KEY: &str = "a-clients-key";
 
@@ -93,4 +94,66 @@ async fn without_keys_what_a_client_sends_reaches_the_worker() {
     assert_eq!(response.status(), StatusCode::OK);
     let headers = mock.behaviour.headers.lock();
     assert_eq!(headers[0]["authorization"], "Bearer for-the-worker");
+}
+
+#[tokio::test]
+async fn a_worker_that_refuses_the_routers_key_is_at_fault_and_not_the_client() {
+    for role in ["colocated", "prefill"] {
+        let (wrong, right) = (MockWorker::start().await, MockWorker::start().await);
+        wrong.set_fault(Fault::Status(401));
+        let keyed = |mock: &MockWorker, id: &str, role: &str| {
+            let mut spec = worker(mock, id, role);
+            spec.api_key = serde_json::from_value(json!("a-worker-key")).expect("a key");
+            spec
+        };
+        let mut workers = vec![keyed(&wrong, "wrong", role), keyed(&right, "right", role)];
+        let decode = MockWorker::start().await;
+        let policy = match role {
+            "prefill" => {
+                workers.push(keyed(&decode, "decode", "decode"));
+                decode
+                    .behaviour
+                    .first_token_us
+                    .store(100_000, Ordering::Relaxed);
+                "pd"
+            }
+            _ => "round_robin",
+        };
+        let router = Router::start(policy, workers).await;
+        for _ in 0..12 {
+            let (status, body) = router.post("/generate", generate(true)).await;
+            assert_eq!(status, StatusCode::OK, "{role}: {body}");
+        }
+        let workers = router.fleet.snapshot();
+        let wrong = workers.iter().find(|worker| worker.spec.id == "wrong");
+        assert!(wrong.expect("a worker").circuit_open, "{role}");
+    }
+}
+
+#[tokio::test]
+async fn where_all_workers_refuse_the_routers_key_the_client_does_not_take_it_for_its_own() {
+    let (mock, router) = with_keys(None).await;
+    mock.set_fault(Fault::Status(401));
+    for path in ["/v1/messages", "/v1/messages/count_tokens"] {
+        let body = json!({"messages": []}).to_string().into_bytes();
+        let response = router.send(path, &[("x-api-key", KEY)], body).await;
+        assert_eq!(response.status(), StatusCode::BAD_GATEWAY, "{path}");
+        let body = text(response).await;
+        assert!(
+            body.contains("worker w: HTTP 401") && body.contains("api_key"),
+            "{body}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn without_keys_of_the_router_a_workers_401_is_for_the_client() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Status(401));
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    let (status, body) = router.post("/generate", generate(true)).await;
+    assert_eq!(
+        (status, body.contains("told to fail")),
+        (StatusCode::UNAUTHORIZED, true)
+    );
 }

@@ -10,6 +10,7 @@ mod gateway_edge;
 mod gateway_faults;
 mod gateway_keys;
 mod gateway_kv_events;
+mod gateway_openings;
 mod gateway_requests;
 mod gateway_residency;
 mod gateway_tls;

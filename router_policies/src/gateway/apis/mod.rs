@@ -100,13 +100,16 @@ impl Api {
         self.shape().end
     }
 
-    /// The event by which a stream ends that cannot go on.
-    pub(super) fn error_event(self, outcome: Outcome, message: &str) -> String {
+    /// The event by which a stream ends that cannot go on after so many `events`.
+    pub(super) fn error_event(self, outcome: Outcome, message: &str, events: u64) -> String {
         let (kind, code) = match outcome {
             Outcome::Timeout => ("timeout", StatusCode::GATEWAY_TIMEOUT),
             _ => ("worker_error", StatusCode::BAD_GATEWAY),
         };
-        let error = (self.shape().error)(kind, code.as_u16(), message);
+        let error = match self {
+            Self::Responses => responses::error_event(kind, code.as_u16(), message, events),
+            _ => (self.shape().error)(kind, code.as_u16(), message),
+        };
         match self.shape().error_event {
             Some(name) => format!("event: {name}\ndata: {error}\n\n"),
             None => format!("data: {error}\n\n"),
