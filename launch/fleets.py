@@ -26,6 +26,7 @@ from launch.freezing import freeze
 from launch.gpus import named_gpus
 from launch.hardware import GpuError, GpuSample, sample_gpus, sample_until_free
 from launch.http_calls import FAILURES, call, reason
+from launch.interrupts import held
 from launch.jit_locks import KERNEL_LOCKS_SINCE, remove_stale
 from launch.kv import worker_kv
 from launch.planning import Plan, Process
@@ -225,7 +226,7 @@ class Fleet:
     def stop(self) -> None:
         """Ends every process; raises `FleetError` where one could not be killed."""
         began_s = time.monotonic()
-        self._transcript.tell("stopping")
+        self._tell("stopping")
         if self._sampler:
             self._sampler.stop()
             self._sampler = None
@@ -455,22 +456,25 @@ def fleet(
     Raises `InputError` when it cannot be started as asked, `FleetError` when a process dies.
     """
     run_dir = run_dir.absolute()
-    with claim(run_dir), contextlib.ExitStack() as held:
-        made = _reserved(topology, run_dir, held)
+    with claim(run_dir), contextlib.ExitStack() as kept:
+        made = _reserved(topology, run_dir, kept)
         running = Fleet(made, on_progress or (lambda _: None), behind=behind)
         try:
             running.start()
             yield running
         finally:
-            running.stop()
+            # A second Ctrl-C would leave a record of a fleet that is ready, and its processes to
+            # the guardians. The end is bounded: what does not leave is killed.
+            with held():
+                running.stop()
 
 
-def _reserved(topology: Topology, run_dir: Path, held: contextlib.ExitStack) -> Plan:
-    """A plan of `topology` whose ports and GPUs `held` keeps from other fleets."""
+def _reserved(topology: Topology, run_dir: Path, kept: contextlib.ExitStack) -> Plan:
+    """A plan of `topology` whose ports and GPUs `kept` keeps from other fleets."""
     for attempts_left in reversed(range(_PLAN_ATTEMPTS)):
         made = planning.plan(topology, run_dir)
         try:
-            held.enter_context(reserved(made.ports, made.gpu_plan))
+            kept.enter_context(reserved(made.ports, made.gpu_plan))
             break
         except TakenError:
             # A fleet planned at the same moment may have been given the same free ports or GPUs.

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from pathlib import Path
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from deltaserve.errors import InputError
-from launch import FleetError, checking, control, fleet, guard, planning, supervised
+from launch import FleetError, checking, control, fleet, fleets, guard, planning, supervised
 from launch.fleets import log_tail
 from launch.ports import free_base, worker_ports
 from launch.reservations import reserved
@@ -301,6 +302,27 @@ def test_a_worker_that_ignores_every_signal_is_killed(
     with fleet(fakes("ignore-signals"), tmp_path / "run"):
         pass
     assert working_in(tmp_path / "run") == []
+
+
+def test_a_fleet_that_is_ending_ends_whole_before_an_interrupt_counts(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "GRACE_S", 1.0)
+    run_dir = tmp_path / "run"
+    stop = fleets.Fleet.stop
+
+    def interrupted_stop(running: fleets.Fleet) -> None:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        stop(running)
+
+    monkeypatch.setattr(fleets.Fleet, "stop", interrupted_stop)
+    with pytest.raises(KeyboardInterrupt), fleet(fakes("ignore-signals"), run_dir):
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    shown = control.status(run_dir)
+    assert (shown.state, shown.alive) == ("stopped", False)
+    assert [process.state for process in shown.processes] == ["stopped"]
+    assert control.down(run_dir) == 0
 
 
 def test_a_worker_that_dies_later_is_reported_by_check(fakes: Fakes, tmp_path: Path) -> None:
