@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import Fleet, FleetError, KeptWorkers, fleets, hardware, sampling
+from launch import Fleet, FleetError, KeptWorkers, fleets, gpus, hardware, sampling
 from launch.hardware import GpuSample
 from launch.topology import Topology
 from launch.topology_files import load_topology
@@ -96,7 +96,7 @@ def test_a_router_expects_of_kept_workers_what_it_would_of_its_own(
     fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = [GpuSample(0, "NVIDIA H200", 0, 0, 140 * 2**30, 75.0, 0, 0)]
-    for module in (hardware, fleets, sampling):
+    for module in (hardware, gpus, fleets, sampling):
         monkeypatch.setattr(module, "sample_gpus", lambda: there)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     overrides = [f"engine.python={fake_python}", "base_port=0", "warm_up=false"]
