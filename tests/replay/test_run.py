@@ -557,7 +557,7 @@ def test_summary_percentiles_are_numpys(tmp_path: Path) -> None:
     ("values", "words"),
     [
         ({"max_inflight_sessions": 0}, "--max-inflight-sessions 0"),
-        ({"time_scale": 0.0}, "--time-scale 0.0"),
+        ({"time_scale": 0.0}, "--time-scale 0: expected"),
         ({"vocab_size": 1}, "--vocab-size 1"),
         ({"url": "localhost:1"}, "--url localhost:1: expected http"),
         ({"mode": "sessions"}, "--sessions-per-hour"),
@@ -571,6 +571,11 @@ def test_summary_percentiles_are_numpys(tmp_path: Path) -> None:
         ({"splice_outputs": True, "as_text": True}, "--splice-outputs"),
         ({"mode": "closed", "processes": 9}, "--processes 9"),
         ({"max_input_tokens": 1, "url": "http://x"}, "no request left to send"),
+        ({"time_scale": 1e300}, "--time-scale 1e.300: expected at most 1,000,000 "),
+        ({"timeout_s": float("inf")}, "--timeout-s inf: expected at most 31,622,400 .a year"),
+        ({"mode": "closed", "measure_s": 1e300}, "--measure-s 1e.300: expected at most 31,622,4"),
+        ({"mode": "closed", "max_think_s": 1e300}, "--max-think-s 1e.300: expected at most 31,6"),
+        ({"mode": "closed", "processes": 65_536}, "--processes 65536: expected at most 1,024"),
         *(
             (values, "nan: expected")
             for values in (
