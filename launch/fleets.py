@@ -20,7 +20,7 @@ from deltaserve.errors import InputError
 from launch import checking, guard, planning
 from launch.cache import make_folder
 from launch.caches import FlushError, flush
-from launch.capacity import reported_capacity_tokens
+from launch.capacity import reported_capacity
 from launch.engines import is_older
 from launch.freezing import freeze
 from launch.gpus import named_gpus
@@ -342,14 +342,19 @@ class Fleet:
         groups = [group for group in self.plan.topology.workers for _ in range(group.size)]
         workers = [member for member in self._members if member.plan.role is not None]
         for member, group in zip(workers, groups, strict=True):
-            found = reported_capacity_tokens(
-                self.plan.engine.name, member.plan.url, member.plan.keys.key
-            )
+            plan = member.plan
+            reported = reported_capacity(self.plan.engine.name, plan.url, plan.keys.key)
+            found, ranks = (reported.tokens, reported.ranks) if reported else (None, 1)
             asked = worker_kv(self.plan.topology, group).capacity_tokens
             member.kv_capacity_tokens = found or asked
-            if found and asked and found < 0.99 * asked:
+            wanted = (asked or 0) * ranks
+            if found and found < 0.99 * wanted:
+                self._tell(f"{plan.id}: holds {found:,} KV tokens, not the {wanted:,} asked for")
+            if ranks > 1:
                 self._tell(
-                    f"{member.plan.id}: holds {found:,} KV tokens, not the {asked:,} asked for"
+                    f"warning: {plan.id}: {ranks} data-parallel ranks, each with a KV cache of its "
+                    f"own: the router takes their {found:,} tokens for one cache, and does not "
+                    "know which rank the engine gives a request to"
                 )
         if self.plan.topology.router.kind == "deltaserve":
             known = {m.plan.id: m.kv_capacity_tokens for m in workers if m.kv_capacity_tokens}

@@ -12,7 +12,7 @@ import pytest
 
 from deltaserve.errors import InputError
 from launch import fleet
-from launch.capacity import reported_capacity_tokens
+from launch.capacity import reported_capacity
 from launch.commands import routers
 from launch.engines import Engine
 from launch.kv import worker_kv
@@ -306,7 +306,24 @@ def test_vllms_capacity_is_blocks_times_tokens_a_block(fake_python: Path, tmp_pa
     with fleet(load_topology("laptop-vllm-1", fake), tmp_path / "run"):
         record = json.loads((tmp_path / "run" / "fleet.json").read_text())
     assert record["processes"][0]["kv_capacity_tokens"] == 40000
-    assert reported_capacity_tokens("vllm", "http://127.0.0.1:1") is None
+    assert reported_capacity("vllm", "http://127.0.0.1:1") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("laptop-sglang", 2 * 131_072), ("laptop-vllm-1", 40_000)]
+)
+def test_of_data_parallel_ranks_all_are_counted_and_it_is_told_what_is_not_known(
+    fake_python: Path, tmp_path: Path, name: str, tokens: int
+) -> None:
+    fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0", "workers.0.count=1"]
+    ranks = 'workers.0.environment={ FAKE_RANKS = "2", FAKE_KV_TOKENS = "131072" }'
+    told: list[str] = []
+    with fleet(load_topology(name, [*fake, ranks]), tmp_path / "run", told.append):
+        record = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    assert record["processes"][0]["kv_capacity_tokens"] == tokens
+    (warning,) = (line for line in told if line.startswith("warning: "))
+    assert "colocated-0: 2 data-parallel ranks, each with a KV cache of its own" in warning
+    assert f"{tokens:,} tokens" in warning
 
 
 def test_every_engine_serves_the_model_by_the_same_name() -> None:
