@@ -386,6 +386,8 @@ class Fleet:
             self.plan.run_dir,
             process.stop_signal,
             self.plan.topology.log_max_bytes,
+            # One that is killed leaves sockets and files. Of a placed one these are on its node.
+            own_temporary=process.node is None and "TMPDIR" not in process.environment,
         )
         member.state = "starting"
         self._write()
@@ -524,6 +526,7 @@ def _state_of(member: _Member) -> dict[str, Any]:
         "started_unix_s": running.started_unix_s if running else None,
         "started": running.started if running else None,
         "mark": running.mark if running else None,
+        "temporary_folder": running and running.temporary_folder and str(running.temporary_folder),
         "ready_after_s": member.ready_after_s,
         "ended_unix_s": member.ended_unix_s,
         "exit_status": member.exit_status,
