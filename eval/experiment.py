@@ -12,10 +12,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from deltaserve.quantities import (
+    Factor,
+    PositiveAmount,
+    PositiveCount,
+    PositiveFactor,
+    PositiveMinutes,
+    PositiveSeconds,
+    PositiveTokens,
+    Processes,
+    Repeats,
+    Seconds,
+    Tokens,
+)
+
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 Name = Annotated[str, Field(pattern=_NAME, max_length=64)]
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
 Scalar = str | int | float | bool
 _LATENCY_NAMES = ("ttft", "tpot", "worst_gap", "e2e")
 _RATE_NAMES = ("throughput_output_tps", "requests_per_s", "goodput_rps")
@@ -44,8 +56,8 @@ class Synth(_Table):
     """``deltaserve replay synth``: a named profile, how much of it, and its seed."""
 
     profile: str
-    requests: Count | None = None
-    duration_s: Positive | None = None
+    requests: PositiveCount | None = None
+    duration_s: PositiveSeconds | None = None
     seed: int | None = None
     options: dict[str, Scalar] = Field(default_factory=dict)
 
@@ -68,13 +80,13 @@ class Prefixes(_Table):
     """Single prompts that each begin with one of a few long prefixes, as published benchmarks of
     prefix caches do: `prefix_tokens` shared, `suffix_tokens` of their own."""
 
-    requests: Count
-    prefixes: Count
-    prefix_tokens: Count
-    suffix_tokens: Count
-    output_tokens: Count
-    block_size: Count = 100
-    rate: Positive = 1.0
+    requests: PositiveCount
+    prefixes: PositiveCount
+    prefix_tokens: PositiveTokens
+    suffix_tokens: PositiveTokens
+    output_tokens: PositiveTokens
+    block_size: PositiveTokens = 100
+    rate: PositiveAmount = 1.0
     seed: int | None = None
 
     @model_validator(mode="after")
@@ -90,12 +102,12 @@ class Turns(_Table):
     prompt of `new_tokens`, and with a cache that loses nothing about (turns - 1) / (turns + 1) of
     its prompt tokens are cached. Think times are drawn, `think_s` seconds on average."""
 
-    sessions: Count
-    turns: Count
-    new_tokens: Count
-    output_tokens: Count
-    think_s: Annotated[float, Field(ge=0)]
-    block_size: Count = 100
+    sessions: PositiveCount
+    turns: PositiveCount
+    new_tokens: PositiveTokens
+    output_tokens: PositiveTokens
+    think_s: Seconds
+    block_size: PositiveTokens = 100
     seed: int | None = None
 
     @model_validator(mode="after")
@@ -109,10 +121,10 @@ class Turns(_Table):
 class Sample(_Table):
     """``deltaserve replay sample``: a window of the trace, thinned by whole sessions."""
 
-    window_seconds: Positive | None = None
+    window_seconds: PositiveAmount | None = None
     sample_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     max_single_turn_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    window_start: Annotated[float, Field(ge=0)] | None = None
+    window_start: Seconds | None = None
     method: Literal["window", "random"] | None = None
     seed: int | None = None
 
@@ -120,8 +132,8 @@ class Sample(_Table):
 class Excerpt(_Table):
     """A small part of any trace: the first turns of the first sessions, prefixes kept whole."""
 
-    requests: Count
-    turns: Count
+    requests: PositiveCount
+    turns: PositiveCount
 
 
 class Trace(_Table):
@@ -156,11 +168,11 @@ class Phases(_Table):
 
     start: Where | None = None
     start_share: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    prime_parallel: Count | None = None
-    prime_timeout_s: Positive | None = None
-    warm_up_s: Annotated[float, Field(ge=0)] | None = None
-    measure_s: Positive | None = None
-    drain_s: Annotated[float, Field(ge=0)] | None = None
+    prime_parallel: PositiveCount | None = None
+    prime_timeout_s: PositiveSeconds | None = None
+    warm_up_s: Seconds | None = None
+    measure_s: PositiveSeconds | None = None
+    drain_s: Seconds | None = None
     recycle: bool = False
     recycle_start: Where | None = None
 
@@ -171,23 +183,23 @@ class Replay(_Table):
     preset: Literal["agentx", "think-10", "think-60"] | None = None
     mode: Literal["open", "closed", "sessions"] | None = None
     api: Literal["auto", "sglang", "openai", "chat"] | None = None
-    max_inflight_sessions: Count | None = None
-    sessions_per_hour: Positive | None = None
-    time_scale: Positive | None = None
-    think_scale: Annotated[float, Field(ge=0)] | None = None
-    max_think_s: Annotated[float, Field(ge=0)] | None = None
+    max_inflight_sessions: PositiveCount | None = None
+    sessions_per_hour: PositiveAmount | None = None
+    time_scale: PositiveFactor | None = None
+    think_scale: Factor | None = None
+    max_think_s: Seconds | None = None
     length_scale: Annotated[float, Field(gt=0, le=1)] | None = None
-    fit_input_tokens: Count | None = Field(
+    fit_input_tokens: PositiveTokens | None = Field(
         default=None,
         description="choose length_scale so that the longest input has at most so many tokens",
     )
-    request_limit: Count | None = None
-    session_limit: Count | None = None
-    max_input_tokens: Count | None = None
-    timeout_s: Positive | None = None
-    vocab_size: Count | None = None
+    request_limit: PositiveCount | None = None
+    session_limit: PositiveCount | None = None
+    max_input_tokens: PositiveTokens | None = None
+    timeout_s: PositiveSeconds | None = None
+    vocab_size: PositiveTokens | None = None
     seed: Annotated[int, Field(ge=0)] | None = None
-    processes: Count | None = None
+    processes: Processes | None = None
     splice_outputs: bool = True
 
     @model_validator(mode="after")
@@ -224,7 +236,7 @@ class Arm(_Table):
     name: Name
     topology: str | None = None
     url: Annotated[str, Field(pattern=r"^https?://")] | None = None
-    gpus: Count | None = None
+    gpus: PositiveCount | None = None
     headers: dict[str, str] = Field(default_factory=dict)
     policy: str | None = None
     policy_params: dict[str, Scalar] = Field(default_factory=dict)
@@ -262,12 +274,12 @@ class Slo(_Table):
     sessions' stretch at most `stretch_p90`.
     """
 
-    ttft_s: Positive = 3.0
-    ttft_s_per_new_token: Annotated[float, Field(ge=0)] = 0.0001
-    tpot_s: Positive = 0.05
-    worst_gap_s: Positive = 1.0
+    ttft_s: PositiveSeconds = 3.0
+    ttft_s_per_new_token: Seconds = 0.0001
+    tpot_s: PositiveSeconds = 0.05
+    worst_gap_s: PositiveSeconds = 1.0
     attainment: Annotated[float, Field(gt=0, le=1)] = 0.9
-    stretch_p90: Annotated[float, Field(ge=1)] = 2.0
+    stretch_p90: Annotated[PositiveFactor, Field(ge=1)] = 2.0
 
 
 class Analysis(_Table):
@@ -292,11 +304,11 @@ class SearchBounds(_Table):
     of which none is one in flight, that is predicted from the other levels."""
 
     over: Literal["replay.max_inflight_sessions", "replay.sessions_per_hour"]
-    start: Positive = 4.0
-    low: Positive = 1.0
-    high: Positive = 256.0
-    tolerance: Positive = 0.05
-    repeats: Count = 2
+    start: PositiveAmount = 4.0
+    low: PositiveAmount = 1.0
+    high: PositiveAmount = 256.0
+    tolerance: PositiveFactor = 0.05
+    repeats: Repeats = 2
     alone: bool = True
 
     @model_validator(mode="after")
@@ -324,8 +336,8 @@ class ValidityRules(_Table):
     """When a run is excluded by rule (never by hand). `max_error_share` is of requests that failed
     by the client's or the machine's fault; what servers fail is an outcome."""
 
-    cold_slack_tokens: Annotated[int, Field(ge=0)] = 64
-    max_client_lag_p99_s: Positive = 0.25
+    cold_slack_tokens: Tokens = 64
+    max_client_lag_p99_s: PositiveSeconds = 0.25
     max_error_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
 
 
@@ -337,8 +349,8 @@ class Simulate(_Table):
 
     calibration: str | None = None
     calibration_spread: bool = False
-    kv_tokens: Count | None = None
-    host_kv_tokens: Annotated[int, Field(ge=0)] = 0
+    kv_tokens: PositiveTokens | None = None
+    host_kv_tokens: Tokens = 0
 
 
 class Experiment(_Table):
@@ -347,15 +359,15 @@ class Experiment(_Table):
     name: Name
     description: str = ""
     seed: int = 0
-    repeats: Count = 1
+    repeats: Repeats = 1
     baseline: Name | None = None
     output: str | None = None
     keep_workers: bool = Field(
         default=False,
         description="runs whose workers would be started alike share them, with empty caches",
     )
-    budget_minutes: Positive | None = None
-    run_minutes: Positive | None = Field(
+    budget_minutes: PositiveMinutes | None = None
+    run_minutes: PositiveMinutes | None = Field(
         default=None, description="what a run is expected to take, until one has been measured"
     )
     trace: Trace

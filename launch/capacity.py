@@ -16,11 +16,13 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Holds:
-    """Tokens that a worker's KV cache holds on its GPUs together and in its host tier; None where
-    that is not known."""
+    """Tokens that a worker's KV cache holds on its GPUs together and in its host tier, over all of
+    its data-parallel ranks (`ranks`), each of which has a cache of its own; None where that is not
+    known."""
 
     kv_tokens: int | None = None
     host_tokens: int | None = None
+    ranks: int = 1
 
 
 def reported(engine: str, url: str, key: str | None = None) -> Holds:
@@ -30,26 +32,35 @@ def reported(engine: str, url: str, key: str | None = None) -> Holds:
     """
     metrics = _asked(f"{url}/metrics", key).decode(errors="replace")
     if engine == "vllm":
-        return Holds(_of_vllm(metrics))
+        return _of_vllm(metrics)
+    # Of both tiers the first rank's tokens are taken: ranks are alike.
+    tokens, ranks = _of_sglang(_asked(f"{url}/server_info", key))
     sizes = re.findall(r"^sglang:hicache_host_total_tokens(?:{.*})? ([0-9.e+]+)$", metrics, re.M)
-    return Holds(_of_sglang(url, key), int(max(map(float, sizes), default=0)) or None)
+    host_tokens = int(max(map(float, sizes), default=0))
+    return Holds(tokens * ranks or None, host_tokens * ranks or None, ranks)
 
 
-def _of_sglang(url: str, key: str | None) -> int | None:
+def _of_sglang(answer: bytes) -> tuple[int, int]:
+    """A rank's tokens (0: not said), and how many ranks there are."""
     try:
-        tokens = json.loads(_asked(f"{url}/server_info", key))["max_total_num_tokens"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return tokens if isinstance(tokens, int) and tokens > 0 else None
+        info = json.loads(answer)
+        tokens, ranks = info["max_total_num_tokens"], info.get("dp_size") or 1
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return 0, 1
+    if not (isinstance(tokens, int) and isinstance(ranks, int) and tokens > 0 and ranks > 0):
+        return 0, 1
+    return tokens, ranks
 
 
-def _of_vllm(metrics: str) -> int | None:
-    config = re.search(r"^vllm:cache_config_info{(.*)}", metrics, re.M)
-    found = dict(re.findall(r'(\w+)="([^"]*)"', config[1])) if config else {}
+def _of_vllm(metrics: str) -> Holds:
+    # A line a rank, each with the blocks of all of them: vLLM adds them up when they have started.
+    lines = re.findall(r"^vllm:cache_config_info{(.*)}", metrics, re.M)
+    found = dict(re.findall(r'(\w+)="([^"]*)"', lines[0])) if lines else {}
     pages, page_tokens = found.get("num_gpu_blocks", ""), found.get("block_size", "")
     if not (pages.isdecimal() and page_tokens.isdecimal()):
-        return None
-    return int(pages) * int(page_tokens) or None
+        return Holds()
+    tokens = int(pages) * int(page_tokens)
+    return Holds(tokens, ranks=len(lines)) if tokens else Holds()
 
 
 def _asked(url: str, key: str | None) -> bytes:

@@ -173,7 +173,13 @@ def down(run_dir: Path) -> int:
     left: list[int] = []
     for process in started:
         terminate(process["pid"], process.get("started", ""), GRACE_S + 5)
-        left += sweep(process["pid"], process.get("started", ""), process["mark"])
+        temporary = process.get("temporary_folder")
+        left += sweep(
+            process["pid"],
+            process.get("started", ""),
+            process["mark"],
+            Path(temporary) if temporary else None,
+        )
     if left:
         raise FleetError(
             f"{run_dir}: could not be killed: pid {', '.join(map(str, left))}; they wait in the "

@@ -26,6 +26,7 @@ from launch.freezing import freeze
 from launch.gpus import named_gpus
 from launch.hardware import GpuError, GpuSample, sample_gpus, sample_until_free
 from launch.http_calls import FAILURES, call, reason
+from launch.interrupts import held
 from launch.jit_locks import KERNEL_LOCKS_SINCE, remove_stale
 from launch.kv import worker_kv
 from launch.planning import Plan, Process
@@ -225,7 +226,7 @@ class Fleet:
     def stop(self) -> None:
         """Ends every process; raises `FleetError` where one could not be killed."""
         began_s = time.monotonic()
-        self._transcript.tell("stopping")
+        self._tell("stopping")
         if self._sampler:
             self._sampler.stop()
             self._sampler = None
@@ -342,21 +343,28 @@ class Fleet:
         groups = [group for group in self.plan.topology.workers for _ in range(group.size)]
         workers = [member for member in self._members if member.plan.role is not None]
         for member, group in zip(workers, groups, strict=True):
-            found = reported(self.plan.engine.name, member.plan.url, member.plan.keys.key)
+            plan = member.plan
+            found = reported(self.plan.engine.name, plan.url, plan.keys.key)
             kv = worker_kv(self.plan.topology, group)
-            asked = kv.capacity_tokens
+            asked = (kv.capacity_tokens or 0) * found.ranks
+            host_tokens = found.host_tokens or (kv.host_tokens or 0) * found.ranks
             member.holds = Holds(
-                found.kv_tokens or asked, found.host_tokens or kv.host_tokens or None
+                found.kv_tokens or kv.capacity_tokens, host_tokens or None, found.ranks
             )
-            if found.kv_tokens and asked and found.kv_tokens < 0.99 * asked:
+            if found.kv_tokens and found.kv_tokens < 0.99 * asked:
                 self._tell(
-                    f"{member.plan.id}: holds {found.kv_tokens:,} KV tokens, not the {asked:,} "
-                    "asked for"
+                    f"{plan.id}: holds {found.kv_tokens:,} KV tokens, not the {asked:,} asked for"
                 )
-            if kv.has_host_tier and member.holds.host_tokens is None:
+            if kv.has_host_tier and not host_tokens:
                 self._tell(
-                    f"{member.plan.id}: how many tokens its host tier holds is not known, so that "
-                    "residency counts it as none; host_kv_tokens in place of host_kv_gb says it"
+                    f"warning: {plan.id}: how many tokens its host tier holds is not known, so "
+                    "that residency counts it as none; host_kv_tokens says it (not host_kv_gb)"
+                )
+            if found.ranks > 1:
+                self._tell(
+                    f"warning: {plan.id}: {found.ranks} data-parallel ranks, each with a KV cache "
+                    f"of its own: the router takes their {found.kv_tokens:,} tokens for one cache, "
+                    "and does not know which rank the engine gives a request to"
                 )
         if self.plan.topology.router.kind == "deltaserve":
             planning.write_router_config(self.plan, {m.plan.id: m.holds for m in workers})
@@ -387,6 +395,8 @@ class Fleet:
             self.plan.run_dir,
             process.stop_signal,
             self.plan.topology.log_max_bytes,
+            # One that is killed leaves sockets and files. Of a placed one these are on its node.
+            own_temporary=process.node is None and "TMPDIR" not in process.environment,
         )
         member.state = "starting"
         self._write()
@@ -462,22 +472,25 @@ def fleet(
     Raises `InputError` when it cannot be started as asked, `FleetError` when a process dies.
     """
     run_dir = run_dir.absolute()
-    with claim(run_dir), contextlib.ExitStack() as held:
-        made = _reserved(topology, run_dir, held)
+    with claim(run_dir), contextlib.ExitStack() as kept:
+        made = _reserved(topology, run_dir, kept)
         running = Fleet(made, on_progress or (lambda _: None), behind=behind)
         try:
             running.start()
             yield running
         finally:
-            running.stop()
+            # A second Ctrl-C would leave a record of a fleet that is ready, and its processes to
+            # the guardians. The end is bounded: what does not leave is killed.
+            with held():
+                running.stop()
 
 
-def _reserved(topology: Topology, run_dir: Path, held: contextlib.ExitStack) -> Plan:
-    """A plan of `topology` whose ports and GPUs `held` keeps from other fleets."""
+def _reserved(topology: Topology, run_dir: Path, kept: contextlib.ExitStack) -> Plan:
+    """A plan of `topology` whose ports and GPUs `kept` keeps from other fleets."""
     for attempts_left in reversed(range(_PLAN_ATTEMPTS)):
         made = planning.plan(topology, run_dir)
         try:
-            held.enter_context(reserved(made.ports, made.gpu_plan))
+            kept.enter_context(reserved(made.ports, made.gpu_plan))
             break
         except TakenError:
             # A fleet planned at the same moment may have been given the same free ports or GPUs.
@@ -522,6 +535,7 @@ def _state_of(member: _Member) -> dict[str, Any]:
         "started_unix_s": running.started_unix_s if running else None,
         "started": running.started if running else None,
         "mark": running.mark if running else None,
+        "temporary_folder": running and running.temporary_folder and str(running.temporary_folder),
         "ready_after_s": member.ready_after_s,
         "ended_unix_s": member.ended_unix_s,
         "exit_status": member.exit_status,

@@ -4,9 +4,10 @@ first that no other fleet has."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from deltaserve.errors import InputError
-from launch.hardware import allowed_gpus, gpu_indices, hardware_of
+from launch.hardware import allowed_gpus, hardware_of, sample_gpus
 from launch.profiles import AUTO
 from launch.reservations import is_reserved
 from launch.topology import Topology
@@ -22,6 +23,7 @@ def on_gpus(topology: Topology) -> Topology:
     if topology.device == "cpu" or topology.placement.kind == "ray" or not started:
         return topology
     where = topology.where
+    found = cache(sample_gpus)  # asked once, and only where what is there decides something
     allowed = allowed_gpus()
     wanted = named_gpus(topology)
     needed = sum(group.gpu_count for group in started)
@@ -37,10 +39,13 @@ def on_gpus(topology: Topology) -> Topology:
                 f"{where}: {needed} GPUs are needed; CUDA_VISIBLE_DEVICES allows {left}"
             )
     if not wanted:
-        wanted = _first_free(gpu_indices() if allowed is None else allowed, needed)
+        there = tuple(gpu.index for gpu in found()) if allowed is None else allowed
+        wanted = _first_free(there, needed)
         topology = topology.model_copy(update={"gpus": wanted})
-    if topology.hardware == AUTO and (kind := hardware_of(wanted or tuple(range(needed)), where)):
-        topology = topology.model_copy(update={"hardware": kind})
+    if topology.hardware == AUTO:
+        taken = [gpu for gpu in found() if gpu.index in (wanted or range(needed))]
+        if kind := hardware_of(taken, where):
+            topology = topology.model_copy(update={"hardware": kind})
     return topology
 
 

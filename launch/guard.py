@@ -5,7 +5,8 @@ new session. It ends the command and every process that came of it when the comm
 SIGTERM or SIGINT, and when the supervisor dies in whatever way: FD is a pipe whose other end only
 the supervisor holds, and PARENT its pid. The command is asked by SIGNAL and has GRACE_S to leave.
 Exits with the command's status (128 + signal where a signal ended it). With LOG, the file that both
-outputs are appended to, that file and the one before it hold BYTES at most (`bound_log`).
+outputs are appended to, that file and the one before it hold BYTES at most (`bound_log`). When
+nothing of the command is left the folder that ``DELTASERVE_TEMPORARY`` names is removed.
 
 Only the standard library: it starts in 20 ms and must not fail with an engine's environment.
 """
@@ -26,6 +27,9 @@ _POLL_S = 0.5
 _LOOK_AT_LOG_S = 5.0
 _COPIED_BYTES = 1 << 24
 _ORPHAN_GRACE_S = 1.0
+
+TEMPORARY = "DELTASERVE_TEMPORARY"
+"""Names the folder for temporary files of a process that has one of its own."""
 
 GIVE_UP_S = 60.0
 """How long SIGKILL is repeated before what does not go is left."""
@@ -138,12 +142,22 @@ def _reap() -> dict[int, int]:
     return ended
 
 
-def _tell(left: list[int]) -> None:
-    if left:
+def remove_temporary(folder: str) -> None:
+    """Removes a folder for temporary files with all that is in it; what cannot go stays."""
+    import shutil  # here: its own imports take longer than everything else of a guardian's start
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(grace_s: float) -> None:
+    """Ends all that came of the command, and removes what it left in its temporary folder."""
+    if left := kill_offspring(os.getpid(), grace_s):
         pids = ", ".join(map(str, left))
         print(
             f"guard: could not be killed in {GIVE_UP_S:.0f} s: {pids}", file=sys.stderr, flush=True
         )
+    elif TEMPORARY in os.environ:
+        remove_temporary(os.environ[TEMPORARY])
 
 
 def _start(command: list[str]) -> int:
@@ -192,13 +206,13 @@ def main(arguments: list[str]) -> int:
             os.read(woken, 4096)
         ended = _reap()
         if child in ended:
-            _tell(kill_offspring(os.getpid(), _ORPHAN_GRACE_S))
+            _end(_ORPHAN_GRACE_S)
             return ended[child]
         if deadline_s is None and (stopping or pipe in ready or os.getppid() != supervisor):
             deadline_s = time.monotonic() + grace_s
             os.kill(child, stop_signal)
         if deadline_s is not None and time.monotonic() >= deadline_s:
-            _tell(kill_offspring(os.getpid(), 0.0))
+            _end(0.0)
             return 128 + signal.SIGKILL
 
 

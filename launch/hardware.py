@@ -73,11 +73,6 @@ def sample_gpus() -> list[GpuSample]:
         return found
 
 
-def gpu_indices() -> tuple[int, ...]:
-    """The GPUs that are there, by NVML's numbers; raises `GpuError` as `sample_gpus` does."""
-    return tuple(gpu.index for gpu in sample_gpus())
-
-
 def allowed_gpus() -> tuple[int, ...] | None:
     """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process, in its order; None where it is
     not set. A scheduler (Slurm, Ray, Kubernetes) grants GPUs by it, so that the others may belong
@@ -110,12 +105,12 @@ def allowed_gpus() -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(found))
 
 
-def hardware_of(gpus: Collection[int], where: str) -> str | None:
-    """The profile of `gpus`; None where there is no driver or no profile of theirs.
+def hardware_of(gpus: Collection[GpuSample], where: str) -> str | None:
+    """The profile of `gpus`; None of none, and where there is no profile of theirs.
 
     Raises `InputError` where they are of different kinds.
     """
-    names = {gpu.name for gpu in sample_gpus() if gpu.index in gpus}
+    names = {gpu.name for gpu in gpus}
     found = {profile_of(name) for name in names}
     if len(found) > 1:
         raise InputError(

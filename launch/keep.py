@@ -133,7 +133,9 @@ class _Recording:
             target = folder / path.relative_to(self._source)
             target.parent.mkdir(parents=True, exist_ok=True)
             with path.open("rb") as grown, target.open("ab") as copy:
-                if path.suffix == ".csv" and copy.tell() == 0:
-                    copy.write(grown.readline())
-                grown.seek(self._sizes.get(path, 0))
+                header = grown.readline() if path.suffix == ".csv" else b""
+                if copy.tell() == 0:
+                    copy.write(header)
+                # The sampler may not have written the header yet when the recording began.
+                grown.seek(max(self._sizes.get(path, 0), len(header)))
                 shutil.copyfileobj(grown, copy)

@@ -6,14 +6,10 @@ does is `sglang_ext.paced`'s, and SGLang's own where SGLang has the flag.
 
 from __future__ import annotations
 
-from typing import Annotated
+from pydantic import BaseModel, ConfigDict
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from deltaserve.quantities import Count, PositiveCount, PositiveTokens
 from launch.engines import is_older
-
-_Count = Annotated[int, Field(ge=0)]
-_Positive = Annotated[int, Field(ge=1)]
 
 _FLAGS = {
     "max_prefill_tokens": "--max-prefill-tokens",
@@ -37,10 +33,10 @@ class PacingKeys(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     paced: bool | None = None
-    max_prefill_tokens: _Positive | None = None
-    prefill_max_requests: _Positive | None = None
-    prefill_decode_interval: _Count | None = None
-    prefill_decode_interval_min_bs: _Count | None = None
+    max_prefill_tokens: PositiveTokens | None = None
+    prefill_max_requests: PositiveCount | None = None
+    prefill_decode_interval: Count | None = None
+    prefill_decode_interval_min_bs: Count | None = None
 
     @property
     def given(self) -> tuple[str, ...]:

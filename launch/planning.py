@@ -210,6 +210,13 @@ def layout(
             )
             host = node.address if node else topology.host
             command = known.command(topology.model_copy(update={"host": host}), place, paths)
+            ranks = commands.data_parallel_ranks(command.argv)
+            if topology.kv_events and ranks > 1:
+                raise InputError(
+                    f"{topology.where}: kv_events: {place.id} has {ranks} data-parallel ranks by "
+                    "its flags, and the router reads the events of the first only; set kv_events = "
+                    "false, or have a worker for each rank"
+                )
             url = f"http://{host}:{place.ports['http']}"
             before: tuple[str, ...] = ()
             if node is not None:

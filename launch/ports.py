@@ -17,6 +17,10 @@ from launch.reservations import is_reserved
 BLOCK = 20
 """Ports from one worker's first to the next worker's first."""
 
+LARGEST_PORT = 65_535
+
+_FREE_FROM, _FREE_UNTIL = 20_000, 32_000
+
 # `dist` comes last: vLLM counts up from it for what it opens besides.
 _OFFSETS = {
     "http": 0,
@@ -35,12 +39,17 @@ def worker_ports(base_port: int, index: int) -> dict[str, int]:
     return {name: first + offset for name, offset in _OFFSETS.items()}
 
 
+def last_port(base_port: int, worker_count: int) -> int:
+    """A topology's last port; with `base_port` 0 where it gets the lowest of the free blocks."""
+    return max(worker_ports(base_port or _FREE_FROM, worker_count - 1).values())
+
+
 def free_base(worker_count: int) -> int:
     """A base port above which everything that `worker_count` workers need is free now.
 
     Raises `InputError` when there is none below the range that the system gives out by itself.
     """
-    bases = list(range(20000, 32000, BLOCK * (worker_count + 1)))
+    bases = list(range(_FREE_FROM, _FREE_UNTIL, BLOCK * (worker_count + 1)))
     random.shuffle(bases)
     for base in bases:
         needed = [base]
@@ -48,7 +57,9 @@ def free_base(worker_count: int) -> int:
             needed += worker_ports(base, index).values()
         if all(_is_free(port) and not is_reserved("port", port) for port in needed):
             return base
-    raise InputError("base_port = 0: no free block of ports between 20000 and 32000")
+    raise InputError(
+        f"base_port = 0: no free block of ports between {_FREE_FROM} and {_FREE_UNTIL}"
+    )
 
 
 def check_free(wanted: Mapping[int, str]) -> None:

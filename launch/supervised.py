@@ -6,10 +6,12 @@ Owns the pairing of a process with its guardian (`launch.guard`). Knows no engin
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,9 @@ import psutil
 from launch import guard
 
 _MARK = "DELTASERVE_PROCESS"
+_PREFIX = "deltaserve-"
+# A socket's path has 107 bytes at most: vLLM's have 37 after the folder's, which has 20 after this.
+_LONGEST_TEMPORARY = 48
 
 GRACE_S = 10.0
 """How long a process has to leave after it was asked to."""
@@ -39,11 +44,18 @@ class Supervised:
         folder: Path,
         stop_signal: int = signal.SIGTERM,
         log_max_bytes: int = 0,
+        own_temporary: bool = False,
     ) -> None:
         """Starts `argv` in `folder` with exactly `environment`; both outputs go to `log`. It will
         be asked to leave by `stop_signal`. Of its log, `log_max_bytes` are kept at most, in two
-        files (`guard.bound_log`); 0 keeps all."""
+        files (`guard.bound_log`); 0 keeps all. With `own_temporary` it has a folder of its own for
+        temporary files (``TMPDIR``), which goes when it has ended."""
         self.mark = uuid.uuid4().hex
+        self.temporary_folder = _temporary_folder() if own_temporary else None
+        given = {**environment, _MARK: self.mark}
+        given.pop(guard.TEMPORARY, None)  # of a process that this one came of
+        if self.temporary_folder:
+            given["TMPDIR"] = given[guard.TEMPORARY] = str(self.temporary_folder)
         read_end, self._alive_while_open = os.pipe()
         guardian = [sys.executable, "-I", "-S", guard.__file__]
         how = [str(GRACE_S), str(int(stop_signal))]
@@ -56,7 +68,7 @@ class Supervised:
             with log.open("ab") as output:
                 self._guardian = subprocess.Popen(
                     [*guardian, str(read_end), str(os.getpid()), *how, "--", *argv],
-                    env={**environment, _MARK: self.mark},
+                    env=given,
                     cwd=folder,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -66,6 +78,8 @@ class Supervised:
                 )
         except BaseException:
             os.close(self._alive_while_open)
+            if self.temporary_folder:
+                guard.remove_temporary(str(self.temporary_folder))
             raise
         finally:
             os.close(read_end)
@@ -112,11 +126,30 @@ class Supervised:
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait()
-        left = sweep(self.pid, self.started, self.mark)
+        left = sweep(self.pid, self.started, self.mark, self.temporary_folder)
         if self._alive_while_open >= 0:
             os.close(self._alive_while_open)
             self._alive_while_open = -1
         return left
+
+
+def _temporary_folder() -> Path | None:
+    """A new folder under the system's for temporary files; None where that has so long a path that
+    sockets in it would not have one (of 107 bytes).
+
+    In it are links to what is kept in the system's by the user's name: caches of compilers
+    (inductor, the CUTE DSL and those that follow it), of which the next start would else find none.
+    """
+    system = Path(tempfile.gettempdir())
+    if len(os.fsencode(system)) > _LONGEST_TEMPORARY:
+        return None
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=system))
+    with contextlib.suppress(OSError, KeyError):  # no name, or a folder of somebody else's
+        user = getpass.getuser()
+        for kept in (user, f"torchinductor_{user}"):
+            (system / kept).mkdir(mode=0o700, exist_ok=True)
+            (folder / kept).symlink_to(system / kept)
+    return folder
 
 
 def keep_previous(log: Path) -> None:
@@ -165,9 +198,11 @@ def terminate(pid: int, started: str, timeout_s: float) -> bool:
     return True
 
 
-def sweep(guardian: int, started: str, mark: str) -> list[int]:
-    """Kills what a guardian that died before its time left behind; returns the pids that could not
-    be killed in time (`guard.GIVE_UP_S`).
+def sweep(
+    guardian: int, started: str, mark: str, temporary_folder: Path | None = None
+) -> list[int]:
+    """Kills what a guardian that died before its time left behind, and removes the folder that it
+    had for temporary files; returns the pids that could not be killed in time (`guard.GIVE_UP_S`).
 
     That is what stayed in its session, whatever it calls itself now, and what left the session but
     still has the environment it was started with. Does nothing to a process that has come by the
@@ -185,7 +220,10 @@ def sweep(guardian: int, started: str, mark: str) -> list[int]:
         except psutil.Error:
             continue
     _, alive = psutil.wait_procs(killed, timeout=5.0)
-    return sorted({*left, *(process.pid for process in alive)})
+    left = sorted({*left, *(process.pid for process in alive)})
+    if not left and temporary_folder and temporary_folder.name.startswith(_PREFIX):
+        guard.remove_temporary(str(temporary_folder))
+    return left
 
 
 def members(guardian: int, started: str) -> list[psutil.Process]:

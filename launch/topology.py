@@ -20,14 +20,24 @@ from pydantic import (
     model_validator,
 )
 
+from deltaserve.quantities import (
+    Gigabytes,
+    Gpus,
+    PositiveCount,
+    PositiveSeconds,
+    PositiveTokens,
+    Processes,
+    Seconds,
+    Tokens,
+)
 from launch.models import TOOL_CALL_PARSERS, has_tokenizer, is_shape
 from launch.pacing_keys import PacingKeys
+from launch.ports import LARGEST_PORT, last_port
 from launch.profiles import ANY_GPU, AUTO, PROFILES, Profile
 
 Role = Literal["colocated", "prefill", "decode", "elastic"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-_Positive = Annotated[int, Field(gt=0)]
 _Port = Annotated[int, Field(gt=0, lt=65536)]
 _Gpu = Annotated[int, Field(ge=0)]
 _Setting = Annotated[str, Field(coerce_numbers_to_str=True)]
@@ -100,10 +110,10 @@ class KvKeys(_Strict):
     in its host's memory. `radix_eviction_policy` and `schedule_policy` are SGLang's.
     """
 
-    max_total_tokens: _Positive | None = None
-    page_size: _Positive | None = None
-    host_kv_tokens: Annotated[int, Field(ge=0)] | None = None
-    host_kv_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    max_total_tokens: PositiveTokens | None = None
+    page_size: PositiveTokens | None = None
+    host_kv_tokens: Tokens | None = None
+    host_kv_gb: Gigabytes | None = None
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] | None = None
     radix_eviction_policy: _Text | None = None
     schedule_policy: _Text | None = None
@@ -124,14 +134,14 @@ class WorkerGroup(KvKeys, PacingKeys):
     """
 
     role: Role = "colocated"
-    count: _Positive = 1
+    count: PositiveCount = 1
     urls: tuple[_Url, ...] = ()
     bootstrap_ports: tuple[_Port, ...] = ()
     kv_events: tuple[_Text, ...] = ()
     kv_events_replay: tuple[_Text, ...] = ()
     gpus: tuple[_Gpu, ...] = ()
-    tensor_parallel: _Positive = 1
-    chunk_tokens: _Positive | None = None
+    tensor_parallel: Gpus = 1
+    chunk_tokens: PositiveTokens | None = None
     flags: tuple[str, ...] = ()
     environment: dict[str, _Setting] = {}
 
@@ -199,8 +209,8 @@ class Topology(KvKeys, PacingKeys):
     text: bool | None = None
     tool_call_parser: _Text | None = None
     reasoning_parser: _Text | None = None
-    context_tokens: _Positive | None = None
-    chunk_tokens: _Positive | None = None
+    context_tokens: PositiveTokens | None = None
+    chunk_tokens: PositiveTokens | None = None
     mixed_chunk: bool = False
     graphs: bool = True
     transfer_backend: Literal["nixl", "mooncake"] = "nixl"
@@ -215,11 +225,11 @@ class Topology(KvKeys, PacingKeys):
     host: _Host = "127.0.0.1"
     base_port: Annotated[int, Field(ge=0, le=60000)] = 30000
     gpus: tuple[_Gpu, ...] = ()
-    cpu_threads: _Positive | None = None
-    parallel_starts: _Positive | None = None
-    sample_interval_s: Annotated[float, Field(ge=0)] = 2.0
+    cpu_threads: Processes | None = None
+    parallel_starts: Processes | None = None
+    sample_interval_s: Seconds = 2.0
     log_max_mb: _LogMb | None = None
-    ready_timeout_s: Annotated[float, Field(gt=0)] = 900.0
+    ready_timeout_s: PositiveSeconds = 900.0
     flags: tuple[str, ...] = ()
     environment: dict[str, _Setting] = {}
     placement: Placement = Placement()
@@ -267,6 +277,7 @@ class Topology(KvKeys, PacingKeys):
         if self.given and "colocated" not in roles:
             raise ValueError(f"{self.given[0]}: only for colocated workers, and there are none")
         self._check_gpus()
+        self._check_ports()
         attached: set[str] = set()
         for index, group in enumerate(self.workers):
             for url in group.urls:  # the router would refuse it when every worker is up
@@ -351,6 +362,14 @@ class Topology(KvKeys, PacingKeys):
             taken |= set(gpus)
         if not self.gpus and 0 < len(given) < len(started):
             raise ValueError("workers: give gpus to every group or to none")
+
+    def _check_ports(self) -> None:
+        last = last_port(self.base_port, self.worker_count)
+        if last > LARGEST_PORT and not all(group.urls for group in self.workers):
+            raise ValueError(
+                f"workers: the ports of {self.worker_count:,} of them, 20 each, end at {last:,}; "
+                f"there are {LARGEST_PORT:,}: have fewer workers, or a lower base_port"
+            )
 
     @property
     def where(self) -> str:

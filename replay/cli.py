@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
@@ -13,6 +12,7 @@ import orjson
 import typer
 
 from deltaserve.errors import InputError
+from deltaserve.quantities import COUNT, FACTOR, SECONDS, TOKENS, check_more_than_0
 from replay.cli_run import run
 from replay.files import write_file, write_json
 
@@ -45,11 +45,6 @@ class Thinning(StrEnum):
 
 def _print_json(record: dict[str, Any]) -> None:
     sys.stdout.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE).decode())
-
-
-def _more_than_0(flag: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise InputError(f"{flag} {value:g}: expected more than 0")
 
 
 def _not_a_source(output: Path, *sources: Path) -> None:
@@ -88,7 +83,7 @@ def convert(
 
     from replay.readers import bailian, mooncake, weka
 
-    _more_than_0("--sessions-per-hour", sessions_per_hour)
+    check_more_than_0("--sessions-per-hour", sessions_per_hour, COUNT)
     _not_a_source(output, *inputs)
     if source_format is SourceFormat.weka:
         report = weka.convert(
@@ -146,14 +141,14 @@ def synth(
     from replay.synth import load_profile, synthesise
     from replay.trace import Request, read_trace, write_trace
 
-    for flag, value in (
-        ("--requests", requests),
-        ("--duration", duration),
-        ("--rate", rate),
-        ("--length-scale", length_scale),
-        ("--block-size", block_size),
+    for flag, value, most in (
+        ("--requests", requests, COUNT),
+        ("--duration", duration, SECONDS),
+        ("--rate", rate, COUNT),
+        ("--length-scale", length_scale, FACTOR),
+        ("--block-size", block_size, TOKENS),
     ):
-        _more_than_0(flag, value)
+        check_more_than_0(flag, value, most)
     if seed < 0:
         raise InputError(f"--seed {seed}: expected at least 0")
     if fit is not None:

@@ -59,7 +59,7 @@ class Client:
         """Closes idle connections."""
         self._server.close()
 
-    async def send(self, request: Planned, scheduled_s: float) -> None:
+    async def send(self, request: Planned, scheduled_s: float) -> Result:
         """Sends one request; every outcome, also a failure, becomes one result."""
         result = Result(
             request_id=request.request_id,
@@ -95,6 +95,7 @@ class Client:
             # Only now is it known when the window begins, which may be after this was sent.
             result.phase = "prime" if request.primes else self._phase_of(scheduled_s)
             self._on_result(result)
+        return result
 
     async def _exchange(self, request: Planned, result: Result) -> None:
         headers = {"x-session-id": request.session_id, "x-request-id": request.request_id}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deltaserve.errors import InputError
+from deltaserve.quantities import COUNT, FACTOR, PROCESSES, SECONDS, TOKENS, Most, check_more_than_0
 
 Mode = Literal["open", "closed", "sessions"]
 Where = Literal["cold", "mid"]
@@ -143,31 +144,43 @@ def preset_values(name: str, given: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+_BOUNDS: dict[str, tuple[int, Most | None]] = {
+    "max_inflight_sessions": (1, COUNT),
+    "processes": (1, PROCESSES),
+    "vocab_size": (2, TOKENS),
+    "request_limit": (1, COUNT),
+    "session_limit": (1, COUNT),
+    "max_input_tokens": (1, TOKENS),
+    "prime_parallel": (1, COUNT),
+    "think_scale": (0, FACTOR),
+    "max_think_s": (0, SECONDS),
+    "warm_up_s": (0, SECONDS),
+    "drain_s": (0, SECONDS),
+    "seed": (0, None),
+    "prompt_seed": (0, None),
+}
+_MORE_THAN_0 = {
+    "time_scale": FACTOR,
+    "timeout_s": SECONDS,
+    "prime_timeout_s": SECONDS,
+    "measure_s": SECONDS,
+    "sessions_per_hour": COUNT,
+}
+
+
 def check(options: RunOptions) -> None:
     """Raises `InputError`, naming the flag, for the first argument that cannot be."""
-    for name, least in (
-        ("max_inflight_sessions", 1),
-        ("processes", 1),
-        ("vocab_size", 2),
-        ("request_limit", 1),
-        ("session_limit", 1),
-        ("max_input_tokens", 1),
-        ("prime_parallel", 1),
-        ("think_scale", 0),
-        ("max_think_s", 0),
-        ("warm_up_s", 0),
-        ("drain_s", 0),
-        ("seed", 0),
-        ("prompt_seed", 0),
-    ):
+    for name, (least, most) in _BOUNDS.items():
         value = getattr(options, name)
+        if value is None:
+            continue
         # Turned around, so that what is no number is refused too.
-        if value is not None and not value >= least:
+        if not value >= least:
             raise InputError(f"{_flag(name)} {value}: expected at least {least}")
-    for name in ("time_scale", "timeout_s", "prime_timeout_s", "measure_s", "sessions_per_hour"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise InputError(f"{_flag(name)} {value}: expected more than 0")
+        if wrong := most and most.wrong_with(value):
+            raise InputError(f"{_flag(name)} {value:g}: {wrong}")
+    for name, most in _MORE_THAN_0.items():
+        check_more_than_0(_flag(name), getattr(options, name), most)
     if not 0 <= options.start_share[0] <= options.start_share[1] < 1:
         raise InputError(
             f"--start-share {options.start_share[0]:g} {options.start_share[1]:g}: expected two "

@@ -31,6 +31,7 @@ from replay.plan import Plan, Planned
 from replay.plays import Order, Plays, Tickets
 from replay.progress import Counters
 from replay.results import RESULTS_FILE, ErrorInfo, Result, ResultWriter
+from replay.silence import Silence
 
 _REPORT_S = 0.5
 _LOOK_S = 0.05
@@ -98,6 +99,7 @@ class _Share:
         phases = job.phases()
         self._window = Window(phases, job.shared, number) if phases else None
         self._measured_in_flight = 0
+        self._silence = Silence()
         # Only a process that sends everything knows what came before.
         knows_all = job.processes == 1 and bool(job.left.all())
         self._client = Client(
@@ -124,9 +126,12 @@ class _Share:
         measured = bool(window and not request.primes and window.phase_of(scheduled_s) == "measure")
         self._measured_in_flight += measured
         try:
-            await self._client.send(request, scheduled_s)
+            result = await self._client.send(request, scheduled_s)
         finally:
             self._measured_in_flight -= measured
+        if pause_s := self._silence.pause_s(result):
+            # What waits for this request's end waits for this too.
+            await asyncio.sleep(pause_s)
 
     def _flush(self) -> None:
         full, self._counters = self._counters, Counters()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from launch.topology import Role, Topology, WorkerGroup
@@ -80,6 +81,17 @@ def parsers(topology: Topology) -> list[str]:
     ):
         argv += [flag, parser] if parser else []
     return argv
+
+
+def data_parallel_ranks(argv: Sequence[str]) -> int:
+    """How many data-parallel ranks the flags of an SGLang or vLLM worker ask for; the last counts,
+    as for the engines. 1 where what they say is no number, which the engine will refuse."""
+    said = "1"
+    for flag, following in pairwise([*argv, ""]):
+        name, sign, value = flag.partition("=")
+        if name.replace("_", "-") in ("--data-parallel-size", "--dp-size", "-dp"):
+            said = value if sign else following
+    return int(said) if said.isdecimal() else 1
 
 
 def local_only(host: str) -> dict[str, str]:

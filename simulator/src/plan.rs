@@ -9,6 +9,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
+/// As `deltaserve.quantities` has it: what is longer is a typing error, and a run that never ends.
+const MOST_S: f64 = 366.0 * 86_400.0;
+const MOST_WORKERS: usize = 100_000;
+
 /// One simulated run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -278,16 +282,24 @@ impl Plan {
     /// # Errors
     /// The field that is wrong, and what was expected.
     pub fn check(&self) -> Result<(), String> {
+        let bounded = |name: &str, value: f64| {
+            if name.ends_with("_s") && value > MOST_S {
+                return Err(format!(
+                    "{name}: expected at most {MOST_S} (a year in seconds), not {value}"
+                ));
+            }
+            Ok(())
+        };
         let at_least = |name: &str, value: f64, least: f64| {
             if value.is_finite() && value >= least {
-                Ok(())
+                bounded(name, value)
             } else {
                 Err(format!("{name}: expected at least {least}, not {value}"))
             }
         };
         let more_than_0 = |name: &str, value: f64| {
             if value.is_finite() && value > 0.0 {
-                Ok(())
+                bounded(name, value)
             } else {
                 Err(format!("{name}: expected more than 0, not {value}"))
             }
@@ -349,6 +361,12 @@ impl Plan {
                 if value == 0 {
                     return Err(named(format!("{name}: expected at least 1, not 0")));
                 }
+            }
+            if worker.count > MOST_WORKERS {
+                return Err(named(format!(
+                    "count: expected at most {MOST_WORKERS} (no fleet is larger), not {}",
+                    worker.count
+                )));
             }
             if let Some(target_s) = worker.target_itl_s {
                 more_than_0("target_itl_s", target_s).map_err(named)?;

@@ -101,6 +101,31 @@ def test_a_wrong_file_is_answered_in_one_line_with_file_and_key(
     assert said in message
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("phases.measure_s=1e300", "phases.measure_s: expected at most 31,622,400 (a year in sec"),
+        ("phases.warm_up_s=inf", "phases.warm_up_s: expected at most 31,622,400 (a year in sec"),
+        ("slo.ttft_s=1e99", "slo.ttft_s: expected at most 31,622,400 (a year in seconds)"),
+        ("budget_minutes=1e9", "budget_minutes: expected at most 527,040 (a year in minutes)"),
+        ("repeats=1000000", "repeats: expected at most 10,000 (ten thousand runs of each arm)"),
+        ("replay.max_inflight_sessions=10000000000", "sessions: expected at most 1,000,000,000 ("),
+        ("replay.think_scale=1e300", "think_scale: expected at most 1,000,000 (a million times"),
+        ("replay.processes=65536", "replay.processes: expected at most 1,024 (no machine runs"),
+        ("simulate.kv_tokens=1000000000000", "kv_tokens: expected at most 10,000,000,000 ("),
+        ("arms.one.replay={max_think_s = 1e300}", "max_think_s"),
+    ],
+)
+def test_finite_numbers_that_no_run_can_have_are_refused_with_file_key_and_bound(
+    tmp_path: Path, override: str, said: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        load(tmp_path, GOOD, override)
+    assert str(error.value).startswith(str(tmp_path / "experiment.toml"))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_an_unknown_experiment_is_answered_with_the_packaged_names() -> None:
     with pytest.raises(
         InputError, match=r"nothing: no such experiment file; packaged ones: .*demo"

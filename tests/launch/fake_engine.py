@@ -97,8 +97,12 @@ sglang:num_running_reqs{dp_rank="0"} 1.0
 sglang:num_running_reqs{dp_rank="1"} 2.0
 sglang:num_running_reqs_offline{dp_rank="1"} 9.0
 sglang:num_queue_reqs 2.0
-vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="1250",user="x"} 1.0
 """
+
+_CACHE_CONFIG = (
+    'vllm:cache_config_info{{block_size="32",engine="{}",num_gpu_blocks="1250",user="x"}} 1.0\n'
+)
+"""Of each rank; its blocks are those of all, as vLLM adds them up."""
 
 
 _first_transfer = threading.Lock()
@@ -127,13 +131,16 @@ class _Health(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         if self.path == "/metrics":
-            self.wfile.write(_METRICS.encode())
+            ranks = range(int(os.environ.get("FAKE_RANKS", "1")))
+            self.wfile.write("".join([_METRICS, *map(_CACHE_CONFIG.format, ranks)]).encode())
             if tokens := os.environ.get("FAKE_HOST_TOKENS"):
                 line = f'sglang:hicache_host_total_tokens{{tp_rank="0"}} {float(tokens)}\n'
                 self.wfile.write(line.encode())
         if self.path == "/server_info" and "FAKE_KV_TOKENS" in os.environ:
             held = int(os.environ["FAKE_KV_TOKENS"])
-            self.wfile.write(json.dumps({"max_total_num_tokens": held}).encode())
+            ranks = int(os.environ.get("FAKE_RANKS", "1"))
+            told = {"max_total_num_tokens": held, "dp_size": ranks}
+            self.wfile.write(json.dumps(told).encode())
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))

@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import tomllib
 from pathlib import Path
@@ -18,7 +20,7 @@ import psutil
 import pytest
 
 from deltaserve.errors import InputError
-from launch import FleetError, checking, control, fleet, guard, planning, supervised
+from launch import FleetError, checking, control, fleet, fleets, guard, planning, supervised
 from launch.fleets import log_tail
 from launch.ports import free_base, worker_ports
 from launch.reservations import reserved
@@ -226,6 +228,82 @@ def test_the_record_of_a_fleet_keeps_what_changes_an_engine_and_no_secret(
     assert "hf_secret" not in written
 
 
+LEAVES_A_FOLDER = """
+import tempfile, time
+print(tempfile.mkdtemp(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("killed", ["engine", "guardian", "supervisor"])
+def test_a_process_that_is_killed_leaves_nothing_among_the_temporary_files(
+    tmp_path: Path, killed: str
+) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", LEAVES_A_FOLDER]
+    running = supervised.Supervised(command, dict(os.environ), log, tmp_path, own_temporary=True)
+    folder = running.temporary_folder
+    try:
+        wait_until(lambda: log.read_text().endswith("\n"))
+        left = Path(log.read_text().strip())
+        assert folder is not None
+        assert left.parent == folder
+        assert left.is_dir()
+        if killed == "engine":
+            supervised.members(running.pid, running.started)[0].kill()
+        elif killed == "guardian":
+            os.kill(running.pid, signal.SIGKILL)
+            running.stop()
+        else:
+            os.close(running._alive_while_open)  # what its guardian sees of that
+            running._alive_while_open = -1
+        wait_until(lambda: not folder.exists(), timeout_s=10.0)
+    finally:
+        running.stop()
+
+
+def test_caches_that_compilers_keep_among_the_temporary_files_outlive_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = tmp_path / "system"
+    system.mkdir()
+    monkeypatch.setattr(supervised, "_LONGEST_TEMPORARY", len(str(system)))
+    monkeypatch.setattr(tempfile, "tempdir", str(system))
+    monkeypatch.setenv("LOGNAME", "somebody")
+    kept = ["somebody/cutlass_python_cache", "torchinductor_somebody/compiled"]
+    code = f"import os, tempfile; at = tempfile.gettempdir(); print(at)\nfor kept in {kept}: "
+    command = [sys.executable, "-c", f"{code}os.makedirs(f'{{at}}/{{kept}}')"]
+    log = tmp_path / "log"
+    running = supervised.Supervised(command, dict(os.environ), log, tmp_path, own_temporary=True)
+    wait_until(lambda: running.exit_status() is not None)
+    running.stop()
+    assert running.exit_status() == 0, log.read_text()
+    assert not Path(log.read_text().strip()).exists()
+    assert all((system / name).is_dir() for name in kept)
+
+
+def test_the_folder_for_temporary_files_is_the_topologys_where_it_names_one(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def folders(*overrides: str) -> list[str | None]:
+        with fleet(fakes("serve", overrides=overrides), tmp_path / "run") as running:
+            has = psutil.Process(running.workers[0].pid).environ().get("TMPDIR")
+        (process,) = json.loads((tmp_path / "run" / "fleet.json").read_text())["processes"]
+        return [has, process["temporary_folder"]]
+
+    has, told = folders()
+    assert has is not None
+    assert has == told
+    assert Path(has).parent == Path(tempfile.gettempdir())
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    assert folders(f"workers.0.environment.TMPDIR={mine}") == [str(mine), None]
+    assert mine.is_dir()
+    # Sockets in so long a path would have none.
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 44 * "x")
+    assert folders()[1] is None
+
+
 def test_a_worker_that_dies_at_start_is_noticed_at_once_with_its_last_words(
     fakes: Fakes, tmp_path: Path
 ) -> None:
@@ -301,6 +379,27 @@ def test_a_worker_that_ignores_every_signal_is_killed(
     with fleet(fakes("ignore-signals"), tmp_path / "run"):
         pass
     assert working_in(tmp_path / "run") == []
+
+
+def test_a_fleet_that_is_ending_ends_whole_before_an_interrupt_counts(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "GRACE_S", 1.0)
+    run_dir = tmp_path / "run"
+    stop = fleets.Fleet.stop
+
+    def interrupted_stop(running: fleets.Fleet) -> None:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        stop(running)
+
+    monkeypatch.setattr(fleets.Fleet, "stop", interrupted_stop)
+    with pytest.raises(KeyboardInterrupt), fleet(fakes("ignore-signals"), run_dir):
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    shown = control.status(run_dir)
+    assert (shown.state, shown.alive) == ("stopped", False)
+    assert [process.state for process in shown.processes] == ["stopped"]
+    assert control.down(run_dir) == 0
 
 
 def test_a_worker_that_dies_later_is_reported_by_check(fakes: Fakes, tmp_path: Path) -> None:
@@ -486,8 +585,11 @@ def test_down_ends_what_is_left_when_supervisor_and_guardians_were_killed(
     os.kill(guardian, signal.SIGKILL)
     process.kill()
     process.communicate()
+    (record,) = json.loads((tmp_path / "run" / "fleet.json").read_text())["processes"]
+    assert Path(record["temporary_folder"]).is_dir()
     control.down(tmp_path / "run")
     wait_until(lambda: working_in(tmp_path / "run") == [])
+    assert not Path(record["temporary_folder"]).exists()
 
 
 def test_down_spares_a_process_that_has_come_by_a_recorded_pid(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from deltaserve.errors import InputError
-from launch import fleets, hardware, listing, sampling
+from launch import fleets, gpus, hardware, listing, sampling
 from launch.engines import Engine
 from launch.hardware import GpuSample, check_gpus
 from launch.planning import Plan, layout, plan
@@ -75,7 +76,7 @@ def test_a_fleet_samples_its_own_gpus_and_tells_what_they_hold(
     fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = [gpu(0, used_gib=60), gpu(1), gpu(2, used_gib=60), gpu(3)]
-    for module in (hardware, fleets, sampling):
+    for module in (hardware, gpus, fleets, sampling):
         monkeypatch.setattr(module, "sample_gpus", lambda: there)
     overrides = [f"engine.python={fake_python}", "router.kind=none", "base_port=0", "gpus=[3, 1]"]
     sampled = tmp_path / "run" / "gpu.csv"
@@ -171,7 +172,7 @@ def found(fake_python: Path, tmp_path: Path) -> Callable[..., Topology]:
 
 
 def see(monkeypatch: pytest.MonkeyPatch, *there: GpuSample) -> None:
-    monkeypatch.setattr(hardware, "sample_gpus", lambda: list(there))
+    monkeypatch.setattr(gpus, "sample_gpus", lambda: list(there))
     monkeypatch.setattr(hardware, "_uuids", lambda: [f"GPU-{at}b{at}-x" for at in range(4)])
 
 
@@ -191,6 +192,23 @@ def test_a_fleet_takes_only_gpus_that_were_granted_to_the_caller(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
     assert found("sglang:2").gpus == gpus
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asked"), [([], 1), (["gpus=[1]"], 1), (["gpus=[1]", "hardware=h200"], 0)]
+)
+def test_a_plan_asks_once_which_gpus_are_there_and_what_they_are(
+    found: Callable[..., Topology],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    asked: int,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    counted = Mock(return_value=[gpu(0), gpu(1)])
+    for module in (hardware, gpus):
+        monkeypatch.setattr(module, "sample_gpus", counted)
+    assert found("sglang:1", *overrides).hardware == "h200"
+    assert counted.call_count == asked
 
 
 def test_a_fleet_takes_the_first_gpus_that_no_other_fleet_has(
@@ -214,7 +232,7 @@ def test_two_fleets_on_one_machine_get_gpus_and_ports_of_their_own(
     fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = [gpu(at) for at in range(2)]
-    for module in (hardware, fleets, sampling):
+    for module in (hardware, gpus, fleets, sampling):
         monkeypatch.setattr(module, "sample_gpus", lambda: there)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0", "warm_up=false"]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import Fleet, FleetError, KeptWorkers, fleets, hardware, sampling
+from launch import Fleet, FleetError, KeptWorkers, fleets, gpus, hardware, sampling
 from launch.hardware import GpuSample
+from launch.keep import _Recording
 from launch.topology import Topology
 from launch.topology_files import load_topology
 from tests.processes import wait_until, working_in
@@ -96,7 +97,7 @@ def test_a_router_expects_of_kept_workers_what_it_would_of_its_own(
     fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = [GpuSample(0, "NVIDIA H200", 0, 0, 140 * 2**30, 75.0, 0, 0)]
-    for module in (hardware, fleets, sampling):
+    for module in (hardware, gpus, fleets, sampling):
         monkeypatch.setattr(module, "sample_gpus", lambda: there)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     overrides = [f"engine.python={fake_python}", "base_port=0", "warm_up=false"]
@@ -142,6 +143,21 @@ def test_samples_of_workers_and_router_stay_whole_rows(fakes: Fakes, tmp_path: P
         for row in rows[1:]:
             assert [float(cell) for cell in (row[0], *row[2:])]
     kept.close()
+
+
+@pytest.mark.parametrize("before", [None, "", "id,rss\n", "id,rss\na,1\n"])
+def test_a_table_that_was_begun_at_any_time_is_copied_with_one_header(
+    tmp_path: Path, before: str | None
+) -> None:
+    source, copy = tmp_path / "workers", tmp_path / "run"
+    source.mkdir()
+    table = source / "processes.csv"
+    if before is not None:
+        table.write_text(before)
+    recording = _Recording(source)
+    table.write_text((before or "id,rss\n") + "b,2\n")
+    recording.copy_to(copy)
+    assert (copy / "processes.csv").read_text() == "id,rss\nb,2\n"
 
 
 def test_what_was_recorded_meanwhile_is_copied_and_nothing_before(

@@ -325,6 +325,23 @@ def test_the_router_is_told_what_a_host_tier_really_holds(fakes: Fakes, tmp_path
     assert "colocated-0: how many" not in transcript
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("laptop-sglang", 2 * 131_072), ("laptop-vllm-1", 40_000)]
+)
+def test_of_data_parallel_ranks_all_are_counted_and_it_is_told_what_is_not_known(
+    fake_python: Path, tmp_path: Path, name: str, tokens: int
+) -> None:
+    fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0", "workers.0.count=1"]
+    ranks = 'workers.0.environment={ FAKE_RANKS = "2", FAKE_KV_TOKENS = "131072" }'
+    told: list[str] = []
+    with fleet(load_topology(name, [*fake, ranks]), tmp_path / "run", told.append):
+        record = json.loads((tmp_path / "run" / "fleet.json").read_text())
+    assert record["processes"][0]["kv_capacity_tokens"] == tokens
+    (warning,) = (line for line in told if line.startswith("warning: "))
+    assert "colocated-0: 2 data-parallel ranks, each with a KV cache of its own" in warning
+    assert f"{tokens:,} tokens" in warning
+
+
 def test_every_engine_serves_the_model_by_the_same_name() -> None:
     for name in ("laptop-sglang", "laptop-vllm"):
         argv = planned(name).workers[0].argv

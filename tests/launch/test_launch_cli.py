@@ -239,6 +239,36 @@ def test_down_ends_a_fleet_whose_supervisor_is_suspended(fake_python: Path, tmp_
         process.wait()
 
 
+def test_a_second_ctrl_c_does_not_keep_up_from_ending_its_fleet(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    # As an engine does that has much to give back.
+    leaves = "    except KeyboardInterrupt:\n"
+    script = fake_python.read_text().replace(leaves, f"{leaves}        time.sleep(1.5)\n")
+    fake_python.write_text(script)
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--set", "workers.0.count=1", "--run-dir", str(run_dir)]
+    up = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang", *fakes]
+    process = subprocess.Popen(up, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr
+    try:
+        wait_until(
+            lambda: (run_dir / "fleet.json").exists() and record(run_dir)["state"] == "ready"
+        )
+        process.send_signal(signal.SIGINT)
+        while process.stderr.readline() != "stopping\n":
+            pass
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert record(run_dir)["state"] == "stopped"
+        assert deltaserve("status", str(run_dir)).returncode == 0
+        assert "was not running" in deltaserve("down", str(run_dir)).stderr
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_folder_that_a_fleet_comes_up_in_is_not_removed(fake_python: Path) -> None:
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
     fakes += ["--set", "base_port=0", "--detach"]

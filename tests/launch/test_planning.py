@@ -55,6 +55,27 @@ def test_ports_are_distinct_and_the_plan_is_pure(
     assert max(ports) < 65536
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("laptop-vllm", ["--data-parallel-size", "2"]),
+        ("laptop-vllm", ["--data_parallel_size=2"]),
+        ("laptop-vllm", ["-dp", "2"]),
+        ("laptop-sglang", ["--dp-size", "2"]),
+        ("laptop-sglang", ["--dp-size", "1", "--data-parallel-size", "2"]),
+    ],
+)
+def test_events_of_data_parallel_ranks_of_which_the_router_reads_one_are_refused(
+    name: str, flags: list[str]
+) -> None:
+    asked = f"workers.0.flags={json.dumps(flags)}"
+    with pytest.raises(InputError, match=r"kv_events: colocated-0 has 2 data-parallel ranks by it"):
+        made(name, asked, "kv_events=true")
+    assert made(name, asked).workers[0].argv[-len(flags) :] == tuple(flags)
+    one = json.dumps([*flags, "--data-parallel-size", "1"])
+    assert made(name, f"workers.0.flags={one}", "kv_events=true").workers
+
+
 def test_prefill_and_decode_workers_are_told_their_roles() -> None:
     prefill, decode = made("laptop-sglang-pd").workers
     assert value_of(prefill.argv, "--disaggregation-mode") == "prefill"

@@ -126,10 +126,10 @@ def test_one_that_cannot_be_started_for_want_of_memory_is_tried_again(
         engine_of(running, 0).kill()
         refusals = [OSError(errno.ENOMEM, "Cannot allocate memory")]
 
-        def started(*arguments: Any) -> Supervised:
+        def started(*arguments: Any, **more: Any) -> Supervised:
             if refusals:
                 raise refusals.pop()
-            return Supervised(*arguments)
+            return Supervised(*arguments, **more)
 
         monkeypatch.setattr(fleets, "Supervised", started)
 

@@ -99,6 +99,37 @@ def test_a_wrong_override_is_answered_in_one_line(override: str, said: str) -> N
     assert said in one_line(error)
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("host_kv_gb=1e308", "host_kv_gb: expected at most 100,000 (100 TB: no host has more"),
+        ("host_kv_gb=inf", "host_kv_gb: expected at most 100,000 (100 TB"),
+        ("workers.0.host_kv_tokens=1000000000000", "host_kv_tokens: expected at most 10,000,000,0"),
+        ("context_tokens=1000000000000", "context_tokens: expected at most 10,000,000,000 ("),
+        ("ready_timeout_s=1e300", "ready_timeout_s: expected at most 31,622,400 (a year in sec"),
+        ("sample_interval_s=inf", "sample_interval_s: expected at most 31,622,400 (a year in s"),
+        ("workers.0.tensor_parallel=65536", "workers.0.tensor_parallel: expected at most 1,024 ("),
+        ("cpu_threads=65536", "cpu_threads: expected at most 1,024 (no machine runs more"),
+        ("max_prefill_tokens=1000000000000", "max_prefill_tokens: expected at most 10,000,000,0"),
+        ("workers.0.count=65536", "workers: the ports of 65,536 of them, 20 each, end at 1,340,7"),
+        ("workers.0.count=1777", "20 each, end at 65,546; there are 65,535: have fewer workers"),
+    ],
+)
+def test_finite_numbers_that_no_fleet_can_have_are_refused_with_key_and_bound(
+    override: str, said: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        load_topology("laptop-sglang", [override])
+    assert said in one_line(error)
+
+
+def test_a_fleet_has_as_many_workers_as_have_ports() -> None:
+    assert load_topology("laptop-sglang", ["workers.0.count=1776"]).worker_count == 1776
+    many = ", ".join(f'"http://a:{port}"' for port in range(1, 3001))
+    attached = load_topology("laptop-sglang", [f"workers.0={{ urls = [{many}] }}"])
+    assert attached.worker_count == 3000
+
+
 def test_an_elastic_worker_has_a_radix_cache() -> None:
     with pytest.raises(InputError, match="decode_radix_cache: an elastic worker prefills from its"):
         load_topology("elastic-1p1d", ["decode_radix_cache=false"])

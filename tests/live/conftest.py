@@ -133,6 +133,12 @@ def check_ports_are_free(record: dict[str, Any]) -> None:
                 assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is held"
 
 
+def check_no_temporary_files(record: dict[str, Any]) -> None:
+    """Fails where a folder for temporary files of that fleet's processes is still there."""
+    folders = [Path(process["temporary_folder"]) for process in record["processes"]]
+    assert [folder for folder in folders if folder.exists()] == []
+
+
 def generate_separated(
     fleet: Fleet, input_ids: list[int], output_tokens: int
 ) -> tuple[Generation, int]:

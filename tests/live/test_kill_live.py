@@ -18,7 +18,12 @@ import psutil
 import pytest
 
 from replay.results import read_results
-from tests.live.conftest import VOCABULARY, check_ports_are_free, processes_of
+from tests.live.conftest import (
+    VOCABULARY,
+    check_no_temporary_files,
+    check_ports_are_free,
+    processes_of,
+)
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
@@ -82,6 +87,7 @@ def check_nothing_is_left(run_dir: Path) -> None:
     deltaserve("launch", "down", run_dir)
     assert processes_of(record) == []
     check_ports_are_free(record)
+    check_no_temporary_files(record)
 
 
 def check_is_gone(record: dict[str, Any]) -> None:
@@ -91,6 +97,7 @@ def check_is_gone(record: dict[str, Any]) -> None:
         assert time.monotonic() < deadline_s, left
         time.sleep(0.2)
     check_ports_are_free(record)
+    check_no_temporary_files(record)
 
 
 def check_readable(run_dir: Path, output: Path) -> None:
@@ -115,6 +122,7 @@ def test_after_a_killed_replayer_the_fleet_serves_on_and_with_its_supervisor_it_
     check_readable(run_dir, tmp_path / "second")
     record = fleet(run_dir)
     assert len(processes_of(record)) >= 6
+    assert any(Path(record["processes"][0]["temporary_folder"]).iterdir())  # the engine's sockets
     os.kill(record["supervisor"]["pid"], signal.SIGKILL)
     check_is_gone(record)
     check_nothing_is_left(run_dir)

@@ -91,7 +91,8 @@ def test_a_run_prints_its_summary(
             (["synth", "--output", "x.jsonl", *arguments], words)
             for arguments, words in [
                 (["--duration", "nan"], "--duration nan: expected more than 0"),
-                (["--duration", "inf"], "--duration inf: expected more than 0"),
+                (["--duration", "inf"], "--duration inf: expected at most 31,622,400 (a year"),
+                (["--requests", "99000000000"], "--requests 9.9e+10: expected at most 1,000,000,"),
                 (["--requests", "9", "--length-scale", "nan"], "--length-scale nan"),
                 (["--requests", "9", "--block-size", "0"], "--block-size 0"),
                 (["--requests", "9", "--rate", "nan"], "--rate nan"),

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import psutil
 import pytest
 
 from deltaserve.errors import InputError
+from replay.http import Server
 from replay.options import RunOptions
 from replay.plan import make_plan
 from replay.prompts import WORDS, PromptMaker
 from replay.results import ErrorInfo, Result, read_results
 from replay.runner import default_processes, run
+from replay.silence import SHORTEST_PAUSE_S
 from replay.summary import summarise
 from replay.tables import summary_lines
 from replay.trace import Request, write_trace
@@ -176,6 +179,56 @@ def test_a_server_that_went_away_gives_connection_errors(
     monkeypatch.setattr("replay.runner.find_engine", lambda url, headers: ("sglang", "tiny"))
     options = _options(tmp_path, trace_of(4, requests=5), "http://127.0.0.1:9")
     assert run(options, quiet=True)["errors"] == {"connect": 5}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_recycled_sessions_that_do_not_think_wait_before_a_server_that_is_gone(
+    tmp_path: Path, trace_of: TraceOf, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    monkeypatch.setattr("replay.runner.find_engine", lambda url, headers: ("sglang", "tiny"))
+    options = _options(
+        tmp_path,
+        trace_of(4, requests=20),
+        "http://127.0.0.1:9",
+        mode="closed",
+        max_inflight_sessions=4,
+        think_scale=0.0,
+        recycle=True,
+        measure_s=1.5,
+        drain_s=30.0,
+        processes=processes,
+    )
+    began_s = time.monotonic()
+    summary = run(options, quiet=True)
+    assert time.monotonic() - began_s < 10  # the wait is no request that the drain waits for
+    assert set(summary["errors"]) == {"connect"}
+    # Each session after 0, 0.1, 0.2, 0.4, 0.8 s, and not thousands of times a second.
+    assert 4 * 2 <= len(read_results(options.output)) <= 4 * 7
+    assert orjson.loads((options.output / "phases.json").read_bytes())["complete"]
+
+
+def test_sessions_go_on_when_a_server_is_back(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = engine("sglang")
+    tried: list[float] = []
+    connect = Server._connection
+
+    async def refuse_three_times(server: Server) -> Any:
+        tried.append(time.monotonic())
+        if len(tried) <= 3:
+            raise ConnectionRefusedError
+        return await connect(server)
+
+    monkeypatch.setattr(Server, "_connection", refuse_three_times)
+    trace = trace_of(4, requests=20, sub_agents=False)
+    options = _options(tmp_path, trace, fake.url, mode="closed", max_inflight_sessions=1)
+    summary = run(replace(options, think_scale=0.0), quiet=True)
+    assert (summary["ok"], summary["errors"]) == (17, {"connect": 3})
+    waited_s = [after - before for before, after in pairwise(tried)]
+    assert waited_s[0] > 0.09
+    assert waited_s[2] > 0.19  # for as long as nobody had answered: 0.1 s, 0.1 s, 0.2 s
+    assert sum(waited_s[3:]) < 17 * SHORTEST_PAUSE_S  # what was answered is followed at once
 
 
 def test_no_server_is_one_line(tmp_path: Path, trace_of: TraceOf) -> None:
@@ -504,7 +557,7 @@ def test_summary_percentiles_are_numpys(tmp_path: Path) -> None:
     ("values", "words"),
     [
         ({"max_inflight_sessions": 0}, "--max-inflight-sessions 0"),
-        ({"time_scale": 0.0}, "--time-scale 0.0"),
+        ({"time_scale": 0.0}, "--time-scale 0: expected"),
         ({"vocab_size": 1}, "--vocab-size 1"),
         ({"url": "localhost:1"}, "--url localhost:1: expected http"),
         ({"mode": "sessions"}, "--sessions-per-hour"),
@@ -518,6 +571,11 @@ def test_summary_percentiles_are_numpys(tmp_path: Path) -> None:
         ({"splice_outputs": True, "as_text": True}, "--splice-outputs"),
         ({"mode": "closed", "processes": 9}, "--processes 9"),
         ({"max_input_tokens": 1, "url": "http://x"}, "no request left to send"),
+        ({"time_scale": 1e300}, "--time-scale 1e.300: expected at most 1,000,000 "),
+        ({"timeout_s": float("inf")}, "--timeout-s inf: expected at most 31,622,400 .a year"),
+        ({"mode": "closed", "measure_s": 1e300}, "--measure-s 1e.300: expected at most 31,622,4"),
+        ({"mode": "closed", "max_think_s": 1e300}, "--max-think-s 1e.300: expected at most 31,6"),
+        ({"mode": "closed", "processes": 65_536}, "--processes 65536: expected at most 1,024"),
         *(
             (values, "nan: expected")
             for values in (

@@ -392,6 +392,18 @@ fn a_wrong_plan_is_named() {
         ),
         (json!({"phases": {"measure_s": 0}}), "phases.measure_s"),
         (
+            json!({"phases": {"measure_s": 1e300}}),
+            "phases.measure_s: expected at most 31622400 (a year in seconds)",
+        ),
+        (
+            json!({"load": {"timeout_s": 1e12}}),
+            "load.timeout_s: expected at most 31622400",
+        ),
+        (
+            json!({"workers": [{"id": "w", "kv_tokens": 9, "count": 1_000_000}]}),
+            "count: expected at most 100000",
+        ),
+        (
             json!({"phases": {"measure_s": 1, "draws": [[0, 1.5, 0]]}}),
             "phases.draws[0]",
         ),
