@@ -22,6 +22,19 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 WEATHER = {"name": "get_weather", "description": "The weather of a city."}
+# Kinds of tools that Codex 0.171 sends. Which of them the model is shown is the engine's affair.
+CODEX_TOOLS: list[Any] = [
+    {"type": "function", "strict": False, "parameters": PARAMETERS} | WEATHER,
+    {
+        "type": "namespace",
+        "name": "agents",
+        "description": "Agents of one's own.",
+        "tools": [
+            {"type": "function", "name": "wait", "description": "Wait.", "parameters": PARAMETERS}
+        ],
+    },
+    {"type": "web_search", "external_web_access": False},
+]
 SYSTEM = "You are a coding agent. " * 40
 QUESTION = "Which weather is it in Bonn?"
 
@@ -134,8 +147,14 @@ def responses(client: openai.OpenAI, model: str) -> dict[str, Any]:
         "max_output_tokens": 16,
         "store": False,
         "prompt_cache_key": "responses-1",
+        "tools": CODEX_TOOLS,
     }
-    history: list[Any] = [{"role": "user", "content": QUESTION}]
+    says = [{"type": "input_text", "text": text} for text in ("Answer in one word.", "In English.")]
+    history: list[Any] = [
+        {"type": "message", "role": "developer", "content": says},
+        {"type": "message", "role": "developer", "content": says[:1]},
+        {"role": "user", "content": QUESTION},
+    ]
     events = [event.type for event in client.responses.create(input=history, stream=True, **asked)]
     assert events[0] == "response.created", events
     assert events[-1] in ("response.completed", "response.incomplete"), events

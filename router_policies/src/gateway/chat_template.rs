@@ -22,6 +22,8 @@ pub(super) struct ChatTemplate {
     has_one_with_tools: bool,
     /// Templates that go through the parts of a message get its content in parts, others as one text.
     pub takes_parts: bool,
+    /// It names the role `developer`.
+    pub knows_developers: bool,
 }
 
 impl ChatTemplate {
@@ -80,6 +82,9 @@ impl ChatTemplate {
         let takes_parts = templates
             .iter()
             .any(|(_, template)| goes_through_parts(template));
+        let knows_developers = templates
+            .iter()
+            .any(|(_, template)| names_developers(template));
         for (name, template) in templates {
             environment.add_template_owned(name, template)?;
         }
@@ -89,6 +94,7 @@ impl ChatTemplate {
             environment,
             has_one_with_tools,
             takes_parts,
+            knows_developers,
         })
     }
 
@@ -133,6 +139,11 @@ fn goes_through_parts(template: &str) -> bool {
                 .is_some_and(|rest| CONTENT.iter().any(|content| rest.starts_with(content)))
         })
     })
+}
+
+/// Whether the template names the role `developer`, by which vLLM 0.26.0 tells.
+fn names_developers(template: &str) -> bool {
+    template.contains("\"developer\"") || template.contains("'developer'")
 }
 
 /// What templates call to refuse a conversation.

@@ -6,6 +6,7 @@
 //! tokens that are believed elsewhere than they are.
 
 use super::apis::Api;
+use super::dumped_tools::dumped_tools;
 use crate::config::Engine;
 use minijinja::Value;
 use serde::Deserialize;
@@ -42,6 +43,8 @@ pub(super) struct Reader {
     pub engine: Engine,
     /// The template gets content in parts, not as one text.
     pub takes_parts: bool,
+    /// The template has the role `developer`.
+    pub knows_developers: bool,
 }
 
 impl Reader {
@@ -60,8 +63,15 @@ impl Reader {
                 }
             }
             Api::Messages => said.read_messages(self.engine, &body)?,
-            Api::Responses => said.read_responses(self.engine, &body)?,
+            Api::Responses => said.read_responses(&body)?,
             Api::Generate | Api::Completions => return None,
+        }
+        match self.engine {
+            Engine::Sglang if api == Api::Responses => said.lead_with_one_system("\n\n"),
+            Engine::Vllm if !self.knows_developers && said.has_developers() => {
+                said.lead_with_one_system("\n");
+            }
+            _ => {}
         }
         let tools = self.tools(api, &mut body)?;
         let mut more: Vec<(String, Value)> = Vec::new();
@@ -93,7 +103,7 @@ impl Reader {
             choice.as_str() == Some("none") || text_of(choice, "type").as_deref() == Some("none");
         if body.tools.is_none()
             || body.tools.is_undefined()
-            || (is_none && self.engine == Engine::Sglang)
+            || (is_none && (self.engine == Engine::Sglang || api == Api::Responses))
         {
             return Some(None);
         }
@@ -105,6 +115,10 @@ impl Reader {
             },
             Engine::Vllm => None,
         };
+        if self.engine == Engine::Vllm && api == Api::Responses {
+            let tools = dumped_tools(&body.tools)?;
+            return Some((tools.len() != Some(0)).then_some(tools));
+        }
         let mut tools = Vec::new();
         for given in body.tools.try_iter().ok()? {
             let function = match api {
@@ -247,6 +261,22 @@ impl Message {
 struct Said(Vec<Message>);
 
 impl Said {
+    fn has_developers(&self) -> bool {
+        self.0.iter().any(|message| message.role == "developer")
+    }
+
+    /// What the system and developers say becomes one message before all others, as templates expect
+    /// it; the parts of each are joined by `between_parts`.
+    fn lead_with_one_system(&mut self, between_parts: &str) {
+        let (first, others): (Vec<_>, Vec<_>) = std::mem::take(&mut self.0)
+            .into_iter()
+            .partition(|message| matches!(message.role.as_str(), "system" | "developer"));
+        let texts = first.into_iter().filter_map(|message| message.texts);
+        let texts: Vec<_> = texts.map(|texts| texts.join(between_parts)).collect();
+        let system = (!texts.is_empty()).then(|| Message::new("system", texts.join("\n\n")));
+        self.0 = system.into_iter().chain(others).collect();
+    }
+
     /// Anthropic's: content in blocks, the system prompt and tools' results beside the turns.
     fn read_messages(&mut self, engine: Engine, body: &Body) -> Option<()> {
         if let Some(system) = some(body.system.clone()) {
@@ -317,7 +347,7 @@ impl Said {
     }
 
     /// OpenAI's newer API: one list of messages, calls and their outputs.
-    fn read_responses(&mut self, engine: Engine, body: &Body) -> Option<()> {
+    fn read_responses(&mut self, body: &Body) -> Option<()> {
         if !body.previous_response_id.is_undefined() && !body.previous_response_id.is_none() {
             return None;
         }
@@ -336,9 +366,6 @@ impl Said {
                     let content = get(&item, "content")?;
                     message.is_list = content.as_str().is_none();
                     message.texts = Some(texts_of(&content)?);
-                    if message.role == "developer" && engine == Engine::Sglang {
-                        message.role = "system".to_owned();
-                    }
                     self.0.push(message);
                 }
                 Some("function_call") => {

@@ -73,6 +73,7 @@ impl PromptEncoder {
             reader: Reader {
                 engine,
                 takes_parts: template.takes_parts,
+                knows_developers: template.knows_developers,
             },
             template,
             pieces: Pieces::new(&tokenizer),
@@ -218,6 +219,14 @@ pub(super) mod tests {
     }
 
     fn load_with(json: &str, template: Option<&str>) -> Result<Arc<PromptEncoder>, String> {
+        load_for(Engine::Sglang, json, template)
+    }
+
+    fn load_for(
+        engine: Engine,
+        json: &str,
+        template: Option<&str>,
+    ) -> Result<Arc<PromptEncoder>, String> {
         let folder = std::env::temp_dir().join(format!("router-encoder-{:x}", fastrand::u64(..)));
         std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;
         std::fs::write(folder.join("tokenizer.json"), json).map_err(|e| e.to_string())?;
@@ -225,7 +234,7 @@ pub(super) mod tests {
             let file = folder.join("chat_template.jinja");
             std::fs::write(file, template).map_err(|e| e.to_string())?;
         }
-        let loaded = PromptEncoder::load(&folder, 1, Engine::Sglang);
+        let loaded = PromptEncoder::load(&folder, 1, engine);
         std::fs::remove_dir_all(&folder).map_err(|e| e.to_string())?;
         loaded
     }
@@ -356,6 +365,46 @@ pub(super) mod tests {
         let asked = r#"{"input": "the", "model": "m"}"#;
         let found = encode(&encoder, Api::Responses, asked).await;
         assert_eq!(found, Some(tokens("<s>user the<s>assistant")));
+    }
+
+    /// Codex says what it is told in messages of the role `developer`.
+    #[tokio::test]
+    async fn what_developers_say_comes_first_as_engines_have_it() {
+        let said = |role: &str, texts: &[&str]| {
+            let part = |text: &&str| json!({"type": "input_text", "text": text});
+            json!({"role": role, "content": texts.iter().map(part).collect::<Vec<_>>()})
+        };
+        let [first, user, second] = [
+            said("developer", &["the", "law"]),
+            said("user", &["end"]),
+            said("developer", &["the"]),
+        ];
+        let as_input = json!({"input": [first, user, second]});
+        let knows = format!("{TEMPLATE}{{# 'developer' #}}");
+        for (engine, template, shown) in [
+            (
+                Engine::Sglang,
+                TEMPLATE,
+                "<s>system the\n\nlaw\n\nthe<s>user end<s>assistant",
+            ),
+            (
+                Engine::Vllm,
+                TEMPLATE,
+                "<s>system the\nlaw\n\nthe<s>user end<s>assistant",
+            ),
+            (
+                Engine::Vllm,
+                knows.as_str(),
+                "<s>developer the\nlaw<s>user end<s>developer the<s>assistant",
+            ),
+        ] {
+            let json = tokenizer_json().to_string();
+            let encoder = load_for(engine, &json, Some(template)).expect("valid");
+            let expected = encoder.tokenizer.encode_fast(shown, false).expect("text");
+            let expected = PromptHashes::of_tokens(expected.get_ids(), 2);
+            let found = encode(&encoder, Api::Responses, &as_input.to_string()).await;
+            assert_eq!(found, Some(expected), "{engine:?}");
+        }
     }
 
     #[tokio::test]

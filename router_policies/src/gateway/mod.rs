@@ -15,6 +15,7 @@ mod conversation;
 mod cursor;
 mod departure;
 mod dispatch;
+mod dumped_tools;
 mod encoder;
 mod engine_info;
 mod fault;
