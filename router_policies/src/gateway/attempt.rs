@@ -3,7 +3,7 @@
 
 use super::apis::Api;
 use super::body;
-use super::dispatch::Exchange;
+use super::exchange::Exchange;
 use super::fault::{Failure, Fault, Kind, status_of};
 use super::splice::{Pieces, bootstrap_fields, splice};
 use super::stream::PrefillHalf;

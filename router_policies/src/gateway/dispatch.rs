@@ -5,13 +5,14 @@ use super::admission::Permit;
 use super::apis::{Api, Separates};
 use super::attempt::Head;
 use super::body::{Scanned, Scanner};
-use super::client::Client;
 use super::departure::{self, Stay};
-use super::fault::{Failure, Fault, Suspects, excerpt, from_worker, is_refusal, relay};
+use super::exchange::{Exchange, RequestContext};
+use super::fault::{
+    Failure, Fault, Suspects, TIME_IS_OVER, excerpt, from_worker, is_refusal, relay,
+};
 use super::headers::{REQUEST_ID, forwarded, header};
 use super::session;
 use super::stream::{Answer, Held, PrefillHalf, usage_of_answer};
-use super::traces::RequestTrace;
 use super::waiting::{self, NotPlaced, retried_after};
 use super::{Gateway, Reply, error_of, keys};
 use crate::config::WorkerSpec;
@@ -20,20 +21,16 @@ use crate::fleet::{
     Separable, random_id,
 };
 use crate::policy::{Decision, Reason, Refusal, Route};
-use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::Incoming;
-use hyper::header::{CONTENT_ENCODING, HeaderMap, HeaderName, HeaderValue};
+use hyper::header::{CONTENT_ENCODING, HeaderName, HeaderValue};
 use hyper::http::uri::PathAndQuery;
 use hyper::{Request, Response, StatusCode, Uri};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use tokio::time::Instant;
 
 const DECISION_ID: HeaderName = HeaderName::from_static("x-deltaserve-decision-id");
-/// What a client is told at its request's deadline.
-pub(super) const TIME_IS_OVER: &str = "the request's time is over";
 
 /// A body that broke so many workers' connections is not tried on another: it may end every engine
 /// that gets it.
@@ -45,31 +42,6 @@ const MAX_ERRORS_OF_SEPARATED: usize = 2;
 
 /// How often a request on a silent worker looks for another one, where there is none.
 const LOOK_ELSEWHERE: Duration = Duration::from_millis(500);
-
-/// What goes with a request from its headers to its answer, whatever its body says: who asks for what
-/// and until when, and what of it outlives one attempt. All that serve it share this one.
-pub(super) struct RequestContext {
-    client: Arc<Client>,
-    pub api: Api,
-    /// Its answer must have left by then.
-    pub deadline: Instant,
-    /// Where the fleet has workers that a queued request must not be aborted on.
-    stay: Option<Stay>,
-    /// Where it is recorded, until a stream takes it along.
-    trace: Option<Box<RequestTrace>>,
-}
-
-impl RequestContext {
-    pub fn new(client: Arc<Client>, api: Api, deadline: Instant) -> Self {
-        Self {
-            client,
-            api,
-            deadline,
-            stay: None,
-            trace: None,
-        }
-    }
-}
 
 /// Serves one generation request.
 pub(super) async fn handle(
@@ -254,22 +226,6 @@ fn separable(api: Api, scanned: &Scanned) -> Separable {
     }
 }
 
-/// A request while it has no answer.
-pub(super) struct Exchange<'a> {
-    pub gateway: &'a Arc<Gateway>,
-    pub context: &'a mut RequestContext,
-    /// Path and query at the worker.
-    pub target: PathAndQuery,
-    pub headers: HeaderMap,
-    pub bytes: Bytes,
-    pub scanned: Scanned,
-    placement: Placement,
-    /// A worker that had it already gets it again.
-    is_repeated: AtomicBool,
-    /// Of its last attempt.
-    decision_id: Option<HeaderValue>,
-}
-
 /// An attempt whose answer has begun.
 struct Success {
     head: Head,
@@ -278,10 +234,6 @@ struct Success {
 }
 
 impl Exchange<'_> {
-    pub(super) fn is_repeated(&self) -> bool {
-        self.is_repeated.load(Ordering::Relaxed)
-    }
-
     async fn run(&mut self, permit: Permit) -> Response<Reply> {
         let gateway = self.gateway;
         let fleet = &gateway.fleet;

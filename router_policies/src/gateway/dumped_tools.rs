@@ -135,8 +135,8 @@ mod tests {
     use super::*;
 
     fn told(tools: &str) -> Option<String> {
-        let given: Value = serde_json::from_str(tools).unwrap();
-        dumped_tools(&given).map(|found| serde_json::to_string(&found).unwrap())
+        let given: Value = serde_json::from_str(tools).expect("JSON");
+        dumped_tools(&given).map(|found| serde_json::to_string(&found).expect("a value"))
     }
 
     /// What vLLM 0.26.0 itself made of them.
@@ -144,7 +144,7 @@ mod tests {
     fn tools_are_dumped_as_vllm_dumps_them() {
         let function = r#"[{"type": "function", "name": "f", "extra": {"b": 1, "a": 2}}]"#;
         assert_eq!(
-            told(function).unwrap(),
+            told(function).expect("known"),
             concat!(
                 r#"[{"type":"function","function":{"name":"f","parameters":null,"strict":null,"#,
                 r#""type":"function","allowed_callers":null,"async_":null,"defer_loading":null,"#,
@@ -157,7 +157,7 @@ mod tests {
             r#"{"type":"custom","name":"c"}]}]"#
         );
         assert_eq!(
-            told(namespace).unwrap(),
+            told(namespace).expect("known"),
             concat!(
                 r#"[{"type":"function","function":{"name":"n__f","type":"function","#,
                 r#""allowed_callers":null,"async_":true,"defer_loading":null,"description":null,"#,
@@ -169,7 +169,7 @@ mod tests {
             r#""description":"d","format":{"type":"grammar","syntax":"lark","definition":"x"}}]"#
         );
         assert_eq!(
-            told(others).unwrap(),
+            told(others).expect("known"),
             concat!(
                 r#"[{"type":"function","function":{"type":"web_search","#,
                 r#""external_web_access":false,"filters":null,"search_context_size":null,"#,

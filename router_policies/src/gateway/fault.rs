@@ -13,6 +13,9 @@ use std::sync::Arc;
 
 const WORKER: HeaderName = HeaderName::from_static("x-deltaserve-worker");
 
+/// What a client is told at its request's deadline.
+pub(super) const TIME_IS_OVER: &str = "the request's time is over";
+
 /// How one attempt failed before any of the answer was passed on.
 pub(super) enum Failure {
     /// The worker that answers failed.

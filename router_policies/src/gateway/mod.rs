@@ -18,6 +18,7 @@ mod dispatch;
 mod dumped_tools;
 mod encoder;
 mod engine_info;
+mod exchange;
 mod fault;
 mod guard;
 mod headers;
@@ -54,8 +55,8 @@ use apis::Api;
 use buffers::Buffers;
 use bytes::Bytes;
 use client::Socket;
-use dispatch::RequestContext;
 use encoder::PromptEncoder;
+use exchange::RequestContext;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::header::{
@@ -344,11 +345,7 @@ impl Gateway {
             _ => tokio::time::timeout_at(deadline, Box::pin(admin::handle(&self, request)))
                 .await
                 .unwrap_or_else(|_| {
-                    error(
-                        StatusCode::REQUEST_TIMEOUT,
-                        "timeout",
-                        dispatch::TIME_IS_OVER,
-                    )
+                    error(StatusCode::REQUEST_TIMEOUT, "timeout", fault::TIME_IS_OVER)
                 }),
         }
     }

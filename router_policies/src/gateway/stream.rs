@@ -3,7 +3,7 @@
 use super::admission::Permit;
 use super::apis::Api;
 use super::client::Client;
-use super::dispatch::TIME_IS_OVER;
+use super::fault::TIME_IS_OVER;
 use super::seam::Seam;
 use super::sse::SseProgress;
 use super::traces::RequestTrace;

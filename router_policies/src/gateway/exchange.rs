@@ -1,0 +1,62 @@
+//! A request between its arrival and its answer, over all of its attempts.
+
+use super::Gateway;
+use super::apis::Api;
+use super::body::Scanned;
+use super::client::Client;
+use super::departure::Stay;
+use super::traces::RequestTrace;
+use crate::fleet::Request as Placement;
+use bytes::Bytes;
+use hyper::header::{HeaderMap, HeaderValue};
+use hyper::http::uri::PathAndQuery;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tokio::time::Instant;
+
+/// What goes with a request from its headers to its answer, whatever its body says: who asks for what
+/// and until when, and what of it outlives one attempt. All that serve it share this one.
+pub(super) struct RequestContext {
+    pub client: Arc<Client>,
+    pub api: Api,
+    /// Its answer must have left by then.
+    pub deadline: Instant,
+    /// Where the fleet has workers that a queued request must not be aborted on.
+    pub stay: Option<Stay>,
+    /// Where it is recorded, until a stream takes it along.
+    pub trace: Option<Box<RequestTrace>>,
+}
+
+impl RequestContext {
+    pub fn new(client: Arc<Client>, api: Api, deadline: Instant) -> Self {
+        Self {
+            client,
+            api,
+            deadline,
+            stay: None,
+            trace: None,
+        }
+    }
+}
+
+/// A request while it has no answer.
+pub(super) struct Exchange<'a> {
+    pub gateway: &'a Arc<Gateway>,
+    pub context: &'a mut RequestContext,
+    /// Path and query at the worker.
+    pub target: PathAndQuery,
+    pub headers: HeaderMap,
+    pub bytes: Bytes,
+    pub scanned: Scanned,
+    pub placement: Placement,
+    /// A worker that had it already gets it again.
+    pub is_repeated: AtomicBool,
+    /// Of its last attempt.
+    pub decision_id: Option<HeaderValue>,
+}
+
+impl Exchange<'_> {
+    pub(super) fn is_repeated(&self) -> bool {
+        self.is_repeated.load(Ordering::Relaxed)
+    }
+}
