@@ -29,6 +29,8 @@ from deltaserve.quantities import (
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 Name = Annotated[str, Field(pattern=_NAME, max_length=64)]
 Scalar = str | int | float | bool
+# What measured seconds are held against. It may be as long as one likes: nothing waits for it.
+Limit = Annotated[float, Field(gt=0)]
 _LATENCY_NAMES = ("ttft", "tpot", "worst_gap", "e2e")
 _RATE_NAMES = ("throughput_output_tps", "requests_per_s", "goodput_rps")
 MEASURE_NAMES = (
@@ -274,10 +276,10 @@ class Slo(_Table):
     sessions' stretch at most `stretch_p90`.
     """
 
-    ttft_s: PositiveSeconds = 3.0
-    ttft_s_per_new_token: Seconds = 0.0001
-    tpot_s: PositiveSeconds = 0.05
-    worst_gap_s: PositiveSeconds = 1.0
+    ttft_s: Limit = 3.0
+    ttft_s_per_new_token: Annotated[float, Field(ge=0)] = 0.0001
+    tpot_s: Limit = 0.05
+    worst_gap_s: Limit = 1.0
     attainment: Annotated[float, Field(gt=0, le=1)] = 0.9
     stretch_p90: Annotated[PositiveFactor, Field(ge=1)] = 2.0
 
@@ -337,7 +339,7 @@ class ValidityRules(_Table):
     by the client's or the machine's fault; what servers fail is an outcome."""
 
     cold_slack_tokens: Tokens = 64
-    max_client_lag_p99_s: PositiveSeconds = 0.25
+    max_client_lag_p99_s: Limit = 0.25
     max_error_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
 
 
