@@ -135,7 +135,8 @@ def check_ports_are_free(record: dict[str, Any]) -> None:
 
 def check_no_temporary_files(record: dict[str, Any]) -> None:
     """Fails where a folder for temporary files of that fleet's processes is still there."""
-    folders = [Path(process["temporary_folder"]) for process in record["processes"]]
+    started = [process for process in record["processes"] if not process["attached"]]
+    folders = [Path(process["temporary_folder"]) for process in started]
     assert [folder for folder in folders if folder.exists()] == []
 
 
