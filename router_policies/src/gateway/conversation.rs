@@ -7,6 +7,7 @@
 
 use super::apis::Api;
 use super::dumped_tools::dumped_tools;
+use super::values::{get, none, some, text_of};
 use crate::config::Engine;
 use minijinja::Value;
 use serde::Deserialize;
@@ -442,20 +443,4 @@ fn texts_of(content: &Value) -> Option<Vec<String>> {
             },
         })
         .collect()
-}
-
-fn some(value: Value) -> Option<Value> {
-    (!value.is_none() && !value.is_undefined()).then_some(value)
-}
-
-fn none() -> Value {
-    Value::from(())
-}
-
-fn get(value: &Value, key: &str) -> Option<Value> {
-    value.get_attr(key).ok().and_then(some)
-}
-
-fn text_of(value: &Value, key: &str) -> Option<String> {
-    get(value, key)?.as_str().map(str::to_owned)
 }

@@ -2,6 +2,7 @@
 //! OpenAI's package that it read them into (`construct_tool_dicts`; openai 3.52.0), with every field
 //! in the package's order, null where the client sent nothing.
 
+use super::values::{get, none, text_of};
 use minijinja::Value;
 
 /// Fields in the order in which they are dumped.
@@ -56,7 +57,7 @@ pub(super) fn dumped_tools(given: &Value) -> Option<Value> {
             "function" => tools.push(dumped(&tool, FUNCTION, &[])?),
             "namespace" => {
                 let namespace = text_of(&tool, "name")?;
-                for inner in tool.get_attr("tools").ok()?.try_iter().ok()? {
+                for inner in get(&tool, "tools")?.try_iter().ok()? {
                     if text_of(&inner, "type")? == "function" {
                         let name =
                             Value::from(format!("{namespace}__{}", text_of(&inner, "name")?));
@@ -67,14 +68,13 @@ pub(super) fn dumped_tools(given: &Value) -> Option<Value> {
             "web_search"
                 if ["filters", "user_location"]
                     .iter()
-                    .all(|key| is_empty(&tool, key)) =>
+                    .all(|key| get(&tool, key).is_none()) =>
             {
                 tools.push(dumped(&tool, WEB_SEARCH, &[])?);
             }
             "custom" => {
-                let format = tool.get_attr("format").ok().filter(is_some);
-                let format = match format {
-                    None => Value::from(()),
+                let format = match get(&tool, "format") {
+                    None => none(),
                     Some(format) => match text_of(&format, "type")?.as_str() {
                         "text" => dumped(&format, TEXT_FORMAT, &[])?,
                         "grammar" => dumped(&format, GRAMMAR_FORMAT, &[])?,
@@ -99,15 +99,10 @@ fn dumped(given: &Value, fields: Fields, instead: &[(&str, Value)]) -> Option<Va
     for &field in fields {
         let sent = if field == "async_" { "async" } else { field };
         let value = match instead.iter().find(|(name, _)| *name == field) {
-            Some((_, value)) => value.clone(),
-            None => given.get_attr(sent).ok()?,
+            Some((_, value)) => Some(value.clone()),
+            None => get(given, sent),
         };
-        let value = if is_some(&value) {
-            value
-        } else {
-            Value::from(())
-        };
-        found.push((field.to_owned(), value));
+        found.push((field.to_owned(), value.unwrap_or_else(none)));
     }
     for key in given.try_iter().ok()? {
         let name = key.as_str()?;
@@ -116,18 +111,6 @@ fn dumped(given: &Value, fields: Fields, instead: &[(&str, Value)]) -> Option<Va
         }
     }
     Some(found.into_iter().collect())
-}
-
-fn is_some(value: &Value) -> bool {
-    !value.is_none() && !value.is_undefined()
-}
-
-fn is_empty(value: &Value, key: &str) -> bool {
-    !value.get_attr(key).is_ok_and(|found| is_some(&found))
-}
-
-fn text_of(value: &Value, key: &str) -> Option<String> {
-    value.get_attr(key).ok()?.as_str().map(str::to_owned)
 }
 
 #[cfg(test)]
