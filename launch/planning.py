@@ -29,7 +29,7 @@ from launch.engines import ENVIRONMENTS, Engine, find, require
 from launch.gpus import on_gpus
 from launch.keys import Keys, engine_keys, router_environment, router_keys, variable
 from launch.kv import host_tier_too_new_for, unlike, vocab_size, worker_kv
-from launch.models import is_shape, model_folder, shape_folder, write_shape
+from launch.models import is_folder, is_shape, model_folder, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import free_base, worker_ports
 from launch.toml_text import line as _line
@@ -384,7 +384,7 @@ def _found(topology: Topology) -> Topology:
     starts = not all(group.urls for group in topology.workers)
     model, tokenizer = topology.model, topology.router.tokenizer
     folder = _absolute(Path(model))
-    if model.startswith(("/", ".", "~")):
+    if is_folder(model):
         if starts and not folder.is_dir():
             raise InputError(f"{where}: model: no such folder: {model}")
         model = str(folder)

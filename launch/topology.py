@@ -30,7 +30,7 @@ from deltaserve.quantities import (
     Seconds,
     Tokens,
 )
-from launch.models import TOOL_CALL_PARSERS, has_tokenizer, is_shape
+from launch.models import TOOL_CALL_PARSERS, has_tokenizer, is_folder, is_shape
 from launch.pacing_keys import PacingKeys
 from launch.ports import LARGEST_PORT, last_port
 from launch.profiles import ANY_GPU, AUTO, PROFILES, Profile
@@ -380,8 +380,8 @@ class Topology(KvKeys, PacingKeys):
     @property
     def model_name(self) -> str:
         """The model's name in every engine's answers and requests, whatever folder it lies in."""
-        is_folder = self.model.startswith(("/", ".", "~"))
-        return self.served_model_name or (Path(self.model).name if is_folder else self.model)
+        name = Path(self.model).name if is_folder(self.model) else self.model
+        return self.served_model_name or name
 
     @property
     def parser_of_tool_calls(self) -> str | None:

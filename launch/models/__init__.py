@@ -54,12 +54,17 @@ def shape_folder(name: str) -> Path:
     return cache_dir() / "models" / f"{name}-{_digest(name)}"
 
 
+def is_folder(model: str) -> bool:
+    """Whether `model` is written as a folder; a name of another form is a shape's or a hub's."""
+    return model.startswith(("/", ".", "~"))
+
+
 def model_folder(model: str) -> Path | None:
     """The folder of `model` on this machine; None for a hub's that was not downloaded yet. A
     shape's is written when its fleet starts."""
     if is_shape(model):
         return shape_folder(model)
-    return Path(model) if model.startswith(("/", ".", "~")) else snapshot(model)
+    return Path(model) if is_folder(model) else snapshot(model)
 
 
 def write_shape(name: str) -> Path:
