@@ -12,7 +12,8 @@ use super::fault::{
 };
 use super::headers::{REQUEST_ID, forwarded, header};
 use super::session;
-use super::stream::{Answer, Held, PrefillHalf, usage_of_answer};
+use super::stream::{Answer, Held, PrefillHalf};
+use super::usage::usage_of_answer;
 use super::waiting::{self, NotPlaced, retried_after};
 use super::{Gateway, Reply, error_of, keys};
 use crate::config::WorkerSpec;

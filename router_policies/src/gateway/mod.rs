@@ -42,6 +42,7 @@ mod sse;
 mod stream;
 mod tls;
 mod traces;
+mod usage;
 mod values;
 mod vocabulary;
 mod waiting;
