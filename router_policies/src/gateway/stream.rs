@@ -6,7 +6,7 @@ use super::client::Client;
 use super::fault::TIME_IS_OVER;
 use super::sse::SseProgress;
 use super::traces::RequestTrace;
-use super::usage::{End, UsageReader};
+use super::usage::StreamUsage;
 use crate::fleet::{Outcome, Reservation, Usage};
 use bytes::Bytes;
 use http_body::Frame;
@@ -64,8 +64,7 @@ pub struct Answer {
     client: Arc<Client>,
     /// That have passed.
     events: u64,
-    usage: UsageReader,
-    end: End,
+    usage: StreamUsage,
     held: Held,
 }
 
@@ -88,28 +87,30 @@ impl Answer {
         client: Arc<Client>,
         held: Held,
     ) -> Self {
+        let usage = StreamUsage::of(api);
         Self {
             first: Some(first),
             incoming,
-            progress: SseProgress::ending_with(api.ends()),
+            progress: SseProgress::ending_with(api.ends()).looking_into(usage.events()),
             reservation: Some(reservation),
             status,
             api,
             client,
             events: 0,
-            usage: UsageReader::default(),
-            end: End::default(),
+            usage,
             held,
         }
     }
 
     fn count(&mut self, data: &[u8]) {
-        let events = self.progress.feed(data);
+        let usage = &mut self.usage;
+        let look = |event: &[u8]| usage.see(event);
+        let events = self.progress.feed_and_look(data, look);
         self.events += events;
-        self.end.feed(data);
+        let told = self.usage.feed(data);
         if let Some(reservation) = &mut self.reservation {
             // Before the first output is noted: what was cached tells what its prefill computed.
-            reservation.report(self.usage.feed(data));
+            reservation.report(told);
             reservation.output(events);
         }
     }
@@ -135,7 +136,7 @@ impl Answer {
     fn end(&mut self) {
         if let Some(reservation) = &mut self.reservation {
             reservation.report(Usage {
-                output_tokens: self.end.output_tokens(),
+                output_tokens: self.usage.output_tokens(),
                 ..Usage::default()
             });
             if self.progress.has_error() {

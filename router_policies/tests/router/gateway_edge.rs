@@ -363,6 +363,75 @@ async fn claude_code_is_served_and_its_session_and_prefix_are_known() {
     assert!(third["new_tokens"].as_u64() > Some(new), "{third}");
 }
 
+/// What SGLang (0.5.17) sends to Claude Code, less its text, in pieces that end where they like.
+const MESSAGE: &[&str] = &[
+    "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"content\":[],\"usage\":{\"input_to",
+    "kens\":8,\"output_tokens\":0,\"cache_read_input_tokens\":32}}}\n\nevent: content_block_start\n",
+    "data: {\"type\":\"content_block_start\",\"content_block\":{\"input\":{\"usage\":{\"input_tokens\":700}}}}\n\n",
+    "event: message_delta\ndata: {\"type\":\"message_delta\",\"usage\":{\"output_tokens\":9}}\n\n",
+    "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
+];
+
+/// What vLLM (0.26.0) sends to Codex: with the tools that the request had.
+const RESPONSE: &[&str] = &[
+    "event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"tools\":[{\"usage\":{\"input_tokens\":700}}],\"usage\":null}}\n\n",
+    "event: response.output_text.delta\ndata: {\"type\":\"response.output_text.delta\",\"delta\":\"a\"}\n\n",
+    "event: response.completed\ndata: {\"type\":\"response.completed\",\"response\":{\"tools\":[{\"usage\":{\"input_tokens\":700}}],",
+    "\"usage\":{\"input_tokens\":40,\"input_tokens_details\":{\"cached_tokens\":32},\"output_tokens\":9}}}\n\n",
+];
+
+#[tokio::test]
+async fn what_agents_prompts_took_is_logged_and_learnt_from() {
+    let mock = MockWorker::start().await;
+    let log = std::env::temp_dir().join(format!("router-usage-{:x}.jsonl", fastrand::u64(..)));
+    let router = Router::with(Config {
+        policy: "unified".to_owned(),
+        workers: vec![worker(&mock, "w", "colocated")],
+        decision_log: Some(log.clone()),
+        ..Config::default()
+    })
+    .await;
+    let finishes = || -> Vec<Value> {
+        let lines = std::fs::read_to_string(&log).unwrap_or_default();
+        let events = lines
+            .lines()
+            .filter_map(|line| serde_json::from_str(line).ok());
+        events
+            .filter(|it: &Value| it["event"] == "finish")
+            .collect()
+    };
+    let asked = json!({"input": "words ".repeat(400), "stream": true});
+    for (number, (path, body, pieces)) in [
+        ("/v1/messages", messages(1, true), MESSAGE),
+        ("/v1/messages", messages(1, true), MESSAGE),
+        ("/v1/responses", asked.clone(), RESPONSE),
+        ("/v1/responses", asked, RESPONSE),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        mock.set_fault(Fault::Raw(pieces, End::Properly));
+        let (status, text) = router.post(path, body).await;
+        assert_eq!((status, text), (StatusCode::OK, pieces.concat()));
+        until("it is logged", || finishes().len() > number).await;
+        let finish = finishes().remove(number);
+        assert_eq!(finish["outcome"], "ok", "{finish}");
+        assert_eq!(finish["prompt_tokens"], 40, "{finish}");
+        assert_eq!(finish["cached_tokens"], 32, "{finish}");
+        let believed = finish["believed_cached_tokens"].as_u64();
+        let is_repeated = number % 2 == 1;
+        assert_eq!(believed > Some(100), is_repeated, "{finish}");
+        // Of what the session had been served before, the engine had less than its prompt has: 39 of 40 at most.
+        let recomputed = finish["recomputed_tokens"].as_u64();
+        assert_eq!(
+            recomputed,
+            Some(if is_repeated { 7 } else { 0 }),
+            "{finish}"
+        );
+    }
+    std::fs::remove_file(&log).expect("removed");
+}
+
 #[tokio::test]
 async fn what_fails_is_said_in_the_words_of_each_api() {
     let (mock, router) = one().await;
