@@ -126,6 +126,8 @@ pub(crate) struct Gateway {
     /// Counts up while any worker is down or suspected to hang, to wake the requests that wait.
     pub alarms: tokio::sync::watch::Sender<u64>,
     pub is_loopback: bool,
+    /// True once a router that stops waits no longer for what runs.
+    pub is_cutting_off: tokio::sync::watch::Sender<bool>,
     /// Something looks again and again at the requests that wait for room.
     pub is_pumping: waiting::IsPumping,
     began: Instant,
@@ -266,6 +268,7 @@ impl Gateway {
             keys: Keys::load(&config)?,
             tracer,
             alarms: tokio::sync::watch::Sender::new(0),
+            is_cutting_off: tokio::sync::watch::Sender::new(false),
             config,
             client,
             ranks: mooncake::Ranks::default(),
@@ -285,6 +288,17 @@ impl Gateway {
     pub fn is_ready(&self) -> bool {
         let all_asked = Arc::strong_count(&self.unasked) == 1;
         (all_asked || self.began.elapsed() >= FIRST_CHECKS) && self.fleet.is_ready()
+    }
+
+    /// Waits until the router waits no longer for what runs.
+    pub fn cut_off(&self) -> impl Future<Output = ()> + use<> {
+        let mut is_cutting_off = self.is_cutting_off.subscribe();
+        async move {
+            if is_cutting_off.wait_for(|is| *is).await.is_err() {
+                // It ends in another way.
+                std::future::pending().await
+            }
+        }
     }
 
     /// Adds a worker and starts watching its health.
@@ -558,8 +572,8 @@ impl Server {
         move || fleet.sink().reopen()
     }
 
-    /// Serves until `stop` resolves, then lets running requests end, at most `drain_timeout_s`. Those
-    /// that no worker has yet are told at once to come again.
+    /// Serves until `stop` resolves, then lets running requests end, at most `drain_timeout_s`; what runs
+    /// longer is told so. Those that no worker has yet are told at once to come again.
     pub async fn serve(self, stop: impl Future<Output = ()>) {
         let Self {
             gateway,
@@ -606,11 +620,14 @@ impl Server {
                 tokio::time::sleep(DRAIN_LOOK).await;
             }
         };
-        if tokio::time::timeout(drain, ended).await.is_err() {
+        let mut ended = std::pin::pin!(ended);
+        if tokio::time::timeout(drain, &mut ended).await.is_err() {
             log::warn!(
                 "requests were still running after {:.0} s",
                 drain.as_secs_f64()
             );
+            gateway.is_cutting_off.send_replace(true);
+            let _ = tokio::time::timeout(client::LAST_WORDS, ended).await;
         }
         if let Some(tracer) = &gateway.tracer {
             // A collector that is gone must not keep the router.
@@ -625,6 +642,7 @@ where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let client = Arc::new(client::Client::default());
+    let cut_off = gateway.cut_off();
     let of_requests = Arc::clone(&client);
     let service = service_fn(move |request| {
         let handled = Arc::clone(&gateway).handle(Arc::clone(&of_requests), request);
@@ -641,5 +659,5 @@ where
             log::debug!("client connection: {error}");
         }
     };
-    client.drive(connection).await;
+    client.drive(connection, cut_off).await;
 }

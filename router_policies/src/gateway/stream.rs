@@ -3,7 +3,6 @@
 use super::admission::Permit;
 use super::apis::Api;
 use super::client::Client;
-use super::fault::TIME_IS_OVER;
 use super::sse::SseProgress;
 use super::traces::RequestTrace;
 use super::usage::StreamUsage;
@@ -157,8 +156,9 @@ impl Drop for Answer {
         if self.progress.is_done() {
             // The client has all of it, and left without waiting for the connection's own end.
             self.end();
-        } else if self.client.is_over() && self.reservation.is_some() {
-            self.finish(Outcome::Timeout, Some(TIME_IS_OVER.to_owned()));
+        } else if let Some(cut_off) = self.client.cut_off() {
+            let (outcome, message) = cut_off.told();
+            self.finish(outcome, Some(message.to_owned()));
         }
     }
 }
@@ -179,8 +179,9 @@ impl http_body::Body for Answer {
         if this.reservation.is_none() {
             return Poll::Ready(None);
         }
-        if this.client.is_over() {
-            let event = this.break_off(Outcome::Timeout, TIME_IS_OVER);
+        if let Some(cut_off) = this.client.cut_off() {
+            let (outcome, message) = cut_off.told();
+            let event = this.break_off(outcome, message);
             return Poll::Ready(Some(Ok(Frame::data(event))));
         }
         let event = match Pin::new(&mut this.incoming).poll_frame(cx) {

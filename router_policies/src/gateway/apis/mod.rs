@@ -121,6 +121,7 @@ impl Api {
     pub(super) fn error_event(self, outcome: Outcome, message: &str, events: u64) -> String {
         let (kind, code) = match outcome {
             Outcome::Timeout => ("timeout", StatusCode::GATEWAY_TIMEOUT),
+            Outcome::RouterError => ("shutting_down", StatusCode::SERVICE_UNAVAILABLE),
             _ => ("worker_error", StatusCode::BAD_GATEWAY),
         };
         let error = match self {
