@@ -23,6 +23,7 @@ mod fault;
 mod guard;
 mod headers;
 mod health;
+mod keepalive;
 mod keys;
 mod kv_events;
 mod load;
@@ -92,9 +93,6 @@ const IDLE_CONNECTION: Duration = Duration::from_secs(4);
 /// What a connection reads at once. Larger reads are no faster, and this stays in the processor's
 /// cache until the body is put together.
 const READ_BYTES: usize = 128 << 10;
-/// How often a quiet connection to a worker is probed, and how many probes may go unanswered.
-const KEEPALIVE: Duration = Duration::from_secs(5);
-const KEEPALIVE_PROBES: u32 = 3;
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a router that ends waits for the last of its traces to be taken.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(2);
@@ -245,11 +243,7 @@ impl Gateway {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(Duration::from_secs_f64(config.connect_timeout_s)));
-        // A host that lost its power or its network says nothing: its streams break this way.
-        connector.set_keepalive(Some(KEEPALIVE));
-        connector.set_keepalive_interval(Some(KEEPALIVE));
-        connector.set_keepalive_retries(Some(KEEPALIVE_PROBES));
-        connector.set_tcp_user_timeout(Some(KEEPALIVE * (KEEPALIVE_PROBES + 1)));
+        keepalive::probe_workers(&mut connector);
         let connector = tls::connector(connector, config.worker_ca_file.as_deref())?;
         let client = Client::builder(TokioExecutor::new())
             .pool_idle_timeout(IDLE_CONNECTION)
@@ -535,6 +529,7 @@ impl Server {
         let listener = TcpListener::bind(&address)
             .await
             .map_err(|error| format!("host, port: cannot listen on {address}: {error}"))?;
+        keepalive::probe_clients(&listener);
         let is_loopback = listener
             .local_addr()
             .is_ok_and(|address| address.ip().is_loopback());

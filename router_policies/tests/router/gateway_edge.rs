@@ -632,3 +632,31 @@ async fn who_goes_on_sending_for_ever_is_not_listened_to_for_ever() {
         "it did for a while"
     );
 }
+
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn a_quiet_client_is_asked_whether_it_is_still_there() {
+    let (_mock, router) = one().await;
+    let address = router.url.trim_start_matches("http://");
+    let socket = tokio::net::TcpStream::connect(address)
+        .await
+        .expect("a connection");
+    let port = |address: std::io::Result<std::net::SocketAddr>| {
+        format!(":{:04X}", address.expect("connected").port())
+    };
+    let (client, router) = (port(socket.local_addr()), port(socket.peer_addr()));
+    // The kernel's table: number, local and remote address, state, queues, the timer that runs and when it fires.
+    let timer = || {
+        let table = std::fs::read_to_string("/proc/net/tcp").expect("the kernel's table");
+        let rows = table.lines().map(|row| row.split_whitespace());
+        let mut rows = rows.map(Iterator::collect::<Vec<_>>);
+        let row = rows.find(|row| row[1].ends_with(&router) && row[2].ends_with(&client));
+        row.map(|row| row[5].to_owned())
+    };
+    until("it is accepted", || timer().is_some()).await;
+    let timer = timer().expect("a row");
+    let (kind, ticks) = timer.split_once(':').expect("a kind and a time");
+    assert_eq!(kind, "02", "keepalive");
+    let ticks = u64::from_str_radix(ticks, 16).expect("a number");
+    assert!((1..=6_000).contains(&ticks), "{ticks} of 10 ms");
+}
