@@ -18,9 +18,10 @@ use std::io::{IoSlice, Result};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::watch;
 use tokio::time::{Instant, Sleep};
 
 /// How long a client has to take the end of an answer whose time is over.
@@ -88,17 +89,25 @@ impl Client {
     }
 
     /// Drives the connection to its end. It is dropped, and all that its answer holds with it, if a
-    /// request's time is over while the client does not take what it is sent. Once `shutting_down`
-    /// resolves, every request's time is over.
-    pub async fn drive(&self, connection: impl Future, shutting_down: impl Future) {
+    /// request's time is over while the client does not take what it is sent. Once `cutting_off` becomes
+    /// true, every request's time is over.
+    pub async fn drive(&self, connection: impl Future, mut cutting_off: watch::Receiver<bool>) {
         let mut connection = pin!(connection);
-        let mut shutting_down = pin!(shutting_down);
+        let is_cutting_off = cutting_off.clone();
+        let mut shutting_down = pin!(cutting_off.wait_for(|is| *is));
+        // Who is woken by that. To ask again at every turn of the connection costs more than the rest of this.
+        let mut woken: Option<Waker> = None;
         let mut timer = pin!(tokio::time::sleep(Duration::ZERO));
         let (mut is_set, mut is_shutting_down) = (false, false);
         std::future::poll_fn(|cx| {
             loop {
-                if !is_shutting_down && shutting_down.as_mut().poll(cx).is_ready() {
-                    is_shutting_down = true;
+                let is_known = woken.as_ref().is_some_and(|it| it.will_wake(cx.waker()));
+                let may_be_over = !is_known || is_cutting_off.has_changed().unwrap_or(false);
+                if !is_shutting_down && may_be_over {
+                    woken = Some(cx.waker().clone());
+                    is_shutting_down = shutting_down.as_mut().poll(cx).is_ready();
+                }
+                if is_shutting_down && !self.is_shutting_down.load(Ordering::Relaxed) {
                     let has_begun = self.deadline.lock().is_some();
                     if has_begun && !self.is_over.load(Ordering::Relaxed) {
                         self.is_shutting_down.store(true, Ordering::Relaxed);

@@ -637,7 +637,7 @@ where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let client = Arc::new(client::Client::default());
-    let cut_off = gateway.cut_off();
+    let cutting_off = gateway.is_cutting_off.subscribe();
     let of_requests = Arc::clone(&client);
     let service = service_fn(move |request| {
         let handled = Arc::clone(&gateway).handle(Arc::clone(&of_requests), request);
@@ -654,5 +654,5 @@ where
             log::debug!("client connection: {error}");
         }
     };
-    client.drive(connection, cut_off).await;
+    client.drive(connection, cutting_off).await;
 }
