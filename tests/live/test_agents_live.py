@@ -74,6 +74,13 @@ def test_agents_own_clients_are_answered(name: str, overrides: list[str], tmp_pa
     assert counted("3")[0] == seen["messages"]["input_tokens"]
     assert counted("chat-1")[0] == seen["chat"]["prompt_tokens"]
     assert counted("responses-1")[-1] == seen["responses"]["input_tokens"]
+    # And the log has what the engine says: of a prompt that came again, what was in its cache too.
+    ends = {line["decision_id"]: line for line in finished}
+    for session, api in (("3", "messages"), ("responses-1", "responses")):
+        again = [line["decision_id"] for line in decisions if line["session_id"] == session][1]
+        end, told = ends[again], seen[api]["again"]
+        assert {key: end[key] for key in told} == told, end
+        assert 2 * told["cached_tokens"] > told["prompt_tokens"] > 0, told
     reported = {line["decision_id"]: line["prompt_tokens"] for line in finished}
     for line in decisions:
         if tokens := reported.get(line["decision_id"]):

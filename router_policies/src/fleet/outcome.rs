@@ -23,3 +23,22 @@ pub struct Usage {
     /// Tokens of all its answers.
     pub output_tokens: Option<u64>,
 }
+
+impl Usage {
+    /// What an engine counted. Every prompt has tokens: where there are none of it, nothing was counted, and
+    /// the zeros beside that say nothing.
+    pub fn counted(
+        prompt_tokens: Option<u64>,
+        cached_tokens: Option<u64>,
+        output_tokens: Option<u64>,
+    ) -> Self {
+        if prompt_tokens == Some(0) {
+            return Self::default();
+        }
+        Self {
+            prompt_tokens,
+            cached_tokens,
+            output_tokens,
+        }
+    }
+}

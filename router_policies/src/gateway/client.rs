@@ -1,12 +1,16 @@
-//! A client's connection, and its end where a request's time is over and the client does not read.
+//! A client's connection, and its end where a request's time is over, or the router's, and the client does
+//! not read.
 //!
 //! hyper asks an answer's body for more only while the socket takes what there is. So what is to happen
 //! at the deadline whatever the client does is done here, where the connection itself is driven: the
-//! timer is one a connection, set again only when it fires, and costs a request next to nothing.
+//! timer is one a connection, set again only when it fires, and costs a request next to nothing. A router
+//! that has waited for its requests for long enough has the deadline come at once.
 //!
 //! A client that is refused before its body was read is still sending it. To close its connection at once
 //! would reset it, and most clients would never see why: so what it sends is thrown away for a while.
 
+use super::fault::{SHUTTING_DOWN, TIME_IS_OVER};
+use crate::fleet::Outcome;
 use hyper::rt::{Read, ReadBuf, ReadBufCursor, Write};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
@@ -14,16 +18,34 @@ use std::io::{IoSlice, Result};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::watch;
 use tokio::time::{Instant, Sleep};
 
 /// How long a client has to take the end of an answer whose time is over.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// How long a client that has its answer may go on sending what nobody reads.
 const LINGER: Duration = Duration::from_secs(5);
+
+/// Why an answer ends before its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CutOff {
+    TimeIsOver,
+    ShuttingDown,
+}
+
+impl CutOff {
+    /// What the log and the client are told.
+    pub fn told(self) -> (Outcome, &'static str) {
+        match self {
+            Self::TimeIsOver => (Outcome::Timeout, TIME_IS_OVER),
+            Self::ShuttingDown => (Outcome::RouterError, SHUTTING_DOWN),
+        }
+    }
+}
 
 /// What a connection, its requests and their answers tell each other.
 #[derive(Debug, Default)]
@@ -31,6 +53,8 @@ pub(crate) struct Client {
     /// Of the last request that came.
     deadline: Mutex<Option<Instant>>,
     is_over: AtomicBool,
+    /// The router waits no longer for what runs.
+    is_shutting_down: AtomicBool,
     /// The socket took nothing more when it was last written to.
     is_full: AtomicBool,
     /// The last request has a body that is not read to its end.
@@ -55,19 +79,42 @@ impl Client {
         self.is_unread.store(false, Ordering::Relaxed);
     }
 
-    /// Whether the last request's time is over.
-    pub fn is_over(&self) -> bool {
-        self.is_over.load(Ordering::Relaxed)
+    /// Whether, and why, the answer to the last request has to end now.
+    pub fn cut_off(&self) -> Option<CutOff> {
+        let is_over = self.is_over.load(Ordering::Relaxed);
+        is_over.then(|| match self.is_shutting_down.load(Ordering::Relaxed) {
+            true => CutOff::ShuttingDown,
+            false => CutOff::TimeIsOver,
+        })
     }
 
     /// Drives the connection to its end. It is dropped, and all that its answer holds with it, if a
-    /// request's time is over while the client does not take what it is sent.
-    pub async fn drive(&self, connection: impl Future) {
+    /// request's time is over while the client does not take what it is sent. Once `cutting_off` becomes
+    /// true, every request's time is over.
+    pub async fn drive(&self, connection: impl Future, mut cutting_off: watch::Receiver<bool>) {
         let mut connection = pin!(connection);
+        let is_cutting_off = cutting_off.clone();
+        let mut shutting_down = pin!(cutting_off.wait_for(|is| *is));
+        // Who is woken by that. To ask again at every turn of the connection costs more than the rest of this.
+        let mut woken: Option<Waker> = None;
         let mut timer = pin!(tokio::time::sleep(Duration::ZERO));
-        let mut is_set = false;
+        let (mut is_set, mut is_shutting_down) = (false, false);
         std::future::poll_fn(|cx| {
             loop {
+                let is_known = woken.as_ref().is_some_and(|it| it.will_wake(cx.waker()));
+                let may_be_over = !is_known || is_cutting_off.has_changed().unwrap_or(false);
+                if !is_shutting_down && may_be_over {
+                    woken = Some(cx.waker().clone());
+                    is_shutting_down = shutting_down.as_mut().poll(cx).is_ready();
+                }
+                if is_shutting_down && !self.is_shutting_down.load(Ordering::Relaxed) {
+                    let has_begun = self.deadline.lock().is_some();
+                    if has_begun && !self.is_over.load(Ordering::Relaxed) {
+                        self.is_shutting_down.store(true, Ordering::Relaxed);
+                        *self.deadline.lock() = Some(Instant::now());
+                        is_set = false;
+                    }
+                }
                 if connection.as_mut().poll(cx).is_ready() {
                     return Poll::Ready(());
                 }

@@ -8,11 +8,12 @@ use super::body::{Scanned, Scanner};
 use super::departure::{self, Stay};
 use super::exchange::{Exchange, RequestContext};
 use super::fault::{
-    Failure, Fault, Suspects, TIME_IS_OVER, excerpt, from_worker, is_refusal, relay,
+    Failure, Fault, SHUTTING_DOWN, Suspects, TIME_IS_OVER, excerpt, from_worker, is_refusal, relay,
 };
 use super::headers::{REQUEST_ID, forwarded, header};
 use super::session;
-use super::stream::{Answer, Held, PrefillHalf, usage_of_answer};
+use super::stream::{Answer, Held, PrefillHalf};
+use super::usage::usage_of_answer;
 use super::waiting::{self, NotPlaced, retried_after};
 use super::{Gateway, Reply, error_of, keys};
 use crate::config::WorkerSpec;
@@ -308,6 +309,13 @@ impl Exchange<'_> {
                     self.decision_id = HeaderValue::from_str(next.decision_id()).ok();
                     moved = Some(next);
                     continue;
+                }
+                () = gateway.cut_off() => {
+                    self.note_failure(SHUTTING_DOWN);
+                    let message = Some(SHUTTING_DOWN.to_owned());
+                    reservation.finish(Outcome::RouterError, Some(503), message);
+                    let status = StatusCode::SERVICE_UNAVAILABLE;
+                    return self.error(status, "shutting_down", SHUTTING_DOWN);
                 }
             };
             let answering = Arc::clone(reservation.answering());

@@ -16,6 +16,9 @@ const WORKER: HeaderName = HeaderName::from_static("x-deltaserve-worker");
 /// What a client is told at its request's deadline.
 pub(super) const TIME_IS_OVER: &str = "the request's time is over";
 
+/// And when the router has waited for its requests for as long as it may.
+pub(super) const SHUTTING_DOWN: &str = "the router was shutting down";
+
 /// How one attempt failed before any of the answer was passed on.
 pub(super) enum Failure {
     /// The worker that answers failed.

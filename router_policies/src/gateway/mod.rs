@@ -23,6 +23,7 @@ mod fault;
 mod guard;
 mod headers;
 mod health;
+mod keepalive;
 mod keys;
 mod kv_events;
 mod load;
@@ -42,6 +43,7 @@ mod sse;
 mod stream;
 mod tls;
 mod traces;
+mod usage;
 mod values;
 mod vocabulary;
 mod waiting;
@@ -91,9 +93,6 @@ const IDLE_CONNECTION: Duration = Duration::from_secs(4);
 /// What a connection reads at once. Larger reads are no faster, and this stays in the processor's
 /// cache until the body is put together.
 const READ_BYTES: usize = 128 << 10;
-/// How often a quiet connection to a worker is probed, and how many probes may go unanswered.
-const KEEPALIVE: Duration = Duration::from_secs(5);
-const KEEPALIVE_PROBES: u32 = 3;
 const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a router that ends waits for the last of its traces to be taken.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(2);
@@ -125,6 +124,8 @@ pub(crate) struct Gateway {
     /// Counts up while any worker is down or suspected to hang, to wake the requests that wait.
     pub alarms: tokio::sync::watch::Sender<u64>,
     pub is_loopback: bool,
+    /// True once a router that stops waits no longer for what runs.
+    pub is_cutting_off: tokio::sync::watch::Sender<bool>,
     /// Something looks again and again at the requests that wait for room.
     pub is_pumping: waiting::IsPumping,
     began: Instant,
@@ -242,11 +243,7 @@ impl Gateway {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(Duration::from_secs_f64(config.connect_timeout_s)));
-        // A host that lost its power or its network says nothing: its streams break this way.
-        connector.set_keepalive(Some(KEEPALIVE));
-        connector.set_keepalive_interval(Some(KEEPALIVE));
-        connector.set_keepalive_retries(Some(KEEPALIVE_PROBES));
-        connector.set_tcp_user_timeout(Some(KEEPALIVE * (KEEPALIVE_PROBES + 1)));
+        keepalive::probe_workers(&mut connector);
         let connector = tls::connector(connector, config.worker_ca_file.as_deref())?;
         let client = Client::builder(TokioExecutor::new())
             .pool_idle_timeout(IDLE_CONNECTION)
@@ -265,6 +262,7 @@ impl Gateway {
             keys: Keys::load(&config)?,
             tracer,
             alarms: tokio::sync::watch::Sender::new(0),
+            is_cutting_off: tokio::sync::watch::Sender::new(false),
             config,
             client,
             ranks: mooncake::Ranks::default(),
@@ -284,6 +282,17 @@ impl Gateway {
     pub fn is_ready(&self) -> bool {
         let all_asked = Arc::strong_count(&self.unasked) == 1;
         (all_asked || self.began.elapsed() >= FIRST_CHECKS) && self.fleet.is_ready()
+    }
+
+    /// Waits until the router waits no longer for what runs.
+    pub fn cut_off(&self) -> impl Future<Output = ()> + use<> {
+        let mut is_cutting_off = self.is_cutting_off.subscribe();
+        async move {
+            if is_cutting_off.wait_for(|is| *is).await.is_err() {
+                // It ends in another way.
+                std::future::pending().await
+            }
+        }
     }
 
     /// Adds a worker and starts watching its health.
@@ -520,6 +529,7 @@ impl Server {
         let listener = TcpListener::bind(&address)
             .await
             .map_err(|error| format!("host, port: cannot listen on {address}: {error}"))?;
+        keepalive::probe_clients(&listener);
         let is_loopback = listener
             .local_addr()
             .is_ok_and(|address| address.ip().is_loopback());
@@ -557,8 +567,8 @@ impl Server {
         move || fleet.sink().reopen()
     }
 
-    /// Serves until `stop` resolves, then lets running requests end, at most `drain_timeout_s`. Those
-    /// that no worker has yet are told at once to come again.
+    /// Serves until `stop` resolves, then lets running requests end, at most `drain_timeout_s`; what runs
+    /// longer is told so. Those that no worker has yet are told at once to come again.
     pub async fn serve(self, stop: impl Future<Output = ()>) {
         let Self {
             gateway,
@@ -605,11 +615,14 @@ impl Server {
                 tokio::time::sleep(DRAIN_LOOK).await;
             }
         };
-        if tokio::time::timeout(drain, ended).await.is_err() {
+        let mut ended = std::pin::pin!(ended);
+        if tokio::time::timeout(drain, &mut ended).await.is_err() {
             log::warn!(
                 "requests were still running after {:.0} s",
                 drain.as_secs_f64()
             );
+            gateway.is_cutting_off.send_replace(true);
+            let _ = tokio::time::timeout(client::LAST_WORDS, ended).await;
         }
         if let Some(tracer) = &gateway.tracer {
             // A collector that is gone must not keep the router.
@@ -624,6 +637,7 @@ where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let client = Arc::new(client::Client::default());
+    let cutting_off = gateway.is_cutting_off.subscribe();
     let of_requests = Arc::clone(&client);
     let service = service_fn(move |request| {
         let handled = Arc::clone(&gateway).handle(Arc::clone(&of_requests), request);
@@ -640,5 +654,5 @@ where
             log::debug!("client connection: {error}");
         }
     };
-    client.drive(connection).await;
+    client.drive(connection, cutting_off).await;
 }

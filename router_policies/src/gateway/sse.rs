@@ -35,10 +35,20 @@ pub struct SseProgress {
     seam: Seam<{ ABORT.len() - 1 }>,
     /// The names of the events by which streams end; those of most APIs end with `[DONE]` alone.
     ends: &'static [&'static str],
+    /// The names of the events that are looked into.
+    looked_into: &'static [&'static str],
+    /// The event that has not ended yet has such a name, and has not become too long.
+    is_kept: bool,
+    /// What has come of it behind its name, line by line.
+    kept: Vec<u8>,
 }
 
 /// As much of a line as is looked at.
 const LINE_BYTES: usize = 48;
+
+/// Longer events are not looked into. Those that count a response's tokens have all of it once more, and of the
+/// request what it was told of tools and instructions.
+pub(super) const MAX_KEPT_BYTES: usize = 4 << 20;
 
 /// SGLang's finish reason of a request that its scheduler gave up. Engines escape quotes in text, so
 /// that it cannot come from the model.
@@ -65,8 +75,21 @@ impl SseProgress {
         }
     }
 
+    /// Has [`SseProgress::feed_and_look`] show the events of these names.
+    pub(super) fn looking_into(self, names: &'static [&'static str]) -> Self {
+        Self {
+            looked_into: names,
+            ..self
+        }
+    }
+
     /// Takes the next bytes; returns the number of events, other than `[DONE]`, that they end.
-    pub fn feed(&mut self, mut data: &[u8]) -> u64 {
+    pub fn feed(&mut self, data: &[u8]) -> u64 {
+        self.feed_and_look(data, |_| {})
+    }
+
+    /// The same; `look` gets the data of each event that ends there and has a name to look for.
+    pub(super) fn feed_and_look(&mut self, mut data: &[u8], mut look: impl FnMut(&[u8])) -> u64 {
         let mut events = 0;
         self.has_error |= self.seam.feed(data, is_abort) || is_abort(data);
         loop {
@@ -75,9 +98,15 @@ impl SseProgress {
                 data = data.strip_prefix(b"\n").unwrap_or(data);
             }
             let Some(end) = memchr2(b'\n', b'\r', data) else {
+                if self.is_kept {
+                    self.keep(data, false);
+                }
                 self.extend_line(data);
                 return events;
             };
+            if self.is_kept {
+                self.keep(&data[..end], true);
+            }
             let is_event = if self.line_bytes == 0 {
                 // Nearly every line comes in one piece.
                 self.end_line(&data[..end.min(LINE_BYTES)], end)
@@ -88,8 +117,27 @@ impl SseProgress {
                 self.end_line(&line, line_bytes)
             };
             events += u64::from(is_event);
+            if !self.has_begun && self.is_kept {
+                self.is_kept = false;
+                // Its blank line has been kept too.
+                if let Some(event) = first_event(&std::mem::take(&mut self.kept)) {
+                    look(&event);
+                }
+            }
             self.after_return = data[end] == b'\r';
             data = &data[end + 1..];
+        }
+    }
+
+    fn keep(&mut self, bytes: &[u8], ends_line: bool) {
+        if self.kept.len() + bytes.len() >= MAX_KEPT_BYTES {
+            self.is_kept = false;
+            self.kept = Vec::new();
+            return;
+        }
+        self.kept.extend_from_slice(bytes);
+        if ends_line {
+            self.kept.push(b'\n');
         }
     }
 
@@ -110,7 +158,10 @@ impl SseProgress {
         } else if let Some(name) = line.strip_prefix(b"event:") {
             let name = name.trim_ascii();
             self.has_error |= matches!(name, b"error" | b"response.failed");
-            self.is_named_end = self.ends.iter().any(|end| end.as_bytes() == name);
+            let is_one_of = |names: &[&str]| names.iter().any(|it| it.as_bytes() == name);
+            self.is_named_end = is_one_of(self.ends);
+            self.is_kept = is_one_of(self.looked_into);
+            self.kept.clear();
         }
         self.has_begun = !is_empty;
         if !is_empty {

@@ -363,6 +363,75 @@ async fn claude_code_is_served_and_its_session_and_prefix_are_known() {
     assert!(third["new_tokens"].as_u64() > Some(new), "{third}");
 }
 
+/// What SGLang (0.5.17) sends to Claude Code, less its text, in pieces that end where they like.
+const MESSAGE: &[&str] = &[
+    "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"content\":[],\"usage\":{\"input_to",
+    "kens\":8,\"output_tokens\":0,\"cache_read_input_tokens\":32}}}\n\nevent: content_block_start\n",
+    "data: {\"type\":\"content_block_start\",\"content_block\":{\"input\":{\"usage\":{\"input_tokens\":700}}}}\n\n",
+    "event: message_delta\ndata: {\"type\":\"message_delta\",\"usage\":{\"output_tokens\":9}}\n\n",
+    "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
+];
+
+/// What vLLM (0.26.0) sends to Codex: with the tools that the request had.
+const RESPONSE: &[&str] = &[
+    "event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"tools\":[{\"usage\":{\"input_tokens\":700}}],\"usage\":null}}\n\n",
+    "event: response.output_text.delta\ndata: {\"type\":\"response.output_text.delta\",\"delta\":\"a\"}\n\n",
+    "event: response.completed\ndata: {\"type\":\"response.completed\",\"response\":{\"tools\":[{\"usage\":{\"input_tokens\":700}}],",
+    "\"usage\":{\"input_tokens\":40,\"input_tokens_details\":{\"cached_tokens\":32},\"output_tokens\":9}}}\n\n",
+];
+
+#[tokio::test]
+async fn what_agents_prompts_took_is_logged_and_learnt_from() {
+    let mock = MockWorker::start().await;
+    let log = std::env::temp_dir().join(format!("router-usage-{:x}.jsonl", fastrand::u64(..)));
+    let router = Router::with(Config {
+        policy: "unified".to_owned(),
+        workers: vec![worker(&mock, "w", "colocated")],
+        decision_log: Some(log.clone()),
+        ..Config::default()
+    })
+    .await;
+    let finishes = || -> Vec<Value> {
+        let lines = std::fs::read_to_string(&log).unwrap_or_default();
+        let events = lines
+            .lines()
+            .filter_map(|line| serde_json::from_str(line).ok());
+        events
+            .filter(|it: &Value| it["event"] == "finish")
+            .collect()
+    };
+    let asked = json!({"input": "words ".repeat(400), "stream": true});
+    for (number, (path, body, pieces)) in [
+        ("/v1/messages", messages(1, true), MESSAGE),
+        ("/v1/messages", messages(1, true), MESSAGE),
+        ("/v1/responses", asked.clone(), RESPONSE),
+        ("/v1/responses", asked, RESPONSE),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        mock.set_fault(Fault::Raw(pieces, End::Properly));
+        let (status, text) = router.post(path, body).await;
+        assert_eq!((status, text), (StatusCode::OK, pieces.concat()));
+        until("it is logged", || finishes().len() > number).await;
+        let finish = finishes().remove(number);
+        assert_eq!(finish["outcome"], "ok", "{finish}");
+        assert_eq!(finish["prompt_tokens"], 40, "{finish}");
+        assert_eq!(finish["cached_tokens"], 32, "{finish}");
+        let believed = finish["believed_cached_tokens"].as_u64();
+        let is_repeated = number % 2 == 1;
+        assert_eq!(believed > Some(100), is_repeated, "{finish}");
+        // Of what the session had been served before, the engine had less than its prompt has: 39 of 40 at most.
+        let recomputed = finish["recomputed_tokens"].as_u64();
+        assert_eq!(
+            recomputed,
+            Some(if is_repeated { 7 } else { 0 }),
+            "{finish}"
+        );
+    }
+    std::fs::remove_file(&log).expect("removed");
+}
+
 #[tokio::test]
 async fn what_fails_is_said_in_the_words_of_each_api() {
     let (mock, router) = one().await;
@@ -562,4 +631,32 @@ async fn who_goes_on_sending_for_ever_is_not_listened_to_for_ever() {
         begun.elapsed() > Duration::from_secs(1),
         "it did for a while"
     );
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn a_quiet_client_is_asked_whether_it_is_still_there() {
+    let (_mock, router) = one().await;
+    let address = router.url.trim_start_matches("http://");
+    let socket = tokio::net::TcpStream::connect(address)
+        .await
+        .expect("a connection");
+    let port = |address: std::io::Result<std::net::SocketAddr>| {
+        format!(":{:04X}", address.expect("connected").port())
+    };
+    let (client, router) = (port(socket.local_addr()), port(socket.peer_addr()));
+    // The kernel's table: number, local and remote address, state, queues, the timer that runs and when it fires.
+    let timer = || {
+        let table = std::fs::read_to_string("/proc/net/tcp").expect("the kernel's table");
+        let rows = table.lines().map(|row| row.split_whitespace());
+        let mut rows = rows.map(Iterator::collect::<Vec<_>>);
+        let row = rows.find(|row| row[1].ends_with(&router) && row[2].ends_with(&client));
+        row.map(|row| row[5].to_owned())
+    };
+    until("it is accepted", || timer().is_some()).await;
+    let timer = timer().expect("a row");
+    let (kind, ticks) = timer.split_once(':').expect("a kind and a time");
+    assert_eq!(kind, "02", "keepalive");
+    let ticks = u64::from_str_radix(ticks, 16).expect("a number");
+    assert!((1..=6_000).contains(&ticks), "{ticks} of 10 ms");
 }

@@ -13,6 +13,7 @@ mod gateway_kv_events;
 mod gateway_openings;
 mod gateway_requests;
 mod gateway_residency;
+mod gateway_shutdown;
 mod gateway_tls;
 mod gateway_traces;
 mod gateway_transfer;

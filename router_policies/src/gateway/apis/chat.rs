@@ -14,4 +14,5 @@ pub(super) static SHAPE: Shape = Shape {
     separates: Separates::Any,
     error: openai_error,
     error_event: None,
+    counts: None,
 };

@@ -7,7 +7,7 @@ mod generate;
 mod messages;
 mod responses;
 
-use crate::fleet::Outcome;
+use crate::fleet::{Outcome, Usage};
 use hyper::StatusCode;
 
 /// Which request format a body follows.
@@ -54,6 +54,19 @@ pub struct Shape {
     pub error: fn(kind: &str, code: u16, message: &str) -> serde_json::Value,
     /// The name of an event that is an error.
     pub error_event: Option<&'static str>,
+    /// Where its answers count tokens. None where they do by the names of OpenAI's chats and have what models
+    /// and clients wrote as text alone, in which quotes are escaped: the names are then found without parsing.
+    pub counts: Option<&'static Counts>,
+}
+
+/// Where answers count tokens that may have the same names elsewhere: in the input of a tool that the model
+/// called, or in the schemas of the client's tools.
+#[derive(Debug)]
+pub struct Counts {
+    /// The events of a stream that count.
+    pub events: &'static [&'static str],
+    /// What the data of such an event, or an answer in one piece, counts.
+    pub read: fn(&[u8]) -> Usage,
 }
 
 /// Which engines can prefill a request of this API on one worker and decode it on another.
@@ -96,6 +109,10 @@ impl Api {
         self.shape().ends
     }
 
+    pub(super) fn counts(self) -> Option<&'static Counts> {
+        self.shape().counts
+    }
+
     pub(super) fn end(self) -> &'static str {
         self.shape().end
     }
@@ -104,6 +121,7 @@ impl Api {
     pub(super) fn error_event(self, outcome: Outcome, message: &str, events: u64) -> String {
         let (kind, code) = match outcome {
             Outcome::Timeout => ("timeout", StatusCode::GATEWAY_TIMEOUT),
+            Outcome::RouterError => ("shutting_down", StatusCode::SERVICE_UNAVAILABLE),
             _ => ("worker_error", StatusCode::BAD_GATEWAY),
         };
         let error = match self {

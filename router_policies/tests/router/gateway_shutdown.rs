@@ -1,0 +1,203 @@
+//! What becomes of requests that still run when a router that stops has waited for them for long enough.
+
+use crate::mock::MockWorker;
+use crate::mock::router::{generate, text, until, worker};
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::{Request, Response, StatusCode};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use router_policies::config::Config;
+use router_policies::fleet::Fleet;
+use router_policies::gateway::Server;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+/// A router that can be stopped, before one worker.
+struct Stoppable {
+    address: String,
+    client: Client<HttpConnector, Full<Bytes>>,
+    fleet: Arc<Fleet>,
+    log: PathBuf,
+    stop: oneshot::Sender<()>,
+    serving: JoinHandle<()>,
+}
+
+impl Stoppable {
+    async fn before(mock: &MockWorker, drain_timeout_s: f64) -> Self {
+        let log = std::env::temp_dir().join(format!("router-stop-{:x}.jsonl", fastrand::u64(..)));
+        let server = Server::bind(Config {
+            port: 0,
+            policy: "round_robin".to_owned(),
+            workers: vec![worker(mock, "w", "colocated")],
+            decision_log: Some(log.clone()),
+            drain_timeout_s,
+            ..Config::default()
+        })
+        .await
+        .expect("binds");
+        let (stop, stopped) = oneshot::channel();
+        let address = server.address().expect("bound").to_string();
+        let fleet = server.fleet();
+        let serving = tokio::spawn(server.serve(async move {
+            let _ = stopped.await;
+        }));
+        until("the worker is up", || fleet.snapshot()[0].healthy).await;
+        Self {
+            address,
+            client: Client::builder(TokioExecutor::new()).build_http(),
+            fleet,
+            log,
+            stop,
+            serving,
+        }
+    }
+
+    fn send(&self, path: &str, body: &Value) -> JoinHandle<Response<Incoming>> {
+        let url = format!("http://{}{path}", self.address);
+        let body = Full::from(body.to_string());
+        let request = Request::post(url).body(body).expect("a request");
+        let answer = self.client.request(request);
+        tokio::spawn(async { answer.await.expect("an answer") })
+    }
+
+    /// Stops it; how long that took, and what the log says at last of each request.
+    async fn stop(self, requests: usize) -> (Duration, Vec<Value>) {
+        let begun = Instant::now();
+        self.stop.send(()).expect("it serves");
+        self.serving.await.expect("it stops");
+        let took = begun.elapsed();
+        assert!(self.fleet.is_idle(), "nothing is reserved");
+        let finishes = || -> Vec<Value> {
+            let lines = std::fs::read_to_string(&self.log).unwrap_or_default();
+            let events = lines.lines().filter_map(|it| serde_json::from_str(it).ok());
+            events
+                .filter(|it: &Value| it["event"] == "finish")
+                .collect()
+        };
+        until("it is logged", || finishes().len() == requests).await;
+        let finishes = finishes();
+        std::fs::remove_file(&self.log).expect("removed");
+        (took, finishes)
+    }
+}
+
+const MESSAGE: &str = "the router was shutting down";
+
+#[tokio::test]
+async fn streams_that_a_stopping_router_cuts_off_end_with_an_error_of_their_api() {
+    let mock = MockWorker::start().await;
+    mock.behaviour.tokens.store(1_000_000, Ordering::SeqCst);
+    mock.behaviour.token_us.store(10_000, Ordering::SeqCst);
+    let router = Stoppable::before(&mock, 0.3).await;
+    let said = json!([{"role": "user", "content": "hi"}]);
+    let asked = [
+        ("/generate", generate(true), "/error/type", "shutting_down"),
+        (
+            "/v1/chat/completions",
+            json!({"messages": said, "stream": true}),
+            "/error/type",
+            "shutting_down",
+        ),
+        (
+            "/v1/messages",
+            json!({"messages": said, "max_tokens": 9, "stream": true}),
+            "/error/type",
+            "overloaded_error",
+        ),
+        (
+            "/v1/responses",
+            json!({"input": "hi", "stream": true}),
+            "/code",
+            "shutting_down",
+        ),
+    ];
+    let mut streams = Vec::new();
+    for (path, body, place, kind) in &asked {
+        let answer = router.send(path, body).await.expect("sent");
+        assert_eq!(answer.status(), StatusCode::OK);
+        streams.push((tokio::spawn(text(answer)), *path, *place, *kind));
+    }
+    let (took, finishes) = router.stop(asked.len()).await;
+    assert!(took < Duration::from_secs(10), "it took {took:?}");
+    for (stream, path, place, kind) in streams {
+        let text = stream.await.expect("a whole answer");
+        let last = text.trim_end().rsplit("\n\n").next().expect("an event");
+        let (name, data) = last.split_once("data: ").expect("an event with data");
+        let named = matches!(path, "/v1/messages" | "/v1/responses");
+        assert_eq!(name, if named { "event: error\n" } else { "" });
+        let event: Value = serde_json::from_str(data).expect("JSON");
+        assert_eq!(event.pointer(place), Some(&Value::from(kind)), "{event}");
+        assert_eq!(event["error"]["message"], MESSAGE);
+    }
+    for finish in finishes {
+        assert_eq!(finish["outcome"], "router_error", "{finish}");
+        assert_eq!(finish["error"], MESSAGE, "{finish}");
+    }
+    until("the worker is told", || {
+        mock.behaviour.aborted.load(Ordering::SeqCst) == asked.len()
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn requests_without_an_answer_are_told_that_the_router_stops() {
+    let mock = MockWorker::start().await;
+    mock.behaviour
+        .first_token_us
+        .store(60_000_000, Ordering::SeqCst);
+    let router = Stoppable::before(&mock, 0.0).await;
+    let answers = [false, true].map(|streams| router.send("/generate", &generate(streams)));
+    until("they run", || {
+        mock.behaviour.running.load(Ordering::SeqCst) == 2
+    })
+    .await;
+    let (took, finishes) = router.stop(2).await;
+    assert!(took < Duration::from_secs(10), "it took {took:?}");
+    for answer in answers {
+        let answer = answer.await.expect("sent");
+        assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(answer.headers()["retry-after"], "1");
+        let error: Value = serde_json::from_str(&text(answer).await).expect("JSON");
+        assert_eq!(error["error"]["type"], "shutting_down");
+        assert_eq!(error["error"]["message"], MESSAGE);
+    }
+    for finish in finishes {
+        assert_eq!(finish["outcome"], "router_error", "{finish}");
+        assert_eq!(finish["status"], 503, "{finish}");
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_read_keeps_no_router_from_stopping() {
+    let mock = MockWorker::start().await;
+    let router = Stoppable::before(&mock, 0.3).await;
+    let mut socket = tokio::net::TcpStream::connect(&router.address)
+        .await
+        .expect("a connection");
+    let body = json!({"input_ids": [1], "user": "flood", "stream": true}).to_string();
+    let head = format!(
+        "POST /generate HTTP/1.1\r\nhost: r\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    let request = [head, body].concat();
+    socket.write_all(request.as_bytes()).await.expect("sent");
+    until("it is reserved", || !router.fleet.is_idle()).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let (took, finishes) = router.stop(1).await;
+    assert!(took < Duration::from_secs(10), "it took {took:?}");
+    assert_eq!(finishes[0]["outcome"], "router_error", "{}", finishes[0]);
+    let mut bytes = Vec::new();
+    let _ = socket.read_to_end(&mut bytes).await;
+    assert!(
+        !bytes.ends_with(b"0\r\n\r\n"),
+        "the client can tell that it is not whole"
+    );
+}
