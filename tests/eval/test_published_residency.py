@@ -61,6 +61,16 @@ TABLES = (
     ),
     ("draw1-vllm-4096-ten", "draw4-vllm-4096-ten", "vllm-4096-residency-twentyfour"),
     ("draw1-ten", "draw4-ten", "draw1-mixed-ten"),
+    (
+        "draw1-twelve",
+        "draw2-twelve",
+        "draw4-twelve",
+        "draw1-vllm-4096-twelve",
+        "draw2-vllm-4096-twelve",
+        "vllm-4096-twelve",
+        "draw4-vllm-4096-twelve",
+        "draw2-mixed-twelve",
+    ),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -172,6 +182,84 @@ def test_what_is_said_of_a_minute_of_thinking(tmp_path: Path) -> None:
     assert [round(f(waited_s)) for f in (len, min, max)] == [4, 49, 68]
     longest_s = sorted(r["first_token_s"] - r["scheduled_s"] for r in measured if not r["error"])
     assert longest_s[-2:] == pytest.approx([201, 225], abs=0.5)
+
+
+def test_what_is_said_of_twelve_sessions_of_four_draws(tmp_path: Path) -> None:
+    """Which runs are steady, what the table of draws has, and where late turns had waited."""
+    *steady, mixed = TABLES[20]
+    for arm in steady:
+        assert steadiness(run_of(arm, tmp_path / arm)).state is State.STEADY
+    assert steadiness(run_of(mixed, tmp_path / mixed)).state is State.NOT_SUSTAINED
+    page = (RESULTS / "residency.md").read_text()
+    page = page[page.index("## Twelve sessions of four draws") :]
+    ours = ("draw1-twelve", "draw2-twelve", "half-twelve", "draw4-twelve")
+    vllm = ("draw1-vllm-4096-twelve", "draw2-vllm-4096-twelve", "vllm-4096-twelve")
+    vllm = (*vllm, "draw4-vllm-4096-twelve")
+
+    def shares_and_rates(arms: tuple[str, ...]) -> list[tuple[float, float]]:
+        found = []
+        for arm in arms:
+            measured = [r for r in lines(arm) if r["phase"] == "measure"]
+            good = sum(not r["error"] and not any(missed(r)) for r in measured)
+            found.append((100 * good / len(measured), rate(arm)))
+        return found
+
+    for label, arms in (("ours", ours), ("vLLM, chunks of 4,096", vllm)):
+        found = shares_and_rates(arms)
+        cells = " | ".join(f"{share:.0f} %; {of:.3f}" for share, of in found)
+        assert f"| {label} | {cells} |" in page
+    both = [np.array(shares_and_rates(arms)) for arms in (ours, vllm)]
+    shares, rates = ([of[:, at].mean() for of in both] for at in (0, 1))
+    good = [(of[:, 0] * of[:, 1]).mean() / 100 for of in both]
+    assert "ours has {:.0f} % in time and vLLM {:.0f} %".format(*shares) in page
+    assert "({:.3f} and {:.3f}), so {:.3f} and {:.3f} turns".format(*rates, *good) in page
+    wanted = " | ".join(f"{wanted_share(arm, 12):.2f}" for arm in ours)
+    assert f"| wanted of the KV | {wanted} |" in page
+    late = []
+    for arm in ours[:2] + ours[3:]:
+        waited_s = {
+            e["decision_id"]: e["residency"]["waited_s"]
+            for e in decisions(arm)
+            if e["event"] == "decision"
+        }
+        measured = [r for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
+        of = [r for r in measured if missed(r)[0]]
+        late.append((len(of), sum(waited_s[r["decision_id"]] > 3 for r in of)))
+    assert late == [(23, 17), (10, 7), (18, 15)]
+
+
+def rate(arm: str) -> float:
+    """Answers a second of the window."""
+    window = phases(arm)
+    start_s, end_s = window["window_start_s"], window["window_end_s"]
+    ended = [r for r in lines(arm) if r["phase"] != "prime" and not r["error"]]
+    return sum(start_s <= r["finished_s"] < end_s for r in ended) / (end_s - start_s)
+
+
+def wanted_share(arm: str, sessions: int, capacity: int = 563_776) -> float:
+    """The share of the KV that so many sessions' turns hold over time: their prompts, for as long
+    as they run on the worker, over the time in which they run and their session thinks."""
+    run_s = {
+        e["decision_id"]: e["duration_s"]
+        for e in decisions(arm)
+        if e["event"] == "finish" and e["outcome"] == "ok"
+    }
+    served = [r for r in lines(arm) if r["phase"] != "prime"]
+    held = [
+        (r["input_length"], run_s[r["decision_id"]]) for r in served if r["decision_id"] in run_s
+    ]
+    by_session: dict[str, list[dict[str, Any]]] = {}
+    for request in sorted(served, key=lambda r: r["scheduled_s"]):
+        by_session.setdefault(request["session_id"], []).append(request)
+    think_s = [
+        after["sent_s"] - before["finished_s"]
+        for turns in by_session.values()
+        for before, after in pairwise(turns)
+        if before["finished_s"] and after["sent_s"]
+    ]
+    tokens, ran_s = np.array(held).T
+    cycle_s = float(ran_s.mean()) + float(np.mean(think_s))
+    return float((tokens * ran_s).mean()) * sessions / cycle_s / capacity
 
 
 def test_what_is_said_of_the_run_that_was_cut_off() -> None:
