@@ -28,6 +28,7 @@ pub mod settings;
 mod slices;
 #[cfg(test)]
 mod testing;
+mod wanted;
 
 pub(super) use account::Seat;
 pub(super) use gate::{Asked, Go};
@@ -56,6 +57,7 @@ use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::ops::Deref;
 use std::sync::Arc;
+use wanted::Wanted;
 
 /// Growth a turn that is assumed until some was seen.
 const ASSUMED_GROWTH_TOKENS: f64 = 2_000.0;
@@ -213,6 +215,8 @@ struct Seen {
     parted: VecDeque<(f64, Key, u64)>,
     /// Sessions with a time slice, and since when.
     slices: StateMap<f64>,
+    /// What those that take turns there want of it.
+    wanted: Wanted,
 }
 
 impl Residency {

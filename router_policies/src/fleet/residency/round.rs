@@ -50,8 +50,6 @@ pub(super) struct Load {
     pub tokens: f64,
     /// Tokens of their prompts: running or not, they are to be found in one of the tiers again.
     pub kept: f64,
-    /// The same and the prompts of those that wait without a slice; not counted where nothing depends on it.
-    pub of_all: f64,
     /// Those who have had theirs for long enough; the longest first.
     pub over: Vec<Over>,
     /// [`super::book::Hold::changes`] of the places that it is of.

@@ -8,11 +8,13 @@
 //! others. Who has had a slice for long enough loses it to one that waits.
 
 use super::book::Occupant;
-use super::gaps::MOST_S;
+use super::gaps::{MOST_S, OwnGaps};
 use super::identity::Key;
+use super::pump::LOOKED_AT;
 use super::round::{Load, Over, Round};
-use super::rules::{Demand, Slices};
+use super::rules::Demand;
 use super::sessions::Known;
+use super::wanted::Tokens;
 use super::{Residency, Site, Sites, site_of};
 use crate::policy::attention_pairs;
 use std::rc::Rc;
@@ -46,26 +48,32 @@ struct SliceBudget {
 
 impl Residency {
     /// What turns of sessions with a slice may be expected to hold on a worker; none where there are
-    /// no slices, or where all that take turns there have prompts of so few tokens, `of_all`, that nobody
-    /// needs one.
+    /// no slices, or where so little is wanted that nobody needs one.
     ///
     /// The host tier holds what the GPU holds too, as HiCache and vLLM's offloading write it through. What sessions
     /// with a slice leave behind while they think must fit in it, or each comes back to nothing.
-    fn slice_budget(&self, site: &Site, of_all: f64) -> Option<SliceBudget> {
+    fn slice_budget(&self, site: &Site) -> Option<SliceBudget> {
         let slices = self.manner.slices?;
-        let (tier, budget) = (site.host_tier_tokens()? as f64, self.budget_tokens(site)?);
-        if of_all <= tier * slices.from_tier_fill {
-            return None;
+        if slices.from_fill > 0.0 {
+            let seen = self.seen.get(site.slot);
+            seen.filter(|seen| seen.wanted.exceeds())?;
         }
-        Some(SliceBudget {
-            tokens: budget as f64 * slices.fill,
-            kept: (tier * slices.tier_fill).max(budget as f64),
-        })
+        let (tokens, kept) = self.limits(site, slices.fill)?;
+        Some(SliceBudget { tokens, kept })
     }
 
-    /// Whether sessions take turns in time slices there, once there are enough of them.
+    /// A share of what may be booked on a worker's GPU, and what its tiers keep of prompts; none where it has
+    /// no host tier.
+    fn limits(&self, site: &Site, fill: f64) -> Option<(f64, f64)> {
+        let slices = self.manner.slices?;
+        let (tier, budget) = (site.host_tier_tokens()? as f64, self.budget_tokens(site)?);
+        let kept = (tier * slices.tier_fill).max(budget as f64);
+        Some((budget as f64 * fill, kept))
+    }
+
+    /// Whether sessions take turns in time slices there, once they want more than there is.
     fn slices_at(&self, site: &Site) -> bool {
-        self.slice_budget(site, f64::INFINITY).is_some()
+        self.limits(site, 1.0).is_some()
     }
 
     /// Whether sessions take turns in time slices on any worker.
@@ -92,7 +100,7 @@ impl Residency {
 
     /// Whether a session has a slice there, or may begin one now, or needs none.
     pub(super) fn may_begin_slice(&self, key: Key, site: &Site, round: &mut Round) -> bool {
-        if !self.slices_at(site) || self.has_slice(key, site) {
+        if self.slice_budget(site).is_none() || self.has_slice(key, site) {
             return true;
         }
         // The next one is that for which room gathers.
@@ -115,6 +123,7 @@ impl Residency {
     /// A session whose turn was let in begins a slice, unless it has one, and those end that make room for it.
     /// One that goes on with a place that it still has, where no more slices fit, has none.
     pub fn begin_slice(&mut self, key: Key, site: &Site, now_s: f64, demand: Demand) {
+        self.note_wanted(site, now_s);
         if !self.slices_at(site) || self.has_slice(key, site) {
             return;
         }
@@ -139,12 +148,81 @@ impl Residency {
         self.seen[site.slot].slices = slices;
     }
 
+    /// Takes note of what those that take turns on a worker want of it. Once that is more than there is, as many
+    /// keep a slice as have room: those whose turns run, then those that have had theirs for longest.
+    fn note_wanted(&mut self, site: &Site, now_s: f64) {
+        let Some(slices) = self.manner.slices.filter(|slices| slices.from_fill > 0.0) else {
+            return;
+        };
+        let Some((over_time, kept)) = self.limits(site, slices.from_fill) else {
+            return;
+        };
+        let limits = Tokens { over_time, kept };
+        let wanted = self.wanted(site, now_s);
+        if !self.seen[site.slot].wanted.note(wanted, limits, now_s) {
+            return;
+        }
+        let all = std::mem::take(&mut self.seen[site.slot].slices);
+        let mut all: Vec<(bool, f64, Key)> = all
+            .into_iter()
+            .map(|(key, since_s)| (!self.runs_on(key, site), since_s, key))
+            .collect();
+        all.sort_by(|one, other| {
+            let by_time = one.1.total_cmp(&other.1);
+            one.0.cmp(&other.0).then(by_time).then(one.2.cmp(&other.2))
+        });
+        let mut left = over_time / slices.from_fill * slices.fill;
+        for (_, _, key) in all {
+            let tokens = self.expected(key, site, now_s).tokens;
+            if tokens <= left {
+                left -= tokens;
+                self.seen[site.slot].slices.insert(key, now_s);
+            }
+        }
+    }
+
+    /// What those with a slice, others whose turns run and the first that wait want of a worker.
+    fn wanted(&self, site: &Site, now_s: f64) -> Tokens {
+        let (seen, hold) = (&self.seen[site.slot], &self.holds[site.slot]);
+        let mut wanted = Tokens::default();
+        let mut add = |one: Expected| {
+            wanted.over_time += one.tokens;
+            wanted.kept += one.kept;
+        };
+        for &key in seen.slices.keys().filter(|key| self.is_home(**key, site)) {
+            add(self.expected(key, site, now_s));
+        }
+        let running = hold.occupants().filter(|(_, o)| !o.turns.is_empty());
+        for (key, _) in running.filter(|(key, _)| !self.has_slice(*key, site)) {
+            add(self.expected(key, site, now_s));
+        }
+        for (_, waiter) in self.queue.waiting().take(LOOKED_AT) {
+            let key = waiter.turn.identity.key;
+            let known = self.sessions.get(key);
+            let home = known.and_then(|known| known.home);
+            let may_go_there = home.is_none_or(|(slot, _)| slot == site.slot);
+            if may_go_there && !self.has_slice(key, site) && !self.runs_on(key, site) {
+                let tokens = waiter.turn.prompt.tokens() as f64;
+                add(Expected {
+                    tokens: self.over_time(tokens, known),
+                    kept: tokens,
+                });
+            }
+        }
+        wanted
+    }
+
+    fn runs_on(&self, key: Key, site: &Site) -> bool {
+        let hold = self.holds.get(site.slot);
+        let occupant = hold.and_then(|hold| hold.occupant(key));
+        occupant.is_some_and(|occupant| !occupant.turns.is_empty())
+    }
+
     /// What a worker holds of those with a slice, and of others that run.
     fn load(&self, site: &Site, now_s: f64, demand: Demand) -> Load {
         let mut load = Load {
             tokens: 0.0,
             kept: 0.0,
-            of_all: f64::INFINITY,
             over: Vec::new(),
             changes: self.changes_at(site.slot),
         };
@@ -172,10 +250,6 @@ impl Residency {
             load.kept += expected.kept;
         }
         load.tokens = blended(hold.in_flight_tokens(), load.tokens);
-        let is_asked = |slices: Slices| slices.from_tier_fill > 0.0;
-        if self.manner.slices.is_some_and(is_asked) {
-            load.of_all = load.kept + self.waiting_tokens(site);
-        }
         over.sort_by(|(one_s, one), (other_s, other)| {
             one_s.total_cmp(other_s).then(one.key.cmp(&other.key))
         });
@@ -183,30 +257,11 @@ impl Residency {
         load
     }
 
-    /// Tokens of the prompts that wait for a worker, or for any, without a slice and without running there.
-    fn waiting_tokens(&self, site: &Site) -> f64 {
-        let runs = |key: Key| {
-            let hold = self.holds.get(site.slot);
-            let occupant = hold.and_then(|hold| hold.occupant(key));
-            occupant.is_some_and(|occupant| !occupant.turns.is_empty())
-        };
-        let may_go_there = |key: Key| {
-            let home = self.sessions.get(key).and_then(|known| known.home);
-            home.is_none_or(|(slot, _)| slot == site.slot)
-        };
-        let waiting = self.queue.waiting().map(|(_, waiter)| &waiter.turn);
-        let others = waiting.filter(|turn| {
-            let key = turn.identity.key;
-            may_go_there(key) && !self.has_slice(key, site) && !runs(key)
-        });
-        others.map(|turn| turn.prompt.tokens() as f64).sum()
-    }
-
     /// Who has to end so that this one may begin; none if all who may are not enough. What it holds over time
     /// counts in full, and its prompt beside that as it will be in flight: the larger the sessions, the more
     /// of a worker is left because the next one does not fit.
     fn ends_for(&self, key: Key, site: &Site, load: &Load) -> Option<Vec<Key>> {
-        let Some(budget) = self.slice_budget(site, load.of_all) else {
+        let Some(budget) = self.slice_budget(site) else {
             return Some(Vec::new());
         };
         // It has come back, whatever was to be expected.
@@ -283,9 +338,15 @@ impl Residency {
 
     /// The KV that a session's turns hold, in tokens, over the time in which they run and it thinks.
     fn tokens_over_time(&self, known: &Known) -> f64 {
-        let run_s = known.run_s.unwrap_or(self.run_s);
-        let think_s = self.gaps.mean_s(&known.gaps);
-        known.prompt_tokens.unwrap_or(0) as f64 * run_s / (run_s + think_s)
+        self.over_time(known.prompt_tokens.unwrap_or(0) as f64, Some(known))
+    }
+
+    /// The same of so many tokens, for a session of which nothing may be known.
+    fn over_time(&self, tokens: f64, known: Option<&Known>) -> f64 {
+        let run_s = known.and_then(|known| known.run_s).unwrap_or(self.run_s);
+        let none = OwnGaps::default();
+        let think_s = self.gaps.mean_s(known.map_or(&none, |known| &known.gaps));
+        tokens * run_s / (run_s + think_s)
     }
 }
 
@@ -323,9 +384,9 @@ mod tests {
             Self::with_slices_from(host_kv_tokens, cheap_recompute_s, 0.0)
         }
 
-        fn with_slices_from(host_kv_tokens: u32, cheap_recompute_s: f64, tier_fill: f64) -> Self {
+        fn with_slices_from(host_kv_tokens: u32, cheap_recompute_s: f64, fill: f64) -> Self {
             let (fleet, clock_ms) = fleet_under(&json!({"cold_slots": 10, "growth_turns": 0,
-                "cheap_recompute_s": cheap_recompute_s, "slice_from_tier_fill": tier_fill}));
+                "cheap_recompute_s": cheap_recompute_s, "slice_from_fill": fill}));
             let world = Self {
                 fleet,
                 clock_ms,
@@ -523,20 +584,44 @@ mod tests {
     }
 
     #[test]
-    fn nobody_needs_a_slice_while_the_tier_keeps_all_that_take_turns() {
-        let world = World::with_slices_from(500_000, 0.0, 0.6);
-        world.serve(0, 80_000, 5.0);
-        world.serve(1, 60_000, 5.0);
-        assert_eq!(world.load().1.len(), 2, "they would hold more than half");
-        assert!(world.may_begin(2));
+    fn nobody_needs_a_slice_while_all_want_no_more_than_there_is() {
+        let [always, world] = [0.0, 0.85].map(|fill| World::with_slices_from(500_000, 0.0, fill));
+        let served = |world: &World| {
+            let may_go = |session| {
+                let request = world.turn(session, 60_000);
+                matches!(world.fleet.admit(&request, &[], || ()), Admit::Placed(_))
+            };
+            let mut sessions = 0..4;
+            sessions.all(|session| {
+                let goes = may_go(session);
+                if goes {
+                    world.serve(session, 60_000, 5.0);
+                }
+                goes
+            })
+        };
+        assert!(!served(&always) && served(&world));
+        let before = world.load().1.len();
+        assert!(before > always.load().1.len());
+        assert!(world.may_begin(4));
+        // Now they answer at length, and others wait.
+        world.serve(0, 60_000, 300.0);
         let running = world.placed(&world.turn(0, 90_000));
-        let ticket = world.waits(&world.turn(2, 90_000));
-        assert!(world.may_begin(3), "240,000 tokens of 300,000");
-        let another = world.waits(&world.turn(3, 90_000));
-        assert!(!world.may_begin(3), "330,000");
-        drop(another);
-        assert!(world.may_begin(3));
-        drop((running, ticket));
+        let mut waiting =
+            Vec::from([4, 5].map(|session| world.waits(&world.turn(session, 90_000))));
+        world.advance(300.0);
+        running.finish(Outcome::Ok, Some(200), None);
+        world.advance(0.1);
+        assert!(!world.may_begin(6));
+        let (_, slices) = world.load();
+        assert!(slices.len() < before, "{slices:?} keep theirs");
+        // Nobody comes back.
+        waiting.clear();
+        world.advance(3_600.0);
+        world.serve(6, 1_000, 1.0);
+        world.advance(300.0);
+        world.serve(6, 1_000, 1.0);
+        assert!(world.may_begin(7));
     }
 
     #[test]
@@ -553,9 +638,7 @@ mod tests {
         let mut state = world.fleet.state.lock();
         let sites = state.sites(&[], now_s);
         let (residency, site) = (&state.residency, &sites[0]);
-        let budget = residency
-            .slice_budget(site, f64::INFINITY)
-            .expect("it has a tier");
+        let budget = residency.slice_budget(site).expect("it has a tier");
         assert_eq!(budget.kept.round(), 100_000.0, "0.8 of 125,000");
         let load = residency.load(site, now_s, Demand::NOBODY_WAITS);
         assert!(load.over.is_empty());

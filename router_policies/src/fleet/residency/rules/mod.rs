@@ -144,9 +144,9 @@ pub struct Slices {
     pub fill: f64,
     /// The share of the host tier that their prompts may take.
     pub tier_fill: f64,
-    /// Nobody needs a slice while the prompts of all that take turns, waiting ones too, are no more than this
-    /// share of the host tier.
-    pub from_tier_fill: f64,
+    /// Nobody needs a slice while the turns of all that take turns, waiting ones too, hold no more than this share
+    /// of the KV over time; 0 has slices always.
+    pub from_fill: f64,
     /// A prompt that is computed again within so long need not be kept there.
     pub cheap_s: f64,
     /// A turn that has waited so long is late, and goes behind those that are not yet.

@@ -85,9 +85,9 @@ pub const INFO: Info = Info {
             meaning: "the share of a worker's host tier that the prompts of sessions with a time slice may take, but for those that are computed again within cheap_recompute_s; more of them, and the tier drops some before they come back",
         },
         ParamInfo {
-            name: "slice_from_tier_fill",
+            name: "slice_from_fill",
             default: "0",
-            meaning: "nobody needs a time slice while the prompts of all that take turns on a worker, waiting ones too, are no more than this share of its host tier: then room on the GPU alone decides. 0.6 was best in simulation; 0 has slices always",
+            meaning: "nobody needs a time slice while the turns of all that take turns on a worker, waiting ones too, hold no more than this share of what may be booked over time, and slice_tier_fill of the tier keeps their prompts: then room on the GPU alone decides. 0.85 was best in simulation; 0 has slices always",
         },
         ParamInfo {
             name: "slice_overhead",
@@ -158,9 +158,9 @@ pub const INFO: Info = Info {
                     p.slice_tier_fill > 0.0,
                 ),
                 (
-                    "slice_from_tier_fill",
+                    "slice_from_fill",
                     "a number of 0 or more",
-                    p.slice_from_tier_fill >= 0.0,
+                    p.slice_from_fill >= 0.0,
                 ),
                 (
                     "slice_overhead",
@@ -193,7 +193,7 @@ struct Priced {
     prefill_idle_recompute_s: f64,
     slice_fill: f64,
     slice_tier_fill: f64,
-    slice_from_tier_fill: f64,
+    slice_from_fill: f64,
     slice_overhead: f64,
     late_after_s: f64,
 }
@@ -213,7 +213,7 @@ impl Default for Priced {
             prefill_idle_recompute_s: 0.0,
             slice_fill: 0.55,
             slice_tier_fill: 0.8,
-            slice_from_tier_fill: 0.0,
+            slice_from_fill: 0.0,
             slice_overhead: 0.2,
             late_after_s: 3.0,
         }
@@ -273,7 +273,7 @@ impl Rule for Priced {
             slices: Some(Slices {
                 fill: self.slice_fill,
                 tier_fill: self.slice_tier_fill,
-                from_tier_fill: self.slice_from_tier_fill,
+                from_fill: self.slice_from_fill,
                 cheap_s: self.cheap_recompute_s,
                 late_after_s: self.late_after_s,
             }),
