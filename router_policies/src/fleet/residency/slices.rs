@@ -28,47 +28,30 @@ pub(super) const ASSUMED_RUN_S: f64 = 5.0;
 /// (docs/results/simulated.md).
 const NOW_SHARE: f64 = 0.5;
 
-/// What is to be expected of a session.
-#[derive(Clone, Copy, Default)]
-struct Expected {
-    /// Tokens that its turns hold over time.
-    tokens: f64,
-    /// Tokens that are to be kept of it in one of the tiers.
-    kept: f64,
-}
-
-/// What sessions with a slice may hold on a worker.
-#[derive(Clone, Copy)]
-struct SliceBudget {
-    /// Of the GPU's KV, in tokens, by what their turns are expected to hold.
-    tokens: f64,
-    /// Of what the tiers keep, in tokens of their prompts.
-    kept: f64,
-}
-
 impl Residency {
     /// What turns of sessions with a slice may be expected to hold on a worker; none where there are
     /// no slices, or where so little is wanted that nobody needs one.
     ///
     /// The host tier holds what the GPU holds too, as HiCache and vLLM's offloading write it through. What sessions
     /// with a slice leave behind while they think must fit in it, or each comes back to nothing.
-    fn slice_budget(&self, site: &Site) -> Option<SliceBudget> {
+    fn slice_budget(&self, site: &Site) -> Option<Tokens> {
         let slices = self.manner.slices?;
         if slices.from_fill > 0.0 {
             let seen = self.seen.get(site.slot);
             seen.filter(|seen| seen.wanted.exceeds())?;
         }
-        let (tokens, kept) = self.limits(site, slices.fill)?;
-        Some(SliceBudget { tokens, kept })
+        self.limits(site, slices.fill)
     }
 
     /// A share of what may be booked on a worker's GPU, and what its tiers keep of prompts; none where it has
     /// no host tier.
-    fn limits(&self, site: &Site, fill: f64) -> Option<(f64, f64)> {
+    fn limits(&self, site: &Site, fill: f64) -> Option<Tokens> {
         let slices = self.manner.slices?;
         let (tier, budget) = (site.host_tier_tokens()? as f64, self.budget_tokens(site)?);
-        let kept = (tier * slices.tier_fill).max(budget as f64);
-        Some((budget as f64 * fill, kept))
+        Some(Tokens {
+            over_time: budget as f64 * fill,
+            kept: (tier * slices.tier_fill).max(budget as f64),
+        })
     }
 
     /// Whether sessions take turns in time slices there, once they want more than there is.
@@ -132,7 +115,7 @@ impl Residency {
         let hold = &self.holds[site.slot];
         let in_flight = hold.occupant(key).map_or(0, Occupant::in_flight_tokens);
         let own = self.expected(key, site, now_s);
-        load.tokens -= blended(in_flight, own.tokens);
+        load.tokens -= blended(in_flight, own.over_time);
         load.kept -= own.kept;
         let Some(ends) = self.ends_for(key, site, &load) else {
             return;
@@ -142,7 +125,7 @@ impl Residency {
             slices.remove(&key);
         }
         slices.retain(|key, _| {
-            self.is_home(*key, site) && self.expected(*key, site, now_s).tokens > 0.0
+            self.is_home(*key, site) && self.expected(*key, site, now_s).over_time > 0.0
         });
         slices.insert(key, now_s);
         self.seen[site.slot].slices = slices;
@@ -154,14 +137,14 @@ impl Residency {
         let Some(slices) = self.manner.slices.filter(|slices| slices.from_fill > 0.0) else {
             return;
         };
-        let Some((over_time, kept)) = self.limits(site, slices.from_fill) else {
+        let Some(limits) = self.limits(site, slices.from_fill) else {
             return;
         };
-        let limits = Tokens { over_time, kept };
         let wanted = self.wanted(site, now_s);
         if !self.seen[site.slot].wanted.note(wanted, limits, now_s) {
             return;
         }
+        let mut left = self.slice_budget(site).unwrap_or_default().over_time;
         let all = std::mem::take(&mut self.seen[site.slot].slices);
         let mut all: Vec<(bool, f64, Key)> = all
             .into_iter()
@@ -171,11 +154,10 @@ impl Residency {
             let by_time = one.1.total_cmp(&other.1);
             one.0.cmp(&other.0).then(by_time).then(one.2.cmp(&other.2))
         });
-        let mut left = over_time / slices.from_fill * slices.fill;
         for (_, _, key) in all {
-            let tokens = self.expected(key, site, now_s).tokens;
-            if tokens <= left {
-                left -= tokens;
+            let own = self.expected(key, site, now_s).over_time;
+            if own <= left {
+                left -= own;
                 self.seen[site.slot].slices.insert(key, now_s);
             }
         }
@@ -185,8 +167,8 @@ impl Residency {
     fn wanted(&self, site: &Site, now_s: f64) -> Tokens {
         let (seen, hold) = (&self.seen[site.slot], &self.holds[site.slot]);
         let mut wanted = Tokens::default();
-        let mut add = |one: Expected| {
-            wanted.over_time += one.tokens;
+        let mut add = |one: Tokens| {
+            wanted.over_time += one.over_time;
             wanted.kept += one.kept;
         };
         for &key in seen.slices.keys().filter(|key| self.is_home(**key, site)) {
@@ -203,8 +185,8 @@ impl Residency {
             let may_go_there = home.is_none_or(|(slot, _)| slot == site.slot);
             if may_go_there && !self.has_slice(key, site) && !self.runs_on(key, site) {
                 let tokens = waiter.turn.prompt.tokens() as f64;
-                add(Expected {
-                    tokens: self.over_time(tokens, known),
+                add(Tokens {
+                    over_time: self.over_time(tokens, known),
                     kept: tokens,
                 });
             }
@@ -234,11 +216,11 @@ impl Residency {
             let Some(known) = self.sessions.get(key).filter(|known| is_home(known, site)) else {
                 continue;
             };
-            let Expected { tokens, kept } = self.expected_of(known, site, now_s);
-            load.tokens += tokens;
+            let Tokens { over_time, kept } = self.expected_of(known, site, now_s);
+            load.tokens += over_time;
             load.kept += kept;
             if now_s - since_s >= self.slice_s(known, site, demand) {
-                let tokens = blended(0, tokens);
+                let tokens = blended(0, over_time);
                 over.push((since_s, Over { key, tokens, kept }));
             }
         }
@@ -246,7 +228,7 @@ impl Residency {
         let others = others.filter(|(key, _)| !seen.slices.contains_key(key));
         for (key, _) in others {
             let expected = self.expected(key, site, now_s);
-            load.tokens += expected.tokens;
+            load.tokens += expected.over_time;
             load.kept += expected.kept;
         }
         load.tokens = blended(hold.in_flight_tokens(), load.tokens);
@@ -275,7 +257,7 @@ impl Residency {
         let (mut left, mut kept) = (load.tokens, load.kept);
         let mut ends = Vec::new();
         let mut over = load.over.iter();
-        while exceeds(left, own, budget.tokens) || exceeds(kept, kept_own, budget.kept) {
+        while exceeds(left, own, budget.over_time) || exceeds(kept, kept_own, budget.kept) {
             let other = over.next()?;
             left -= other.tokens;
             kept -= other.kept;
@@ -294,17 +276,17 @@ impl Residency {
     }
 
     /// What is to be expected of a session's turns. The less it is to be expected back, the less.
-    fn expected(&self, key: Key, site: &Site, now_s: f64) -> Expected {
+    fn expected(&self, key: Key, site: &Site, now_s: f64) -> Tokens {
         let known = self.sessions.get(key);
-        known.map_or(Expected::default(), |known| {
+        known.map_or(Tokens::default(), |known| {
             self.expected_of(known, site, now_s)
         })
     }
 
-    fn expected_of(&self, known: &Known, site: &Site, now_s: f64) -> Expected {
+    fn expected_of(&self, known: &Known, site: &Site, now_s: f64) -> Tokens {
         let returns = self.returns(known, now_s);
-        Expected {
-            tokens: returns * self.tokens_over_time(known),
+        Tokens {
+            over_time: returns * self.tokens_over_time(known),
             kept: returns * self.worth_keeping(known, site),
         }
     }
@@ -468,7 +450,7 @@ mod tests {
             let now_s = self.fleet.now_s();
             let mut state = self.fleet.state.lock();
             let sites = state.sites(&[], now_s);
-            state.residency.expected(key, &sites[0], now_s).tokens
+            state.residency.expected(key, &sites[0], now_s).over_time
         }
     }
 
@@ -642,7 +624,10 @@ mod tests {
         assert_eq!(budget.kept.round(), 100_000.0, "0.8 of 125,000");
         let load = residency.load(site, now_s, Demand::NOBODY_WAITS);
         assert!(load.over.is_empty());
-        assert!(load.tokens + 35_000.0 < budget.tokens, "the GPU has room");
+        assert!(
+            load.tokens + 35_000.0 < budget.over_time,
+            "the GPU has room"
+        );
         // Not all are expected back.
         assert!(
             load.kept > 40_000.0 && load.kept < 70_000.0,

@@ -10,7 +10,8 @@ const SMOOTHED_S: f64 = 60.0;
 /// Slices are needed until less than this share of the limits is wanted.
 const UNTIL: f64 = 0.9;
 
-/// Tokens that are wanted of a worker's GPU over time and of its tiers, or that there are.
+/// Tokens of a worker's GPU, as turns hold them over time, and of prompts that its tiers are to keep: what one
+/// session or all are expected to want, or what there is.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Tokens {
     pub over_time: f64,
