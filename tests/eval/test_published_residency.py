@@ -230,10 +230,8 @@ def test_what_is_said_of_twelve_sessions_of_four_draws(tmp_path: Path) -> None:
 
 def rate(arm: str) -> float:
     """Answers a second of the window."""
-    window = phases(arm)
-    start_s, end_s = window["window_start_s"], window["window_end_s"]
-    ended = [r for r in lines(arm) if r["phase"] != "prime" and not r["error"]]
-    return sum(start_s <= r["finished_s"] < end_s for r in ended) / (end_s - start_s)
+    start_s, end_s = (phases(arm)[f"window_{of}_s"] for of in ("start", "end"))
+    return float(between(arm, start_s, end_s)["answers"]) / (end_s - start_s)
 
 
 def wanted_share(arm: str, sessions: int, capacity: int = 563_776) -> float:
