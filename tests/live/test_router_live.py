@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -226,10 +226,9 @@ def test_what_vllm_has_queued_runs_to_its_first_token_after_its_client_has_left(
         body = {"model": "tiny-qwen3-moe", "prompt": second, "max_tokens": 9, "stream": True}
         headers = {"content-type": "application/json"}
         client.request("POST", "/v1/completions", json.dumps(body), headers)
-        wait_for_requests(url, 2)
+        wait_for_requests(url, 2, beside=running)
         time.sleep(0.2)
-        if running.done():
-            pytest.skip("the engine is so fast here that the second was not queued")
+        skip_if_answered(running)
         client.close()
         running.result()
         wait_for_requests(url, 0)
@@ -237,11 +236,22 @@ def test_what_vllm_has_queued_runs_to_its_first_token_after_its_client_has_left(
     assert found == (len(second) - 1) // worker.page_tokens * worker.page_tokens
 
 
-def wait_for_requests(url: str, count: int) -> None:
-    """Until the router has so many on its only worker."""
+def skip_if_answered(running: Future[Answer]) -> None:
+    """Skips the test where the request that was to keep the next one queued has been answered, and
+    fails it where that request failed."""
+    if running.done():
+        running.result()
+        pytest.skip("the engine is so fast here that the second was not queued")
+
+
+def wait_for_requests(url: str, count: int, beside: Future[Answer] | None = None) -> None:
+    """Until the router has so many on its only worker, `beside` among them if given."""
     for _ in range(600):
         (worker,) = get(f"{url}/workers")["workers"]
         if worker["state"]["requests"] == count:
             return
+        if beside:
+            skip_if_answered(beside)
         time.sleep(0.05)
-    pytest.fail(f"the worker never had {count} requests")
+    decisions = get(f"{url}/decisions?limit=2")["decisions"]
+    pytest.fail(f"the worker never had {count} requests, but {worker}, after {decisions}")
