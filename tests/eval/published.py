@@ -19,6 +19,15 @@ from eval.run_lines import Row
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
+# In the order in which they were measured; their tables are counted through.
+RESIDENCY_PAGES = ("residency.md", "residency-fp8.md", "residency-draws.md")
+
+
+def residency_text() -> str:
+    """The pages of measured residency, one after the other."""
+    return "".join((RESULTS / page).read_text() for page in RESIDENCY_PAGES)
+
+
 def lines(name: str, folder: str = "residency") -> list[dict[str, Any]]:
     """The result lines of a run."""
     return _unpacked(folder, f"{name}.requests.jsonl.zst")
@@ -55,9 +64,10 @@ def _unpacked(folder: str, name: str) -> list[dict[str, Any]]:
         return [orjson.loads(line) for line in found]
 
 
-def row(table: int, label: str, page: str = "residency.md") -> list[str]:
-    """The cells of a row of a page's table; each begins with its requests/s."""
-    text = (RESULTS / page).read_text()
+def row(table: int, label: str, text: str | None = None) -> list[str]:
+    """The cells of a row of a table in `text`, which is the pages of measured residency where none
+    is given; each table begins with its requests/s."""
+    text = residency_text() if text is None else text
     block = re.split(r"^(?=\| requests/s \|)", text, flags=re.M)[table + 1]
     found = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", block, re.M)
     assert found, f"table {table} has no row {label}"

@@ -1,4 +1,4 @@
-"""What docs/results/residency.md says of ten sessions on other draws."""
+"""What docs/results/residency-draws.md says of ten sessions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEN_VLLM = ("draw1-vllm-4096-ten", "draw4-vllm-4096-ten", "vllm-4096-ten", "draw
 
 def test_what_is_said_of_ten_sessions_of_another_draw() -> None:
     """Turns in time by both draws, what was late, and who still waited when the runs ended."""
-    text = (RESULTS / "residency.md").read_text()
+    text = (RESULTS / "residency-draws.md").read_text()
     page = text[text.index("## Ten sessions of another draw") :]
 
     def in_time(*arms: str) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def test_what_is_said_of_ten_sessions_of_another_draw() -> None:
 
 def test_what_is_said_of_two_more_draws_before_vllm() -> None:
     """What missed the objective with ten, and the same seconds with 24 before both engines."""
-    page = (RESULTS / "residency.md").read_text()
+    page = (RESULTS / "residency-draws.md").read_text()
     page = page[page.index("## Ten sessions of two more draws") :]
     for arm, misses in (("draw1-vllm-4096-ten", [11, 0, 0]), ("draw4-vllm-4096-ten", [13, 0, 2])):
         answered = [r for r in lines(arm) if r["phase"] == "measure" and not r["error"]]
@@ -88,7 +88,7 @@ def test_what_is_said_of_two_more_draws_before_vllm() -> None:
 def test_what_four_draws_say_of_ten_sessions() -> None:
     """Shares and rates by draw, the verdicts over them, the same seconds of the run that was cut
     off, and turns in time."""
-    page = (RESULTS / "residency.md").read_text()
+    page = (RESULTS / "residency-draws.md").read_text()
     page = page[page.index("## Ten sessions of the same two draws") :]
     arms = ("draw4-ten", "draw4-mixed-ten-cut-off", "draw4-vllm-4096-ten")
     has_rows(page, [until(arm, 210) for arm in arms])
@@ -121,7 +121,7 @@ def test_what_four_draws_say_of_ten_sessions() -> None:
 
 
 def test_what_sixteen_simulated_draws_say_of_ten_sessions() -> None:
-    page = (RESULTS / "residency.md").read_text()
+    page = (RESULTS / "residency-draws.md").read_text()
     page = page[page.index("**Sixteen draws would tell more apart**") :].split("\n")[0]
     rows = read_rows(RESULTS / "simulated" / "ten-draws.csv")
     ours = "sglang-fp8-host-paced-residency"

@@ -1,4 +1,4 @@
-"""The tables of docs/results/residency.md and laptop.md are what their raw lines say."""
+"""The tables of measured residency, on GPUs and on a laptop, are what their raw lines say."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ import pytest
 
 from eval.rules_a_gpu import RECOMPUTED_TOKENS
 from eval.steady import State, steadiness
-from tests.eval.published import RESULTS, decisions, lines, number, phases, row, run_of
+from tests.eval.published import (
+    RESULTS,
+    decisions,
+    lines,
+    number,
+    phases,
+    residency_text,
+    row,
+    run_of,
+)
 from tests.eval.windows import between, has_rows, missed, until
 
-# By table of the page, the arms of its columns.
+# By table of the pages, the arms of its columns.
 TABLES = (
     (
         "sglang",
@@ -83,7 +92,7 @@ LAPTOP_TABLES = (
 )
 COLUMNS = [
     (page, table, at, arm)
-    for page, tables in (("residency.md", TABLES), ("laptop.md", LAPTOP_TABLES))
+    for page, tables in (("residency", TABLES), ("laptop", LAPTOP_TABLES))
     for table, arms in enumerate(tables)
     for at, arm in enumerate(arms)
 ]
@@ -93,8 +102,10 @@ COLUMNS = [
 def test_every_figure_of_an_arm_comes_from_its_lines(
     page: str, table: int, at: int, arm: str
 ) -> None:
+    text = residency_text() if page == "residency" else (RESULTS / "laptop.md").read_text()
+
     def cell(label: str) -> str:
-        return row(table, label, page)[at]
+        return row(table, label, text)[at]
 
     requests = lines(arm)
     window = phases(arm)
@@ -190,7 +201,7 @@ def test_what_is_said_of_twelve_sessions_of_four_draws(tmp_path: Path) -> None:
     for arm in steady:
         assert steadiness(run_of(arm, tmp_path / arm)).state is State.STEADY
     assert steadiness(run_of(mixed, tmp_path / mixed)).state is State.NOT_SUSTAINED
-    page = (RESULTS / "residency.md").read_text()
+    page = residency_text()
     page = page[page.index("## Twelve sessions of four draws") :]
     ours = ("draw1-twelve", "draw2-twelve", "half-twelve", "draw4-twelve")
     vllm = ("draw1-vllm-4096-twelve", "draw2-vllm-4096-twelve", "vllm-4096-twelve")
@@ -308,7 +319,7 @@ def test_how_many_places_were_lost(arm: str, lost: int, places: int) -> None:
 def test_what_is_said_of_24_sessions_before_both_engines() -> None:
     """In the seconds of the windows that both have lines for."""
     arms = ("vllm-fp8-host-twentyfour-cut-off", "slices-twentyfour-cut-off")
-    page = (RESULTS / "residency.md").read_text()
+    page = residency_text()
     columns = [until(arm, 105) for arm in arms]
     has_rows(page, columns)
     medians_s = [float(np.median(column["waits_s"])) for column in columns]
@@ -328,7 +339,7 @@ def test_what_is_said_of_24_sessions_before_vllm_with_and_without_residency() ->
         "vllm-fp8-host-residency-twentyfour",
         "half-twentyfour",
     )
-    page = (RESULTS / "residency.md").read_text()
+    page = residency_text()
     columns = [until(arm, 230) for arm in arms]
     has_rows(page, columns, ("sessions that got an answer", "{sessions}"))
     vllm, residency, ours = columns
@@ -340,7 +351,7 @@ def test_what_is_said_of_24_sessions_before_vllm_with_and_without_residency() ->
 
 
 def test_what_is_said_of_three_rules_with_16_sessions() -> None:
-    page = (RESULTS / "residency.md").read_text()
+    page = residency_text()
     arms = ("rules-priced-sixteen", "rules-aimd-sixteen", "rules-cap-sixteen")
     good, served, unserved_s = [], [], []
     for arm in arms:
@@ -380,7 +391,7 @@ def test_what_is_said_of_three_rules_with_16_sessions() -> None:
 def test_what_is_said_of_the_engines_own_chunks() -> None:
     """In the first seconds with 16 sessions, of which vLLM's were cut off; what missed the
     objective with ten; who still waited when the runs with residency ended."""
-    page = (RESULTS / "residency.md").read_text()
+    page = residency_text()
     ended = ("vllm-4096-residency-sixteen", "price-sixteen")
     arms = ("vllm-4096-sixteen-cut-off", "mixed-sixteen", *ended)
     has_rows(page[page.index("| 16 in flight, 115 s |") :], [until(arm, 115) for arm in arms])

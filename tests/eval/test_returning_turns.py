@@ -15,7 +15,7 @@ from eval.arrival_steps import read_requests, returns
 from eval.returning_turns import table
 from tests.eval.published import RESULTS
 
-PAGE = RESULTS / "residency.md"
+PAGE = RESULTS / "residency-draws.md"
 # By heading of the page's tables, their runs.
 MEASURED = {
     "vLLM 0.26.0, tier of 60 GB": (

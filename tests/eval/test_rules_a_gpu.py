@@ -461,10 +461,12 @@ def test_other_pages_quote_what_the_rules_lines_say_of_16_sessions() -> None:
     }
     aimd, cap = (f"{100 * good[arm] / good['priced'] - 100:.0f}" for arm in ("aimd", "cap"))
     assert (
-        f"[have {aimd} and {cap} %](simulated-rules.md)" in (RESULTS / "residency.md").read_text()
+        f"[have {aimd} and {cap} %](simulated-rules.md)"
+        in (RESULTS / "residency-fp8.md").read_text()
     )
     assert (
-        f"([since then {aimd} to {cap} %](simulated-rules.md))" in (RESULTS / "plan.md").read_text()
+        f"([since then {aimd} to {cap} %](simulated-rules.md))"
+        in (RESULTS / "predictions.md").read_text()
     )
 
 
