@@ -10,6 +10,7 @@ from eval.by_draw import OverDraws, over_draws
 from eval.formatting import effect, effect_interval
 from eval.noise import Verdict
 from eval.run_lines import Row, read_rows
+from eval.separation import carried_by_draw
 from tests.eval.published import RESULTS
 
 ALWAYS, FROM = "slices always", "slices from 0.85"
@@ -29,23 +30,30 @@ def by_key(rows: list[Row], base: str, arm: str, sessions: int) -> dict[str, Ove
     return {item.measure.key: item for item in over_draws(rows, sessions, base, [arm])}
 
 
-@pytest.mark.parametrize("sessions", [6, 8, 10, 12, 16, 24])
-def test_the_table_follows_from_its_lines(sessions: int) -> None:
-    rows = read_rows(RESULTS / "simulated" / "slice-from.csv")
-    found = by_key(rows, ALWAYS, FROM, sessions)
-    assert found["attainment"].draws == tuple(range(1, 33))
-    shares = [100 * mean(rows, arm, sessions, "within_objective") for arm in (ALWAYS, FROM)]
-    rates = [mean(rows, arm, sessions, "requests_per_s") for arm in (ALWAYS, FROM)]
+def cells_of(
+    rows: list[Row], arms: tuple[str, str], sessions: int, found: dict[str, OverDraws]
+) -> list[str]:
+    """A row of the page's tables: before and after, then the differences over draws."""
+    shares = [100 * mean(rows, arm, sessions, "within_objective") for arm in arms]
+    rates = [mean(rows, arm, sessions, "requests_per_s") for arm in arms]
     told = [
         f"{effect(item.measure, item.effect.value)} [{effect_interval(item.measure, item.effect)}]"
         for item in (found["requests_per_s"], found["goodput_rps"])
     ]
-    cells = [
+    return [
         str(sessions),
         "{:.1f} → {:.1f} %".format(*shares),
         "{:.3f} → {:.3f}".format(*rates),
         *told,
     ]
+
+
+@pytest.mark.parametrize("sessions", [6, 8, 10, 12, 16, 24])
+def test_the_table_follows_from_its_lines(sessions: int) -> None:
+    rows = read_rows(RESULTS / "simulated" / "slice-from.csv")
+    found = by_key(rows, ALWAYS, FROM, sessions)
+    assert found["attainment"].draws == tuple(range(1, 33))
+    cells = cells_of(rows, (ALWAYS, FROM), sessions, found)
     assert f"| {' | '.join(cells)} |" in section()
     better = {key for key, item in found.items() if item.verdict is Verdict.BETTER}
     assert better == {
@@ -58,6 +66,42 @@ def test_the_table_follows_from_its_lines(sessions: int) -> None:
     if sessions == 10:
         longer = found["tpot_p50"].effect.value
         assert f"at {100 * (longer - 1):.0f} % more time a token" in section()
+
+
+# Of the other workloads: what is called so on the page, and by sessions what is told apart.
+OTHERS: dict[str, tuple[str, dict[int, set[str]]]] = {
+    "vllm": (
+        "vLLM in chunks of 4,096",
+        {
+            8: {"requests_per_s", "goodput_rps"},
+            10: {"attainment", "requests_per_s", "goodput_rps"},
+            12: {"ttft_p90"},
+            16: set(),
+            24: set(),
+        },
+    ),
+    "think": (
+        "a minute of thinking",
+        {10: set(), 12: set(), 16: {"attainment", "requests_per_s", "goodput_rps"}, 24: set()},
+    ),
+    "bf16": ("bf16 KV and a tier", {3: set(), 4: set(), 6: set(), 8: set(), 12: set()}),
+}
+
+
+@pytest.mark.parametrize("workload", OTHERS)
+def test_the_table_of_other_workloads_follows_from_its_lines(workload: str) -> None:
+    rows = read_rows(RESULTS / "simulated" / "slice-from-others.csv")
+    called, told_apart = OTHERS[workload]
+    always, from_fill = f"{workload} {ALWAYS}", f"{workload} {FROM}"
+    assert {int(r["sessions"]) for r in rows if r["arm"] == always} == set(told_apart)
+    for sessions, expected in told_apart.items():
+        found = by_key(rows, always, from_fill, sessions)
+        assert found["attainment"].draws == tuple(range(1, 17))
+        cells = cells_of(rows, (always, from_fill), sessions, found)
+        assert f"| {called}, {' | '.join(cells)} |" in section()
+        better = {key for key, item in found.items() if item.verdict is Verdict.BETTER}
+        assert better == expected
+        assert not [item for item in found.values() if item.verdict is Verdict.WORSE]
 
 
 def test_what_the_draws_say_on_which_nothing_was_chosen() -> None:
@@ -88,3 +132,27 @@ def test_what_residency_costs_with_ten_and_twelve() -> None:
     assert "{} with ten sessions and {} with twelve".format(*costs) in text
     assert f"at {points[0]} points more of turns in time with ten" in text
     assert f"and {points[1]} more with twelve" in text
+
+
+def test_what_a_gpu_carries_without_slices_while_turns_fit() -> None:
+    kept = RESULTS / "simulated"
+    rows = [
+        r
+        for of in ("slice-from-long", "sessions-a-gpu", "chunks")
+        for r in read_rows(kept / f"{of}.csv")
+    ]
+
+    def carries(arm: str) -> float:
+        of = [row for row in rows if row["arm"] == arm]
+        return statistics.fmean(carried_by_draw(of, "within_objective"))
+
+    ours, vllm = "sglang-fp8-host-paced-residency", "vllm-fp8-host-residency chunk 4096"
+    now, before = carries(f"{ours} {FROM}"), carries(ours)
+    without = carries("vllm-fp8-host chunk 4096")
+    mixed = carries("sglang-fp8-host mixed chunk 4096")
+    behind = [carries(arm) for arm in (f"{vllm} {FROM}", vllm)]
+    text = section()
+    assert f"{now:.1f} sessions in place of {before:.1f}, {now / without:.2f} times vLLM" in text
+    assert f"and {now / mixed:.2f} times SGLang with its own mixed chunks" in text
+    assert "behind residency {:.1f} in place of {:.1f}, where".format(*behind) in text
+    assert f"where it carries {without:.1f} without" in text
