@@ -165,17 +165,12 @@ impl Residency {
 
     /// What those with a slice, others whose turns run and the first that wait want of a worker.
     fn wanted(&self, site: &Site, now_s: f64) -> Tokens {
-        let (seen, hold) = (&self.seen[site.slot], &self.holds[site.slot]);
         let mut wanted = Tokens::default();
         let mut add = |one: Tokens| {
             wanted.over_time += one.over_time;
             wanted.kept += one.kept;
         };
-        for &key in seen.slices.keys().filter(|key| self.is_home(**key, site)) {
-            add(self.expected(key, site, now_s));
-        }
-        let running = hold.occupants().filter(|(_, o)| !o.turns.is_empty());
-        for (key, _) in running.filter(|(key, _)| !self.has_slice(*key, site)) {
+        for (key, _) in self.served(site) {
             add(self.expected(key, site, now_s));
         }
         for (_, waiter) in self.queue.waiting().take(LOOKED_AT) {
@@ -194,6 +189,24 @@ impl Residency {
         wanted
     }
 
+    /// The sessions that a worker serves now: those with a slice there, with when it began, and others
+    /// whose turns run.
+    fn served<'a>(&'a self, site: &'a Site) -> impl Iterator<Item = (Key, Option<f64>)> + 'a {
+        let slices = self.seen.get(site.slot).map(|seen| &seen.slices);
+        let with_slice = slices
+            .into_iter()
+            .flatten()
+            .filter(|(key, _)| self.is_home(**key, site))
+            .map(|(&key, &since_s)| (key, Some(since_s)));
+        let hold = self.holds.get(site.slot);
+        let others = hold
+            .into_iter()
+            .flat_map(|hold| hold.occupants())
+            .filter(|(key, of)| !of.turns.is_empty() && !self.has_slice(*key, site))
+            .map(|(key, _)| (key, None));
+        with_slice.chain(others)
+    }
+
     fn runs_on(&self, key: Key, site: &Site) -> bool {
         let hold = self.holds.get(site.slot);
         let occupant = hold.and_then(|hold| hold.occupant(key));
@@ -208,28 +221,23 @@ impl Residency {
             over: Vec::new(),
             changes: self.changes_at(site.slot),
         };
-        let (Some(seen), Some(hold)) = (self.seen.get(site.slot), self.holds.get(site.slot)) else {
+        let Some(hold) = self.holds.get(site.slot) else {
             return load;
         };
         let mut over = Vec::new();
-        for (&key, &since_s) in &seen.slices {
-            let Some(known) = self.sessions.get(key).filter(|known| is_home(known, site)) else {
+        for (key, since_s) in self.served(site) {
+            let Some(known) = self.sessions.get(key) else {
                 continue;
             };
             let Tokens { over_time, kept } = self.expected_of(known, site, now_s);
             load.tokens += over_time;
             load.kept += kept;
-            if now_s - since_s >= self.slice_s(known, site, demand) {
+            let since_s =
+                since_s.filter(|since_s| now_s - since_s >= self.slice_s(known, site, demand));
+            if let Some(since_s) = since_s {
                 let tokens = blended(0, over_time);
                 over.push((since_s, Over { key, tokens, kept }));
             }
-        }
-        let others = hold.occupants().filter(|(_, o)| !o.turns.is_empty());
-        let others = others.filter(|(key, _)| !seen.slices.contains_key(key));
-        for (key, _) in others {
-            let expected = self.expected(key, site, now_s);
-            load.tokens += expected.over_time;
-            load.kept += expected.kept;
         }
         load.tokens = blended(hold.in_flight_tokens(), load.tokens);
         over.sort_by(|(one_s, one), (other_s, other)| {
