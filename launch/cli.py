@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import signal
@@ -113,7 +114,7 @@ def check_command(
         check(made, gpus=has_gpus)
     finally:
         if not was_there:  # what was asked was a question
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_unused(folder)
     if as_json:
         _print_json(redacted(_described(made)))
         return
@@ -251,6 +252,14 @@ def logs_command(
     for row in processes:
         if process in (None, row.id):
             print(f"==> {row.log} <==\n{log_tail(Path(row.log), lines)}\n")
+
+
+def _remove_unused(folder: Path) -> None:
+    """Removes a run folder unless a fleet has come up there: one that runs could not be found and
+    ended any more, of one that ended the logs would be lost."""
+    with contextlib.suppress(InputError), claim(folder):
+        if not (folder / "fleet.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _detach(name: str, overrides: list[str], folder: Path, flags: list[str]) -> None:

@@ -388,6 +388,40 @@ def test_check_leaves_nothing_behind_and_shows_the_commands_of_what_it_refuses(
     assert folder.exists()
 
 
+def test_check_leaves_the_folder_of_a_fleet_that_came_up_meanwhile(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", str(run_dir)]
+    # Its options are asked for, which takes as long as an engine is imported.
+    script = fake_python.read_text()
+    asked = 'elif arguments[0].endswith("probe.py"):\n'
+    wait = "        while os.path.exists(os.environ.get('FAKE_IMPORTS', '')): time.sleep(0.05)\n"
+    fake_python.write_text(script.replace(asked, f"{asked}{wait}"))
+    importing = tmp_path / "importing"
+    importing.touch()
+    command = [sys.executable, "-m", "deltaserve", "launch", "check", "laptop-sglang", *fakes]
+    environment = os.environ | {"FAKE_IMPORTS": str(importing)}
+    check = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_until(run_dir.exists, timeout_s=30.0)
+        up = as_process("up", "laptop-sglang", *fakes, "--detach")
+        assert up.returncode == 0, up.stderr
+        importing.unlink()
+        shown, _ = check.communicate(timeout=60)
+        assert check.returncode == 0, shown
+        assert deltaserve("status", str(run_dir)).stdout.startswith("laptop-sglang: ready")
+        assert "a fleet is running there" in as_process("up", "laptop-sglang", *fakes).stderr
+    finally:
+        importing.unlink(missing_ok=True)
+        check.wait()
+        down = deltaserve("down", str(run_dir))
+    assert down.returncode == 0, down.stderr
+    assert deltaserve("check", "laptop-sglang", *fakes).returncode == 0
+    assert "stopped" in deltaserve("status", str(run_dir)).stdout
+
+
 def test_a_fleet_that_is_kept_serving_outlives_a_worker(fake_python: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
