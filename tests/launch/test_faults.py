@@ -261,6 +261,23 @@ def test_secrets_are_hidden_wherever_they_stand() -> None:
     assert redacted('flags=["--api-key", "--port"]') == 'flags=["--api-key", "--port"]'
 
 
+@pytest.mark.parametrize(
+    "shown",
+    [
+        ["--api-key", "for-ann", "for-bob", "--port", "1"],
+        'flags=["--api-key", "for-ann", "for-bob", "--port", "1"]',
+        "flags=['--api-key', 'for-ann','for-bob', '--port', '1']",
+        {"api_keys": ["for-ann", "for-bob"], "port": "1"},
+    ],
+)
+def test_all_keys_of_a_flag_that_takes_several_are_hidden(shown: object) -> None:
+    hidden = json.dumps(redacted(shown))
+    assert "for-ann" not in hidden
+    assert "for-bob" not in hidden
+    assert "port" in hidden
+    assert HIDDEN in hidden
+
+
 def fakes_of(python: Path, *more: str) -> list[str]:
     overrides = [f"engine.python={python}", "base_port=0", "workers.0.count=1", *more]
     return [word for override in overrides for word in ("--set", override)]
