@@ -127,6 +127,21 @@ def test_the_log_of_the_start_before_is_kept(fakes: Fakes, tmp_path: Path) -> No
     assert "exit status 3" in (tmp_path / "run" / "transcript.txt.1").read_text()
 
 
+def test_the_telemetry_of_a_start_is_apart_from_that_of_the_start_before(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    for start in ("first", "second", "third"):
+        with fleet(fakes("serve", overrides=("telemetry=true",)), run_dir):
+            # As a worker does, whose pid is another each time.
+            (run_dir / "steps" / f"colocated-0-{start}.jsonl").write_text("{}\n")
+    assert [file.name for file in (run_dir / "steps").iterdir()] == ["colocated-0-third.jsonl"]
+    assert [file.name for file in (run_dir / "steps.1").iterdir()] == ["colocated-0-second.jsonl"]
+    with fleet(fakes("serve"), run_dir):
+        pass
+    assert not (run_dir / "steps").exists()
+
+
 def test_the_sampler_goes_on_after_a_gpu_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
