@@ -15,6 +15,7 @@ import threading
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -400,6 +401,26 @@ def test_a_fleet_that_is_ending_ends_whole_before_an_interrupt_counts(
     assert (shown.state, shown.alive) == ("stopped", False)
     assert [process.state for process in shown.processes] == ["stopped"]
     assert control.down(run_dir) == 0
+
+
+def test_an_interrupt_while_a_process_is_started_leaves_none(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    popen = subprocess.Popen
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        started = popen(*arguments, **more)
+        if more.get("start_new_session"):
+            signal.raise_signal(signal.SIGINT)
+        return started
+
+    monkeypatch.setattr("launch.supervised.subprocess.Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt), fleet(fakes("hang"), run_dir):
+        pass
+    assert working_in(run_dir) == []
+    record = json.loads((run_dir / "fleet.json").read_text())
+    assert (record["state"], record["processes"][0]["state"]) == ("stopped", "stopped")
 
 
 def test_a_worker_that_dies_later_is_reported_by_check(fakes: Fakes, tmp_path: Path) -> None:
