@@ -15,7 +15,7 @@ import pytest
 from launch.control import default_run_dir
 from launch.fleets import claim
 from tests import command_line
-from tests.processes import wait_until
+from tests.processes import wait_until, working_in
 
 
 def deltaserve(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -237,6 +237,30 @@ def test_down_ends_a_fleet_whose_supervisor_is_suspended(fake_python: Path, tmp_
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_told_to_leave_while_a_fleet_comes_up_detached_ends_it(
+    fake_python: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As by Ctrl-C, and by `timeout` or a job that is cancelled."""
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", str(run_dir), "--set", "environment.FAKE=hang"]
+    up = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang", "--detach", *fakes]
+    process = subprocess.Popen(up, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(
+            lambda: (run_dir / "fleet.json").exists() and record(run_dir)["state"] == "starting"
+        )
+        process.send_signal(number)
+        assert process.wait(30) == 130
+        assert record(run_dir)["state"] == "stopped"
+        assert working_in(run_dir) == []
+    finally:
+        process.kill()
+        process.wait()
+        deltaserve("down", str(run_dir))
 
 
 def test_a_second_ctrl_c_does_not_keep_up_from_ending_its_fleet(
