@@ -26,6 +26,7 @@ _ASSIGNED = re.compile(
 )
 _FLAG = re.compile(
     r"(?P<flag>--[\w\-]+)(?P<space>['\"]\s*,\s*|\s+)(?P<value>\"[^\"]*\"|'[^']*'|[^\s\-]\S*)"
+    r"(?P<more>(?:\s*,\s*(?:\"(?!-)[^\"]*\"|'(?!-)[^']*'))*)"
 )
 
 
@@ -63,7 +64,8 @@ def text_without_secrets(text: str) -> str:
     def flag(found: re.Match[str]) -> str:
         if not is_secret(found["flag"]):
             return found[0]
-        return f"{found['flag']}{found['space']}{_hidden(found['value'])}"
+        more = re.sub(r"\"[^\"]*\"|'[^']*'", lambda key: _hidden(key[0]), found["more"])
+        return f"{found['flag']}{found['space']}{_hidden(found['value'])}{more}"
 
     return _FLAG.sub(flag, _ASSIGNED.sub(assigned, text))
 
@@ -78,14 +80,14 @@ def _hidden(value: str) -> str:
 
 def _list(items: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
-    before: Any = None
+    after_flag = False
     for item in items:
-        after_flag = isinstance(before, str) and before.startswith("-") and is_secret(before)
+        if isinstance(item, str) and item.startswith("-"):
+            after_flag = is_secret(item)  # whatever follows: vLLM's --api-key takes several
         if after_flag and isinstance(item, str) and not item.startswith("-"):
             found.append(_hidden(item) if item else item)
         else:
             found.append(without_secrets(item))
-        before = item
     return found
 
 

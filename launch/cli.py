@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import signal
@@ -113,7 +114,7 @@ def check_command(
         check(made, gpus=has_gpus)
     finally:
         if not was_there:  # what was asked was a question
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_unused(folder)
     if as_json:
         _print_json(redacted(_described(made)))
         return
@@ -146,11 +147,13 @@ def up_command(
         overrides = [*(overrides or ()), *orjson.loads(sys.stdin.buffer.read())]
     topology = load_topology(name, overrides or ())
     folder = (run_dir or control.default_run_dir(topology.name)).absolute()
+    # Of `up --detach` too: who ends it before the fleet is ready (`timeout`, a job that is
+    # cancelled) would else have the fleet come up behind them.
+    signal.signal(signal.SIGTERM, _leave)
     if detach:
         _detach(name, overrides or [], folder, ["--keep-serving"] if serving_on else [])
         _show(control.status(folder), as_json)
         return
-    signal.signal(signal.SIGTERM, _leave)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
         signal.signal(signal.SIGHUP, _leave)
     try:
@@ -253,6 +256,14 @@ def logs_command(
             print(f"==> {row.log} <==\n{log_tail(Path(row.log), lines)}\n")
 
 
+def _remove_unused(folder: Path) -> None:
+    """Removes a run folder unless a fleet has come up there: one that runs could not be found and
+    ended any more, of one that ended the logs would be lost."""
+    with contextlib.suppress(InputError), claim(folder):
+        if not (folder / "fleet.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _detach(name: str, overrides: list[str], folder: Path, flags: list[str]) -> None:
     """Starts `up` in a session of its own and follows it until the fleet is ready."""
     log = folder / "supervisor.log"
@@ -267,11 +278,11 @@ def _detach(name: str, overrides: list[str], folder: Path, flags: list[str]) -> 
             stderr=output,
             start_new_session=True,
         )
-    # Not as arguments: anybody on the machine can read a command line, and one may be a secret.
-    assert supervisor.stdin is not None
-    with supervisor.stdin as told_overrides:
-        told_overrides.write(orjson.dumps(overrides))
     try:
+        # Not as arguments: anybody on the machine can read a command line, and one may be a secret.
+        assert supervisor.stdin is not None
+        with supervisor.stdin as told_overrides:
+            told_overrides.write(orjson.dumps(overrides))
         with log.open() as told:
             while True:
                 ended = supervisor.poll() is not None

@@ -18,7 +18,7 @@ import psutil
 from deltaserve.errors import InputError
 from launch.cache import cache_dir
 from launch.fleets import FleetError
-from launch.supervised import GRACE_S, is_running, members, sweep, terminate
+from launch.supervised import GRACE_S, is_running, processes_of, sweep, terminate
 from launch.topology_files import name_in, path_name
 
 _CPU_SAMPLE_S = 0.3
@@ -101,7 +101,7 @@ def status(run_dir: Path) -> FleetStatus:
     """How the fleet in `run_dir` is now."""
     record = _read(run_dir)
     here = record["host"] == socket.gethostname()
-    alive_before = {p["id"]: _kin(p) if here else [] for p in record["processes"]}
+    alive_before = {p["id"]: _kin(p, run_dir) if here else [] for p in record["processes"]}
     busy_s = {id_: _cpu_s(kin) for id_, kin in alive_before.items()}
     began_s = time.monotonic()
     if any(alive_before.values()):
@@ -166,7 +166,7 @@ def down(run_dir: Path) -> int:
     if record["host"] != socket.gethostname():
         raise InputError(f"{run_dir}: its processes are on {record['host']}; end it there")
     started = [p for p in record["processes"] if p["pid"] is not None]
-    running = sum(bool(_kin(p)) for p in started)
+    running = sum(bool(_kin(p, run_dir)) for p in started)
     supervisor = record["supervisor"]
     if record["state"] in ("planned", "starting", "ready"):
         terminate(supervisor["pid"], supervisor.get("started", ""), GRACE_S + 10)
@@ -178,6 +178,7 @@ def down(run_dir: Path) -> int:
             process["pid"],
             process.get("started", ""),
             process["mark"],
+            run_dir,
             Path(temporary) if temporary else None,
         )
     if left:
@@ -202,10 +203,10 @@ def _read(run_dir: Path) -> dict[str, Any]:
     return record
 
 
-def _kin(process: dict[str, Any]) -> list[psutil.Process]:
+def _kin(process: dict[str, Any], run_dir: Path) -> list[psutil.Process]:
     """The live processes of one entry of fleet.json: below its guardian, or left by it."""
     pid, started = process["pid"], process.get("started", "")
-    return [] if pid is None else members(pid, started)
+    return [] if pid is None else processes_of(pid, started, process["mark"], run_dir)
 
 
 def _cpu_s(kin: list[psutil.Process]) -> float:

@@ -388,16 +388,19 @@ class Fleet:
             return
         self._tell(f"{process.id}: starting ({process.url})")
         argv, environment = process.started()
-        member.running = Supervised(
-            argv,
-            environment,
-            process.log,
-            self.plan.run_dir,
-            process.stop_signal,
-            self.plan.topology.log_max_bytes,
-            # One that is killed leaves sockets and files. Of a placed one these are on its node.
-            own_temporary=process.node is None and "TMPDIR" not in process.environment,
-        )
+        # An interrupt in its midst would leave a process that this fleet does not know of, and that
+        # runs on, with its port and GPU, when the fleet has said that it ended.
+        with held():
+            member.running = Supervised(
+                argv,
+                environment,
+                process.log,
+                self.plan.run_dir,
+                process.stop_signal,
+                self.plan.topology.log_max_bytes,
+                # One that is killed leaves sockets and files; a placed one has them on its node.
+                own_temporary=process.node is None and "TMPDIR" not in process.environment,
+            )
         member.state = "starting"
         self._write()
 

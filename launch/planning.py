@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -260,13 +261,20 @@ def layout(
 
 
 def write_files(made: Plan) -> None:
-    """Writes what the processes read: model folder, plugin folder, router configuration."""
+    """Writes what the processes read: model folder, plugin folder, router configuration. Telemetry
+    of the start before is moved away: files of workers that it had would be taken for this one's,
+    and would grow by as many each time."""
     if is_shape(made.topology.model):
         write_shape(made.topology.model)
     write_plugin(made.plugin_dir)
     (made.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    steps = made.run_dir / "steps"
+    if steps.is_dir() and not steps.is_symlink():  # who put it elsewhere wants it there
+        before = steps.with_name("steps.1")
+        shutil.rmtree(before, ignore_errors=True)
+        steps.rename(before)
     if made.topology.telemetry:
-        (made.run_dir / "steps").mkdir(exist_ok=True)
+        steps.mkdir(exist_ok=True)
     if made.topology.router.kind == "deltaserve":
         write_router_config(made, {})
 

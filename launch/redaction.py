@@ -16,7 +16,9 @@ _SECRET = re.compile(
     r"secret|passw(or)?d|credential|(^|[^a-z])(api_?keys?|token|key|auth|authorization)$", re.I
 )
 _ASSIGNED = re.compile(r"""([\w.-]+)("?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,}'"]+)""")
-_LISTED = re.compile(r"""(--?[\w-]+)(["']\s*,\s*)("(?!-)[^"]*"|'(?!-)[^']*')""")
+_VALUE = r"""(?:"(?!-)[^"]*"|'(?!-)[^']*')"""
+# Several values too: vLLM's --api-key takes as many keys as follow it.
+_LISTED = re.compile(rf"""(--?[\w-]+)(["']\s*,\s*)({_VALUE}(?:\s*,\s*{_VALUE})*)""")
 
 
 def is_secret(key: str) -> bool:
@@ -30,7 +32,9 @@ def redacted(value: Any) -> Any:
     ``--set 'flags=["--api-key", "X"]'``) in lists of arguments."""
     if isinstance(value, dict):
         return {
-            key: HIDDEN if is_secret(str(key)) and isinstance(item, str) else redacted(item)
+            key: HIDDEN
+            if is_secret(str(key)) and isinstance(item, str | list | tuple)
+            else redacted(item)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
@@ -39,7 +43,8 @@ def redacted(value: Any) -> Any:
         for item in value:
             is_flag = isinstance(item, str) and item.startswith("-")
             hidden.append(HIDDEN if after_secret_flag and not is_flag else redacted(item))
-            after_secret_flag = is_flag and "=" not in item and is_secret(item)
+            if is_flag:
+                after_secret_flag = "=" not in item and is_secret(item)
         return hidden
     return _LISTED.sub(_hide, _ASSIGNED.sub(_hide, value)) if isinstance(value, str) else value
 

@@ -126,7 +126,10 @@ class Supervised:
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait()
-        left = sweep(self.pid, self.started, self.mark, self.temporary_folder)
+        # It has only just gone: the number of its session is nobody else's.
+        left = guard.kill_offspring(self.pid, 0.0)
+        left = sorted({*left, *_sweep_marked(self.mark)})
+        _remove_temporary(left, self.temporary_folder)
         if self._alive_while_open >= 0:
             os.close(self._alive_while_open)
             self._alive_while_open = -1
@@ -199,18 +202,29 @@ def terminate(pid: int, started: str, timeout_s: float) -> bool:
 
 
 def sweep(
-    guardian: int, started: str, mark: str, temporary_folder: Path | None = None
+    guardian: int,
+    started: str,
+    mark: str,
+    folder: Path,
+    temporary_folder: Path | None = None,
 ) -> list[int]:
     """Kills what a guardian that died before its time left behind, and removes the folder that it
     had for temporary files; returns the pids that could not be killed in time (`guard.GIVE_UP_S`).
 
     That is what stayed in its session, whatever it calls itself now, and what left the session but
-    still has the environment it was started with. Does nothing to a process that has come by the
-    guardian's pid since.
+    still has the environment it was started with. Does nothing to a process, nor to what one left
+    in its session, that has come by the guardian's pid since.
     """
     left: list[int] = []
-    if _is_same(guardian, started) is not False:
+    if _are_of(guardian, started, mark, folder):
         left = guard.kill_offspring(guardian, 0.0)
+    left = sorted({*left, *_sweep_marked(mark)})
+    _remove_temporary(left, temporary_folder)
+    return left
+
+
+def _sweep_marked(mark: str) -> list[int]:
+    """Kills what has `mark` in its environment; returns the pids that could not be killed."""
     killed = []
     for process in psutil.process_iter():
         try:
@@ -220,16 +234,26 @@ def sweep(
         except psutil.Error:
             continue
     _, alive = psutil.wait_procs(killed, timeout=5.0)
-    left = sorted({*left, *(process.pid for process in alive)})
-    if not left and temporary_folder and temporary_folder.name.startswith(_PREFIX):
-        guard.remove_temporary(str(temporary_folder))
-    return left
+    return [process.pid for process in alive]
+
+
+def _remove_temporary(left: Sequence[int], folder: Path | None) -> None:
+    if not left and folder and folder.name.startswith(_PREFIX):
+        guard.remove_temporary(str(folder))
 
 
 def members(guardian: int, started: str) -> list[psutil.Process]:
-    """The live processes under a guardian, or left by it; the guardian left out."""
-    if _is_same(guardian, started) is False:
-        return []
+    """The live processes under a guardian that runs; the guardian left out."""
+    return _offspring(guardian) if _is_same(guardian, started) else []
+
+
+def processes_of(guardian: int, started: str, mark: str, folder: Path) -> list[psutil.Process]:
+    """The live processes under a guardian, or left by it in its session; the guardian left out.
+    They have `mark` and were started in `folder`."""
+    return _offspring(guardian) if _are_of(guardian, started, mark, folder) else []
+
+
+def _offspring(guardian: int) -> list[psutil.Process]:
     found = []
     for pid in guard.offspring(guardian):
         try:
@@ -237,6 +261,30 @@ def members(guardian: int, started: str) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def _are_of(guardian: int, started: str, mark: str, folder: Path) -> bool:
+    """Whether what is under the pid `guardian` and in the session of that number is of the guardian
+    that had it, which may be gone.
+
+    Then the number may have gone to another leader of a session, who is gone too and left something
+    in it: in a container that was restarted the same pids come again. A number is given out again
+    only when nothing is left in its session, so one process tells of all of them: by its mark, or,
+    where it has overwritten its environment with a name of its own, by the folder it works in.
+    """
+    is_same = _is_same(guardian, started)
+    if is_same is not None:
+        return is_same
+    for process in _offspring(guardian):
+        try:
+            environment = process.environ()
+            if environment.get(_MARK) == mark:
+                return True
+            if not environment and Path(process.cwd()) == folder.resolve():
+                return True
+        except psutil.Error:  # it has ended, or is another user's
+            continue
+    return False
 
 
 def _is_same(pid: int, started: str) -> bool | None:

@@ -277,6 +277,7 @@ class Topology(KvKeys, PacingKeys):
         if self.given and "colocated" not in roles:
             raise ValueError(f"{self.given[0]}: only for colocated workers, and there are none")
         self._check_gpus()
+        self._check_visible_gpus()
         self._check_ports()
         attached: set[str] = set()
         for index, group in enumerate(self.workers):
@@ -362,6 +363,21 @@ class Topology(KvKeys, PacingKeys):
             taken |= set(gpus)
         if not self.gpus and 0 < len(given) < len(started):
             raise ValueError("workers: give gpus to every group or to none")
+
+    def _check_visible_gpus(self) -> None:
+        """Whoever says which GPUs a worker sees past `gpus` has all workers on the same ones, which
+        are not those that the fleet has kept for itself, looks at and samples."""
+        started = {f"workers.{i}.": g for i, g in enumerate(self.workers) if not g.urls}
+        if self.device == "cpu" or not started:
+            return
+        given = {"": self.environment} | {key: g.environment for key, g in started.items()}
+        for key, environment in given.items():
+            for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+                if name in environment:
+                    raise ValueError(
+                        f"{key}environment.{name}: each worker is shown its own GPUs; gpus says "
+                        "which they are, by NVML's numbers"
+                    )
 
     def _check_ports(self) -> None:
         last = last_port(self.base_port, self.worker_count)

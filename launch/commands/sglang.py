@@ -102,8 +102,6 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         "MASTER_PORT": str(place.ports["master"]),
         "SGLANG_HOST_IP": topology.host,
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        "SGLANG_PLUGINS": "deltaserve",
-        "DELTASERVE_SGLANG": ",".join(features(topology, group)),
         "DELTASERVE_TELEMETRY_DIR": str(paths.run_dir / "steps"),
         "DELTASERVE_WORKER_ID": place.id,
     }
@@ -124,6 +122,13 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
     if shape:
         environment["HF_HUB_OFFLINE"] = "1"
     environment |= topology.environment | group.environment
+    # Beside what the topology names: without ours the worker would be a stock one, and say nothing.
+    for name, ours in (
+        ("SGLANG_PLUGINS", ["deltaserve"]),
+        ("DELTASERVE_SGLANG", features(topology, group)),
+    ):
+        given = (word.strip() for word in environment.get(name, "").split(","))
+        environment[name] = ",".join(dict.fromkeys([*ours, *filter(None, given)]))
     # Before a path that the topology gives: SGLang goes on without a plugin that it does not find.
     python_path += filter(None, [environment.get("PYTHONPATH")])
     environment["PYTHONPATH"] = ":".join(python_path)

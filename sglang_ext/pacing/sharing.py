@@ -20,6 +20,7 @@ from sglang_ext.settings import Interference
 from sglang_ext.sglang import current
 
 _NEVER_CUT_TOKENS = 1 << 40
+_TRY_AGAIN_STEPS = 64
 
 
 class Sharing:
@@ -29,6 +30,9 @@ class Sharing:
         self._scheduler = scheduler
         self._paced = paced
         self._share_tokens: int | None = None
+        self._kept_out_beside: Any = None
+        self._kept_out_at = (0, 0)
+        self._kept_out_for_steps = 0
 
     @contextmanager
     def of(self, chunk: Chunk, running_batch: Any) -> Iterator[None]:
@@ -43,16 +47,40 @@ class Sharing:
             yield
             return
         queue, s.waiting_queue = s.waiting_queue, list(short)
+        chunked, room = s.chunked_req, self._room(running_batch)
         try:
             yield
         finally:
             self._share_tokens = None
             left, shown = ({id(req) for req in reqs} for reqs in (s.waiting_queue, short))
+            self._kept_out_beside = chunked if shown <= left else None
+            self._kept_out_at, self._kept_out_for_steps = room, 0
             known = {id(req) for req in queue}
             s.waiting_queue = [
                 *(req for req in queue if id(req) in left or id(req) not in shown),
                 *(req for req in s.waiting_queue if id(req) not in known),
             ]
+
+    def _room(self, running_batch: Any) -> tuple[int, int]:
+        """What lets prompts in, more of either: KV tokens, and places in the batch."""
+        s = self._scheduler
+        tokens = s.token_to_kv_pool_allocator.available_size() + s.tree_cache.evictable_size()
+        return int(tokens), -len(running_batch.reqs)
+
+    def _are_kept_out(self, chunked: Any, running_batch: Any) -> bool:
+        """Whether SGLang let nobody in when prompts last went along with the chunk of `chunked`,
+        and has no more room since.
+
+        As long as the pool or the batch is full, what the chunk gives up is computed for nobody.
+        What else may have kept them out is tried again every now and then.
+        """
+        if self._kept_out_beside is not chunked:
+            return False
+        room = self._room(running_batch)
+        more = any(now > then for now, then in zip(room, self._kept_out_at, strict=True))
+        self._kept_out_at = room
+        self._kept_out_for_steps += 1
+        return not more and self._kept_out_for_steps < _TRY_AGAIN_STEPS
 
     def _short_prompts(self, chunk: Chunk, running_batch: Any) -> list[Any]:
         """The prompts that go along, first come first; notes what is left for the chunk."""
@@ -64,6 +92,7 @@ class Sharing:
             or chunk.tokens is None
             or s.enable_priority_scheduling
             or paced.settings.interference is Interference.STOCK
+            or self._are_kept_out(chunked, running_batch)
         ):
             return []
         tokens, prefix = chunk.tokens - chunk.riding, current().prefix_tokens(chunked)

@@ -46,6 +46,7 @@ def test_keys_that_name_no_secret(key: str) -> None:
         f"--header 'Authorization: Bearer {SECRET}'",
         f'{{"api_key": "{SECRET}"}}',
         f'flags = ["--api-key", "{SECRET}"]',
+        f'flags = ["--api-key", "another", "{SECRET}", "--port", "1"]',
     ],
 )
 def test_a_secret_in_a_text_is_taken_out(text: str) -> None:
@@ -67,6 +68,7 @@ def test_other_text_is_left_as_it_is(text: str) -> None:
 def test_tables_and_lists_lose_their_secrets_and_nothing_else() -> None:
     given = {
         "flags": ["--api-key", SECRET, "--port", "1", f"--token={SECRET}"],
+        "several": ["--api-key", "another", SECRET, "--port", "1"],
         "environment": {"HF_TOKEN": SECRET, "OMP_NUM_THREADS": "4"},
         "slo": {"ttft_s_per_new_token": 0.0001},
         "max_total_tokens": 5,
@@ -75,7 +77,7 @@ def test_tables_and_lists_lose_their_secrets_and_nothing_else() -> None:
     assert SECRET not in json.dumps(found)
     assert found["environment"] == {"HF_TOKEN": "***", "OMP_NUM_THREADS": "4"}
     assert found["slo"] == given["slo"]
-    assert found["flags"][2:4] == ["--port", "1"]
+    assert found["flags"][2:4] == found["several"][3:] == ["--port", "1"]
     assert found["max_total_tokens"] == 5
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from deltaserve import child
 from deltaserve.errors import InputError
-from launch import FleetError, control, fleet, fleets, guard, hardware, sampling
+from launch import FleetError, control, fleet, fleets, guard, hardware, sampling, supervised
 from launch.redaction import HIDDEN, is_secret, redacted
 from launch.reservations import reserved
 from launch.sampling import Engines, Sampler
@@ -49,6 +49,8 @@ def test_a_process_that_cannot_be_killed_is_given_up_and_named(
     record = json.loads((tmp_path / "run" / "fleet.json").read_text())
     assert record["state"] == "failed"
     assert record["reason"] == f"could not be killed: colocated-0: pid {unkillable}"
+    # As it would be by its mark, were it there.
+    monkeypatch.setattr(supervised, "_are_of", lambda *_: True)
     with pytest.raises(FleetError, match=f"could not be killed: pid {unkillable}"):
         control.down(tmp_path / "run")
 
@@ -123,6 +125,21 @@ def test_the_log_of_the_start_before_is_kept(fakes: Fakes, tmp_path: Path) -> No
     assert "the reason it died" not in log.read_text()
     assert "the reason it died" in log.with_name("colocated-0.log.1").read_text()
     assert "exit status 3" in (tmp_path / "run" / "transcript.txt.1").read_text()
+
+
+def test_the_telemetry_of_a_start_is_apart_from_that_of_the_start_before(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    for start in ("first", "second", "third"):
+        with fleet(fakes("serve", overrides=("telemetry=true",)), run_dir):
+            # As a worker does, whose pid is another each time.
+            (run_dir / "steps" / f"colocated-0-{start}.jsonl").write_text("{}\n")
+    assert [file.name for file in (run_dir / "steps").iterdir()] == ["colocated-0-third.jsonl"]
+    assert [file.name for file in (run_dir / "steps.1").iterdir()] == ["colocated-0-second.jsonl"]
+    with fleet(fakes("serve"), run_dir):
+        pass
+    assert not (run_dir / "steps").exists()
 
 
 def test_the_sampler_goes_on_after_a_gpu_does_not_answer(
@@ -257,6 +274,23 @@ def test_secrets_are_hidden_wherever_they_stand() -> None:
     assert shown["flags"][0] == f'flags=["--api-key", {HIDDEN}]'
     assert shown["tokens"] == 5
     assert redacted('flags=["--api-key", "--port"]') == 'flags=["--api-key", "--port"]'
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        ["--api-key", "for-ann", "for-bob", "--port", "1"],
+        'flags=["--api-key", "for-ann", "for-bob", "--port", "1"]',
+        "flags=['--api-key', 'for-ann','for-bob', '--port', '1']",
+        {"api_keys": ["for-ann", "for-bob"], "port": "1"},
+    ],
+)
+def test_all_keys_of_a_flag_that_takes_several_are_hidden(shown: object) -> None:
+    hidden = json.dumps(redacted(shown))
+    assert "for-ann" not in hidden
+    assert "for-bob" not in hidden
+    assert "port" in hidden
+    assert HIDDEN in hidden
 
 
 def fakes_of(python: Path, *more: str) -> list[str]:

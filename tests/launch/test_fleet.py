@@ -15,6 +15,7 @@ import threading
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -83,7 +84,7 @@ def test_a_process_is_known_by_its_start_whatever_the_clock_says(
         for other in (f"{boot}-{int(ticks) + 1}", f"another-{ticks}", ""):
             assert not supervised.is_running(running.pid, other)
             assert supervised.terminate(running.pid, other, 0.0)
-            assert supervised.sweep(running.pid, other, "another's mark") == []
+            assert supervised.sweep(running.pid, other, "another's mark", tmp_path) == []
         assert supervised.members(running.pid, running.started)
     finally:
         running.stop()
@@ -402,6 +403,26 @@ def test_a_fleet_that_is_ending_ends_whole_before_an_interrupt_counts(
     assert control.down(run_dir) == 0
 
 
+def test_an_interrupt_while_a_process_is_started_leaves_none(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    popen = subprocess.Popen
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        started = popen(*arguments, **more)
+        if more.get("start_new_session"):
+            signal.raise_signal(signal.SIGINT)
+        return started
+
+    monkeypatch.setattr("launch.supervised.subprocess.Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt), fleet(fakes("hang"), run_dir):
+        pass
+    assert working_in(run_dir) == []
+    record = json.loads((run_dir / "fleet.json").read_text())
+    assert (record["state"], record["processes"][0]["state"]) == ("stopped", "stopped")
+
+
 def test_a_worker_that_dies_later_is_reported_by_check(fakes: Fakes, tmp_path: Path) -> None:
     with fleet(fakes("grandchildren"), tmp_path / "run") as running:
         below = psutil.Process(running.workers[0].pid).children()
@@ -609,6 +630,66 @@ def test_down_spares_a_process_that_has_come_by_a_recorded_pid(
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_down_spares_a_session_whose_leader_had_come_by_a_recorded_pid(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    with fleet(fakes("serve"), tmp_path / "run"):
+        pass
+    # A shell that has gone, and what it left running: in a container that was restarted the same
+    # pids come again, and the machine has not.
+    job = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    code = f"import subprocess, sys; open(sys.argv[1], 'w').write(str({job}.pid))"
+    told = tmp_path / "job"
+    shell = subprocess.Popen([sys.executable, "-c", code, str(told)], start_new_session=True)
+    shell.wait()
+    job_pid = int(told.read_text())
+    try:
+        file = tmp_path / "run" / "fleet.json"
+        record = json.loads(file.read_text())
+        record["state"] = record["processes"][0]["state"] = "ready"
+        record["supervisor"]["pid"] = record["processes"][0]["pid"] = shell.pid
+        file.write_text(json.dumps(record))
+        assert not control.status(tmp_path / "run").alive
+        assert control.down(tmp_path / "run") == 0
+        assert psutil.Process(job_pid).status() != psutil.STATUS_ZOMBIE
+    finally:
+        os.kill(job_pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_down_ends_what_a_killed_guardian_left_in_its_session(
+    fakes: Fakes, tmp_path: Path, named: bool
+) -> None:
+    """Also what overwrote its environment, as processes do that give themselves a name."""
+    with fleet(fakes("serve"), tmp_path / "run"):
+        pass
+    file = tmp_path / "run" / "fleet.json"
+    record = json.loads(file.read_text())
+    environment = {} if named else {"DELTASERVE_PROCESS": record["processes"][0]["mark"]}
+    told = tmp_path / "left"
+    code = (
+        "import os, sys, time\n"
+        "child = os.fork()\n"
+        "if not child: os.execve(sys.executable, [sys.executable, '-c', "
+        f"'import time; time.sleep(60)'], {environment!r})\n"
+        "open(sys.argv[1], 'w').write(str(child))"
+    )
+    guardian = subprocess.Popen(
+        [sys.executable, "-c", code, str(told)], start_new_session=True, cwd=tmp_path / "run"
+    )
+    guardian.wait()
+    left = int(told.read_text())
+    try:
+        wait_until(lambda: psutil.Process(left).environ() == environment, timeout_s=10.0)
+        record["processes"][0]["pid"] = guardian.pid
+        file.write_text(json.dumps(record))
+        assert control.down(tmp_path / "run") == 1
+        wait_until(lambda: not psutil.pid_exists(left), timeout_s=10.0)
+    finally:
+        if psutil.pid_exists(left):
+            os.kill(left, signal.SIGKILL)
 
 
 def test_a_killed_process_counts_until_its_last_thread_has_gone() -> None:

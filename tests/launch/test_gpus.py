@@ -152,6 +152,16 @@ def test_prefill_graphs_are_captured_where_prompts_are_prefilled() -> None:
         ),
         ("colocated-8", "prefill_decode_interval=-1", "prefill_decode_interval: "),
         ("colocated-8", "max_prefill_tokens=0", "max_prefill_tokens: "),
+        (
+            "colocated-2",
+            "environment.CUDA_VISIBLE_DEVICES=2,3",
+            "environment.CUDA_VISIBLE_DEVICES: each worker is shown its own GPUs; gpus",
+        ),
+        (
+            "vllm-pd-1p1d",
+            "workers.decode.environment.CUDA_DEVICE_ORDER=FASTEST_FIRST",
+            "workers.1.environment.CUDA_DEVICE_ORDER: each worker is shown",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(name: str, override: str, said: str) -> None:

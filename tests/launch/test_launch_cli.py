@@ -15,7 +15,7 @@ import pytest
 from launch.control import default_run_dir
 from launch.fleets import claim
 from tests import command_line
-from tests.processes import wait_until
+from tests.processes import wait_until, working_in
 
 
 def deltaserve(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -239,6 +239,30 @@ def test_down_ends_a_fleet_whose_supervisor_is_suspended(fake_python: Path, tmp_
         process.wait()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_told_to_leave_while_a_fleet_comes_up_detached_ends_it(
+    fake_python: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As by Ctrl-C, and by `timeout` or a job that is cancelled."""
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", str(run_dir), "--set", "environment.FAKE=hang"]
+    up = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang", "--detach", *fakes]
+    process = subprocess.Popen(up, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(
+            lambda: (run_dir / "fleet.json").exists() and record(run_dir)["state"] == "starting"
+        )
+        process.send_signal(number)
+        assert process.wait(30) == 130
+        assert record(run_dir)["state"] == "stopped"
+        assert working_in(run_dir) == []
+    finally:
+        process.kill()
+        process.wait()
+        deltaserve("down", str(run_dir))
+
+
 def test_a_second_ctrl_c_does_not_keep_up_from_ending_its_fleet(
     fake_python: Path, tmp_path: Path
 ) -> None:
@@ -386,6 +410,40 @@ def test_check_leaves_nothing_behind_and_shows_the_commands_of_what_it_refuses(
     folder.mkdir()
     assert deltaserve(*check).returncode == 0
     assert folder.exists()
+
+
+def test_check_leaves_the_folder_of_a_fleet_that_came_up_meanwhile(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--run-dir", str(run_dir)]
+    # Its options are asked for, which takes as long as an engine is imported.
+    script = fake_python.read_text()
+    asked = 'elif arguments[0].endswith("probe.py"):\n'
+    wait = "        while os.path.exists(os.environ.get('FAKE_IMPORTS', '')): time.sleep(0.05)\n"
+    fake_python.write_text(script.replace(asked, f"{asked}{wait}"))
+    importing = tmp_path / "importing"
+    importing.touch()
+    command = [sys.executable, "-m", "deltaserve", "launch", "check", "laptop-sglang", *fakes]
+    environment = os.environ | {"FAKE_IMPORTS": str(importing)}
+    check = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_until(run_dir.exists, timeout_s=30.0)
+        up = as_process("up", "laptop-sglang", *fakes, "--detach")
+        assert up.returncode == 0, up.stderr
+        importing.unlink()
+        shown, _ = check.communicate(timeout=60)
+        assert check.returncode == 0, shown
+        assert deltaserve("status", str(run_dir)).stdout.startswith("laptop-sglang: ready")
+        assert "a fleet is running there" in as_process("up", "laptop-sglang", *fakes).stderr
+    finally:
+        importing.unlink(missing_ok=True)
+        check.wait()
+        down = deltaserve("down", str(run_dir))
+    assert down.returncode == 0, down.stderr
+    assert deltaserve("check", "laptop-sglang", *fakes).returncode == 0
+    assert "stopped" in deltaserve("status", str(run_dir)).stdout
 
 
 def test_a_fleet_that_is_kept_serving_outlives_a_worker(fake_python: Path, tmp_path: Path) -> None:

@@ -168,6 +168,16 @@ def test_a_python_path_of_ones_own_comes_after_our_plugins() -> None:
     assert decode.environment["PYTHONPATH"].split(":") == [*plugin, "/all"]
 
 
+def test_plugins_and_features_of_ones_own_are_beside_those_that_a_worker_is_made_of() -> None:
+    own = ("environment.SGLANG_PLUGINS=mine", "environment.DELTASERVE_SGLANG=telemetry")
+    prefill, elastic = made("laptop-sglang-elastic", *own).workers
+    assert elastic.environment["SGLANG_PLUGINS"] == "deltaserve,mine"
+    assert elastic.environment["DELTASERVE_SGLANG"] == "cpu,elastic,telemetry"
+    assert prefill.environment["DELTASERVE_SGLANG"] == "cpu,telemetry"
+    again = made("laptop-sglang", "environment.SGLANG_PLUGINS=mine,deltaserve").workers[0]
+    assert again.environment["SGLANG_PLUGINS"] == "deltaserve,mine"
+
+
 @pytest.mark.parametrize("name", ["laptop-sglang", "laptop-vllm"])
 def test_what_the_caller_reaches_without_a_proxy_an_engine_does_too(
     name: str, monkeypatch: pytest.MonkeyPatch

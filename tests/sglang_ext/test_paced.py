@@ -234,6 +234,36 @@ def test_memory_for_the_rest_of_the_chunk_in_flight_is_kept(make_plain: MakeSche
     assert formed(scheduler).admitted == []
 
 
+def test_a_chunk_in_flight_gives_up_nothing_for_prompts_that_cannot_come_in(
+    make_plain: MakeScheduler,
+) -> None:
+    """With the pool full, up to half of every step was computed for nobody."""
+    scheduler = make_plain(tokens=56_200)
+    in_flight(scheduler, 60_000, 4000)
+    waiting = scheduler.waiting_queue = [prompt("s", 900)]
+
+    def chunk_of(batch: Any) -> int:
+        return int(dict(batch.added)["long"])
+
+    assert chunk_of(formed(scheduler)) < formed(scheduler).prompt_tokens, "tried once"
+    for _ in range(20):
+        scheduler.pool.free -= 100  # the decodes' next tokens
+        batch = formed(scheduler)
+        assert batch.admitted == []
+        assert chunk_of(batch) == batch.prompt_tokens
+    assert scheduler.waiting_queue == waiting
+    scheduler.pool.free += 10_000  # somebody has ended
+    assert formed(scheduler).admitted == ["s"]
+    # The same where one that decodes leaves a place in the batch.
+    scheduler.pool.free -= 8_000
+    scheduler.running_batch = Batch([prompt(f"d{i}", 10) for i in range(3)])
+    scheduler.waiting_queue = [prompt("t", 900, 5000)]
+    formed(scheduler)
+    assert chunk_of(formed(scheduler)) == scheduler.formed[-1].prompt_tokens
+    scheduler.running_batch.reqs.pop()
+    assert chunk_of(formed(scheduler)) < scheduler.formed[-1].prompt_tokens
+
+
 def decoding(scheduler: Any, requests: int, growth_tokens: int) -> Batch:
     """Requests that decode on `scheduler` and allocate `growth_tokens` for their next tokens."""
     batch = Batch([prompt(f"d{i}", 10) for i in range(requests)])
