@@ -28,6 +28,7 @@ from sglang_ext.pacing.prefill import (
 from sglang_ext.pacing.sharing import Sharing
 from sglang_ext.settings import Interference
 from sglang_ext.sglang import current
+from sglang_ext.sglang.pool import available_tokens
 
 _SETTINGS = settings.paced(os.environ)
 _paced: list[Sharing] = []
@@ -78,8 +79,7 @@ def _rest_fits(scheduler: Any, growth_tokens: int) -> bool:
     if req is None or _SETTINGS.interference is Interference.STOCK:
         return True
     rest = int(req.seqlen) - current().prefix_tokens(req)
-    room = scheduler.token_to_kv_pool_allocator.available_size()
-    room += scheduler.tree_cache.evictable_size()
+    room = available_tokens(scheduler)
     return bool(room - growth_tokens >= rest + scheduler.page_size)
 
 

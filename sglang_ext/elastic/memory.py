@@ -11,6 +11,7 @@ from sglang_ext import sglang
 from sglang_ext.elastic.admission import Waiting, reserved_for_local, reserved_for_transfers
 from sglang_ext.elastic.host_tier import HostTier
 from sglang_ext.elastic.queues import Queues
+from sglang_ext.sglang.pool import available_tokens
 
 
 class Memory:
@@ -23,9 +24,7 @@ class Memory:
 
     def available_tokens(self) -> int:
         """KV tokens that are free or can be evicted."""
-        s = self._scheduler
-        free: int = s.token_to_kv_pool_allocator.available_size()
-        return free + int(s.tree_cache.evictable_size())
+        return available_tokens(self._scheduler)
 
     def can_ever_hold(self, req: Any) -> bool:
         """Whether SGLang would let `req` in with nothing else on the worker.

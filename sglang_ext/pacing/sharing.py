@@ -18,6 +18,7 @@ from sglang_ext.pacing.prefill import Chunk, PacedPrefill
 from sglang_ext.pacing.step_times import Step
 from sglang_ext.settings import Interference
 from sglang_ext.sglang import current
+from sglang_ext.sglang.pool import available_tokens
 
 _NEVER_CUT_TOKENS = 1 << 40
 _TRY_AGAIN_STEPS = 64
@@ -63,9 +64,7 @@ class Sharing:
 
     def _room(self, running_batch: Any) -> tuple[int, int]:
         """What lets prompts in, more of either: KV tokens, and places in the batch."""
-        s = self._scheduler
-        tokens = s.token_to_kv_pool_allocator.available_size() + s.tree_cache.evictable_size()
-        return int(tokens), -len(running_batch.reqs)
+        return available_tokens(self._scheduler), -len(running_batch.reqs)
 
     def _are_kept_out(self, chunked: Any, running_batch: Any) -> bool:
         """Whether SGLang let nobody in when prompts last went along with the chunk of `chunked`,
