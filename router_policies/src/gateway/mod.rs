@@ -475,6 +475,7 @@ pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<(), Stri
     if let Some(file) = &config.worker_ca_file {
         tls::connector(HttpConnector::new(), Some(file))?;
     }
+    Keys::load(&config)?;
     let fleet = Fleet::new(policy, config.policy.clone(), EventSink::in_memory(), 0);
     let fleet = Arc::new(fleet);
     for spec in &config.workers {
