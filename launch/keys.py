@@ -60,14 +60,14 @@ def router_environment(where: str, workers: Mapping[str, Keys]) -> dict[str, str
     its clients, all of them: who could not ask an engine shall not be able to by asking the router.
     Which clients it serves is left to `CLIENTS` where the caller has set that.
 
-    Raises `InputError` for a key that the variable's form does not take, and where the caller has set
-    `CLIENTS` without a key in it: our router does not start with that, and who sets it does not mean
-    everybody.
+    Raises `InputError` for a key that the variable's form does not take, and where the caller has
+    set `CLIENTS` without a key in it: our router does not start with that, and who sets it does not
+    mean everybody.
     """
     if CLIENTS in os.environ and not router_keys({}).keys:
         raise InputError(
-            f"{CLIENTS}: expected keys, separated by commas, found none (unset it: then clients need "
-            "what the engines ask for)"
+            f"{CLIENTS}: expected keys, separated by commas, found none (unset it: then clients "
+            "need what the engines ask for)"
         )
     found = {variable(id_): keys.key for id_, keys in workers.items() if keys.key}
     everybody = dict.fromkeys(key for keys in workers.values() for key in keys.keys)
