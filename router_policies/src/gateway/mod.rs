@@ -55,7 +55,7 @@ use crate::fleet::residency::settings;
 use crate::policy::{Policy, Role};
 use admission::Admission;
 use apis::Api;
-use buffers::Buffers;
+use buffers::{Budget, Buffers, NotCollected};
 use bytes::Bytes;
 use client::Socket;
 use encoder::PromptEncoder;
@@ -292,6 +292,27 @@ impl Gateway {
                 // It ends in another way.
                 std::future::pending().await
             }
+        }
+    }
+
+    /// A request's whole body: see [`Buffers::collect`]. What is still coming at `deadline`, or when the
+    /// router waits no longer, is given up, so that its client is told.
+    async fn collect(
+        &self,
+        body: Incoming,
+        deadline: Instant,
+        on_more: impl FnMut(&[u8], usize),
+    ) -> Result<(Bytes, Budget), NotCollected> {
+        let limit = self.config.max_body_bytes;
+        let collected = self.buffers.collect(body, limit, on_more);
+        // Asked for only where the body does not come at once, as most do.
+        let is_cut_off = async { self.cut_off().await };
+        tokio::select! {
+            biased;
+            collected = tokio::time::timeout_at(deadline, collected) => {
+                collected.unwrap_or(Err(NotCollected::TimeIsOver))
+            }
+            () = is_cut_off => Err(NotCollected::ShuttingDown),
         }
     }
 
