@@ -36,6 +36,7 @@ mod prompts;
 mod reuse;
 mod seam;
 mod session;
+mod sglang_tools;
 mod short_ids;
 mod silence;
 pub mod splice;
