@@ -78,6 +78,7 @@ use reuse::{NotingConnector, WorkerClient};
 use splice::Pieces;
 pub use sse::SseProgress;
 use std::convert::Infallible;
+use std::hash::{BuildHasher, RandomState};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -240,7 +241,9 @@ impl Gateway {
         let sink = sink.observing(move |event| observer.saw(event));
         let residency = settings::build(&config.residency)?;
         let fleet = Fleet::new(policy, config.policy.clone(), sink, fastrand::u64(..));
-        let fleet = fleet.with_residency(residency);
+        let fleet = fleet
+            .with_residency(residency)
+            .with_secret(RandomState::new().hash_one(0));
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(Duration::from_secs_f64(config.connect_timeout_s)));
