@@ -60,15 +60,24 @@ def router_environment(where: str, workers: Mapping[str, Keys]) -> dict[str, str
     its clients, all of them: who could not ask an engine shall not be able to by asking the router.
     Which clients it serves is left to `CLIENTS` where the caller has set that.
 
-    Raises `InputError` for a key that the variable's form does not take.
+    Raises `InputError` for a key that the variable's form does not take, and where the caller has
+    set `CLIENTS` without a key in it: our router does not start with that, and who sets it does not
+    mean everybody.
     """
+    if CLIENTS in os.environ and not router_keys({}).keys:
+        raise InputError(
+            f"{CLIENTS}: expected keys, separated by commas, found none (unset it: then clients "
+            "need what the engines ask for)"
+        )
     found = {variable(id_): keys.key for id_, keys in workers.items() if keys.key}
     everybody = dict.fromkeys(key for keys in workers.values() for key in keys.keys)
-    if everybody and not os.environ.get(CLIENTS):
+    if everybody and CLIENTS not in os.environ:
         if any("," in key or not key.isprintable() or " " in key for key in everybody):
             raise InputError(
                 f"{where}: --api-key: our router takes no key with a comma or white space in it"
             )
+        if any(not 8 <= len(key) <= 512 for key in everybody):
+            raise InputError(f"{where}: --api-key: our router takes keys of 8 to 512 characters")
         found[CLIENTS] = ",".join(everybody)
     return found
 

@@ -30,6 +30,14 @@ class ClientOptions(BodyOptions):
     headers: tuple[tuple[str, str], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What became of a request, and for how long a server that refused it does not want another."""
+
+    result: Result
+    retry_after_s: float | None = None
+
+
 class Client:
     """Sends requests of one process; `on_result` gets each result as it is known."""
 
@@ -59,7 +67,7 @@ class Client:
         """Closes idle connections."""
         self._server.close()
 
-    async def send(self, request: Planned, scheduled_s: float) -> Result:
+    async def send(self, request: Planned, scheduled_s: float) -> Sent:
         """Sends one request; every outcome, also a failure, becomes one result."""
         result = Result(
             request_id=request.request_id,
@@ -71,8 +79,15 @@ class Client:
             trace_s=request.trace_s,
             scheduled_s=scheduled_s,
         )
+        stream = _Stream(
+            result,
+            parser_for(self._options.api, self._record_ids),
+            self._clock,
+            self._on_first_token,
+            lambda: self._endless.cached_tokens(request) if self._endless else None,
+        )
         try:
-            await self._exchange(request, result)
+            await self._exchange(request, result, stream)
         except asyncio.CancelledError:
             result.error = self.why_stopped
             raise
@@ -95,18 +110,11 @@ class Client:
             # Only now is it known when the window begins, which may be after this was sent.
             result.phase = "prime" if request.primes else self._phase_of(scheduled_s)
             self._on_result(result)
-        return result
+        return Sent(result, stream.retry_after_s)
 
-    async def _exchange(self, request: Planned, result: Result) -> None:
+    async def _exchange(self, request: Planned, result: Result, stream: _Stream) -> None:
         headers = {"x-session-id": request.session_id, "x-request-id": request.request_id}
         headers.update(self._options.headers)
-        stream = _Stream(
-            result,
-            parser_for(self._options.api, self._record_ids),
-            self._clock,
-            self._on_first_token,
-            lambda: self._endless.cached_tokens(request) if self._endless else None,
-        )
         async with asyncio.timeout(self._limit_s(request)):
             # The body has no name here: it is let go of when it is sent.
             await self._server.post(self._path, headers, await self._bodies.take(request), stream)
@@ -157,6 +165,7 @@ class _Stream:
     on_first_token: Callable[[float], None]
     best_cached_tokens: Callable[[], int | None]
     refusal: list[bytes] = field(default_factory=list)
+    retry_after_s: float | None = None
 
     def on_connected(self) -> None:
         # Only now, and not when it was due, does this prompt come before others: bodies that take
@@ -167,6 +176,8 @@ class _Stream:
     def on_head(self, head: Head) -> None:
         self.result.status = head.status
         self.result.decision_id = head.headers.get("x-deltaserve-decision-id")
+        if head.status != 200:
+            self.retry_after_s = head.retry_after_s()
 
     def on_body(self, data: bytes) -> None:
         now_s = self.clock()

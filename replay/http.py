@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import Protocol
 from urllib.parse import quote, urlsplit
 
@@ -33,6 +34,16 @@ class Head:
 
     status: int
     headers: dict[str, str]
+
+    def retry_after_s(self) -> float | None:
+        """The seconds of `Retry-After`, or those until its date; None where it says neither."""
+        given = self.headers.get("retry-after", "")
+        if given.isascii() and given.isdecimal():
+            return float(given)
+        try:
+            return max(0.0, parsedate_to_datetime(given).timestamp() - time.time())
+        except (ValueError, OverflowError):
+            return None
 
 
 class Watcher(Protocol):

@@ -26,12 +26,12 @@ from replay.endless import EndlessCache
 from replay.lanes import Lanes, Start, poisson_arrivals
 from replay.open_loop import OpenLoop
 from replay.options import RunOptions
+from replay.pauses import Pauses
 from replay.phases import PhaseOptions, Shared, Window
 from replay.plan import Plan, Planned
 from replay.plays import Order, Plays, Tickets
 from replay.progress import Counters
 from replay.results import RESULTS_FILE, ErrorInfo, Result, ResultWriter
-from replay.silence import Silence
 
 _REPORT_S = 0.5
 _LOOK_S = 0.05
@@ -99,7 +99,7 @@ class _Share:
         phases = job.phases()
         self._window = Window(phases, job.shared, number) if phases else None
         self._measured_in_flight = 0
-        self._silence = Silence()
+        self._pauses = Pauses()
         # Only a process that sends everything knows what came before.
         knows_all = job.processes == 1 and bool(job.left.all())
         self._client = Client(
@@ -126,10 +126,10 @@ class _Share:
         measured = bool(window and not request.primes and window.phase_of(scheduled_s) == "measure")
         self._measured_in_flight += measured
         try:
-            result = await self._client.send(request, scheduled_s)
+            sent = await self._client.send(request, scheduled_s)
         finally:
             self._measured_in_flight -= measured
-        if pause_s := self._silence.pause_s(result):
+        if pause_s := self._pauses.pause_s(sent.result, sent.retry_after_s):
             # What waits for this request's end waits for this too.
             await asyncio.sleep(pause_s)
 

@@ -154,8 +154,38 @@ def test_whom_the_router_serves_is_left_to_whoever_has_said_so(
     assert router_environment("x", {"decode-1": Keys()}) == {}
     with pytest.raises(InputError, match="x: --api-key: our router takes no key with a comma"):
         router_environment("x", {"w": Keys(("a,b",))})
+    with pytest.raises(InputError, match="x: --api-key: our router takes keys of 8 to 512"):
+        router_environment("x", {"w": Keys(("short",))})
     monkeypatch.setenv(CLIENTS, "one, two")
     told = router_environment("x", workers)
     assert CLIENTS not in told
     assert router_keys(told).keys == ("one", "two")
     assert keys.variable("colocated-0") == "DELTASERVE_COLOCATED_0_API_KEY"
+
+
+@pytest.mark.parametrize("nothing", ["", ",", " , \n"])
+@pytest.mark.parametrize("flags", ["[]", f'["--api-key", "{KEY}"]'])
+def test_a_fleet_does_not_start_where_the_variable_for_clients_keys_has_none(
+    nothing: str, flags: str, fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CLIENTS, nothing)
+    given = (f"flags={flags}", "router.kind=deltaserve")
+    with (
+        pytest.raises(InputError, match=f"^{CLIENTS}: expected keys, .* found none"),
+        fleet(fakes("serve", overrides=given), tmp_path / "run"),
+    ):
+        pass
+    assert not list(tmp_path.glob("run/logs/*"))
+
+
+def test_a_clients_key_that_our_router_does_not_take_is_found_before_a_worker_starts(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CLIENTS, "short")
+    with (
+        pytest.raises(InputError, match=f"{CLIENTS}: expected a key of 8 to 512") as raised,
+        fleet(fakes("serve", overrides=("router.kind=deltaserve",)), tmp_path / "run"),
+    ):
+        pass
+    assert "short" not in str(raised.value)
+    assert not list(tmp_path.glob("run/logs/*"))

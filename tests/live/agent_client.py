@@ -34,6 +34,12 @@ CODEX_TOOLS: list[Any] = [
         ],
     },
     {"type": "web_search", "external_web_access": False},
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Changes files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+    },
 ]
 SYSTEM = "You are a coding agent. " * 40
 QUESTION = "Which weather is it in Bonn?"

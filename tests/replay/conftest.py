@@ -107,7 +107,8 @@ def run_virtually() -> Callable[..., Any]:
 class FakeEngine:
     """Answers like SGLang or vLLM; without `usage` in its chunks like other servers. With a `key`
     it refuses requests without that header `authorization`. `faults` maps a request's id to what
-    goes wrong; `seen` holds the bodies, with their headers, in the order of arrival."""
+    goes wrong, "all" to what does with the others; refusals have the headers `refuses_with`.
+    `seen` holds the bodies, with their headers, in the order of arrival."""
 
     def __init__(
         self,
@@ -125,6 +126,7 @@ class FakeEngine:
         self.delay_s = delay_s
         self.model_path = "somewhere/tiny"
         self.faults: dict[str, str] = {}
+        self.refuses_with: dict[str, str] = {}
         self.seen: list[dict[str, Any]] = []
         self.in_flight = 0
         self.most_in_flight = 0
@@ -155,9 +157,9 @@ class FakeEngine:
         self.seen.append({"path": request.path, "headers": request.headers, "body": body})
         if self.key and request.headers.get("authorization") != self.key:
             return web.Response(status=401, text="no key")
-        fault = self.faults.get(name)
+        fault = self.faults.get(name, self.faults.get("all"))
         if fault in ("400", "503"):
-            return web.Response(status=int(fault), text="no")
+            return web.Response(status=int(fault), text="no", headers=self.refuses_with)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from itertools import pairwise
 
 import pytest
@@ -38,6 +40,27 @@ def test_chunks_are_joined_however_they_are_cut(
 def test_a_chunk_without_a_size_is_an_error() -> None:
     with pytest.raises(ProtocolError, match="chunk's size"):
         _Body(chunked=True, length=None).take(b"zz\r\n")
+
+
+@pytest.mark.parametrize("given", ["", "soon", "-1", "1.5", "\u0663", "Fri, 99 Nov 2026 99:00:00"])
+def test_an_answer_that_does_not_say_when_to_come_again(given: str) -> None:
+    assert Head(503, {"retry-after": given}).retry_after_s() is None
+
+
+def test_an_answer_that_says_when_to_come_again() -> None:
+    assert Head(503, {}).retry_after_s() is None
+    assert Head(503, {"retry-after": "7"}).retry_after_s() == 7.0
+    assert Head(503, {"retry-after": "Fri, 27 Nov 2020 12:00:00 GMT"}).retry_after_s() == 0.0
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+    found = Head(503, {"retry-after": later}).retry_after_s()
+    assert found is not None
+    assert 20.0 < found <= 30.0
+
+
+@given(st.text())
+def test_whatever_a_header_says_no_request_fails_by_it(text: str) -> None:
+    found = Head(503, {"retry-after": text}).retry_after_s()
+    assert found is None or found >= 0.0
 
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

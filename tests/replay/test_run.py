@@ -22,11 +22,11 @@ import pytest
 from deltaserve.errors import InputError
 from replay.http import Server
 from replay.options import RunOptions
+from replay.pauses import SHORTEST_PAUSE_S
 from replay.plan import make_plan
 from replay.prompts import WORDS, PromptMaker
 from replay.results import ErrorInfo, Result, read_results
 from replay.runner import default_processes, run
-from replay.silence import SHORTEST_PAUSE_S
 from replay.summary import summarise
 from replay.tables import summary_lines
 from replay.trace import Request, write_trace
@@ -205,6 +205,65 @@ def test_recycled_sessions_that_do_not_think_wait_before_a_server_that_is_gone(
     # Each session after 0, 0.1, 0.2, 0.4, 0.8 s, and not thousands of times a second.
     assert 4 * 2 <= len(read_results(options.output)) <= 4 * 7
     assert orjson.loads((options.output / "phases.json").read_bytes())["complete"]
+
+
+@pytest.mark.parametrize("fault", ["400", "503", "error"])
+@pytest.mark.parametrize("retry_after", [None, "1"])
+def test_recycled_sessions_that_do_not_think_wait_before_a_server_that_refuses_all(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine, fault: str, retry_after: str | None
+) -> None:
+    fake = engine("sglang")
+    fake.faults = {"all": fault}
+    if retry_after:
+        fake.refuses_with = {"retry-after": retry_after}
+    options = _options(
+        tmp_path,
+        trace_of(4, requests=20, sub_agents=False),
+        fake.url,
+        mode="closed",
+        max_inflight_sessions=4,
+        think_scale=0.0,
+        recycle=True,
+        measure_s=1.5,
+        drain_s=30.0,
+    )
+    began_s = time.monotonic()
+    summary = run(options, quiet=True)
+    assert time.monotonic() - began_s < 10
+    assert summary["ok"] == 0
+    # As before a server that is gone; each session after 0 and 1 s where the server says so.
+    most = 2 if retry_after and fault != "error" else 7
+    assert 4 * 2 <= len(read_results(options.output)) <= 4 * most
+
+
+def test_what_follows_a_refusal_waits_as_long_as_the_server_asks_and_then_thinks(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine
+) -> None:
+    fake = engine("sglang")
+    fake.refuses_with = {"retry-after": "1"}
+    one = trace_of(4, requests=1)[0]
+    ids = {"a0": ("a", 0), "a1": ("a", 1), "b0": ("b", 0), "c0": ("c", 0)}
+    trace = [
+        replace(
+            one,
+            request_id=name,
+            session_id=session,
+            turn=turn,
+            think_time_s=0.3 if turn else None,
+        )
+        for name, (session, turn) in ids.items()
+    ]
+    fake.faults = {"a0": "503", "a1": "400"}
+    options = _options(tmp_path, trace, fake.url, mode="closed", max_inflight_sessions=1)
+    run(replace(options, time_scale=1.0), quiet=True)
+    results = _by_id(options.output)
+
+    def waited_s(before: str, after: str) -> float:
+        return (results[after].scheduled_s or 0.0) - (results[before].finished_s or 0.0)
+
+    assert 1.3 <= waited_s("a0", "a1") < 2.0
+    assert 1.0 <= waited_s("a1", "b0") < 1.7  # the slot's next session
+    assert waited_s("b0", "c0") < 0.1  # an answer is followed at once
 
 
 def test_sessions_go_on_when_a_server_is_back(

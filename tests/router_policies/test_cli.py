@@ -304,6 +304,30 @@ def test_wrong_input_is_answered_in_one_line(arguments: list[str], expected: str
     assert "column" not in result.stderr
 
 
+@pytest.mark.parametrize("flags", [[], ["--check", "--worker", "http://127.0.0.1:1"]])
+@pytest.mark.parametrize("keys", ["", ",", " , "])
+def test_a_variable_for_keys_without_one_does_not_open_the_router(
+    keys: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTASERVE_API_KEYS", keys)
+    result = as_process("route", "--port", "0", *flags)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "DELTASERVE_API_KEYS: expected keys, separated by commas, found none" in result.stderr
+
+
+def test_a_file_for_keys_without_one_is_named_by_the_check(tmp_path: Path) -> None:
+    (tmp_path / "keys.txt").write_text("# nobody yet\n")
+    config = tmp_path / "router.toml"
+    config.write_text(
+        'api_keys_file = "keys.txt"\n[[workers]]\nid = "w"\nurl = "http://127.0.0.1:1"\n'
+    )
+    for flags in ([], ["--check"]):
+        result = as_process("route", "--port", "0", "--config", str(config), *flags)
+        assert result.returncode == 2, result.stderr
+        assert f"api_keys_file: {tmp_path}/keys.txt: expected a key a line" in result.stderr
+
+
 def test_residency_is_explained_and_its_wrong_settings_are_named() -> None:
     everything = deltaserve("policy", "explain", "residency").stdout
     assert "priced" in everything

@@ -10,15 +10,33 @@ pub(super) struct Session {
     pub turns: u32,
 }
 
-/// What a session is known by here.
-pub(crate) fn session_key(id: &str) -> u64 {
-    let mut state = id.len() as u64;
-    for chunk in id.as_bytes().chunks(8) {
-        let mut word = [0; 8];
-        word[..chunk.len()].copy_from_slice(chunk);
-        state = prefix::hash::step(state, u64::from_le_bytes(word));
+/// What sessions are known by here: a number made of the id that the client chose.
+///
+/// Two ids of one number would be one session, whose turns go to one worker and hold one place. That is
+/// no more than whoever knows a session's id gets by sending it, and answers never go by it. But tables
+/// of residency take the number as it is for the place of an entry, so that ids which are chosen for
+/// their numbers could crowd one place there and have every decision search through them. So a router
+/// mixes a secret of its own into them. A simulation has none: there the same ids are the same numbers in
+/// every run.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct SessionKeys {
+    secret: u64,
+}
+
+impl SessionKeys {
+    pub fn with_secret(secret: u64) -> Self {
+        Self { secret }
     }
-    state
+
+    pub fn of(self, id: &str) -> u64 {
+        let mut state = id.len() as u64 ^ self.secret;
+        for chunk in id.as_bytes().chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            state = prefix::hash::step(state, u64::from_le_bytes(word));
+        }
+        state
+    }
 }
 
 impl State {
@@ -61,5 +79,28 @@ impl State {
             Some(before) => self.sessions.put(key, before),
             None => self.sessions.pop(&key),
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_whose_numbers_crowd_a_place_do_not_where_there_is_a_secret() {
+        let place = |keys: SessionKeys, id: &str| keys.of(id) & 0x3ff;
+        let without = SessionKeys::default();
+        let all = (0..200_000).map(|number| format!("s{number}"));
+        let crowd: Vec<_> = all.filter(|id| place(without, id) == 7).collect();
+        assert!(crowd.len() > 100);
+        for secret in [1, 0x1234_5678_9abc_def0] {
+            let keys = SessionKeys::with_secret(secret);
+            let same = crowd
+                .iter()
+                .filter(|id| place(keys, id) == place(keys, &crowd[0]));
+            assert!(same.count() < crowd.len() / 10);
+            let again = SessionKeys::with_secret(secret);
+            assert!(crowd.iter().all(|id| keys.of(id) == again.of(id)));
+        }
     }
 }

@@ -1,6 +1,5 @@
 //! The policy's choice: asked for among the facts, and checked.
 
-use super::affinity::session_key;
 use super::view::check_candidates;
 use super::{Fleet, Request, State};
 use crate::policy::{Decision, Policy, Refusal, RequestFacts, Route, View};
@@ -29,7 +28,8 @@ impl Fleet {
         for &slot in slots.unwrap_or_default() {
             state.facts[slot].admits = true;
         }
-        let session_key = request.session_id.as_deref().map(session_key);
+        let keys = state.residency.session_keys;
+        let session_key = request.session_id.as_deref().map(|id| keys.of(id));
         let facts = state.request_facts(request, session_key);
         let random = state.random.u64(..);
         let view = View {

@@ -1,6 +1,5 @@
 //! Reserves what was chosen, books its place, and logs the decision.
 
-use super::affinity::session_key;
 use super::choosing::Choice;
 use super::log::{self, DecisionRecord, Event, PrefixSource, Reserved};
 use super::prefix::hash::Unit;
@@ -112,7 +111,8 @@ impl Fleet {
                 worker.circuit.placed(now_s);
             }
         }
-        let session = request.session_id.as_deref().map(session_key);
+        let keys = state.residency.session_keys;
+        let session = request.session_id.as_deref().map(|id| keys.of(id));
         let session = session.map(|key| (key, state.note_session(key, answering, now_s)));
         let prompt = state.note_prompt(&request.prompt, decision.route);
 

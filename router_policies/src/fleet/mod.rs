@@ -32,7 +32,7 @@ mod which;
 mod whole;
 mod worker;
 
-use affinity::Session;
+use affinity::{Session, SessionKeys};
 pub use load::Load;
 pub use outcome::{Outcome, Usage};
 pub use placing::{Admit, Refused, Ticket};
@@ -208,7 +208,19 @@ impl Fleet {
     /// The same fleet with another rule of residency; without it, the rule is `off`.
     #[must_use]
     pub fn with_residency(self, chosen: Chosen) -> Self {
-        self.state.lock().residency = Residency::new(chosen);
+        {
+            let residency = &mut self.state.lock().residency;
+            let session_keys = residency.session_keys;
+            *residency = Residency::new(chosen);
+            residency.session_keys = session_keys;
+        }
+        self
+    }
+
+    /// The same fleet, with a secret in the numbers that it knows sessions by.
+    #[must_use]
+    pub fn with_secret(self, secret: u64) -> Self {
+        self.state.lock().residency.session_keys = SessionKeys::with_secret(secret);
         self
     }
 

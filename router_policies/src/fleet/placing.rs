@@ -1,7 +1,6 @@
 //! Asking for a place: the gate says where a request may go, the policy chooses, the choice is reserved
 //! and logged, in one step under the fleet's lock. A turn that has to wait for room gets a [`Ticket`].
 
-use super::affinity::session_key;
 use super::choosing::Choice;
 use super::commit::{Begun, Entry, Way};
 use super::reservation::Reservation;
@@ -98,6 +97,7 @@ impl Fleet {
         let sites = state.sites(exclude, now_s);
         let not_for = state.not_for(request, exclude);
         let cached = state.cached_by_facts();
+        let keys = state.residency.session_keys;
         let asked = Asked {
             key: identity.key,
             has_session: identity.name.is_some(),
@@ -106,7 +106,11 @@ impl Fleet {
             cached: &cached,
             exclude: &not_for,
             arrived_s,
-            parent: request.hints.parent_session.as_deref().map(session_key),
+            parent: request
+                .hints
+                .parent_session
+                .as_deref()
+                .map(|id| keys.of(id)),
         };
         let mut home = state.residency.residence_of(&asked, &sites);
         if let Some(site) = home

@@ -2,6 +2,7 @@
 //! bodies used again, because fresh memory costs more (a page fault each 4 KiB) than the copy itself.
 //! All bodies together are bounded, and one whose client falls silent is given up.
 
+use super::fault::SHUTTING_DOWN;
 use bytes::{Bytes, BytesMut};
 use http_body::Body;
 use http_body_util::BodyExt;
@@ -32,6 +33,10 @@ pub(super) enum NotCollected {
     NoRoom,
     /// Nothing of it came for so long, or too little.
     Silent(Duration),
+    /// The request's deadline came before its end.
+    TimeIsOver,
+    /// The router ends, and has waited for it for long enough.
+    ShuttingDown,
     Broken(hyper::Error),
 }
 
@@ -40,7 +45,8 @@ impl NotCollected {
         match self {
             Self::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error"),
             Self::NoRoom => (StatusCode::SERVICE_UNAVAILABLE, "overloaded"),
-            Self::Silent(_) => (StatusCode::REQUEST_TIMEOUT, "timeout"),
+            Self::Silent(_) | Self::TimeIsOver => (StatusCode::REQUEST_TIMEOUT, "timeout"),
+            Self::ShuttingDown => (StatusCode::SERVICE_UNAVAILABLE, "shutting_down"),
             Self::Broken(_) => (StatusCode::BAD_REQUEST, "invalid_request_error"),
         }
     }
@@ -57,6 +63,8 @@ impl NotCollected {
                     "body: nothing of it, or too little, came for {patience_s} s (body_timeout_s)"
                 )
             }
+            Self::TimeIsOver => "body: the request's time was over before its end".into(),
+            Self::ShuttingDown => SHUTTING_DOWN.into(),
             Self::Broken(failure) => format!("body: {failure}"),
         }
     }

@@ -24,6 +24,8 @@ pub(super) struct ChatTemplate {
     pub takes_parts: bool,
     /// It names the role `developer`.
     pub knows_developers: bool,
+    /// It shows what the system says later in a conversation, where that stands.
+    pub shows_later_systems: bool,
 }
 
 impl ChatTemplate {
@@ -90,12 +92,34 @@ impl ChatTemplate {
         }
         environment.get_template(DEFAULT)?;
         let has_one_with_tools = environment.get_template(WITH_TOOLS).is_ok();
-        Ok(Self {
+        let mut template = Self {
             environment,
             has_one_with_tools,
             takes_parts,
             knows_developers,
-        })
+            shows_later_systems: false,
+        };
+        template.shows_later_systems = template.finds_later_system();
+        Ok(template)
+    }
+
+    /// Renders a conversation in which the system speaks twice, by which SGLang (0.5.22) tells.
+    fn finds_later_system(&self) -> bool {
+        const LATER: &str = "__later_system__";
+        let said = [
+            ("system", "t"),
+            ("user", "t"),
+            ("system", LATER),
+            ("user", "t"),
+        ];
+        let said = said.map(|(role, text)| -> Value {
+            let keys = [("role", role), ("content", text)];
+            keys.into_iter()
+                .map(|(key, value)| (key, Value::from(value)))
+                .collect()
+        });
+        self.render(said.to_vec(), None, Vec::new())
+            .is_ok_and(|text| text.contains(LATER))
     }
 
     /// The text that the model gets. `tools` is a list or none; `more` are the request's own variables.

@@ -2,11 +2,12 @@
 //! OpenAI's chat, as the engines turn them into it.
 //!
 //! Engines differ in small things (how parts of text are joined, which keys a tool has): read off
-//! SGLang 0.5.17 and vLLM 0.26.0. A difference that is missed here costs no more than a few cached
+//! SGLang 0.5.17 to 0.5.23 and vLLM 0.26.0. A difference that is missed here costs no more than a few cached
 //! tokens that are believed elsewhere than they are.
 
 use super::apis::Api;
 use super::dumped_tools::dumped_tools;
+use super::sglang_tools::{self, CUSTOM_INPUT, Release};
 use super::values::{get, none, some, text_of};
 use crate::config::Engine;
 use minijinja::Value;
@@ -42,10 +43,14 @@ struct Body {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reader {
     pub engine: Engine,
+    /// Where that is SGLang.
+    pub release: Release,
     /// The template gets content in parts, not as one text.
     pub takes_parts: bool,
     /// The template has the role `developer`.
     pub knows_developers: bool,
+    /// The template shows what the system says where it stands, also later in a conversation.
+    pub shows_later_systems: bool,
 }
 
 impl Reader {
@@ -64,11 +69,17 @@ impl Reader {
                 }
             }
             Api::Messages => said.read_messages(self.engine, &body)?,
-            Api::Responses => said.read_responses(&body)?,
+            Api::Responses => said.read_responses(self, &body)?,
             Api::Generate | Api::Completions => return None,
         }
         match self.engine {
-            Engine::Sglang if api == Api::Responses => said.lead_with_one_system("\n\n"),
+            Engine::Sglang if api == Api::Responses => {
+                said.join_assistants();
+                let stays = self.shows_later_systems && self.release >= Release::WITH_INLINE_SYSTEM;
+                if !stays {
+                    said.lead_with_one_system("\n\n");
+                }
+            }
             Engine::Vllm if !self.knows_developers && said.has_developers() => {
                 said.lead_with_one_system("\n");
             }
@@ -108,15 +119,18 @@ impl Reader {
         {
             return Some(None);
         }
-        // SGLang shows the model the one that it has to call, and no other.
-        let only = match self.engine {
-            Engine::Sglang => match api {
+        if self.engine == Engine::Sglang {
+            // It shows the model the one that it has to call, and no other.
+            let chosen = || get(choice, "function").and_then(|chosen| text_of(&chosen, "name"));
+            let only = match api {
                 Api::Messages => text_of(choice, "name"),
-                _ => get(choice, "function").and_then(|chosen| text_of(&chosen, "name")),
-            },
-            Engine::Vllm => None,
-        };
-        if self.engine == Engine::Vllm && api == Api::Responses {
+                Api::Responses => text_of(choice, "name").or_else(chosen),
+                _ => chosen(),
+            };
+            let tools = sglang_tools::shown(self.release, api, &body.tools, only.as_deref())?;
+            return Some((!tools.is_empty()).then(|| Value::from(tools)));
+        }
+        if api == Api::Responses {
             let tools = dumped_tools(&body.tools)?;
             return Some((tools.len() != Some(0)).then_some(tools));
         }
@@ -124,16 +138,9 @@ impl Reader {
         for given in body.tools.try_iter().ok()? {
             let function = match api {
                 Api::Chat => get(&given, "function")?,
-                Api::Responses if text_of(&given, "type").as_deref() != Some("function") => {
-                    continue;
-                }
                 _ => given.clone(),
             };
-            let name = text_of(&function, "name");
-            if only.is_some() && name != only {
-                continue;
-            }
-            let name = ("name", Value::from(name?));
+            let name = ("name", Value::from(text_of(&function, "name")?));
             let description = (
                 "description",
                 get(&function, "description").unwrap_or_else(none),
@@ -144,26 +151,13 @@ impl Reader {
                 "parameters"
             };
             let parameters = ("parameters", get(&function, schema).unwrap_or_else(none));
-            let strict = get(&function, "strict");
-            let function: Value = match self.engine {
-                Engine::Sglang => {
-                    let strict = strict.unwrap_or_else(|| Value::from(false));
-                    [description, name, parameters, ("strict", strict)]
-                        .into_iter()
-                        .collect()
-                }
-                Engine::Vllm => [name, description, parameters]
-                    .into_iter()
-                    .chain(strict.map(|strict| ("strict", strict)))
-                    .collect(),
-            };
-            let deferred = match self.engine {
-                Engine::Sglang => Some(get(&given, "defer_loading").unwrap_or_else(none)),
-                Engine::Vllm => None,
-            };
+            let strict = get(&function, "strict").map(|strict| ("strict", strict));
+            let function: Value = [name, description, parameters]
+                .into_iter()
+                .chain(strict)
+                .collect();
             let tool = [("type", Value::from("function")), ("function", function)];
-            let deferred = deferred.map(|deferred| ("defer_loading", deferred));
-            tools.push(tool.into_iter().chain(deferred).collect::<Value>());
+            tools.push(tool.into_iter().collect::<Value>());
         }
         Some((!tools.is_empty()).then(|| Value::from(tools)))
     }
@@ -348,7 +342,9 @@ impl Said {
     }
 
     /// OpenAI's newer API: one list of messages, calls and their outputs.
-    fn read_responses(&mut self, body: &Body) -> Option<()> {
+    fn read_responses(&mut self, reader: Reader, body: &Body) -> Option<()> {
+        let is_sglang = reader.engine == Engine::Sglang;
+        let takes_custom = is_sglang && reader.release >= Release::WITH_CUSTOM_TOOLS;
         if !body.previous_response_id.is_undefined() && !body.previous_response_id.is_none() {
             return None;
         }
@@ -366,30 +362,46 @@ impl Said {
                     let mut message = Message::new(&text_of(&item, "role")?, String::new());
                     let content = get(&item, "content")?;
                     message.is_list = content.as_str().is_none();
-                    message.texts = Some(texts_of(&content)?);
+                    let mut texts = texts_of(&content)?;
+                    if takes_custom && message.role == "developer" {
+                        label(&mut texts);
+                    }
+                    if is_sglang && message.role == "developer" {
+                        "system".clone_into(&mut message.role);
+                    }
+                    message.texts = Some(texts);
                     self.0.push(message);
                 }
                 Some("function_call") => {
                     let arguments = get(&item, "arguments").unwrap_or_else(none);
-                    let id = text_of(&item, "call_id").unwrap_or_default();
-                    let call = tool_call(id, text_of(&item, "name")?, &arguments);
-                    match self.0.last_mut() {
-                        Some(last) if last.role == "assistant" => last.tool_calls.push(call),
-                        _ => self.0.push(Message {
-                            role: "assistant".to_owned(),
-                            tool_calls: vec![call],
-                            ..Message::default()
-                        }),
-                    }
+                    self.call(&item, &arguments)?;
                 }
-                Some("function_call_output") => {
-                    let mut answer =
-                        Message::new("tool", texts_of(&get(&item, "output")?)?.join("\n"));
+                Some("custom_tool_call") if takes_custom => {
+                    let input = text_of(&item, "input").unwrap_or_default();
+                    let arguments: Value =
+                        [(CUSTOM_INPUT, Value::from(input))].into_iter().collect();
+                    self.call(&item, &arguments)?;
+                }
+                Some(kind @ ("function_call_output" | "custom_tool_call_output"))
+                    if takes_custom || kind == "function_call_output" =>
+                {
+                    let between = if is_sglang { "" } else { "\n" };
+                    let output = texts_of(&get(&item, "output")?)?.join(between);
+                    let mut answer = Message::new("tool", output);
                     let id = text_of(&item, "call_id").unwrap_or_default();
                     answer
                         .others
                         .push(("tool_call_id".to_owned(), Value::from(id)));
                     self.0.push(answer);
+                }
+                Some("reasoning") if is_sglang => {
+                    if let Some(thought) = thought_of(&item)? {
+                        self.0.push(Message {
+                            role: "assistant".to_owned(),
+                            others: vec![(THOUGHT.to_owned(), Value::from(thought))],
+                            ..Message::default()
+                        });
+                    }
                 }
                 Some("reasoning") => {}
                 Some(_) => return None,
@@ -397,9 +409,102 @@ impl Said {
         }
         Some(())
     }
+
+    /// Notes the call of an item, as one of the assistant's turn that it belongs to.
+    fn call(&mut self, item: &Value, arguments: &Value) -> Option<()> {
+        let id = text_of(item, "call_id").unwrap_or_default();
+        let call = tool_call(id, text_of(item, "name")?, arguments);
+        match self.0.last_mut() {
+            Some(last) if last.role == "assistant" => last.tool_calls.push(call),
+            _ => self.0.push(Message {
+                role: "assistant".to_owned(),
+                tool_calls: vec![call],
+                ..Message::default()
+            }),
+        }
+        Some(())
+    }
+
+    /// What the assistant thought, said and called in one turn becomes one message.
+    fn join_assistants(&mut self) {
+        let mut joined: Vec<Message> = Vec::new();
+        for message in std::mem::take(&mut self.0) {
+            match joined.last_mut() {
+                Some(last) if last.role == "assistant" && message.role == "assistant" => {
+                    last.join(message);
+                }
+                _ => joined.push(message),
+            }
+        }
+        self.0 = joined;
+    }
+}
+
+/// The key of what an assistant thought.
+const THOUGHT: &str = "reasoning_content";
+
+/// What SGLang puts in front of what developers say in `/v1/responses`.
+fn label(texts: &mut Vec<String>) {
+    const LABEL: &str = "Developer instructions:";
+    match texts.first_mut() {
+        Some(first) => *first = format!("{LABEL}\n{first}"),
+        None => texts.push(LABEL.to_owned()),
+    }
+}
+
+/// What an item says that the assistant thought, its summary before its content; the outer `None` where
+/// that is packed.
+#[allow(clippy::option_option)]
+fn thought_of(item: &Value) -> Option<Option<String>> {
+    for key in ["summary", "content"] {
+        let parts = get(item, key).and_then(|parts| parts.try_iter().ok());
+        let texts = parts.into_iter().flatten();
+        let texts: Vec<_> = texts
+            .filter_map(|part| text_of(&part, "text").filter(|text| !text.is_empty()))
+            .collect();
+        if !texts.is_empty() {
+            return Some(Some(texts.join("\n")));
+        }
+    }
+    let packed = text_of(item, "encrypted_content");
+    match packed.is_some_and(|packed| packed.starts_with("sglang-reasoning-")) {
+        true => None,
+        false => Some(None),
+    }
 }
 
 impl Message {
+    /// Adds what the same assistant went on with, as SGLang does.
+    fn join(&mut self, more: Self) {
+        let is_empty = |texts: &Option<Vec<String>>| {
+            texts
+                .as_ref()
+                .is_none_or(|texts| texts.iter().all(String::is_empty))
+        };
+        if !is_empty(&more.texts) {
+            if is_empty(&self.texts) {
+                (self.texts, self.is_list) = (more.texts, more.is_list);
+            } else if let (Some(texts), Some(others)) = (&mut self.texts, more.texts) {
+                if self.is_list || more.is_list {
+                    texts.extend(others);
+                    self.is_list = true;
+                } else {
+                    *texts = vec![[texts.concat(), others.concat()].join("\n\n")];
+                }
+            }
+        }
+        self.tool_calls.extend(more.tool_calls);
+        for (key, value) in more.others {
+            match self.others.iter_mut().find(|(known, _)| *known == key) {
+                Some((_, before)) if key == THOUGHT => {
+                    *before = format!("{before}\n{value}").into()
+                }
+                Some(_) => {}
+                None => self.others.push((key, value)),
+            }
+        }
+    }
+
     /// Of a message that came in blocks: one block is a text, several are parts.
     fn in_blocks(mut self) -> Self {
         self.is_list = self.texts.as_ref().is_some_and(|texts| texts.len() != 1);

@@ -100,14 +100,9 @@ async fn serve(
     }
     let mut scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
     let more = |begin: &[u8], bytes| scanner.scan_ahead(begin, bytes);
-    let collected = gateway.buffers.collect(incoming, limit, more);
-    let (bytes, _budget) = match tokio::time::timeout_at(deadline, collected).await {
-        Ok(Ok(collected)) => collected,
-        Err(_) => {
-            let message = "body: the request's time was over before its end";
-            return refuse(StatusCode::REQUEST_TIMEOUT, "timeout", message);
-        }
-        Ok(Err(failure)) => {
+    let (bytes, _budget) = match gateway.collect(incoming, deadline, more).await {
+        Ok(collected) => collected,
+        Err(failure) => {
             let (status, kind) = failure.status();
             return refuse(status, kind, &failure.message(limit));
         }

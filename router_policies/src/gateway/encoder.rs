@@ -8,9 +8,11 @@ use super::body::Scanned;
 use super::chat_template::ChatTemplate;
 use super::conversation::Reader;
 use super::pieces::Pieces;
+use super::sglang_tools::Release;
 use crate::config::Engine;
 use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use bytes::Bytes;
+use parking_lot::RwLock;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -36,7 +38,7 @@ pub(crate) struct PromptEncoder {
 /// What conversations need besides.
 struct Chats {
     template: ChatTemplate,
-    reader: Reader,
+    reader: RwLock<Reader>,
     pieces: Pieces,
 }
 
@@ -70,11 +72,13 @@ impl PromptEncoder {
             None
         });
         let chats = template.map(|template| Chats {
-            reader: Reader {
+            reader: RwLock::new(Reader {
                 engine,
+                release: Release::OLDEST,
                 takes_parts: template.takes_parts,
                 knows_developers: template.knows_developers,
-            },
+                shows_later_systems: template.shows_later_systems,
+            }),
             template,
             pieces: Pieces::new(&tokenizer),
         });
@@ -83,6 +87,13 @@ impl PromptEncoder {
             chats,
             turns: Arc::new(Semaphore::new(at_once)),
         }))
+    }
+
+    /// Has conversations read from now on as this release of SGLang does it.
+    pub(super) fn learn_release(&self, release: Release) {
+        if let Some(chats) = &self.chats {
+            chats.reader.write().release = release;
+        }
     }
 
     /// The prompt in blocks of `block` tokens, as the engine will count it; `None` where it is no text,
@@ -137,7 +148,8 @@ impl PromptEncoder {
     fn conversation(&self, api: Api, body: &[u8], block: usize) -> Result<PromptHashes, String> {
         let no_text = || "not a conversation of texts".to_owned();
         let chats = self.chats.as_ref().ok_or_else(no_text)?;
-        let said = chats.reader.read(api, body).ok_or_else(no_text)?;
+        let reader = *chats.reader.read();
+        let said = reader.read(api, body).ok_or_else(no_text)?;
         let text = chats.template.render(said.messages, said.tools, said.more);
         let text = text.map_err(|error| format!("chat template: {error}"))?;
         // Of code and prose a token is three to four bytes.
@@ -405,14 +417,90 @@ pub(super) mod tests {
             let found = encode(&encoder, Api::Responses, &as_input.to_string()).await;
             assert_eq!(found, Some(expected), "{engine:?}");
         }
+        // SGLang says since 0.5.20 who said it, and leaves it in its place since 0.5.22 where the
+        // template shows it there.
+        let first_alone = format!(
+            "{{% for m in messages %}}{{% if m.role == 'system' and not loop.first %}}\
+             {{{{ raise_exception('late') }}}}{{% endif %}}{{% endfor %}}{TEMPLATE}"
+        );
+        let labelled = "<s>system Developer instructions:\nthe\n\nlaw\n\n\
+                        Developer instructions:\nthe<s>user end<s>assistant";
+        for (release, template, shown) in [
+            ("0.5.21", TEMPLATE, labelled),
+            ("0.5.23", first_alone.as_str(), labelled),
+            (
+                "0.5.23",
+                TEMPLATE,
+                "<s>system Developer instructions:\nthe law<s>user end\
+                 <s>system Developer instructions:\nthe<s>assistant",
+            ),
+        ] {
+            let encoder = load_with(&tokenizer_json().to_string(), Some(template)).expect("valid");
+            encoder.learn_release(Release::of(release).expect("a version"));
+            let expected = encoder.tokenizer.encode_fast(shown, false).expect("text");
+            let expected = PromptHashes::of_tokens(expected.get_ids(), 2);
+            let found = encode(&encoder, Api::Responses, &as_input.to_string()).await;
+            assert_eq!(found, Some(expected), "{release}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_assistants_turn_of_responses_is_one_message_as_sglang_has_it() {
+        let text = |text: &str| json!([{"type": "output_text", "text": text}]);
+        let items = json!([
+            {"role": "user", "content": "the"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "law"}],
+             "encrypted_content": "sglang-reasoning-v1.x"},
+            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{\"at\": 7}"},
+            {"type": "function_call_output", "call_id": "c", "output": text("x")},
+        ]);
+        let patched = json!([
+            {"role": "user", "content": "the"},
+            {"type": "custom_tool_call", "call_id": "c", "name": "p", "input": "end"},
+            {"type": "custom_tool_call_output", "call_id": "c",
+             "output": [{"type": "input_text", "text": "x"}, {"type": "input_text", "text": "y"}]},
+        ]);
+        let packed = json!([
+            {"role": "user", "content": "the"},
+            {"type": "reasoning", "summary": [], "encrypted_content": "sglang-reasoning-v1.x"},
+        ]);
+        let template = format!(
+            "{{% for m in messages %}}{{{{ m.reasoning_content }}}}\
+             {{% for call in m.tool_calls or [] %}}{{{{ call.function.arguments.input }}}}\
+             {{% endfor %}}{{% endfor %}}{TEMPLATE}"
+        );
+        for (release, input, shown) in [
+            (
+                "0.5.17",
+                &items,
+                Some("law<s>user the<s>assistant a\n\nb7<s>tool x<s>assistant"),
+            ),
+            ("0.5.17", &patched, None),
+            (
+                "0.5.23",
+                &patched,
+                Some("end<s>user the<s>assistant <s>tool xy<s>assistant"),
+            ),
+            ("0.5.23", &packed, None),
+        ] {
+            let encoder = load_with(&tokenizer_json().to_string(), Some(&template)).expect("valid");
+            encoder.learn_release(Release::of(release).expect("a version"));
+            let expected = shown.map(|shown| {
+                let expected = encoder.tokenizer.encode_fast(shown, false).expect("text");
+                PromptHashes::of_tokens(expected.get_ids(), 2)
+            });
+            let body = json!({"input": input}).to_string();
+            let found = encode(&encoder, Api::Responses, &body).await;
+            assert_eq!(found, expected, "{release}: {input}");
+        }
     }
 
     #[tokio::test]
     async fn tools_stand_in_front_as_sglang_shows_them() {
         let encoder = load_with(&tokenizer_json().to_string(), Some(TEMPLATE)).expect("valid");
         let shown = r#"<s>[{"type": "function", "function": {"description": null, "name": "look", "parameters": {"b": 1, "a": 2}, "strict": false}, "defer_loading": null}]<s>user the<s>assistant"#;
-        let expected = encoder.tokenizer.encode_fast(shown, false).expect("text");
-        let expected = PromptHashes::of_tokens(expected.get_ids(), 2);
         for (api, tools) in [
             (
                 Api::Chat,
@@ -435,9 +523,15 @@ pub(super) mod tests {
             let body = format!(
                 r#"{{"{turns}": [{{"role": "user", "content": "the"}}], "tools": [{tools}]}}"#
             );
+            let shown = match api {
+                Api::Messages => shown.replacen("null", r#""""#, 1),
+                _ => shown.to_owned(),
+            };
+            let expected = encoder.tokenizer.encode_fast(shown, false).expect("text");
+            let expected = PromptHashes::of_tokens(expected.get_ids(), 2);
             assert_eq!(
-                encode(&encoder, api, &body).await.as_ref(),
-                Some(&expected),
+                encode(&encoder, api, &body).await,
+                Some(expected),
                 "{api:?}"
             );
         }

@@ -1,6 +1,7 @@
 //! What an engine says of itself: its KV capacity, which run of it this is, its model's vocabulary.
 
 use super::Gateway;
+use super::sglang_tools::Release;
 use crate::config::{Engine, WorkerSpec};
 use serde_json::Value;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -17,6 +18,8 @@ pub(super) struct EngineInfo {
     pub run: Option<u64>,
     /// Whether finished prompts stay in its cache, where it says.
     pub keeps_prefixes: Option<bool>,
+    /// Which release of SGLang it is.
+    pub release: Option<Release>,
 }
 
 pub(super) async fn ask(gateway: &Gateway, spec: &WorkerSpec) -> EngineInfo {
@@ -47,6 +50,10 @@ fn of_sglang(body: &[u8]) -> EngineInfo {
             number_of(&format!("{times} {seed}"))
         }),
         keeps_prefixes: prefixes_of_sglang(&info),
+        release: info
+            .get("version")
+            .and_then(Value::as_str)
+            .and_then(Release::of),
     }
 }
 
@@ -73,6 +80,7 @@ fn of_vllm(metrics: &str) -> EngineInfo {
         kv_capacity_tokens: capacity(),
         run: run_in_metrics(metrics),
         keeps_prefixes: None,
+        release: None,
     }
 }
 

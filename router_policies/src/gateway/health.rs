@@ -86,6 +86,18 @@ fn tier_too_small(spec: &WorkerSpec, kv_capacity_tokens: Option<u64>) -> Option<
 async fn learn(gateway: &Gateway, spec: &Arc<WorkerSpec>, is_up: bool) {
     let info = engine_info::ask(gateway, spec).await;
     gateway.fleet.report_engine(spec, info.run);
+    // Conversations are read as the first worker's engine reads them.
+    let is_first = || {
+        let workers = gateway.fleet.snapshot();
+        workers
+            .first()
+            .is_some_and(|first| first.spec.id == spec.id)
+    };
+    if let (Some(encoder), Some(release)) = (&gateway.encoder, info.release)
+        && is_first()
+    {
+        encoder.learn_release(release);
+    }
     // Adapters come and go while an engine runs.
     gateway.models.learn(gateway, spec).await;
     if let Some(keeps) = info.keeps_prefixes {

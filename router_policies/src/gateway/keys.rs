@@ -7,6 +7,7 @@
 use crate::config::Config;
 use hyper::StatusCode;
 use hyper::header::{AUTHORIZATION, HeaderMap, HeaderName};
+use std::ffi::OsStr;
 use std::path::Path;
 
 /// Keys, separated by commas or white space, besides those in `api_keys_file`.
@@ -43,14 +44,8 @@ impl Keys {
             Some(path) => from_file(path)?,
             None => Vec::new(),
         };
-        if let Ok(text) = std::env::var(VARIABLE) {
-            let words = text
-                .split([',', ' ', '\t', '\n'])
-                .filter(|key| !key.is_empty());
-            for key in words {
-                check(key).map_err(|error| format!("{VARIABLE}: {error}"))?;
-                keys.push(key.to_owned());
-            }
+        if let Some(text) = std::env::var_os(VARIABLE) {
+            keys.extend(from_variable(&text).map_err(|error| format!("{VARIABLE}: {error}"))?);
         }
         Ok(Self {
             keys,
@@ -149,6 +144,25 @@ fn from_file(path: &Path) -> Result<Vec<String>, String> {
     Ok(keys)
 }
 
+/// The keys in the variable's text. Who sets it means that keys are needed, so that one without any,
+/// as an empty secret leaves it, does not open the router to everybody.
+fn from_variable(text: &OsStr) -> Result<Vec<String>, String> {
+    let text = text.to_string_lossy(); // what is lost is no part of a key: `check` says so
+    let words = text
+        .split([',', ' ', '\t', '\n'])
+        .filter(|key| !key.is_empty());
+    let keys = words
+        .map(|key| check(key).map(|()| key.to_owned()))
+        .collect::<Result<Vec<_>, _>>()?;
+    if keys.is_empty() {
+        return Err(
+            "expected keys, separated by commas, found none (unset it where everybody may ask)"
+                .to_owned(),
+        );
+    }
+    Ok(keys)
+}
+
 /// A key has to fit into a header; the error does not repeat it.
 fn check(key: &str) -> Result<(), String> {
     const BYTES: std::ops::RangeInclusive<usize> = 8..=512;
@@ -166,6 +180,7 @@ fn check(key: &str) -> Result<(), String> {
 mod tests {
     use super::*;
     use hyper::header::HeaderValue;
+    use std::os::unix::ffi::OsStrExt;
 
     fn keys(keys: &[&str], admin: Option<&str>) -> Keys {
         Keys {
@@ -224,6 +239,25 @@ mod tests {
                 .refusal(&HeaderMap::new(), Wants::Metrics)
                 .is_none()
         );
+    }
+
+    #[test]
+    fn a_variable_that_is_set_has_a_key() {
+        let found = |text: &[u8]| from_variable(OsStr::from_bytes(text));
+        assert_eq!(
+            found(b"key-one-1, key-two-2,\n").expect("two"),
+            ["key-one-1", "key-two-2"]
+        );
+        for (text, expected) in [
+            (&b""[..], "found none"),
+            (b",", "found none"),
+            (b" ,\t\n", "found none"),
+            (b"key-one-1,short", "expected a key of 8"),
+            (b"key-one-\xff", "expected a key of 8"),
+        ] {
+            let error = found(text).expect_err("no keys");
+            assert!(error.contains(expected), "{error}");
+        }
     }
 
     #[test]

@@ -36,6 +36,7 @@ mod prompts;
 mod reuse;
 mod seam;
 mod session;
+mod sglang_tools;
 mod short_ids;
 mod silence;
 pub mod splice;
@@ -55,7 +56,7 @@ use crate::fleet::residency::settings;
 use crate::policy::{Policy, Role};
 use admission::Admission;
 use apis::Api;
-use buffers::Buffers;
+use buffers::{Budget, Buffers, NotCollected};
 use bytes::Bytes;
 use client::Socket;
 use encoder::PromptEncoder;
@@ -77,6 +78,7 @@ use reuse::{NotingConnector, WorkerClient};
 use splice::Pieces;
 pub use sse::SseProgress;
 use std::convert::Infallible;
+use std::hash::{BuildHasher, RandomState};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -239,7 +241,9 @@ impl Gateway {
         let sink = sink.observing(move |event| observer.saw(event));
         let residency = settings::build(&config.residency)?;
         let fleet = Fleet::new(policy, config.policy.clone(), sink, fastrand::u64(..));
-        let fleet = fleet.with_residency(residency);
+        let fleet = fleet
+            .with_residency(residency)
+            .with_secret(RandomState::new().hash_one(0));
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         connector.set_connect_timeout(Some(Duration::from_secs_f64(config.connect_timeout_s)));
@@ -292,6 +296,27 @@ impl Gateway {
                 // It ends in another way.
                 std::future::pending().await
             }
+        }
+    }
+
+    /// A request's whole body: see [`Buffers::collect`]. What is still coming at `deadline`, or when the
+    /// router waits no longer, is given up, so that its client is told.
+    async fn collect(
+        &self,
+        body: Incoming,
+        deadline: Instant,
+        on_more: impl FnMut(&[u8], usize),
+    ) -> Result<(Bytes, Budget), NotCollected> {
+        let limit = self.config.max_body_bytes;
+        let collected = self.buffers.collect(body, limit, on_more);
+        // Asked for only where the body does not come at once, as most do.
+        let is_cut_off = async { self.cut_off().await };
+        tokio::select! {
+            biased;
+            collected = tokio::time::timeout_at(deadline, collected) => {
+                collected.unwrap_or(Err(NotCollected::TimeIsOver))
+            }
+            () = is_cut_off => Err(NotCollected::ShuttingDown),
         }
     }
 
@@ -475,6 +500,7 @@ pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<(), Stri
     if let Some(file) = &config.worker_ca_file {
         tls::connector(HttpConnector::new(), Some(file))?;
     }
+    Keys::load(&config)?;
     let fleet = Fleet::new(policy, config.policy.clone(), EventSink::in_memory(), 0);
     let fleet = Arc::new(fleet);
     for spec in &config.workers {

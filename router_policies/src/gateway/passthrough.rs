@@ -4,7 +4,7 @@
 //! generation. They go to the worker with the fewest requests, and to another if that one fails.
 
 use super::client::Client;
-use super::fault::{Fault, from_worker};
+use super::fault::{Fault, SHUTTING_DOWN, from_worker};
 use super::headers::{REQUEST_ID, forwarded, header};
 use super::splice::Pieces;
 use super::waiting::retried_after;
@@ -81,16 +81,11 @@ pub(super) async fn handle(
         refusal(&path, status, kind, message)
     };
     let limit = gateway.config.max_body_bytes;
-    let collected = gateway.buffers.collect(incoming, limit, |_, _| {});
-    let (body, _budget) = match tokio::time::timeout_at(deadline, collected).await {
-        Ok(Ok(collected)) => collected,
-        Ok(Err(failure)) => {
+    let (body, _budget) = match gateway.collect(incoming, deadline, |_, _| {}).await {
+        Ok(collected) => collected,
+        Err(failure) => {
             let (status, kind) = failure.status();
             return refuse(status, kind, &failure.message(limit));
-        }
-        Err(_) => {
-            let message = "body: the request's time was over before its end";
-            return refuse(StatusCode::REQUEST_TIMEOUT, "timeout", message);
         }
     };
     client.has_sent_body();
@@ -146,7 +141,14 @@ pub(super) async fn handle(
                 .to_bytes();
             Ok::<_, Fault>(Response::from_parts(parts, whole))
         };
-        match tokio::time::timeout_at(until, answer).await {
+        let answered = tokio::select! {
+            answered = tokio::time::timeout_at(until, answer) => answered,
+            () = gateway.cut_off() => {
+                let status = StatusCode::SERVICE_UNAVAILABLE;
+                return refuse(status, "shutting_down", SHUTTING_DOWN);
+            }
+        };
+        match answered {
             Ok(Ok(answer)) if answer.status() != StatusCode::SWITCHING_PROTOCOLS => {
                 let answer = answer.map(|body| Reply::Whole(Full::from(body)));
                 return from_worker(answer, &worker.id);

@@ -201,3 +201,81 @@ async fn a_client_that_does_not_read_keeps_no_router_from_stopping() {
         "the client can tell that it is not whole"
     );
 }
+
+#[tokio::test]
+async fn uploads_that_a_stopping_router_still_reads_are_answered() {
+    let mock = MockWorker::start().await;
+    let router = Stoppable::before(&mock, 0.3).await;
+    let asked = [
+        ("/generate", "/error/type", "shutting_down"),
+        ("/v1/messages", "/error/type", "overloaded_error"),
+        ("/v1/embeddings", "/error/type", "shutting_down"),
+    ];
+    let mut uploads = Vec::new();
+    for (path, place, kind) in asked {
+        for reads in [true, false] {
+            let mut socket = tokio::net::TcpStream::connect(&router.address)
+                .await
+                .expect("a connection");
+            let head =
+                format!("POST {path} HTTP/1.1\r\nhost: r\r\ncontent-length: 9000000\r\n\r\n");
+            let begin = [head.as_bytes(), b"{\"input_ids\": [1"].concat();
+            socket.write_all(&begin).await.expect("sent");
+            uploads.push((socket, reads, place, kind));
+        }
+    }
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let answers: Vec<_> = uploads
+        .into_iter()
+        .map(|(mut socket, reads, place, kind)| {
+            tokio::spawn(async move {
+                let mut answer = Vec::new();
+                if reads {
+                    let read = socket.read_to_end(&mut answer).await;
+                    read.expect("an answer, and the connection's end");
+                } else {
+                    // It goes on sending, and looks for an answer late.
+                    for _ in 0..60 {
+                        let sent = socket.write_all(&[b' '; 1_000]).await;
+                        sent.expect("no reset before it was read");
+                        tokio::time::sleep(Duration::from_millis(10)).await;
+                    }
+                    let read = socket.read_to_end(&mut answer).await;
+                    read.expect("an answer, and the connection's end");
+                }
+                (String::from_utf8(answer).expect("UTF-8"), place, kind)
+            })
+        })
+        .collect();
+    let (took, _) = router.stop(0).await;
+    assert!(took < Duration::from_secs(10), "it took {took:?}");
+    for answer in answers {
+        let (answer, place, kind) = answer.await.expect("it is read");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
+        let head = head.to_ascii_lowercase();
+        assert!(head.starts_with("http/1.1 503 "), "{head}");
+        assert!(head.contains("retry-after: 1"), "{head}");
+        assert!(head.contains("connection: close"), "{head}");
+        let error: Value = serde_json::from_str(body).expect("JSON");
+        assert_eq!(error.pointer(place), Some(&Value::from(kind)), "{error}");
+        assert_eq!(error["error"]["message"], MESSAGE);
+    }
+    assert!(mock.bodies().is_empty());
+}
+
+#[tokio::test]
+async fn questions_that_are_passed_on_are_told_that_the_router_stops() {
+    let mock = MockWorker::start().await;
+    mock.behaviour
+        .first_token_us
+        .store(60_000_000, Ordering::SeqCst);
+    let router = Stoppable::before(&mock, 0.3).await;
+    let answer = router.send("/v1/embeddings", &json!({"input": "hi"}));
+    until("it runs", || !mock.bodies().is_empty()).await;
+    let (took, _) = router.stop(0).await;
+    assert!(took < Duration::from_secs(10), "it took {took:?}");
+    let answer = answer.await.expect("sent");
+    assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(answer.headers()["retry-after"], "1");
+    assert!(text(answer).await.contains(MESSAGE));
+}

@@ -41,7 +41,7 @@ impl Residency {
     pub fn identify(&mut self, name: Option<&str>, prompt: &Coarse<'_>) -> Identity {
         match name {
             Some(name) => Identity {
-                key: crate::fleet::affinity::session_key(name),
+                key: self.session_keys.of(name),
                 name: Some(name.into()),
             },
             None => Identity {
@@ -57,8 +57,7 @@ impl Residency {
         self.endings.settle(&mut self.sessions, now_s, most_s);
         let known = self.sessions.of(key);
         if let Some(parent) = &hints.parent_session {
-            known.parent =
-                Some(crate::fleet::affinity::session_key(parent)).filter(|&parent| parent != key);
+            known.parent = Some(self.session_keys.of(parent)).filter(|&parent| parent != key);
             self.has_parents = true;
         }
         if let Some(ended_s) = known.ended_s

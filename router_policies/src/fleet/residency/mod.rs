@@ -36,6 +36,7 @@ pub use give_up::GiveUp;
 pub use queue::{WaitReason, Wake};
 pub use record::{Residence, ResidencyRecord};
 
+use super::affinity::SessionKeys;
 use super::log::{Event, GiveUpRecord, unix_now_s};
 use super::marked::Marked;
 use super::prefills::Busy;
@@ -178,6 +179,7 @@ pub(super) fn site_of(sites: &[Site], slot: usize) -> Option<&Site> {
 
 pub(super) struct Residency {
     settings: Settings,
+    pub session_keys: SessionKeys,
     rule: Box<dyn Rule>,
     manner: Manner,
     /// By slot.
@@ -223,6 +225,7 @@ impl Residency {
     pub fn new(chosen: Chosen) -> Self {
         Self {
             settings: chosen.settings,
+            session_keys: SessionKeys::default(),
             manner: chosen.rule.manner(),
             rule: chosen.rule,
             holds: Marked::default(),

@@ -352,6 +352,7 @@ fn blended(now: u64, over_time: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fleet::affinity::SessionKeys;
     use crate::fleet::residency::testing::{add, fleet_under, turn};
     use crate::fleet::{Admit, Fleet, Outcome, Request, Reservation, Ticket};
     use serde_json::json;
@@ -433,7 +434,7 @@ mod tests {
 
         /// Whether a session may have a slice, if it comes now.
         fn may_begin(&self, session: u32) -> bool {
-            let key = crate::fleet::affinity::session_key(&format!("s{session}"));
+            let key = SessionKeys::default().of(&format!("s{session}"));
             let now_s = self.fleet.now_s();
             let mut state = self.fleet.state.lock();
             let sites = state.sites(&[], now_s);
@@ -454,7 +455,7 @@ mod tests {
         }
 
         fn expected_tokens(&self, session: u32) -> f64 {
-            let key = crate::fleet::affinity::session_key(&format!("s{session}"));
+            let key = SessionKeys::default().of(&format!("s{session}"));
             let now_s = self.fleet.now_s();
             let mut state = self.fleet.state.lock();
             let sites = state.sites(&[], now_s);
@@ -643,7 +644,7 @@ mod tests {
             load.kept
         );
         for (session, may_begin) in [(8, false), (9, true)] {
-            let key = crate::fleet::affinity::session_key(&format!("s{session}"));
+            let key = SessionKeys::default().of(&format!("s{session}"));
             let mut round = Round::new(&sites, now_s, 0.0, 1.0);
             let begins = residency.may_begin_slice(key, site, &mut round);
             assert_eq!(begins, may_begin, "s{session} beside {}", load.kept);
