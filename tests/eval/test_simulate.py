@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from deltaserve.errors import InputError
 from eval.cli import app
 from eval.simulate import (
+    FITTED,
     PLANNED_FILE,
     drawn_calibration,
     packaged_calibrations,
@@ -192,6 +193,37 @@ def test_a_guess_says_its_own_error_and_one_that_says_none_is_refused(tmp_path: 
     shares = [drawn_calibration(guess, seed)["decode_base_s"] / base_s for seed in range(400)]
     assert 0.15 < statistics.pstdev(shares) < 0.25
     path = tmp_path / "mine.toml"
-    path.write_text('name = "mine"\ndecode_base_s = 0.1\n')
+    path.write_text(calibration_file())
     with pytest.raises(InputError, match="states no error of prefill steps"):
         drawn_calibration(str(path), 1)
+
+
+def calibration_file(**changes: str | None) -> str:
+    """A calibration with all that it must have, lines replaced or (None) left out."""
+    lines: dict[str, str | None] = {"name": '"mine"', **dict.fromkeys(FITTED, "0.1"), **changes}
+    return "".join(f"{key} = {value}\n" for key, value in lines.items() if value is not None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        # As eval calibrate writes it of runs with too few decode steps.
+        (
+            {key: None for key in FITTED if key.startswith("decode")},
+            "mine.toml: has no decode_base_s, decode_per_request_s, decode_per_context_token_s",
+        ),
+        ({"prefill_tokens_per_s": None}, "mine.toml: has no prefill_tokens_per_s"),
+        ({"name": None}, "mine.toml: name: expected of what it is"),
+        ({"name": "7"}, "mine.toml: name: expected of what it is"),
+        ({"decode_base_s": '"fast"'}, "mine.toml: decode_base_s: expected a number, not 'fast'"),
+    ],
+)
+def test_a_calibration_that_lacks_constants_does_not_run_under_those_of_another_gpu(
+    changes: dict[str, str | None], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(calibration_file())
+    assert read_calibration(str(path)).keys() == {"name", *FITTED}
+    path.write_text(calibration_file(**changes))
+    with pytest.raises(InputError, match=words):
+        read_calibration(str(path))
