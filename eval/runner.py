@@ -23,6 +23,7 @@ from eval import provenance
 from eval.endpoint import Endpoint
 from eval.execution import Assignment, cell_order, execute, identity
 from eval.experiment import Experiment
+from eval.identity import topology_differences
 from eval.matrix import PlannedRun, plan_runs
 from eval.progress import Progress
 from eval.secrets import without_secrets
@@ -253,6 +254,7 @@ class _Matrix:
             identity(
                 run, self._trace(run.repeat), self._vocab_size, self._engines[self._cell(run)]
             ),
+            described(self._site, self.topology(run)),
         )
 
     def end_left_behind(self, run: PlannedRun) -> None:
@@ -317,9 +319,22 @@ def _account(
     progress.say(f"{name}: done in {minutes:.1f} min, {manifest['results']} results")
 
 
-def is_complete(folder: Path, run: PlannedRun, expected: Mapping[str, Any] | None = None) -> bool:
+def described(site: Site, topology: Any) -> dict[str, Any]:
+    """A topology as manifests have it; empty for a server elsewhere, which is not asked."""
+    if isinstance(topology, Endpoint):
+        return {}
+    found: dict[str, Any] = without_secrets(site.describe(topology))
+    return found
+
+
+def is_complete(
+    folder: Path,
+    run: PlannedRun,
+    expected: Mapping[str, Any] | None = None,
+    topology: Mapping[str, Any] | None = None,
+) -> bool:
     """Whether `folder` holds the finished run; `InputError` where it was one of other settings, or
-    its identity, as far as both say, is not what is `expected` now."""
+    its identity or topology, as far as both say, is not what is `expected` now."""
     manifest = provenance.read_manifest(folder)
     if manifest is None or manifest.get("state") != "complete":
         return False
@@ -335,6 +350,13 @@ def is_complete(folder: Path, run: PlannedRun, expected: Mapping[str, Any] | Non
                 f"{folder}: holds a finished run with {name.replace('_', ' ')} {was[name]}, which "
                 f"is {value} now; choose another --output, or remove that folder"
             )
+    # An arm names a file, which may say something else now.
+    changed = topology_differences(manifest.get("topology") or {}, topology or {})
+    if changed:
+        raise InputError(
+            f"{folder}: holds a finished run of another topology than {run.arm.topology} is now "
+            f"({'; '.join(changed)}); choose another --output, or remove that folder"
+        )
     return True
 
 

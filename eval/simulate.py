@@ -136,6 +136,15 @@ def read_calibration(name: str) -> dict[str, Any]:
     return {key: value for key, value in table.items() if not isinstance(value, dict)}
 
 
+def named_calibration(name: str) -> str:
+    """A calibration's name as runs are told apart by: of a file with a digest of what it holds, for
+    it may be fitted anew under its name."""
+    if name in packaged_calibrations():
+        return name
+    _calibration_table(name)  # says what is wrong with it
+    return f"{name} ({hashlib.sha256(Path(name).read_bytes()).hexdigest()[:8]})"
+
+
 def drawn_calibration(name: str, seed: int) -> dict[str, Any]:
     """The constants as they may be as well, by the error that the calibration states: those of a
     prefill times one factor, those of a decode step times another, lognormal and drawn by `seed`.
