@@ -21,14 +21,16 @@ import orjson
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.endpoint import Endpoint
-from eval.execution import Assignment, cell_order, execute, identity
+from eval.execution import Assignment, cell_order, execute, identity, judgement
 from eval.experiment import Experiment
 from eval.identity import topology_differences
 from eval.matrix import PlannedRun, plan_runs
 from eval.progress import Progress
+from eval.records import read_run
 from eval.secrets import without_secrets
 from eval.site import Site, shared_vocab, with_endpoints
 from eval.traces import prepare_trace
+from eval.validity import violations
 from launch.cache import make_folder
 
 Execute = Callable[[Assignment, Progress], dict[str, Any]]
@@ -177,6 +179,9 @@ def _search_all(
 
     for arm in dict.fromkeys(run.arm.name for run in sorted(arms, key=_in_order(experiment))):
         told = next(run.arm for run in arms if run.arm.name == arm)
+        # Those too that the search does not ask for any more, under another objective.
+        for folder in sorted(output.glob(f"{arm}@*/r*")):
+            matrix.judge(folder)
         done: list[PlannedRun] = []
 
         def execute(run: PlannedRun, done: list[PlannedRun] = done) -> bool:
@@ -247,8 +252,9 @@ class _Matrix:
         return self._topologies[self._cell(run)]
 
     def is_complete(self, run: PlannedRun) -> bool:
-        """Whether the run's folder holds it, finished; `InputError` where it holds another."""
-        return is_complete(
+        """Whether the run's folder holds it, finished; `InputError` where it holds another. A
+        finished run is then judged as the experiment is now."""
+        found = is_complete(
             self._output / run.folder,
             run,
             identity(
@@ -256,6 +262,15 @@ class _Matrix:
             ),
             described(self._site, self.topology(run)),
         )
+        if found:
+            self.judge(self._output / run.folder)
+        return found
+
+    def judge(self, folder: Path) -> None:
+        """Has a finished run judged by the objective, rules and measures of the experiment as it is
+        now: they are no settings of the run, and one report has one of each."""
+        if judge_by(self._experiment, folder):
+            self._progress.say(f"{folder}: is judged by the experiment's objective and rules now")
 
     def end_left_behind(self, run: PlannedRun) -> None:
         """Ends what a runner that was killed left of the run."""
@@ -357,6 +372,23 @@ def is_complete(
             f"{folder}: holds a finished run of another topology than {run.arm.topology} is now "
             f"({'; '.join(changed)}); choose another --output, or remove that folder"
         )
+    return True
+
+
+def judge_by(experiment: Experiment, folder: Path) -> bool:
+    """Writes what runs of `experiment` are judged by into the manifest of a finished one of it in
+    `folder`; whether anything changed."""
+    manifest = provenance.read_manifest(folder)
+    if manifest is None or manifest.get("state") != "complete":
+        return False
+    wanted = without_secrets(judgement(experiment))
+    if manifest.get("experiment") != experiment.name or wanted.items() <= manifest.items():
+        return False
+    manifest |= wanted
+    run = read_run(folder)
+    run.manifest.update(manifest)
+    manifest["violations"] = [vars(found) for found in violations(run, experiment.validity)]
+    provenance.write_manifest(folder, manifest)
     return True
 
 

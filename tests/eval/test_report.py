@@ -379,6 +379,24 @@ def test_the_objective_can_be_changed_after_the_fact(make_run: MakeRun, tmp_path
         gather(runs, draws=20, slo={"nonsense": 1.0})
 
 
+def test_runs_with_different_objectives_are_judged_by_one_that_is_named(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run(arm="a", manifest={"slo": {"ttft_s": 0.001}})
+    make_run(arm="b", manifest={"slo": {"ttft_s": 5.0, "tpot_s": 0.1}})
+    make_run(arm="imported")  # says none
+    runs = find_runs([tmp_path / "runs"])
+    words = r"a/r1 and .*b/r1 have different objectives \(ttft_s 0.001 and 5, tpot_s 0.05 and 0.1\)"
+    with pytest.raises(InputError, match=f"{words}; judge all by one, as in --slo ttft_s=5"):
+        gather(runs, draws=20)
+    with pytest.raises(InputError, match=r"\(tpot_s 0.05 and 0.1\)"):
+        gather(runs, draws=20, slo={"ttft_s": 5})
+    found = gather(runs, draws=20, slo={"ttft_s": 5, "tpot_s": 0.1})
+    assert (found.slo.ttft_s, found.slo.tpot_s) == (5.0, 0.1)
+    alike = gather([run for run in runs if run.arm != "a"], draws=20)
+    assert alike.slo.ttft_s == 5.0
+
+
 def test_a_report_that_cannot_be_written_leaves_the_one_before(
     evidence_of_three: Evidence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
