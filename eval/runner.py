@@ -29,7 +29,7 @@ from eval.progress import Progress
 from eval.records import read_run
 from eval.secrets import without_secrets
 from eval.site import Site, shared_vocab, with_endpoints
-from eval.traces import prepare_trace
+from eval.traces import check_sessions, prepare_trace
 from eval.validity import violations
 from launch.cache import make_folder
 
@@ -239,6 +239,8 @@ class _Matrix:
         self._traces: dict[int, Path] = {}
         for repeat in sorted({run.repeat for run in runs}):
             self._trace(repeat)
+        for run in {run.cell: run for run in runs if run.plays_once}.values():
+            self._check_sessions(run)
         (output / "experiment.json").write_bytes(
             orjson.dumps(
                 without_secrets({"experiment": experiment.model_dump(), "source": dict(source)}),
@@ -306,6 +308,15 @@ class _Matrix:
         manifest = self._execute(assignment, self._progress)
         _account(self.summary, run, manifest, self._progress)
         return manifest
+
+    def _check_sessions(self, run: PlannedRun) -> None:
+        """Raises `InputError` for more sessions in flight than the run's trace has."""
+        search = self._experiment.search
+        most, key = run.replay.max_inflight_sessions, f"{run.cell}: max_inflight_sessions"
+        if search is not None:
+            most, key = round(search.high), "search.high"
+        if most is not None:
+            check_sessions(self._trace(run.repeat), run.replay, most, key)
 
     def _cell(self, run: PlannedRun) -> str:
         return run.cell if run.cell in self._topologies else run.arm.name

@@ -30,6 +30,8 @@ from eval.experiment import (
     Analysis,
     Excerpt,
     Experiment,
+    Load,
+    Phases,
     Prefixes,
     Replay,
     Sample,
@@ -311,6 +313,20 @@ def test_finished_runs_are_judged_by_the_objective_and_rules_that_the_experiment
     assert manifest(output, "two/r2")["slo"]["ttft_s"] == 7.0
     _, said = execute(changed, output, FakeSite())
     assert "is judged" not in said
+
+
+def test_a_load_of_more_sessions_than_there_are_is_refused_where_none_is_played_again(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    closed = Replay(mode="closed")
+    loads = [Load(name=f"l{n}", replay={"max_inflight_sessions": n}) for n in (4, 5)]
+    asked = experiment.model_copy(update={"replay": closed, "loads": loads})
+    fakes = FakeSite()
+    with pytest.raises(InputError, match=r"@l5: max_inflight_sessions 5: of .* at most 4$"):
+        execute(asked, tmp_path / "out", fakes)
+    assert not fakes.up
+    recycled = asked.model_copy(update={"phases": Phases(recycle=True)})
+    assert execute(recycled, tmp_path / "out", fakes)[0].complete == 8
 
 
 def test_a_run_that_fails_is_recorded_with_its_reason_and_the_rest_goes_on(
