@@ -18,7 +18,7 @@ from eval.experiment_files import load_experiment
 from eval.progress import Progress
 from eval.records import read_run
 from eval.report import find_runs, find_searches, gather, write_report
-from eval.simulate import packaged_calibrations, read_calibration
+from eval.simulate import packaged_calibrations, read_calibration, simulate
 from eval.simulated_runs import simulate_experiment
 from eval.validation import read_lines
 from replay.lanes import Lanes, Start
@@ -415,3 +415,33 @@ def test_a_calibration_file_that_was_fitted_anew_is_not_the_one_of_the_finished_
         InputError, match=r"holds a finished run with engine .*mine.toml \([0-9a-f]"
     ):
         run(experiment, output, *given, only=["off"])
+
+
+def test_gaps_and_stalls_are_what_they_are_with_every_arrival_written(
+    experiment: Path, tmp_path: Path
+) -> None:
+    """Arrivals are left out of a simulated answer's line only where tokens came at one pace."""
+    text = experiment.read_text()
+    head, _, rest = text.partition("[trace]")
+    _, _, rest = rest.partition("[replay]")
+    turns = "sessions = 40, turns = 5, new_tokens = 6000, output_tokens = 300, think_s = 5"
+    experiment.write_text(f"{head}[trace]\nturns = {{ {turns} }}\n[replay]{rest}")
+    given = ("repeats=1", "replay.max_inflight_sessions=6", "phases.measure_s=60")
+    run(experiment, tmp_path / "out", *given, only=["large"])
+    folder = tmp_path / "out" / "large" / "r1"
+    whole = tmp_path / "whole" / "large" / "r1"
+    shutil.copytree(folder, whole)
+    plan = orjson.loads((folder / "plan.json").read_bytes())
+    simulate(plan | {"output": {"all_arrivals": True}}, whole)
+    [few], [every] = (gather(find_runs([place]), draws=20).cells for place in (folder, whole))
+    assert every.interference.index.value > 2
+    assert few.interference.index.value == pytest.approx(every.interference.index.value, rel=0.05)
+    for at in range(3):
+        assert few.latency["itl"][at].value == pytest.approx(
+            every.latency["itl"][at].value, rel=0.05
+        )
+        for name in ("ttft", "tpot", "worst_gap"):
+            assert few.latency[name][at].value == every.latency[name][at].value
+    assert few.output_tps == pytest.approx(every.output_tps, rel=0.01)
+    sizes = [(place / "requests.jsonl").stat().st_size for place in (folder, whole)]
+    assert sizes[0] < 0.6 * sizes[1]
