@@ -39,14 +39,6 @@ class PlannedRun:
         return Path(self.cell) / f"r{self.repeat}"
 
     @property
-    def plays_once(self) -> bool:
-        """Whether the run keeps sessions in flight, and no session is played again."""
-        recycles = self.replay.preset == "agentx" or (
-            self.phases is not None and self.phases.recycle
-        )
-        return self.replay.mode_used == "closed" and not recycles
-
-    @property
     def digest(self) -> str:
         """Changes when a setting of the run changes. What the settings led to (the trace's content,
         the vocabulary, the engine's version) is checked beside it: `eval.runner.is_complete`."""

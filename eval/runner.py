@@ -239,7 +239,7 @@ class _Matrix:
         self._traces: dict[int, Path] = {}
         for repeat in sorted({run.repeat for run in runs}):
             self._trace(repeat)
-        for run in {run.cell: run for run in runs if run.plays_once}.values():
+        for run in {run.cell: run for run in runs}.values():
             self._check_sessions(run)
         (output / "experiment.json").write_bytes(
             orjson.dumps(
@@ -311,12 +311,9 @@ class _Matrix:
 
     def _check_sessions(self, run: PlannedRun) -> None:
         """Raises `InputError` for more sessions in flight than the run's trace has."""
-        search = self._experiment.search
-        most, key = run.replay.max_inflight_sessions, f"{run.cell}: max_inflight_sessions"
-        if search is not None:
-            most, key = round(search.high), "search.high"
-        if most is not None:
-            check_sessions(self._trace(run.repeat), run.replay, most, key)
+        asked = run.replay.max_inflight_sessions
+        if asked is not None and not self._experiment.recycles(run.replay):
+            check_sessions(self._trace(run.repeat), run.replay, asked, run.cell)
 
     def _cell(self, run: PlannedRun) -> str:
         return run.cell if run.cell in self._topologies else run.arm.name

@@ -267,15 +267,15 @@ def _facts(trace: Path, selected: Selection) -> TraceFacts:
     )
 
 
-def check_sessions(trace: Path, replay: Replay, sessions: int, key: str) -> None:
+def check_sessions(trace: Path, replay: Replay, sessions: int, cell: str) -> None:
     """Raises `InputError` where a run that plays the trace once is to keep more sessions in flight
     than there are conversations: from there on all loads are the same one."""
     there = make_replay_plan(trace, resolve_scale(trace, replay)).trees
     if there < sessions:
         raise InputError(
-            f"{key} {sessions}: of {trace} a run has {there} conversations, and so many are never "
-            "in flight; set phases.recycle = true (sessions are then played again), or ask for "
-            f"at most {there}"
+            f"{cell}: max_inflight_sessions {sessions}: of {trace} a run has {there} "
+            "conversations, and so many are never in flight; set phases.recycle = true (sessions "
+            f"are then played again), or ask for at most {there}"
         )
 
 

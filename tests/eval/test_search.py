@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deltaserve.errors import InputError
-from eval.experiment import Experiment, Phases, Slo
+from eval.experiment import Experiment, Slo
 from eval.experiment_files import load_experiment
 from eval.report import find_runs, find_searches, gather
 from eval.report.answer import answer
@@ -90,24 +90,6 @@ def test_the_known_capacity_is_found_with_its_curve(
     assert found["per_gpu"] is None
     assert found["per_worker"] == 11 / found["workers"]
     assert all(level["violations"] == [] for level in found["levels"])
-
-
-def test_a_search_for_more_sessions_than_there_are_is_refused_where_none_is_played_again(
-    experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Levels beyond the trace's four conversations would all be one load, and surely carried."""
-    monkeypatch.setenv("KNEE", "11")
-    assert experiment.search is not None
-    once = experiment.model_copy(update={"phases": Phases(start="mid")})
-    fakes = FakeSite()
-    words = (
-        r"search.high 64: of .*small.jsonl a run has 4 conversations.* set phases.recycle = true"
-    )
-    with pytest.raises(InputError, match=words):
-        run(once, tmp_path / "out", fakes)
-    assert not fakes.up
-    enough = once.model_copy(update={"search": experiment.search.model_copy(update={"high": 4})})
-    assert run(enough, tmp_path / "out", fakes).complete
 
 
 def test_a_report_names_invalid_levels_and_judges_all_again_by_another_objective(
