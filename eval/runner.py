@@ -266,6 +266,9 @@ class _Matrix:
         )
         if found:
             self.judge(self._output / run.folder)
+            manifest = provenance.read_manifest(self._output / run.folder) or {}
+            if manifest.get("violations"):
+                self.summary.invalid.append(str(run.folder))
         return found
 
     def judge(self, folder: Path) -> None:

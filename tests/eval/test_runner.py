@@ -288,6 +288,8 @@ def test_finished_runs_are_judged_by_the_objective_and_rules_that_the_experiment
     execute(experiment, output, FakeSite())
     before = manifest(output, "one/r1")
     assert [broken["rule"] for broken in before["violations"]] == ["not_cold"]
+    again, _ = execute(experiment, output, FakeSite())
+    assert (again.kept, sorted(again.invalid)) == (4, ["one/r1", "one/r2"])
     changed = experiment.model_copy(
         update={
             "slo": Slo(ttft_s=7.0),
@@ -300,6 +302,7 @@ def test_finished_runs_are_judged_by_the_objective_and_rules_that_the_experiment
     summary, said = execute(changed, output, fakes)
     assert not fakes.up
     assert summary.kept == 4
+    assert summary.invalid == []
     assert "one/r1: is judged by the experiment's objective and rules now" in said
     found = manifest(output, "one/r1")
     assert found["slo"]["ttft_s"] == 7.0
