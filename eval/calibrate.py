@@ -215,7 +215,7 @@ def to_toml(calibration: Calibration, name: str, sources: list[str]) -> str:
     for title, fitted in (("prefill", calibration.prefill), ("decode", calibration.decode)):
         lines += ["", f"[fit.{title}]"]
         if fitted is None:
-            lines.append("steps = 0  # too few to fit: the constants are not given")
+            lines.append("steps = 0  # too few to fit: no constants, and nothing is simulated so")
             continue
         lines += [
             f"steps = {fitted.steps}",

@@ -93,16 +93,13 @@ def begin_manifest(
         "repeat": run.repeat,
         "order": assignment.order,
         "cell_order": cell_order(experiment, run),
-        "baseline": experiment.baseline_arm,
         "seed": experiment.seed,
         "topology": described,
         "policy": described.get("router", {}).get("policy", run.arm.policy),
         "policy_params": described.get("router", {}).get("params", run.arm.policy_params),
         "trace": {"path": facts.path, "sha256": facts.sha256, "requests": facts.planned},
         "length_scale": facts.length_scale,
-        "slo": experiment.slo.model_dump(),
-        "validity": experiment.validity.model_dump(),
-        "analysis": experiment.analysis.model_dump(),
+        **judgement(experiment),
         "hardware": provenance.hardware(),
         "versions": provenance.versions(),
         "git": provenance.git(),
@@ -114,6 +111,17 @@ def begin_manifest(
     provenance.write_manifest(folder, manifest)
     write_facts(folder, facts)
     return Began(manifest, facts)
+
+
+def judgement(experiment: Experiment) -> dict[str, Any]:
+    """What a manifest says of how its run is judged: by which objective and rules, in which
+    measures, against which arm."""
+    return {
+        "slo": experiment.slo.model_dump(),
+        "validity": experiment.validity.model_dump(),
+        "analysis": experiment.analysis.model_dump(),
+        "baseline": experiment.baseline_arm,
+    }
 
 
 def execute(assignment: Assignment, progress: Progress) -> dict[str, Any]:

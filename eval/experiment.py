@@ -413,7 +413,8 @@ class Experiment(_Table):
         return self
 
     def _check_search(self, arm: Arm, replay: Replay) -> None:
-        """Refuses a search whose load the arm's replay does not read: all levels would be alike."""
+        """Refuses a search whose load the arm's replay does not read, for all levels would be
+        alike, and one whose levels may run out of sessions: what is left then is another load."""
         if self.search is None:
             return
         mode = "closed" if self.search.whole else "sessions"
@@ -422,6 +423,16 @@ class Experiment(_Table):
                 f'search: {self.search.over} is a load of mode = "{mode}", and {arm.name} is '
                 f'replayed with "{replay.mode_used}"'
             )
+        if not self.recycles(replay):
+            raise ValueError(
+                "search: set phases.recycle = true; a level that has no more sessions to send is "
+                "not the load that it is called by"
+            )
+
+    def recycles(self, replay: Replay) -> bool:
+        """Whether sessions are played again under these settings."""
+        given = self.phases is not None and self.phases.recycle
+        return given or replay.preset == "agentx"
 
     def with_draw(self, repeat: int) -> Experiment:
         """The experiment as round `repeat` (from 1) runs it: what `analysis.vary` names is drawn

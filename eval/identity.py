@@ -8,7 +8,7 @@ unknown, and matches anything.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -23,6 +23,14 @@ _RATES = {
     "open": ("time_scale",),
 }
 """The argument that says how much load there is, by the replay's mode."""
+_WHERE = {
+    "name", "description", "base_port", "host", "gpus", "urls", "bootstrap_ports", "placement",
+    "python", "python_path", "ready_timeout_s", "parallel_starts", "sample_interval_s",
+    "log_max_mb",
+}  # fmt: skip
+"""Keys of a topology that say where and how it is started and watched, not what is served."""
+_WHOLE = {"environment", "params", "residency"}
+"""Tables of a topology whose keys are not its own: one that is there once differs."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,29 @@ def differences(one: Identity | Workload, two: Identity | Workload) -> list[str]
     ]
 
 
+def topology_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """What two topologies, as manifests have them, serve differently, in words as `differences`
+    has them; keys that one of them does not know are left out. Of a server elsewhere nothing is
+    known that could differ."""
+    if not (one.get("workers") and two.get("workers")):
+        return []
+    return list(_unlike(one, two, ""))
+
+
+def _unlike(one: Any, two: Any, name: str) -> Iterator[str]:
+    tables = isinstance(one, Mapping) and isinstance(two, Mapping)
+    if tables and name.rpartition(".")[2] not in _WHOLE:
+        for key in one:
+            if key in two and key not in _WHERE:
+                yield from _unlike(one[key], two[key], f"{name}.{key}".lstrip("."))
+    elif name == "workers" and len(one) == len(two):
+        for mine, theirs in zip(one, two, strict=True):
+            role = "" if len(one) == 1 else f".{mine.get('role')}"
+            yield from _unlike(mine, theirs, f"workers{role}")
+    elif one != two:
+        yield f"{name} {_short(one)} and {_short(two)}"
+
+
 def draws_of(runs: Iterable[Run]) -> bool:
     """Whether rounds of these runs have draws of their own, as their experiment declared."""
     return any((run.manifest.get("analysis") or {}).get("vary") for run in runs)
@@ -110,6 +141,9 @@ def check_repeats(cells: Mapping[str, Sequence[Run]]) -> None:
         varied = draws_of(runs)
         for run in runs[1:]:
             found = differences(identity_of(first), identity_of(run))
+            found += topology_differences(
+                first.manifest.get("topology") or {}, run.manifest.get("topology") or {}
+            )
             if varied:
                 drawn = ("trace", "seed", "length scale")
                 found = [words for words in found if not words.startswith(drawn)]

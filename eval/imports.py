@@ -159,7 +159,14 @@ def read_bench_serving(source: Path) -> Iterator[Imported]:
                 at_s += gap_s
                 arrivals.append((at_s, arrivals[-1][1] + 1))
             tokens = run.output_lens[i]
-            failed = bool(errors[i])
+            failure = None
+            if errors[i]:
+                failure = ErrorInfo(kind="server_error", message=str(errors[i]))
+            elif at_s == 0:
+                # A stream that ended without a token: its time to the first one stays 0, and its
+                # tokens are those that were asked for.
+                failure = _no_token()
+            failed = failure is not None
             if not failed and tokens > arrivals[-1][1]:
                 arrivals[-1] = (at_s, tokens)
             results.append(
@@ -177,9 +184,7 @@ def read_bench_serving(source: Path) -> Iterator[Imported]:
                     output_tokens=0 if failed else arrivals[-1][1],
                     prompt_tokens=run.input_lens[i],
                     cached_tokens=cached[i],
-                    error=ErrorInfo(kind="server_error", message=str(errors[i]))
-                    if failed
-                    else None,
+                    error=failure,
                 )
             )
         scalars = {k: v for k, v in record.items() if isinstance(v, str | int | float | bool)}
@@ -221,17 +226,24 @@ def _aiperf_result(record: dict[str, Any], number: int, start_ns: int, end_ns: i
     metadata = record["metadata"]
     error = record.get("error")
     start_s, end_s = start_ns / 1e9, end_ns / 1e9
-    tokens = int(_metric(record, "output_sequence_length") or 0)
+    told_tokens = _metric(record, "output_sequence_length")
+    tokens = int(told_tokens or 0)
     ttft_ms = _metric(record, "time_to_first_token")
     latency_ms = _metric(record, "request_latency")
+    failure = None if error is None else _aiperf_error(error)
     first_s = last_s = None
-    if error is None and ttft_ms is not None:
-        first_s = start_s + ttft_ms / 1000
+    arrivals: list[tuple[float, int]] = []
+    if failure is None:
         last_s = start_s + latency_ms / 1000 if latency_ms is not None else end_s
-    arrivals = []
-    if first_s is not None and last_s is not None:
-        # Only the first and the last moment are known with their token counts.
-        arrivals = [(first_s, 1)] + ([(last_s, tokens)] if tokens > 1 else [])
+        if ttft_ms is not None:
+            # Only the first and the last moment are known with their token counts.
+            first_s = start_s + ttft_ms / 1000
+            arrivals = [(first_s, 1)] + ([(last_s, tokens)] if tokens > 1 else [])
+        elif told_tokens == 0:
+            failure = _no_token()
+        else:
+            # It was not streamed: nothing of it was there before all of it was.
+            first_s, arrivals = last_s, [(last_s, max(1, tokens))]
     return Result(
         request_id=f"{metadata.get('conversation_id')}-{metadata.get('turn_index', 0)}-"
         f"{metadata.get('session_num', number)}",
@@ -244,9 +256,15 @@ def _aiperf_result(record: dict[str, Any], number: int, start_ns: int, end_ns: i
         first_token_s=first_s,
         finished_s=last_s if last_s is not None else end_s,
         arrivals=arrivals,
-        output_tokens=tokens if arrivals else 0,
-        error=None if error is None else _aiperf_error(error),
+        output_tokens=arrivals[-1][1] if arrivals else 0,
+        # What AIPerf itself broke off, as at its duration's end, says nothing of the servers.
+        phase="drain" if failure is not None and failure.kind == "cancelled" else "measure",
+        error=failure,
     )
+
+
+def _no_token() -> ErrorInfo:
+    return ErrorInfo(kind="short_output", message="the answer ended without a token")
 
 
 def _aiperf_error(error: dict[str, Any]) -> ErrorInfo:

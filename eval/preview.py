@@ -6,7 +6,7 @@ Owns the words of `deltaserve eval run --plan`. Starts and makes nothing.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,14 @@ from eval.endpoint import Endpoint
 from eval.execution import cell_order, replay_command
 from eval.experiment import Arm, Experiment
 from eval.matrix import PlannedRun, level_run, plan_runs
-from eval.runner import expected_run_s, is_complete, load_topologies, measured_s, topology_overrides
+from eval.runner import (
+    described,
+    expected_run_s,
+    is_complete,
+    load_topologies,
+    measured_s,
+    topology_overrides,
+)
 from eval.site import Site, shared_vocab, with_endpoints
 from eval.traces import missing_source, planned_trace, resolve_scale
 
@@ -114,7 +121,8 @@ def preview(
         runs = [run for arm in arms.values() for run in _levels(experiment, arm, output)]
     trace = planned_trace(experiment, output)
     vocab_size = shared_vocab(site, topologies.values())
-    source, scheduled = _schedule(experiment, runs, output)
+    now = {name: described(site, topology) for name, topology in topologies.items()}
+    source, scheduled = _schedule(experiment, runs, output, now)
     return Preview(
         output=str(output),
         traces=traces,
@@ -204,9 +212,13 @@ def _cell(
 
 
 def _schedule(
-    experiment: Experiment, runs: list[PlannedRun], output: Path
+    experiment: Experiment,
+    runs: list[PlannedRun],
+    output: Path,
+    topologies: Mapping[str, Mapping[str, Any]],
 ) -> tuple[str, list[PreviewedRun]]:
-    """Where the length of runs is from, and each run with when it should have ended."""
+    """Where the length of runs is from, and each run with when it should have ended. `topologies`
+    are by cell, of a search by arm."""
     spent_s = measured_s(output, runs)
     budget_s = 60 * (experiment.budget_minutes or float("inf"))
     if spent_s:
@@ -219,7 +231,8 @@ def _schedule(
     found = []
     for run in runs:
         length_s = expected_run_s(experiment, run, spent_s)
-        if is_complete(output / run.folder, run):
+        topology = topologies.get(run.cell, topologies.get(run.arm.name))
+        if is_complete(output / run.folder, run, topology=topology):
             state = "complete"
         elif length_s > budget_s - elapsed_s:
             state = "skipped"

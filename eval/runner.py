@@ -21,13 +21,16 @@ import orjson
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.endpoint import Endpoint
-from eval.execution import Assignment, cell_order, execute, identity
+from eval.execution import Assignment, cell_order, execute, identity, judgement
 from eval.experiment import Experiment
+from eval.identity import topology_differences
 from eval.matrix import PlannedRun, plan_runs
 from eval.progress import Progress
+from eval.records import read_run
 from eval.secrets import without_secrets
 from eval.site import Site, shared_vocab, with_endpoints
-from eval.traces import prepare_trace
+from eval.traces import check_sessions, prepare_trace
+from eval.validity import violations
 from launch.cache import make_folder
 
 Execute = Callable[[Assignment, Progress], dict[str, Any]]
@@ -176,6 +179,9 @@ def _search_all(
 
     for arm in dict.fromkeys(run.arm.name for run in sorted(arms, key=_in_order(experiment))):
         told = next(run.arm for run in arms if run.arm.name == arm)
+        # Those too that the search does not ask for any more, under another objective.
+        for folder in sorted(output.glob(f"{arm}@*/r*")):
+            matrix.judge(folder)
         done: list[PlannedRun] = []
 
         def execute(run: PlannedRun, done: list[PlannedRun] = done) -> bool:
@@ -233,6 +239,8 @@ class _Matrix:
         self._traces: dict[int, Path] = {}
         for repeat in sorted({run.repeat for run in runs}):
             self._trace(repeat)
+        for run in {run.cell: run for run in runs}.values():
+            self._check_sessions(run)
         (output / "experiment.json").write_bytes(
             orjson.dumps(
                 without_secrets({"experiment": experiment.model_dump(), "source": dict(source)}),
@@ -246,14 +254,28 @@ class _Matrix:
         return self._topologies[self._cell(run)]
 
     def is_complete(self, run: PlannedRun) -> bool:
-        """Whether the run's folder holds it, finished; `InputError` where it holds another."""
-        return is_complete(
+        """Whether the run's folder holds it, finished; `InputError` where it holds another. A
+        finished run is then judged as the experiment is now."""
+        found = is_complete(
             self._output / run.folder,
             run,
             identity(
                 run, self._trace(run.repeat), self._vocab_size, self._engines[self._cell(run)]
             ),
+            described(self._site, self.topology(run)),
         )
+        if found:
+            self.judge(self._output / run.folder)
+            manifest = provenance.read_manifest(self._output / run.folder) or {}
+            if manifest.get("violations"):
+                self.summary.invalid.append(str(run.folder))
+        return found
+
+    def judge(self, folder: Path) -> None:
+        """Has a finished run judged by the objective, rules and measures of the experiment as it is
+        now: they are no settings of the run, and one report has one of each."""
+        if judge_by(self._experiment, folder):
+            self._progress.say(f"{folder}: is judged by the experiment's objective and rules now")
 
     def end_left_behind(self, run: PlannedRun) -> None:
         """Ends what a runner that was killed left of the run."""
@@ -290,6 +312,12 @@ class _Matrix:
         _account(self.summary, run, manifest, self._progress)
         return manifest
 
+    def _check_sessions(self, run: PlannedRun) -> None:
+        """Raises `InputError` for more sessions in flight than the run's trace has."""
+        asked = run.replay.max_inflight_sessions
+        if asked is not None and not self._experiment.recycles(run.replay):
+            check_sessions(self._trace(run.repeat), run.replay, asked, run.cell)
+
     def _cell(self, run: PlannedRun) -> str:
         return run.cell if run.cell in self._topologies else run.arm.name
 
@@ -317,9 +345,22 @@ def _account(
     progress.say(f"{name}: done in {minutes:.1f} min, {manifest['results']} results")
 
 
-def is_complete(folder: Path, run: PlannedRun, expected: Mapping[str, Any] | None = None) -> bool:
+def described(site: Site, topology: Any) -> dict[str, Any]:
+    """A topology as manifests have it; empty for a server elsewhere, which is not asked."""
+    if isinstance(topology, Endpoint):
+        return {}
+    found: dict[str, Any] = without_secrets(site.describe(topology))
+    return found
+
+
+def is_complete(
+    folder: Path,
+    run: PlannedRun,
+    expected: Mapping[str, Any] | None = None,
+    topology: Mapping[str, Any] | None = None,
+) -> bool:
     """Whether `folder` holds the finished run; `InputError` where it was one of other settings, or
-    its identity, as far as both say, is not what is `expected` now."""
+    its identity or topology, as far as both say, is not what is `expected` now."""
     manifest = provenance.read_manifest(folder)
     if manifest is None or manifest.get("state") != "complete":
         return False
@@ -335,6 +376,30 @@ def is_complete(folder: Path, run: PlannedRun, expected: Mapping[str, Any] | Non
                 f"{folder}: holds a finished run with {name.replace('_', ' ')} {was[name]}, which "
                 f"is {value} now; choose another --output, or remove that folder"
             )
+    # An arm names a file, which may say something else now.
+    changed = topology_differences(manifest.get("topology") or {}, topology or {})
+    if changed:
+        raise InputError(
+            f"{folder}: holds a finished run of another topology than {run.arm.topology} is now "
+            f"({'; '.join(changed)}); choose another --output, or remove that folder"
+        )
+    return True
+
+
+def judge_by(experiment: Experiment, folder: Path) -> bool:
+    """Writes what runs of `experiment` are judged by into the manifest of a finished one of it in
+    `folder`; whether anything changed."""
+    manifest = provenance.read_manifest(folder)
+    if manifest is None or manifest.get("state") != "complete":
+        return False
+    wanted = without_secrets(judgement(experiment))
+    if manifest.get("experiment") != experiment.name or wanted.items() <= manifest.items():
+        return False
+    manifest |= wanted
+    run = read_run(folder)
+    run.manifest.update(manifest)
+    manifest["violations"] = [vars(found) for found in violations(run, experiment.validity)]
+    provenance.write_manifest(folder, manifest)
     return True
 
 

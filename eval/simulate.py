@@ -23,6 +23,16 @@ from replay.trace import read_trace
 
 PLAN_FILE = "plan.json"
 PLANNED_FILE = "planned.jsonl"
+FITTED = (
+    "prefill_overhead_s",
+    "prefill_tokens_per_s",
+    "prefill_pairs_per_s",
+    "decode_base_s",
+    "decode_per_request_s",
+    "decode_per_context_token_s",
+)
+"""What a calibration must say: the constants of both formulas, which `eval calibrate` fits. What
+else it may say (reloads, transfers) is as on an H200 where it does not."""
 _KINDS = {"prefill": ("prefill", "found"), "decode": ("decode",)}
 """Kinds of step, and how the names of their constants begin."""
 _MEDIAN_OF_NORMAL = 0.6745
@@ -119,9 +129,20 @@ def packaged_calibrations() -> dict[str, Path]:
 
 
 def read_calibration(name: str) -> dict[str, Any]:
-    """The constants of a packaged calibration, or of a calibration file."""
+    """The constants of a packaged calibration, or of a calibration file. Raises InputError for one
+    that does not say what it is of, or lacks constants: the simulator would take those of another
+    model and GPU in their place, under this one's name."""
     table = _calibration_table(name)
     return {key: value for key, value in table.items() if not isinstance(value, dict)}
+
+
+def named_calibration(name: str) -> str:
+    """A calibration's name as runs are told apart by: of a file with a digest of what it holds, for
+    it may be fitted anew under its name."""
+    if name in packaged_calibrations():
+        return name
+    _calibration_table(name)  # says what is wrong with it
+    return f"{name} ({hashlib.sha256(Path(name).read_bytes()).hexdigest()[:8]})"
 
 
 def drawn_calibration(name: str, seed: int) -> dict[str, Any]:
@@ -160,9 +181,20 @@ def _calibration_table(name: str) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(f"calibration {name}: no such file; packaged ones: {', '.join(packaged)}")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
+    if not isinstance(table.get("name"), str) or not table["name"]:
+        raise InputError(f"{path}: name: expected of what it is: model, GPU, engine and version")
+    if missing := [key for key in FITTED if key not in table]:
+        raise InputError(
+            f"{path}: has no {', '.join(missing)}; expected all constants of prefill and decode "
+            "steps, fitted (eval calibrate) on runs with 50 or more of each, or written in"
+        )
+    for key in FITTED:
+        if isinstance(table[key], bool) or not isinstance(table[key], int | float):
+            raise InputError(f"{path}: {key}: expected a number, not {table[key]!r}")
+    return table
 
 
 def _with_constants(worker: Any) -> Any:

@@ -25,7 +25,7 @@ from eval.experiment import Experiment, Simulate
 from eval.matrix import plan_runs
 from eval.progress import Progress
 from eval.runner import Summary, load_topologies, run_experiment
-from eval.simulate import read_calibration, simulate, write_planned
+from eval.simulate import named_calibration, read_calibration, simulate, write_planned
 from eval.simulated_fleet import (
     calibration_name,
     fleet_plan,
@@ -108,7 +108,7 @@ def simulation_site(given: Simulate) -> Site:
 def engine_of(topology: Any, given: Simulate) -> dict[str, str]:
     """What stands for the engine's version in a simulated run's identity: its calibration, and what
     of `[simulate]` is in no topology."""
-    words = calibration_name(topology, given)
+    words = named_calibration(calibration_name(topology, given))
     if given.calibration_spread:
         words += ", its error drawn"
     for name in ("kv_tokens", "host_kv_tokens"):

@@ -76,6 +76,7 @@ def run(options: RunOptions, quiet: bool = False) -> dict[str, Any]:
     record, left = _open_folder(options, plan)
     record["engine"] = {"api": api, "model": model}
     write_json(options.output / REPLAY_FILE, record)
+    _warn_of_few_sessions(options, plan.trees)
     interrupted = False
     counters = Counters()
     if left.any():
@@ -247,6 +248,17 @@ def _warn_of_a_wait(options: RunOptions, record: dict[str, Any], first_s: float)
         print(
             f"warning: {options.trace}: the first request is due {wait_s:,.0f} s after the run's "
             "start: timestamp_s counts from 0",
+            file=sys.stderr,
+        )
+
+
+def _warn_of_few_sessions(options: RunOptions, conversations: int) -> None:
+    """Says so where a closed loop never has as many sessions in flight as it was asked for."""
+    asked = options.max_inflight_sessions
+    if options.mode == "closed" and not options.recycle and conversations < asked:
+        print(
+            f"warning: {options.trace}: {conversations:,} conversations are there to send, so that "
+            f"{asked:,} (--max-inflight-sessions) are never in flight; --recycle plays them again",
             file=sys.stderr,
         )
 

@@ -13,6 +13,9 @@ from eval.report.evidence import Evidence
 
 # A client that is late by more than this share of the median TTFT is worth a word.
 _LATE_SHARE = 0.2
+# A window that is shorter than it was to be, by more than its last answer's end explains.
+_CUT_SHARE = 0.02
+_MOST_CELLS = 4
 TAGS = {
     Verdict.BETTER: "better",
     Verdict.WORSE: "worse",
@@ -55,6 +58,7 @@ def claims(evidence: Evidence) -> list[tuple[str, str]]:
     """What limits the report: why arms have no verdict, and the runs that do not count."""
     said = [("unjudged", words) for words in _unjudged(evidence)]
     said += [("unjudged", words) for words in _late_clients(evidence)]
+    said += [("unjudged", words) for words in _cut_windows(evidence)]
     if not evidence.cells:
         said.append(("unjudged", "No run is valid: there is nothing to compare."))
     for run, found in evidence.excluded:
@@ -80,6 +84,29 @@ def _late_clients(evidence: Evidence) -> list[str]:
         return []
     words = "The client itself sent late, so that the tail of TTFT is partly the client's"
     return [f"{words}: {', '.join(found)} (lateness p99 of TTFT p50)."]
+
+
+def _cut_windows(evidence: Evidence) -> list[str]:
+    """Cells that had nothing left to send before their window's time was over, in one sentence."""
+    found = []
+    for cell in evidence.cells:
+        windows = [run.window for run in cell.runs if run.window is not None]
+        cut_s = [
+            (window.length_s, window.asked_s)
+            for window in windows
+            if window.asked_s is not None and window.length_s < (1 - _CUT_SHARE) * window.asked_s
+        ]
+        if cut_s:
+            length_s, asked_s = min(cut_s)
+            found.append(f"{cell.name} {seconds(length_s)} of {seconds(asked_s)}")
+    if not found:
+        return []
+    words = (
+        "Nothing was left to send before the window was over, so that it has the load's end in it"
+    )
+    more = len(found) - _MOST_CELLS
+    told = ", ".join(found[:_MOST_CELLS]) + (f" and {more} more" if more > 0 else "")
+    return [f"{words}: {told}. With phases.recycle = true sessions are played again."]
 
 
 def _unjudged(evidence: Evidence) -> list[str]:

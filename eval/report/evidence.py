@@ -87,8 +87,9 @@ def gather(
 ) -> Evidence:
     """Sorts out invalid runs, measures each cell from its valid ones and compares the arms.
 
-    `slo` replaces bounds of the objective that the runs were made with (`{"ttft_s": 5.0}`). Raises
-    `InputError` where some runs are simulated and others measured.
+    `slo` replaces bounds of the objective that the runs are judged by (`{"ttft_s": 5.0}`); searches
+    under another one are judged again. Raises `InputError` where some runs are simulated and others
+    measured, or runs have different objectives.
     """
     _check_one_kind(runs)
     valid: dict[str, list[Run]] = {}
@@ -102,7 +103,7 @@ def gather(
     check_repeats(valid)
     boot = session_bootstrap([run for group in valid.values() for run in group], draws)
     names = [name for name in _in_order(runs) if name in valid]
-    chosen = slo_of(runs[0], slo)
+    chosen = _objective([run for group in valid.values() for run in group] or runs, slo)
     analysis = Analysis.model_validate(runs[0].manifest.get("analysis", {}))
     alone = alone_by_arm(valid)
     cells = [measure(valid[name], boot, chosen, alone[valid[name][0].arm]) for name in names]
@@ -139,7 +140,11 @@ def gather(
         slo=chosen,
         primary=tuple(analysis.primary),
         searches=_by_arm(
-            [judged_again(each, runs, chosen) for each in searches] if slo else searches, cells
+            [
+                judged_again(each, runs, chosen) if slo or _judged_otherwise(each, chosen) else each
+                for each in searches
+            ],
+            cells,
         ),
     )
 
@@ -171,6 +176,32 @@ def _carries(item: Comparison, cells: Mapping[str, Cell]) -> bool:
         return True
     counts = [cells[name].measures[item.measure.key].n for name in (item.baseline, item.arm)]
     return enough(min(counts), quantile)
+
+
+def _objective(runs: Sequence[Run], replaced: Mapping[str, float] | None) -> Slo:
+    """The one objective of all runs that say theirs, with bounds replaced. Raises `InputError`
+    where they differ: shares of good turns under different bounds are not of one measure."""
+    told = [run for run in runs if run.manifest.get("slo")] or list(runs[:1])
+    chosen = slo_of(told[0], replaced)
+    for run in told[1:]:
+        other = slo_of(run, replaced)
+        if found := [key for key, value in chosen if getattr(other, key) != value]:
+            words = ", ".join(
+                f"{key} {getattr(chosen, key):g} and {getattr(other, key):g}" for key in found
+            )
+            raise InputError(
+                f"{told[0].folder} and {run.folder} have different objectives ({words}); judge all "
+                f"by one, as in --slo {found[0]}={getattr(other, found[0]):g}"
+            )
+    return chosen
+
+
+def _judged_otherwise(search: Search, slo: Slo) -> bool:
+    """Whether a search says that it was judged by another objective."""
+    try:
+        return bool(search.slo) and Slo.model_validate(search.slo) != slo
+    except ValidationError:
+        return True
 
 
 def slo_of(run: Run, replaced: Mapping[str, float] | None = None) -> Slo:

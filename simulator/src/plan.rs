@@ -55,9 +55,11 @@ pub struct Load {
     /// Prompts carry the answers that were really given, so that a cache can hold them.
     pub splice_outputs: bool,
     pub timeout_s: f64,
-    /// Sessions say when they end, and how long they will think: what a router reaches that knows it.
+    /// Sessions say when they end, how long they will think, and whose sub-agents they are: what a router
+    /// reaches that knows it. `replay` says none of it.
     pub end_hints: bool,
     pub idle_hints: bool,
+    pub parent_hints: bool,
 }
 
 impl Default for Load {
@@ -73,6 +75,7 @@ impl Default for Load {
             timeout_s: 600.0,
             end_hints: false,
             idle_hints: false,
+            parent_hints: false,
         }
     }
 }

@@ -140,17 +140,29 @@ pub fn write_json(path: &Path, value: &impl Serialize) -> Result<(), String> {
     std::fs::write(path, text).map_err(|error| failed(error.to_string()))
 }
 
-/// As few of the arrivals as leave the first, the last and the worst gap between two as they are.
+/// Gaps that differ by no more than this share are one pace.
+const ONE_PACE: f64 = 0.02;
+
+/// As few of the arrivals as leave the first, the last and the worst gap between two as they are, and tell
+/// when the others came: between two that are kept the tokens came at one pace. A stall and the tokens beside
+/// it must not become one slow stretch, of which gaps and what stalls them would be read off wrongly.
 pub fn thinned(arrivals: &[(f64, u64)]) -> Vec<(f64, u64)> {
     let gaps = arrivals.windows(2).map(|pair| pair[1].0 - pair[0].0);
     let worst_s = gaps.fold(0.0, f64::max);
     let mut kept: Vec<(f64, u64)> = arrivals.first().copied().into_iter().collect();
+    // The shortest and the longest gap since the last one that was kept.
+    let (mut shortest_s, mut longest_s) = (f64::INFINITY, 0.0_f64);
     for pair in arrivals.windows(2) {
+        let gap_s = pair[1].0 - pair[0].0;
+        let paced = longest_s.max(gap_s) <= (1.0 + ONE_PACE) * shortest_s.min(gap_s);
         if kept
             .last()
-            .is_some_and(|last| last.1 < pair[0].1 && pair[1].0 - last.0 > worst_s)
+            .is_some_and(|last| last.1 < pair[0].1 && !(paced && pair[1].0 - last.0 <= worst_s))
         {
             kept.push(pair[0]);
+            (shortest_s, longest_s) = (gap_s, gap_s);
+        } else {
+            (shortest_s, longest_s) = (shortest_s.min(gap_s), longest_s.max(gap_s));
         }
     }
     if let (Some(&last), true) = (arrivals.last(), arrivals.len() > 1) {
@@ -183,6 +195,37 @@ mod tests {
             prop_assert_eq!(kept.last(), arrivals.last());
             prop_assert!((worst(&kept) - worst(&arrivals)).abs() < 1e-9);
             prop_assert!(kept.windows(2).all(|pair| pair[0].1 < pair[1].1));
+        }
+
+        #[test]
+        fn thinning_tells_when_every_token_came(
+            paces in prop::collection::vec((0.001f64..0.05, 1usize..40, 0.0f64..2.0), 1..8),
+        ) {
+            let mut now_s = 1.0;
+            let mut arrivals = vec![(now_s, 1)];
+            for (pace_s, tokens, stall_s) in paces {
+                for at in 0..tokens {
+                    now_s += if at == 0 { pace_s + stall_s } else { pace_s };
+                    arrivals.push((rounded(now_s), arrivals.len() as u64 + 1));
+                }
+            }
+            let kept = thinned(&arrivals);
+            for pair in kept.windows(2) {
+                let tokens = (pair[1].1 - pair[0].1) as f64;
+                let pace_s = (pair[1].0 - pair[0].0) / tokens;
+                let between = arrivals.iter().filter(|(_, n)| (pair[0].1..=pair[1].1).contains(n));
+                for (at_s, n) in between {
+                    let told_s = pair[0].0 + (n - pair[0].1) as f64 * pace_s;
+                    prop_assert!((at_s - told_s).abs() <= ONE_PACE * pace_s * tokens + 1e-5);
+                }
+            }
+        }
+
+        #[test]
+        fn an_even_answer_with_one_stall_is_a_few_arrivals(tokens in 100u64..2_000) {
+            let stalls = |n: u64| if n > 50 { 1.5 } else { 0.0 };
+            let arrivals: Vec<_> = (0..tokens).map(|n| (rounded(n as f64 * 0.01 + stalls(n)), n + 1)).collect();
+            prop_assert!(thinned(&arrivals).len() as u64 <= 5 + tokens / 100);
         }
     }
 }

@@ -394,7 +394,7 @@ impl Simulation<'_> {
         let next = planned.next.map(|next| &self.requests.all[next]);
         let load = &self.plan.load;
         let think_s = next.map(|next| self.clients.think_s(next));
-        let parent = (planned.previous.is_none() && !due.is_prime)
+        let parent = (load.parent_hints && planned.previous.is_none() && !due.is_prime)
             .then(|| planned.waits_for.first())
             .flatten()
             .map(|&parent| &self.requests.sessions[self.requests.all[parent].session]);

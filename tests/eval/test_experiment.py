@@ -295,9 +295,19 @@ def test_a_runs_digest_changes_with_its_settings_and_not_with_other_arms(tmp_pat
             'over = "replay.sessions_per_hour"\nstart = 9\nalone = true',
             "one session in flight is no level of replay.sessions_per_hour",
         ),
+        (
+            'mode = "sessions"\nsessions_per_hour = 9',
+            'over = "replay.sessions_per_hour"\nstart = 9',
+            "search: set phases.recycle = true; a level that has no more sessions to send is not",
+        ),
+        (
+            'mode = "closed"',
+            'over = "replay.max_inflight_sessions"',
+            "search: set phases.recycle = true; a level that has no more sessions to send is not",
+        ),
     ],
 )
-def test_a_search_over_a_load_that_the_replay_does_not_read_is_refused(
+def test_a_search_whose_levels_would_not_be_its_loads_is_refused(
     tmp_path: Path, replay: str, search: str, said: str
 ) -> None:
     path = tmp_path / "e.toml"

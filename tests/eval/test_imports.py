@@ -99,6 +99,54 @@ def test_aiperf_records_keep_their_sessions_and_times(tmp_path: Path) -> None:
     assert run.requests["error_kind"].tolist()[2] == "server_error"
 
 
+def test_an_answer_of_bench_serving_without_tokens_failed(tmp_path: Path) -> None:
+    """Its stream ended without an error: the time to a first token that never came stays 0 there,
+    and the tokens are those asked for."""
+    source = tmp_path / "serving.jsonl"
+    source.write_text(json.dumps(SERVING | {"errors": ["", "", ""]}))
+    (folder,) = import_file(source, "bench-serving", "theirs", tmp_path / "out")
+    requests = find_runs([folder])[0].requests
+    assert requests["error_kind"].fillna("").tolist() == ["", "", "short_output"]
+    assert requests["ttft_s"].tolist() == [0.5, 1.0, np.inf]
+    assert requests["output_tokens"].tolist() == [3, 2, 0]
+
+
+def test_answers_of_aiperf_that_were_not_streamed_came_whole(tmp_path: Path) -> None:
+    """Without --streaming it records no time to a first token."""
+    source = tmp_path / "profile_export.jsonl"
+    lines = [json.loads(aiperf("a", turn, 500 * turn, 0, 300)) for turn in range(3)]
+    for line in lines:
+        del line["metrics"]["time_to_first_token"]
+    del lines[1]["metrics"]["output_sequence_length"]
+    lines[2]["metrics"]["output_sequence_length"]["value"] = 0
+    source.write_text("\n".join(map(json.dumps, lines)))
+    (folder,) = import_file(source, "aiperf", "theirs", tmp_path / "out")
+    requests = find_runs([folder])[0].requests
+    assert requests["error_kind"].fillna("").tolist() == ["", "", "short_output"]
+    assert requests["ok"].tolist() == [True, True, False]
+    assert requests["e2e_s"].tolist()[:2] == pytest.approx([0.3, 0.3])
+    assert requests["ttft_s"].tolist()[:2] == pytest.approx([0.3, 0.3])
+    assert requests["output_tokens"].tolist() == [9, 1, 0]
+    assert requests["tpot_s"].isna().tolist()[:2] == [True, True]
+
+
+def test_what_aiperf_cancelled_itself_is_not_counted(tmp_path: Path) -> None:
+    """As at the end of a benchmark's duration: servers did not fail there."""
+    source = tmp_path / "profile_export.jsonl"
+    cancelled = json.loads(aiperf("a", 1, 900, 0, 300))
+    cancelled["metrics"] = {"error_isl": {"value": 550, "unit": "tokens"}}
+    cancelled["metadata"]["was_cancelled"] = True
+    cancelled["error"] = {"code": 499, "type": "RequestCancellationError", "message": "x"}
+    source.write_text("\n".join([aiperf("a", 0, 500, 100, 300), json.dumps(cancelled)]))
+    (folder,) = import_file(source, "aiperf", "theirs", tmp_path / "out")
+    run = find_runs([folder])[0]
+    assert run.requests["request_id"].tolist() == ["a-0-0"]
+    assert run.all_requests["phase"].tolist() == ["measure", "drain"]
+    cell = gather([run], draws=20).cells[0]
+    assert (cell.n, cell.failed) == (1, 0)
+    assert cell.latency["e2e"][2].value == pytest.approx(0.3)
+
+
 def test_imported_and_own_runs_make_one_report(tmp_path: Path) -> None:
     source = tmp_path / "serving.jsonl"
     clean = SERVING | {"errors": ["", "", ""], "ttfts": [0.5, 1.0, 2.0]}

@@ -29,6 +29,7 @@ from eval.report import (
     write_report,
 )
 from eval.report.answer import answer
+from eval.report.claims import claims
 from eval.report.evidence import Evidence
 from eval.report.figures.curves import capacity_curves
 from eval.report.figures.latency import latency_bars
@@ -377,6 +378,36 @@ def test_the_objective_can_be_changed_after_the_fact(make_run: MakeRun, tmp_path
     assert strict.cells[0].goodput_share.value == 0.0
     with pytest.raises(InputError, match="--slo: nonsense"):
         gather(runs, draws=20, slo={"nonsense": 1.0})
+
+
+def test_a_window_in_which_the_load_ran_out_is_named(make_run: MakeRun, tmp_path: Path) -> None:
+    for arm, end_s, asked_s in (("a", 50.0, 90.0), ("b", 99.5, 90.0), ("c", 60.0, None)):
+        folder = make_run(arm=arm).folder
+        window = {"window_start_s": 10.0, "window_end_s": end_s, "measure_s": asked_s}
+        (folder / "phases.json").write_text(json.dumps(window))
+    found = [words for _, words in claims(gather(find_runs([tmp_path / "runs"]), draws=20))]
+    [said] = [words for words in found if words.startswith("Nothing was left to send")]
+    assert said.endswith(
+        ": a 40.0 s of 90.0 s. With phases.recycle = true sessions are played again."
+    )
+
+
+def test_runs_with_different_objectives_are_judged_by_one_that_is_named(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run(arm="a", manifest={"slo": {"ttft_s": 0.001}})
+    make_run(arm="b", manifest={"slo": {"ttft_s": 5.0, "tpot_s": 0.1}})
+    make_run(arm="imported")  # says none
+    runs = find_runs([tmp_path / "runs"])
+    words = r"a/r1 and .*b/r1 have different objectives \(ttft_s 0.001 and 5, tpot_s 0.05 and 0.1\)"
+    with pytest.raises(InputError, match=f"{words}; judge all by one, as in --slo ttft_s=5"):
+        gather(runs, draws=20)
+    with pytest.raises(InputError, match=r"\(tpot_s 0.05 and 0.1\)"):
+        gather(runs, draws=20, slo={"ttft_s": 5})
+    found = gather(runs, draws=20, slo={"ttft_s": 5, "tpot_s": 0.1})
+    assert (found.slo.ttft_s, found.slo.tpot_s) == (5.0, 0.1)
+    alike = gather([run for run in runs if run.arm != "a"], draws=20)
+    assert alike.slo.ttft_s == 5.0
 
 
 def test_a_report_that_cannot_be_written_leaves_the_one_before(

@@ -26,7 +26,20 @@ from rich.console import Console
 from deltaserve.errors import InputError
 from eval import provenance
 from eval.execution import replay_command
-from eval.experiment import Analysis, Excerpt, Experiment, Prefixes, Replay, Sample, Trace, Turns
+from eval.experiment import (
+    Analysis,
+    Excerpt,
+    Experiment,
+    Load,
+    Phases,
+    Prefixes,
+    Replay,
+    Sample,
+    Slo,
+    Trace,
+    Turns,
+    ValidityRules,
+)
 from eval.experiment_files import load_experiment
 from eval.matrix import plan_runs
 from eval.preview import preview
@@ -265,6 +278,58 @@ def test_a_finished_run_of_other_settings_is_never_taken_for_this_one(
     changed = experiment.model_copy(update={"replay": Replay(time_scale=2.0)})
     with pytest.raises(InputError, match="holds a finished run with other settings"):
         execute(changed, output, FakeSite())
+
+
+def test_finished_runs_are_judged_by_the_objective_and_rules_that_the_experiment_has_now(
+    experiment: Experiment, tmp_path: Path, small_trace: Path
+) -> None:
+    output = tmp_path / "out"
+    (small_trace.parent / "behave.json").write_text('{"one": "warm"}')
+    execute(experiment, output, FakeSite())
+    before = manifest(output, "one/r1")
+    assert [broken["rule"] for broken in before["violations"]] == ["not_cold"]
+    again, _ = execute(experiment, output, FakeSite())
+    assert (again.kept, sorted(again.invalid)) == (4, ["one/r1", "one/r2"])
+    changed = experiment.model_copy(
+        update={
+            "slo": Slo(ttft_s=7.0),
+            "validity": ValidityRules(cold_slack_tokens=500),
+            "analysis": Analysis(primary=["ttft_p50"]),
+            "baseline": "two",
+        }
+    )
+    fakes = FakeSite()
+    summary, said = execute(changed, output, fakes)
+    assert not fakes.up
+    assert summary.kept == 4
+    assert summary.invalid == []
+    assert "one/r1: is judged by the experiment's objective and rules now" in said
+    found = manifest(output, "one/r1")
+    assert found["slo"]["ttft_s"] == 7.0
+    assert found["analysis"]["primary"] == ["ttft_p50"]
+    assert found["baseline"] == "two"
+    assert found["violations"] == []
+    judged = {"slo", "validity", "analysis", "baseline", "violations"}
+    assert {key: value for key, value in found.items() if key not in judged} == {
+        key: value for key, value in before.items() if key not in judged
+    }
+    assert manifest(output, "two/r2")["slo"]["ttft_s"] == 7.0
+    _, said = execute(changed, output, FakeSite())
+    assert "is judged" not in said
+
+
+def test_a_load_of_more_sessions_than_there_are_is_refused_where_none_is_played_again(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    closed = Replay(mode="closed")
+    loads = [Load(name=f"l{n}", replay={"max_inflight_sessions": n}) for n in (4, 5)]
+    asked = experiment.model_copy(update={"replay": closed, "loads": loads})
+    fakes = FakeSite()
+    with pytest.raises(InputError, match=r"@l5: max_inflight_sessions 5: of .* at most 4$"):
+        execute(asked, tmp_path / "out", fakes)
+    assert not fakes.up
+    recycled = asked.model_copy(update={"phases": Phases(recycle=True)})
+    assert execute(recycled, tmp_path / "out", fakes)[0].complete == 8
 
 
 def test_a_run_that_fails_is_recorded_with_its_reason_and_the_rest_goes_on(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deltaserve.errors import InputError
-from eval.experiment import Experiment
+from eval.experiment import Experiment, Slo
 from eval.experiment_files import load_experiment
 from eval.report import find_runs, find_searches, gather
 from eval.report.answer import answer
@@ -30,6 +30,7 @@ path = "{trace}"
 mode = "closed"
 [phases]
 start = "mid"
+recycle = true
 [slo]
 stretch_p90 = 5.0
 [search]
@@ -116,6 +117,29 @@ def test_a_report_names_invalid_levels_and_judges_all_again_by_another_objective
     (output / "one" / "capacity.json").write_text('{"arm": "another", "levels": []}')
     with pytest.raises(InputError, match="--slo: the runs of another's search"):
         gather(runs, draws=20, searches=find_searches([output]), slo={"ttft_s": 1.0})
+
+
+def test_a_search_under_another_objective_and_its_report_have_one_objective(
+    experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KNEE", "11")
+    output = tmp_path / "out"
+    run(experiment.model_copy(update={"slo": Slo(ttft_s=0.001)}), output, FakeSite())
+    strict = find_searches([output])
+    assert strict[0].agents == 0
+    # From level 4 on upwards; those below are not asked for again.
+    run(experiment, output, FakeSite())
+    searches = find_searches([output])
+    assert searches[0].agents == 11
+    found = gather(find_runs([output]), draws=20, searches=searches)
+    assert found.slo == experiment.slo
+    assert "carries 11" in answer(found)
+    assert "so far" not in answer(found)
+    # The answer of before, beside runs that are judged otherwise by now.
+    [again] = gather(find_runs([output]), draws=20, searches=strict).searches
+    assert Slo.model_validate(again.slo) == experiment.slo
+    assert again.agents == 11
+    assert not again.finished
 
 
 def test_a_search_that_was_interrupted_goes_on_and_runs_no_level_twice(

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from deltaserve.errors import InputError
 from eval.cli import app
 from eval.simulate import (
+    FITTED,
     PLANNED_FILE,
     drawn_calibration,
     packaged_calibrations,
@@ -67,6 +68,46 @@ def test_think_times_pass_as_fast_as_the_trace_does(trace: Path, tmp_path: Path,
         for turn in range(1, 4):
             before, line = (by_name[f"s{session}:{number}"] for number in (turn - 1, turn))
             assert line["scheduled_s"] - before["finished_s"] == pytest.approx(0.01, abs=1e-3)
+
+
+def test_the_router_is_told_of_sub_agents_only_where_clients_are_to_say_so(tmp_path: Path) -> None:
+    """`replay` says nothing of them, so that what a simulated router knows a measured one would."""
+    lines = []
+    for session in range(12):
+        for turn in range(6):
+            agent = f"s{session}a{turn}"
+            asked = [(f"s{session}", turn, f"s{session}a{turn - 1}:2" if turn else None)]
+            asked += [(agent, n, None if n else f"s{session}:{turn}") for n in range(3)]
+            for name, number, parent in asked:
+                blocks = 120 + 20 * number
+                first = 100_000 * session + (1_000 * (turn + 1) if name == agent else 0)
+                lines.append(
+                    {
+                        "request_id": f"{name}:{number}",
+                        "session_id": name,
+                        "turn": number,
+                        "timestamp_s": turn * 10.0 + (1 + number if name == agent else 0),
+                        "input_length": 64 * blocks,
+                        "output_length": 40,
+                        "block_size": 64,
+                        "hash_ids": [*range(first, first + blocks)],
+                        "think_time_s": 4.0,
+                        "parent_request_id": parent,
+                    }
+                )
+    lines.sort(key=lambda line: float(str(line["timestamp_s"])))
+    trace = tmp_path / "agents.jsonl"
+    trace.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    router = {"policy": "unified", "residency": {"rule": "priced"}}
+    found = []
+    for hints in ({}, {"parent_hints": False}, {"parent_hints": True}):
+        out = tmp_path / str(len(found))
+        workers = [{"id": "w", "kv_tokens": 40_000}]
+        load = {"max_inflight_sessions": 8, **hints}
+        simulate(plan(load=load, router=router, workers=workers), out, trace=trace)
+        found.append((out / "requests.jsonl").read_bytes())
+    assert found[0] == found[1]
+    assert found[0] != found[2]
 
 
 @pytest.mark.timeout(60)
@@ -192,6 +233,37 @@ def test_a_guess_says_its_own_error_and_one_that_says_none_is_refused(tmp_path: 
     shares = [drawn_calibration(guess, seed)["decode_base_s"] / base_s for seed in range(400)]
     assert 0.15 < statistics.pstdev(shares) < 0.25
     path = tmp_path / "mine.toml"
-    path.write_text('name = "mine"\ndecode_base_s = 0.1\n')
+    path.write_text(calibration_file())
     with pytest.raises(InputError, match="states no error of prefill steps"):
         drawn_calibration(str(path), 1)
+
+
+def calibration_file(**changes: str | None) -> str:
+    """A calibration with all that it must have, lines replaced or (None) left out."""
+    lines: dict[str, str | None] = {"name": '"mine"', **dict.fromkeys(FITTED, "0.1"), **changes}
+    return "".join(f"{key} = {value}\n" for key, value in lines.items() if value is not None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        # As eval calibrate writes it of runs with too few decode steps.
+        (
+            {key: None for key in FITTED if key.startswith("decode")},
+            "mine.toml: has no decode_base_s, decode_per_request_s, decode_per_context_token_s",
+        ),
+        ({"prefill_tokens_per_s": None}, "mine.toml: has no prefill_tokens_per_s"),
+        ({"name": None}, "mine.toml: name: expected of what it is"),
+        ({"name": "7"}, "mine.toml: name: expected of what it is"),
+        ({"decode_base_s": '"fast"'}, "mine.toml: decode_base_s: expected a number, not 'fast'"),
+    ],
+)
+def test_a_calibration_that_lacks_constants_does_not_run_under_those_of_another_gpu(
+    changes: dict[str, str | None], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(calibration_file())
+    assert read_calibration(str(path)).keys() == {"name", *FITTED}
+    path.write_text(calibration_file(**changes))
+    with pytest.raises(InputError, match=words):
+        read_calibration(str(path))

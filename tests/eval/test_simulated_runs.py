@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from eval.experiment_files import load_experiment
 from eval.progress import Progress
 from eval.records import read_run
 from eval.report import find_runs, find_searches, gather, write_report
-from eval.simulate import read_calibration
+from eval.simulate import packaged_calibrations, read_calibration, simulate
 from eval.simulated_runs import simulate_experiment
 from eval.validation import read_lines
 from replay.lanes import Lanes, Start
@@ -371,3 +372,76 @@ def test_each_round_draws_its_constants_the_same_for_both_arms(
     assert base_s["off", 1] == base_s["large", 1] != base_s["off", 2] == base_s["large", 2]
     with pytest.raises(InputError, match="its error drawn"):
         run(experiment, output)
+
+
+def test_a_topology_that_was_edited_is_not_taken_for_the_one_of_the_finished_runs(
+    experiment: Path, tmp_path: Path
+) -> None:
+    topology, output = tmp_path / "mine.toml", tmp_path / "out"
+    text = 'extends = "sglang:1"\nmax_total_tokens = 60000\n'
+    given = (f"arms.off.topology='{topology}'",)
+    topology.write_text(text)
+    run(experiment, output, "repeats=1", *given, only=["off"])
+    # Where and how it is started is no other topology.
+    topology.write_text(text + 'description = "mine"\nbase_port = 31000\nready_timeout_s = 60\n')
+    assert run(experiment, output, "repeats=1", *given, only=["off"]).kept == 1
+    topology.write_text(text.replace("60000", "20000") + "[environment]\nSLOW = '1'\n")
+    words = r"off/r1: holds a finished run of another topology than .*mine.toml is now \(max_tot"
+    with pytest.raises(
+        InputError, match=f"{words}.* 60000 and 20000; environment {{}} and"
+    ) as told:
+        run(experiment, output, *given, only=["off"])
+    assert "\n" not in str(told.value)
+    # The second round by itself: the two are not repeats of one thing.
+    (output / "off" / "r1").rename(tmp_path / "first")
+    run(experiment, output, *given, only=["off"])
+    shutil.rmtree(output / "off" / "r1")
+    (tmp_path / "first").rename(output / "off" / "r1")
+    with pytest.raises(InputError, match="both are runs of 'off', but with max_total_tokens"):
+        gather(find_runs([output]), draws=20)
+
+
+def test_a_calibration_file_that_was_fitted_anew_is_not_the_one_of_the_finished_runs(
+    experiment: Path, tmp_path: Path
+) -> None:
+    path, output = tmp_path / "mine.toml", tmp_path / "out"
+    text = packaged_calibrations()["qwen3-coder-30b-a3b-h200-sglang"].read_text()
+    given = (f"simulate.calibration='{path}'", "repeats=1")
+    path.write_text(text)
+    assert run(experiment, output, *given, only=["off"]).complete == 1
+    assert run(experiment, output, *given, only=["off"]).kept == 1
+    path.write_text(text.replace("prefill_tokens_per_s = 214511", "prefill_tokens_per_s = 20000"))
+    with pytest.raises(
+        InputError, match=r"holds a finished run with engine .*mine.toml \([0-9a-f]"
+    ):
+        run(experiment, output, *given, only=["off"])
+
+
+def test_gaps_and_stalls_are_what_they_are_with_every_arrival_written(
+    experiment: Path, tmp_path: Path
+) -> None:
+    """Arrivals are left out of a simulated answer's line only where tokens came at one pace."""
+    text = experiment.read_text()
+    head, _, rest = text.partition("[trace]")
+    _, _, rest = rest.partition("[replay]")
+    turns = "sessions = 40, turns = 5, new_tokens = 6000, output_tokens = 300, think_s = 5"
+    experiment.write_text(f"{head}[trace]\nturns = {{ {turns} }}\n[replay]{rest}")
+    given = ("repeats=1", "replay.max_inflight_sessions=6", "phases.measure_s=60")
+    run(experiment, tmp_path / "out", *given, only=["large"])
+    folder = tmp_path / "out" / "large" / "r1"
+    whole = tmp_path / "whole" / "large" / "r1"
+    shutil.copytree(folder, whole)
+    plan = orjson.loads((folder / "plan.json").read_bytes())
+    simulate(plan | {"output": {"all_arrivals": True}}, whole)
+    [few], [every] = (gather(find_runs([place]), draws=20).cells for place in (folder, whole))
+    assert every.interference.index.value > 2
+    assert few.interference.index.value == pytest.approx(every.interference.index.value, rel=0.05)
+    for at in range(3):
+        assert few.latency["itl"][at].value == pytest.approx(
+            every.latency["itl"][at].value, rel=0.05
+        )
+        for name in ("ttft", "tpot", "worst_gap"):
+            assert few.latency[name][at].value == every.latency[name][at].value
+    assert few.output_tps == pytest.approx(every.output_tps, rel=0.01)
+    sizes = [(place / "requests.jsonl").stat().st_size for place in (folder, whole)]
+    assert sizes[0] < 0.6 * sizes[1]

@@ -534,6 +534,19 @@ def test_a_trace_that_pauses_for_years_is_counted_where_it_has_requests(tmp_path
     assert default_processes(make_plan(trace).requests, options, 64) == 1
 
 
+def test_a_closed_loop_says_so_where_it_has_fewer_sessions_than_it_is_to_keep_in_flight(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = _options(
+        tmp_path, trace_of(3), engine().url, mode="closed", max_inflight_sessions=4, think_scale=0.0
+    )
+    run(options, quiet=True)
+    assert capsys.readouterr().err == ""
+    run(replace(options, max_inflight_sessions=40, output=tmp_path / "more"), quiet=True)
+    err = capsys.readouterr().err
+    assert "t.jsonl: 4 conversations are there to send, so that 40 (--max-inflight" in err
+
+
 def test_an_open_loop_that_sends_nothing_for_long_says_so(
     tmp_path: Path, engine: StartEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
