@@ -19,6 +19,7 @@ import deltaserve
 from deltaserve.child import DELTASERVE
 from launch.asking import refusal
 from launch.engines import ENVIRONMENTS
+from launch.keys import CLIENTS
 from launch.toml_text import line
 from launch.topology import Role, RouterChoice, Topology
 
@@ -45,6 +46,8 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
     None where it could. The policy itself is asked, a Python class too.
     """
     params = config.get("policy_params", {})
+    # The answer is kept, and depends on these too.
+    given = {key: os.environ[key] for key in (CLIENTS,) if key in os.environ}
     said = _said_by_ours(
         config["policy"],
         tuple(f"{name}={json.dumps(value)}" for name, value in params.items()),
@@ -58,7 +61,7 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
             )
             for port, worker in enumerate(config["workers"], 1)
         ),
-        tuple(sorted(environment.items())),
+        tuple(sorted((given | dict(environment)).items())),
     )
     if said is None:
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deltaserve.errors import InputError
-from launch import fleet, keys
+from launch import fleet, keys, plan
 from launch.keep import KeptWorkers
 from launch.keys import CLIENTS, Keys, engine_keys, router_environment, router_keys
 from launch.topology_files import load_topology
@@ -181,10 +181,12 @@ def test_a_fleet_does_not_start_where_the_variable_for_clients_keys_has_none(
 def test_a_clients_key_that_our_router_does_not_take_is_found_before_a_worker_starts(
     fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    topology = fakes("serve", overrides=("router.kind=deltaserve",))
+    plan(topology, tmp_path / "before")  # what the router said then is not what it says now
     monkeypatch.setenv(CLIENTS, "short")
     with (
         pytest.raises(InputError, match=f"{CLIENTS}: expected a key of 8 to 512") as raised,
-        fleet(fakes("serve", overrides=("router.kind=deltaserve",)), tmp_path / "run"),
+        fleet(topology, tmp_path / "run"),
     ):
         pass
     assert "short" not in str(raised.value)
