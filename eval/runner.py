@@ -29,7 +29,7 @@ from eval.progress import Progress
 from eval.records import read_run
 from eval.secrets import without_secrets
 from eval.site import Site, shared_vocab, with_endpoints
-from eval.traces import check_sessions, prepare_trace
+from eval.traces import conversations, prepare_trace
 from eval.validity import violations
 from launch.cache import make_folder
 
@@ -239,8 +239,8 @@ class _Matrix:
         self._traces: dict[int, Path] = {}
         for repeat in sorted({run.repeat for run in runs}):
             self._trace(repeat)
-        for run in {run.cell: run for run in runs}.values():
-            self._check_sessions(run)
+        for words in dict.fromkeys(filter(None, map(self._few_sessions, runs))):
+            progress.say(words)
         (output / "experiment.json").write_bytes(
             orjson.dumps(
                 without_secrets({"experiment": experiment.model_dump(), "source": dict(source)}),
@@ -312,11 +312,18 @@ class _Matrix:
         _account(self.summary, run, manifest, self._progress)
         return manifest
 
-    def _check_sessions(self, run: PlannedRun) -> None:
-        """Raises `InputError` for more sessions in flight than the run's trace has."""
+    def _few_sessions(self, run: PlannedRun) -> str | None:
+        """What is to be said of a run that never has as many sessions in flight as it asks for."""
         asked = run.replay.max_inflight_sessions
-        if asked is not None and not self._experiment.recycles(run.replay):
-            check_sessions(self._trace(run.repeat), run.replay, asked, run.cell)
+        if asked is None or self._experiment.recycles(run.replay):
+            return None
+        there = conversations(self._trace(run.repeat), run.replay)
+        if there >= asked:
+            return None
+        return (
+            f"warning: max_inflight_sessions {asked}: {there} conversations are there to send, so "
+            "that so many are never in flight; phases.recycle = true plays them again"
+        )
 
     def _cell(self, run: PlannedRun) -> str:
         return run.cell if run.cell in self._topologies else run.arm.name

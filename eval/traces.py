@@ -267,16 +267,10 @@ def _facts(trace: Path, selected: Selection) -> TraceFacts:
     )
 
 
-def check_sessions(trace: Path, replay: Replay, sessions: int, cell: str) -> None:
-    """Raises `InputError` where a run that plays the trace once is to keep more sessions in flight
-    than there are conversations: from there on all loads are the same one."""
-    there = make_replay_plan(trace, resolve_scale(trace, replay)).trees
-    if there < sessions:
-        raise InputError(
-            f"{cell}: max_inflight_sessions {sessions}: of {trace} a run has {there} "
-            "conversations, and so many are never in flight; set phases.recycle = true (sessions "
-            f"are then played again), or ask for at most {there}"
-        )
+def conversations(trace: Path, replay: Replay) -> int:
+    """How many conversations a run with these settings has to send, sub-agents with their session:
+    more are never in flight, unless they are played again."""
+    return make_replay_plan(trace, resolve_scale(trace, replay)).trees
 
 
 def make_replay_plan(trace: Path, replay: Replay) -> Plan:

@@ -318,18 +318,18 @@ def test_finished_runs_are_judged_by_the_objective_and_rules_that_the_experiment
     assert "is judged" not in said
 
 
-def test_a_load_of_more_sessions_than_there_are_is_refused_where_none_is_played_again(
+def test_a_load_of_more_sessions_than_there_are_is_warned_of_where_none_is_played_again(
     experiment: Experiment, tmp_path: Path
 ) -> None:
     closed = Replay(mode="closed")
     loads = [Load(name=f"l{n}", replay={"max_inflight_sessions": n}) for n in (4, 5)]
     asked = experiment.model_copy(update={"replay": closed, "loads": loads})
-    fakes = FakeSite()
-    with pytest.raises(InputError, match=r"@l5: max_inflight_sessions 5: of .* at most 4$"):
-        execute(asked, tmp_path / "out", fakes)
-    assert not fakes.up
+    summary, said = execute(asked, tmp_path / "out", FakeSite())
+    assert summary.complete == 8
+    assert "max_inflight_sessions 4:" not in said
+    assert said.count("warning: max_inflight_sessions 5: 4 conversations are there to send") == 1
     recycled = asked.model_copy(update={"phases": Phases(recycle=True)})
-    assert execute(recycled, tmp_path / "out", fakes)[0].complete == 8
+    assert "warning" not in execute(recycled, tmp_path / "recycled", FakeSite())[1]
 
 
 def test_a_run_that_fails_is_recorded_with_its_reason_and_the_rest_goes_on(
