@@ -181,6 +181,17 @@ def test_a_server_that_went_away_gives_connection_errors(
     assert run(options, quiet=True)["errors"] == {"connect": 5}
 
 
+# A closed loop of four sessions that are played again and do not think, for a second and a half.
+THOUGHTLESS: dict[str, Any] = {
+    "mode": "closed",
+    "max_inflight_sessions": 4,
+    "think_scale": 0.0,
+    "recycle": True,
+    "measure_s": 1.5,
+    "drain_s": 30.0,
+}
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_recycled_sessions_that_do_not_think_wait_before_a_server_that_is_gone(
     tmp_path: Path, trace_of: TraceOf, monkeypatch: pytest.MonkeyPatch, processes: int
@@ -190,12 +201,7 @@ def test_recycled_sessions_that_do_not_think_wait_before_a_server_that_is_gone(
         tmp_path,
         trace_of(4, requests=20),
         "http://127.0.0.1:9",
-        mode="closed",
-        max_inflight_sessions=4,
-        think_scale=0.0,
-        recycle=True,
-        measure_s=1.5,
-        drain_s=30.0,
+        **THOUGHTLESS,
         processes=processes,
     )
     began_s = time.monotonic()
@@ -220,12 +226,7 @@ def test_recycled_sessions_that_do_not_think_wait_before_a_server_that_refuses_a
         tmp_path,
         trace_of(4, requests=20, sub_agents=False),
         fake.url,
-        mode="closed",
-        max_inflight_sessions=4,
-        think_scale=0.0,
-        recycle=True,
-        measure_s=1.5,
-        drain_s=30.0,
+        **THOUGHTLESS,
     )
     began_s = time.monotonic()
     summary = run(options, quiet=True)
