@@ -270,7 +270,13 @@ def _facts(trace: Path, selected: Selection) -> TraceFacts:
 def conversations(trace: Path, replay: Replay) -> int:
     """How many conversations a run with these settings has to send, sub-agents with their session:
     more are never in flight, unless they are played again."""
-    return make_replay_plan(trace, resolve_scale(trace, replay)).trees
+    return _conversations(trace, selection(resolve_scale(trace, replay)))
+
+
+# Of all runs before the first begins, while `plan_of` keeps one plan.
+@lru_cache(maxsize=32)
+def _conversations(trace: Path, selected: Selection) -> int:
+    return plan_of(trace, selected).trees
 
 
 def make_replay_plan(trace: Path, replay: Replay) -> Plan:
