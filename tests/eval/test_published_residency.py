@@ -80,6 +80,23 @@ TABLES = (
         "draw4-vllm-4096-twelve",
         "draw2-mixed-twelve",
     ),
+    ("draw1-mixed-twelve", "mixed-twelve", "draw4-mixed-twelve", "mixed-eight"),
+    (
+        "draw2-think-sixteen",
+        "draw2-fill-think-sixteen",
+        "think-sixteen-again",
+        "fill-think-sixteen",
+        "draw2-twelve-again",
+        "draw2-fill-twelve",
+        "fill-twelve",
+        "draw1-fill-twelve",
+    ),
+    (
+        "draw2-rules-thunder-sixteen",
+        "draw2-rules-lease-sixteen",
+        "draw2-rules-aimd-sixteen",
+        "draw2-rules-cap-sixteen",
+    ),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -167,6 +184,8 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         (17, State.STEADY),
         (18, State.STEADY),
         (19, State.STEADY),
+        (21, State.STEADY),
+        (22, State.STEADY),
     ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
