@@ -34,6 +34,14 @@ def run_command(
     ] = None,
     overrides: Overrides = None,
     only: Only = None,
+    parallel: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Runs at the same time, each on GPUs of its own; see docs/eval.md before what is "
+            "measured so is compared.",
+        ),
+    ] = 1,
     plan: Annotated[
         bool,
         typer.Option(
@@ -66,9 +74,19 @@ def run_command(
         raise typer.Exit(0 if previewed.missing_trace is None else 1)
     given = Given("run", experiment, path, folder, overrides or [], only or [])
     with interruptible(given) as progress:
-        summary = runner.run_experiment(
-            parsed, folder, site=launch_site(), source=given.source, progress=progress, only=only
-        )
+        if parallel > 1:
+            from eval.parallel import run_parallel
+
+            summary = run_parallel(parsed, given, parallel, site=launch_site(), progress=progress)
+        else:
+            summary = runner.run_experiment(
+                parsed,
+                folder,
+                site=launch_site(),
+                source=given.source,
+                progress=progress,
+                only=only,
+            )
         progress.say(
             f"{folder}: {summary.complete + summary.kept} runs complete, "
             f"{len(summary.invalid)} of them invalid, {len(summary.failed)} failed, "

@@ -28,7 +28,11 @@ Overrides = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="ARM", help="Only this arm of the experiment; repeatable."),
+    typer.Option(
+        "--only",
+        metavar="ARM[@LOAD]",
+        help="Only this arm of the experiment, or this arm under one of its loads; repeatable.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
 
@@ -48,9 +52,13 @@ class Given:
     def command(self) -> str:
         """The command, for whoever repeats it; what is recorded of it leaves values of secret keys
         out."""
-        words = ["deltaserve", "eval", self.verb, self.experiment, "--output", str(self.output)]
+        return shlex.join(["deltaserve", *self.words(self.only)])
+
+    def words(self, only: Sequence[str]) -> list[str]:
+        """The words of the command after ``deltaserve``, for the arms and loads in `only`."""
+        words = ["eval", self.verb, self.experiment, "--output", str(self.output)]
         words += [word for override in self.overrides for word in ("--set", override)]
-        return shlex.join(words + [word for arm in self.only for word in ("--only", arm)])
+        return words + [word for name in only for word in ("--only", name)]
 
     @property
     def source(self) -> dict[str, object]:

@@ -32,7 +32,7 @@ class PlannedRun:
     @property
     def cell(self) -> str:
         """`<arm>`, or `<arm>@<load>` where the experiment has loads."""
-        return self.arm.name if self.load is None else f"{self.arm.name}@{self.load}"
+        return _cell(self.arm, self.load)
 
     @property
     def folder(self) -> Path:
@@ -64,16 +64,14 @@ def level_run(experiment: Experiment, arm: Arm, load: float, repeat: int) -> Pla
 
 def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[PlannedRun]:
     """Every run, interleaved: repeat 1 of all cells in a random order, then repeat 2 and so on;
-    cells of a lower `priority` (the higher of their arm's and load's) before all others.
+    cells of a lower `priority` (the higher of their arm's and load's) before all others. `only`
+    names the arms (``ARM``), or arms under one load (``ARM@LOAD``), whose runs are wanted.
 
     Whole rounds come first, so that a run that is stopped early has compared every arm; the order
     inside a round is drawn anew from the experiment's seed, so that slow drift of the machine
     falls on all arms alike.
     """
-    for name in only or []:
-        if name not in [arm.name for arm in experiment.arms]:
-            names = ", ".join(arm.name for arm in experiment.arms)
-            raise InputError(f"--only: no arm is named {name!r} (the file has {names})")
+    wanted = _chosen(experiment, only or [])
     rng = random.Random(experiment.seed)
     levels: dict[int, list[tuple[Arm, str | None, dict[str, Any]]]] = {}
     for arm in experiment.arms:
@@ -98,9 +96,30 @@ def plan_runs(experiment: Experiment, only: list[str] | None = None) -> list[Pla
                     experiment.phases,
                 )
                 for arm, name, keys in cells
-                if not only or arm.name in only
+                if wanted is None or wanted & {arm.name, _cell(arm, name)}
             ]
     return runs
+
+
+def _chosen(experiment: Experiment, only: list[str]) -> set[str] | None:
+    """The arms, and arms under one load (``ARM@LOAD``), that are named; None for all there are."""
+    cells = {_cell(arm, load) for arm in experiment.arms for load in experiment.loads_of(arm)}
+    arms = [arm.name for arm in experiment.arms]
+    for name in only:
+        arm, at, load = name.partition("@")
+        if arm not in arms:
+            names = ", ".join(arms)
+            raise InputError(f"--only: no arm is named {arm!r} (the file has {names})")
+        if at and name not in cells:
+            loads = ", ".join(filter(None, experiment.loads_of(experiment.arms[arms.index(arm)])))
+            raise InputError(
+                f"--only {name}: arm {arm} has no load {load!r} (it has {loads or 'none'})"
+            )
+    return set(only) or None
+
+
+def _cell(arm: Arm, load: str | None) -> str:
+    return arm.name if load is None else f"{arm.name}@{load}"
 
 
 def _drawn(experiment: Experiment, arm: Arm, load: str | None, repeat: int) -> Replay:

@@ -94,11 +94,38 @@ def run_experiment(
     fleet and propagates; the interrupted run is redone next time.
     """
     site = with_endpoints(site)
+    runs = plan_runs(experiment, only)
     if experiment.keep_workers or experiment.search is not None:
-        with site.keeping(output / "workers") as kept:
+        # A folder of this runner alone: another may be at work on other arms or loads.
+        with site.keeping(output / "workers" / unit_of(experiment, runs[0])) as kept:
             site = dataclasses.replace(site, fleet=kept)
-            return _run_all(experiment, output, site, source, progress, only, execute)
-    return _run_all(experiment, output, site, source, progress, only, execute)
+            return _run_all(experiment, output, site, source, progress, runs, execute)
+    return _run_all(experiment, output, site, source, progress, runs, execute)
+
+
+def unit_of(experiment: Experiment, run: PlannedRun) -> str:
+    """What one runner does at a time, as `--only` names it: the run's arm under its load, or the
+    arm of a search, whose levels follow from each other."""
+    return run.cell if experiment.search is None else run.arm.name
+
+
+def unfinished_units(
+    experiment: Experiment,
+    output: Path,
+    *,
+    site: Site,
+    source: Mapping[str, Any],
+    progress: Progress,
+    only: list[str] | None = None,
+) -> dict[str, Any]:
+    """The topology of each unit that has runs to be done, in their order. What all runs need
+    (folder, traces) is made, and what is wrong with any of them is raised as `InputError`."""
+    site = with_endpoints(site)
+    runs = plan_runs(experiment, only)
+    matrix = _Matrix(experiment, output, site, source, progress, runs, execute)
+    searched = experiment.search is not None
+    left = [run for run in runs if searched or not matrix.is_complete(run)]
+    return {unit_of(experiment, run): matrix.topology(run) for run in left}
 
 
 def _run_all(
@@ -107,29 +134,28 @@ def _run_all(
     site: Site,
     source: Mapping[str, Any],
     progress: Progress,
-    only: list[str] | None,
+    runs: Sequence[PlannedRun],
     execute: Execute,
 ) -> Summary:
-    runs = plan_runs(experiment, only)
     matrix = _Matrix(experiment, output, site, source, progress, runs, execute)
-    with _alone_on(output, dict.fromkeys(run.arm.name for run in runs)):
+    with _alone_on(output, dict.fromkeys(unit_of(experiment, run) for run in runs)):
         if experiment.search is not None:
             return _search_all(experiment, output, matrix, progress, runs)
         return _run_matrix(experiment, output, site, matrix, progress, runs)
 
 
 @contextlib.contextmanager
-def _alone_on(output: Path, arms: Iterable[str]) -> Iterator[None]:
-    """Keeps a second runner off these arms' folders, whose fleets it would take for left behind and
-    end. The system lets go of it with this process, however that ends."""
+def _alone_on(output: Path, units: Iterable[str]) -> Iterator[None]:
+    """Keeps a second runner off these units' folders, whose fleets it would take for left behind
+    and end. The system lets go of it with this process, however that ends."""
     with contextlib.ExitStack() as held:
-        for arm in arms:
-            lock = held.enter_context((output / f".{arm}.lock").open("ab"))
+        for unit in units:
+            lock = held.enter_context((output / f".{unit}.lock").open("ab"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InputError(
-                    f"{output}: another eval run is at work there on arm {arm}; wait for it, or "
+                    f"{output}: another eval run is at work there on arm {unit}; wait for it, or "
                     "choose another --output"
                 ) from None
             except OSError:  # a file system without locks
@@ -241,12 +267,11 @@ class _Matrix:
             self._trace(repeat)
         for words in dict.fromkeys(filter(None, map(self._few_sessions, runs))):
             progress.say(words)
-        (output / "experiment.json").write_bytes(
-            orjson.dumps(
-                without_secrets({"experiment": experiment.model_dump(), "source": dict(source)}),
-                option=orjson.OPT_INDENT_2,
-            )
-        )
+        said = {"experiment": experiment.model_dump(), "source": dict(source)}
+        # In one step, since another runner may write the same file.
+        unfinished = output / f".experiment-{os.getpid()}.json"
+        unfinished.write_bytes(orjson.dumps(without_secrets(said), option=orjson.OPT_INDENT_2))
+        unfinished.replace(output / "experiment.json")
         self._started_s = site.clock()
 
     def topology(self, run: PlannedRun) -> Any:

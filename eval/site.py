@@ -47,7 +47,9 @@ class Site:
     cannot be started here; `vocab_size` is of its model, None where unknown; `engine` the versions
     of the engine that it would start, empty where that is known only once it runs. `keeping` gives
     what makes fleets whose workers, started under a folder, are kept for the next fleet while it
-    wants the same ones (`worker_key` is then equal).
+    wants the same ones (`worker_key` is then equal). `gpus_needed` is how many GPUs of this machine
+    a fleet takes, `gpus_named` those that its topology asks for by number, `gpus_free` those that
+    are there for it.
     """
 
     load: Callable[[str, list[str]], Any]
@@ -61,12 +63,16 @@ class Site:
     replay: Sequence[str] = (*DELTASERVE, "replay", "run")
     clock: Callable[[], float] = time.monotonic
     engine: Callable[[Any], Mapping[str, str]] = lambda _topology: {}
+    gpus_needed: Callable[[Any], int] = lambda _topology: 0
+    gpus_named: Callable[[Any], Sequence[int]] = lambda _topology: ()
+    gpus_free: Callable[[], Sequence[int]] = tuple
 
 
 def launch_site() -> Site:
     """The real site: topologies and fleets of `launch`."""
     import launch
     from launch.control import down
+    from launch.gpus import free_gpus, named_gpus, needed_gpus
     from launch.keep import worker_key
     from launch.models import is_shape, shape_config
     from launch.policies import with_policy
@@ -113,6 +119,9 @@ def launch_site() -> Site:
         keeping=keeping,
         worker_key=worker_key,
         engine=lambda topology: launch.plan(topology, Path()).engine.versions,
+        gpus_needed=needed_gpus,
+        gpus_named=named_gpus,
+        gpus_free=free_gpus,
     )
 
 

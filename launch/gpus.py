@@ -49,6 +49,20 @@ def on_gpus(topology: Topology) -> Topology:
     return topology
 
 
+def free_gpus() -> tuple[int, ...]:
+    """The GPUs granted to this process that no fleet has; none where there is no driver."""
+    allowed = allowed_gpus()
+    there = tuple(gpu.index for gpu in sample_gpus()) if allowed is None else allowed
+    return tuple(gpu for gpu in there if not is_reserved("GPU", gpu))
+
+
+def needed_gpus(topology: Topology) -> int:
+    """How many GPUs of this machine a fleet of `topology` takes."""
+    if topology.device == "cpu" or topology.placement.kind == "ray":
+        return 0
+    return sum(group.gpu_count for group in topology.workers if not group.urls)
+
+
 def named_gpus(topology: Topology) -> tuple[int, ...]:
     """The GPUs that a topology itself asks for; none where it takes what is free."""
     started = [group for group in topology.workers if not group.urls]

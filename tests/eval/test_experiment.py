@@ -268,6 +268,17 @@ def test_only_keeps_the_named_arms_in_the_order_of_the_whole_plan(tmp_path: Path
     assert kept == [run.folder for run in plan_runs(experiment) if run.arm.name == "two"]
     with pytest.raises(InputError, match="no arm is named 'four'"):
         plan_runs(experiment, ["four"])
+    with pytest.raises(InputError, match=r"--only two@x: arm two has no load 'x' \(it has none\)"):
+        plan_runs(experiment, ["two@x"])
+
+
+def test_only_keeps_an_arm_under_one_of_its_loads(tmp_path: Path) -> None:
+    loads = '[[loads]]\nname = "x"\n[[loads]]\nname = "y"\n'
+    experiment = load(tmp_path, GOOD + loads)
+    kept = {run.cell for run in plan_runs(experiment, ["two@y", "one"])}
+    assert kept == {"two@y", "one@x", "one@y"}
+    with pytest.raises(InputError, match=r"arm two has no load 'z' \(it has x, y\)"):
+        plan_runs(experiment, ["two@z"])
 
 
 def test_a_runs_digest_changes_with_its_settings_and_not_with_other_arms(tmp_path: Path) -> None:
