@@ -112,3 +112,21 @@ def test_the_quickstart_leads_to_a_report_of_ones_own_policy(tmp_path: Path) -> 
     markdown = (tmp_path / "out" / "mine" / "report.md").read_text()
     assert re.search(r"^\| mine \| local \| custom \| \d+ \[100\.0 %\]", markdown, re.M)
     assert re.search(r"^\| unified \| local \| ", markdown, re.M)
+
+
+@pytest.mark.timeout(900)
+def test_two_engines_run_at_the_same_time(tmp_path: Path) -> None:
+    file = tmp_path / "short.toml"
+    file.write_text(EXPERIMENT.replace("requests = 16", "requests = 8"))
+    output = tmp_path / "out"
+    arms = ("colocated", "vllm")
+    only = [word for arm in arms for word in ("--only", arm)]
+    done = deltaserve("run", file, "--output", output, "--parallel", "2", *only, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["complete"] == 2
+    spans = []
+    for arm in arms:
+        manifest = json.loads((output / arm / "r1" / "manifest.json").read_text())
+        assert (manifest["state"], manifest["results"]) == ("complete", 8)
+        spans.append((manifest["started_at"], manifest["ended_at"]))
+    assert max(start for start, _ in spans) < min(end for _, end in spans)
