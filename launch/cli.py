@@ -115,6 +115,8 @@ def check_command(
     finally:
         if not was_there:  # what was asked was a question
             _remove_unused(folder)
+    if why := topology.why_no_telemetry:
+        _say(f"telemetry: not written: {why}")
     if as_json:
         _print_json(redacted(_described(made)))
         return

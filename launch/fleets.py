@@ -155,6 +155,8 @@ class Fleet:
         planning.write_files(self.plan)
         self.timings["check_s"] = time.monotonic() - began_s
         self._transcript.tell("checked: engine, flags, ports")
+        if why := self.plan.topology.why_no_telemetry:
+            self._tell(f"telemetry: not written: {why}")
         self._tell_gpus(sample_gpus)
         if is_older(self.plan.engine.versions.get("torch", "0"), KERNEL_LOCKS_SINCE):
             remove_stale((w.full_environment() for w in self.plan.workers), self._tell)

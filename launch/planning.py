@@ -273,7 +273,7 @@ def write_files(made: Plan) -> None:
         before = steps.with_name("steps.1")
         shutil.rmtree(before, ignore_errors=True)
         steps.rename(before)
-    if made.topology.telemetry:
+    if made.topology.telemetry and made.topology.why_no_telemetry is None:
         steps.mkdir(exist_ok=True)
     if made.topology.router.kind == "deltaserve":
         write_router_config(made, {})

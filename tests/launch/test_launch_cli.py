@@ -402,6 +402,21 @@ def test_check_leaves_nothing_behind_and_shows_the_commands_of_what_it_refuses(
     folder = tmp_path / "run"
     check = ["check", "laptop-sglang", *fake, "--run-dir", str(folder), "--print-commands"]
     assert deltaserve(*check).returncode == 0
+def test_check_and_up_say_where_telemetry_is_not_written(fake_python: Path, tmp_path: Path) -> None:
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--set", "telemetry=true"]
+    said = "telemetry: not written: vllm writes none; it is a plugin of SGLang's\n"
+    check = deltaserve("check", "laptop-vllm", *fakes, "--json")
+    assert (check.returncode, check.stderr) == (0, said)
+    assert json.loads(check.stdout)["topology"]["telemetry"] is True
+    assert deltaserve("check", "laptop-sglang", *fakes).stderr == ""
+    run_dir = tmp_path / "run"
+    up = as_process("up", "laptop-vllm", *fakes, "--run-dir", str(run_dir), "--detach")
+    assert (up.returncode, deltaserve("down", str(run_dir)).returncode) == (0, 0)
+    assert said in up.stderr
+    assert not (run_dir / "steps").exists()
+
+
     assert not folder.exists()
     refused = deltaserve(*check, "--set", 'flags=["--no-such-flag"]')
     assert refused.returncode == 2
