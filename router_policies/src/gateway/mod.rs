@@ -377,11 +377,24 @@ impl Gateway {
             }
             (_, Some(_)) => not_allowed("POST"),
             _ if passthrough::is_passed_on(path) => not_allowed("POST"),
-            _ => tokio::time::timeout_at(deadline, Box::pin(admin::handle(&self, request)))
-                .await
-                .unwrap_or_else(|_| {
-                    error(StatusCode::REQUEST_TIMEOUT, "timeout", fault::TIME_IS_OVER)
-                }),
+            _ => {
+                let answer = Box::pin(admin::handle(&self, &client, request));
+                // Asked for only where the answer does not come at once, as most do.
+                let is_cut_off = async { self.cut_off().await };
+                let (status, kind, message) = tokio::select! {
+                    biased;
+                    answer = tokio::time::timeout_at(deadline, answer) => match answer {
+                        Ok(answer) => return answer,
+                        Err(_) => (StatusCode::REQUEST_TIMEOUT, "timeout", fault::TIME_IS_OVER),
+                    },
+                    () = is_cut_off => (
+                        StatusCode::SERVICE_UNAVAILABLE,
+                        "shutting_down",
+                        fault::SHUTTING_DOWN,
+                    ),
+                };
+                error(status, kind, message)
+            }
         }
     }
 
