@@ -695,3 +695,32 @@ where
     };
     client.drive(connection, cutting_off).await;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[tokio::test]
+    async fn every_router_knows_sessions_by_numbers_of_its_own() {
+        for residency in [json!({}), json!({"rule": "priced"})] {
+            let mut known = Vec::new();
+            for _ in 0..2 {
+                let server = Server::bind(Config {
+                    port: 0,
+                    policy: "round_robin".to_owned(),
+                    residency: residency.clone(),
+                    ..Config::default()
+                });
+                let server = server.await.expect("binds");
+                known.push(server.fleet().session_key("s1"));
+            }
+            // Numbers that everybody can reckon are those of a fleet without a secret.
+            let policy = crate::policy::build("round_robin", json!({})).expect("a policy");
+            let name = "round_robin".to_owned();
+            let open = Fleet::new(policy, name, EventSink::in_memory(), 0).session_key("s1");
+            assert!(!known.contains(&open), "{residency}");
+            assert_ne!(known[0], known[1], "{residency}");
+        }
+    }
+}
