@@ -1,4 +1,5 @@
-"""Grammars on an elastic worker: for prompts that it prefills itself and those that it is sent.
+"""Grammars on an elastic worker, for prompts that it prefills itself and those that it is sent, and
+on a paced one.
 
 Their tokens are those of a colocated worker, and those of requests beside them without a grammar.
 """
