@@ -115,6 +115,8 @@ def check_command(
     finally:
         if not was_there:  # what was asked was a question
             _remove_unused(folder)
+    if why := topology.why_no_telemetry:
+        _say(f"telemetry: not written: {why}")
     if as_json:
         _print_json(redacted(_described(made)))
         return
@@ -286,10 +288,11 @@ def _detach(name: str, overrides: list[str], folder: Path, flags: list[str]) -> 
         with log.open() as told:
             while True:
                 ended = supervisor.poll() is not None
-                sys.stderr.write(told.read())
+                is_ready = _is_ready(folder, supervisor.pid)
+                sys.stderr.write(told.read())  # after both: what was told before is shown
                 if ended:
                     raise typer.Exit(supervisor.returncode)
-                if _is_ready(folder, supervisor.pid):
+                if is_ready:
                     return
                 time.sleep(0.3)
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -155,6 +155,8 @@ class Fleet:
         planning.write_files(self.plan)
         self.timings["check_s"] = time.monotonic() - began_s
         self._transcript.tell("checked: engine, flags, ports")
+        if why := self.plan.topology.why_no_telemetry:
+            self._tell(f"telemetry: not written: {why}")
         self._tell_gpus(sample_gpus)
         if is_older(self.plan.engine.versions.get("torch", "0"), KERNEL_LOCKS_SINCE):
             remove_stale((w.full_environment() for w in self.plan.workers), self._tell)
@@ -164,8 +166,7 @@ class Fleet:
         if self.plan.topology.connects_pairs:
             self._warm_up()
         self._learn_capacities()
-        if self.plan.engine.name == "sglang" and self.plan.topology.freeze_gc:
-            freeze(self.plan.workers, self._tell)
+        self._freeze(self.plan.workers)
         self._start_all([m for m in self._members if m.plan.kind == "router"])
         self.timings["start_s"] = time.monotonic() - began_s
         if interval_s := self.plan.topology.sample_interval_s:
@@ -212,6 +213,8 @@ class Fleet:
         if member.silence is None and (is_its_own or member.plan.node is not None):
             if member.plan.unbind and member.running:
                 member.running.unbind()
+            if member.plan.kind == "worker":
+                self._freeze([member.plan])
             member.state = "ready"
             self._write()
             return True
@@ -378,6 +381,10 @@ class Fleet:
             self._fail(next(m for m in self._members if m.plan is error.worker), str(error))
         self.timings["warm_up_s"] = took_s
         self._tell(f"warm after {took_s:.0f} s")
+
+    def _freeze(self, workers: Iterable[Process]) -> None:
+        if self.plan.engine.name == "sglang" and self.plan.topology.freeze_gc:
+            freeze(workers, self._tell)
 
     def _start(self, member: _Member) -> None:
         process = member.plan

@@ -28,15 +28,19 @@ from launch.cluster import Node, assign, cluster_nodes, launcher
 from launch.commands import routers, sglang, vllm
 from launch.engines import ENVIRONMENTS, Engine, find, require
 from launch.gpus import on_gpus
+from launch.guard import older_log
 from launch.keys import Keys, engine_keys, router_environment, router_keys, variable
 from launch.kv import host_tier_too_new_for, unlike, vocab_size, worker_kv
 from launch.models import is_folder, is_shape, model_folder, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import free_base, worker_ports
+from launch.supervised import keep_previous
 from launch.toml_text import line as _line
 from launch.topology import Role, Topology, WorkerGroup
 
 _ENGINES = {"sglang": sglang, "vllm": vllm}
+
+_DECISION_LOG = "decisions.jsonl"
 
 # Variables of the caller that would point an engine at our own packages.
 _DROPPED = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH")
@@ -262,8 +266,8 @@ def layout(
 
 def write_files(made: Plan) -> None:
     """Writes what the processes read: model folder, plugin folder, router configuration. Telemetry
-    of the start before is moved away: files of workers that it had would be taken for this one's,
-    and would grow by as many each time."""
+    and decisions of the start before are moved away: its workers' files, and the lines that the
+    router adds its own to, would be taken for this start's, and would grow with each."""
     if is_shape(made.topology.model):
         write_shape(made.topology.model)
     write_plugin(made.plugin_dir)
@@ -273,8 +277,12 @@ def write_files(made: Plan) -> None:
         before = steps.with_name("steps.1")
         shutil.rmtree(before, ignore_errors=True)
         steps.rename(before)
-    if made.topology.telemetry:
+    if made.topology.telemetry and made.topology.why_no_telemetry is None:
         steps.mkdir(exist_ok=True)
+    log = made.run_dir / _DECISION_LOG
+    if not log.is_symlink():
+        for decisions in (Path(older_log(str(log))), log):
+            keep_previous(decisions)
     if made.topology.router.kind == "deltaserve":
         write_router_config(made, {})
 
@@ -325,7 +333,7 @@ def router_config(made: Plan, reported: Mapping[str, Holds] | None = None) -> st
         _line("host", topology.host),
         _line("port", topology.base_port),
         _line("policy", topology.router.policy),
-        _line("decision_log", "decisions.jsonl"),
+        _line("decision_log", _DECISION_LOG),
     ]
     if topology.log_max_bytes:
         lines += [_line("decision_log_max_mb", topology.log_max_bytes / 1e6)]

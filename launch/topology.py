@@ -250,6 +250,8 @@ class Topology(KvKeys, PacingKeys):
             raise ValueError("decode_radix_cache: an elastic worker prefills from its radix cache")
         if self.mixed_chunk and not sglang:
             raise ValueError("mixed_chunk: vllm always mixes; it is a key of SGLang's only")
+        if not self.decode_radix_cache and not sglang:
+            raise ValueError("decode_radix_cache: it is a key of SGLang's only")
         if self.kv_connector and (sglang or roles != {"colocated"}):
             raise ValueError("kv_connector: only for vllm workers that are colocated")
         if self.text and not has_tokenizer(self.model):
@@ -435,6 +437,18 @@ class Topology(KvKeys, PacingKeys):
         impatient = self.engine.name == "vllm" and self.transfer_backend == "nixl"
         pairs = any(group.role == "prefill" for group in self.workers)
         return self.warms_up or (pairs and impatient and self.warm_up is None)
+
+    @property
+    def why_no_telemetry(self) -> str | None:
+        """Why nobody writes the telemetry that is asked for; None where somebody does, or it is not
+        asked for. It is no error: experiments switch it on for the arms of both engines."""
+        if not self.telemetry:
+            return None
+        if self.engine.name != "sglang":
+            return f"{self.engine.name} writes none; it is a plugin of SGLang's"
+        if all(group.urls for group in self.workers):
+            return "attached workers write theirs where they were started"
+        return None
 
     @property
     def profile(self) -> Profile:

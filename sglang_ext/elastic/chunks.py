@@ -40,8 +40,6 @@ class Chunks:
         """The next prefill batch's size, or None where this step must not prefill."""
         s = self._scheduler
         chunked = s.chunked_req
-        if chunked is None and not s.waiting_queue:
-            return self._paced.own
         decoding = is_decoding(running_batch)
         growth = 0
         if decoding:

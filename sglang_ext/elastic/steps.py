@@ -80,8 +80,7 @@ class Steps:
             running_batch = self._merge_arrived(running_batch)
         s.running_batch = running_batch
 
-        nobody = s.chunked_req is None and not s.waiting_queue
-        if nobody and not s.grammar_manager.has_waiting_grammars():
+        if not self._paced.has_prompts:
             self._paced.decodes_go_on()
             return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         chunk = self._chunks.choose(running_batch)

@@ -67,7 +67,7 @@ class PacedPrefill:
         """The next prefill batch's size, or None where it is the decodes' turn."""
         s = self._scheduler
         self._choices += 1
-        if s.chunked_req is None and not s.waiting_queue:
+        if not self.has_prompts:
             return self.own
         decoding = is_decoding(running_batch)
         if self.settings.interference is Interference.STOCK:
@@ -99,6 +99,16 @@ class PacedPrefill:
         self._decodes_waited = False
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether a batch that is formed now may prefill.
+
+        A request whose grammar SGLang has compiled is put in line in the midst of that.
+        """
+        s = self._scheduler
+        in_line = s.chunked_req is not None or bool(s.waiting_queue)
+        return in_line or bool(s.grammar_manager.has_waiting_grammars())
+
+    @property
     def granule_tokens(self) -> int:
         """What a chunk is a multiple of: a page, or what deterministic inference splits prompts at.
 
@@ -120,8 +130,9 @@ class PacedPrefill:
         tokens = pacer.chunk_tokens(
             prompts, len(decoding.reqs), sum(req.seqlen for req in decoding.reqs)
         )
-        if len(in_line) < len(s.waiting_queue):
-            # Nothing is known of who comes after them: they do not come in.
+        if len(in_line) < len(s.waiting_queue) or s.grammar_manager.has_waiting_grammars():
+            # Nothing is known of who comes after them: they do not come in, and where nobody is
+            # before them begin with the smallest chunk.
             tokens = min(tokens, max(pacer.smallest_tokens, sum(new for new, _ in prompts)))
         self.chunk_tokens = self.agree([tokens])[0]
         return self.chunk_tokens

@@ -142,6 +142,39 @@ def test_the_telemetry_of_a_start_is_apart_from_that_of_the_start_before(
     assert not (run_dir / "steps").exists()
 
 
+def test_the_decisions_of_a_start_are_apart_from_those_of_the_start_before(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    log, older = run_dir / "decisions.jsonl", run_dir / "decisions.1.jsonl"
+    topology = fakes("serve", overrides=("router.kind=deltaserve",))
+    for start in ("first", "second", "third"):
+        with fleet(topology, run_dir):
+            # As a router does, whose log is bounded.
+            for file in (log, older):
+                with file.open("a") as output:
+                    output.write(f'{{"start": "{start}"}}\n')
+    for file in (log, older):
+        assert file.read_text() == '{"start": "third"}\n'
+        assert file.with_name(f"{file.name}.1").read_text() == '{"start": "second"}\n'
+    with fleet(fakes("serve"), run_dir):  # without a router of ours there are none
+        assert not log.exists()
+        assert not older.exists()
+
+
+def test_a_decision_log_that_somebody_put_elsewhere_stays_there(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere.jsonl"
+    run_dir.mkdir()
+    (run_dir / "decisions.jsonl").symlink_to(elsewhere)
+    for _ in range(2):
+        with fleet(fakes("serve", overrides=("router.kind=deltaserve",)), run_dir):
+            pass
+    assert (run_dir / "decisions.jsonl").is_symlink()
+    assert not (run_dir / "decisions.jsonl.1").is_symlink()
+
+
 def test_the_sampler_goes_on_after_a_gpu_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

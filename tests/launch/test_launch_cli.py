@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from launch import cli
 from launch.control import default_run_dir
 from launch.fleets import claim
 from tests import command_line
@@ -150,8 +151,10 @@ def test_up_of_a_fleet_that_runs_leaves_its_log_alone(fake_python: Path, tmp_pat
     fakes += ["--set", "base_port=0", "--run-dir", str(run_dir), "--detach"]
     assert as_process("up", "laptop-sglang", *fakes).returncode == 0
     log = run_dir / "supervisor.log"
-    said = log.read_text()
     try:
+        # It goes on speaking for a moment when the fleet is ready and `up` has returned.
+        wait_until(lambda: log.read_text().endswith("Press Ctrl-C to end it.\n"))
+        said = log.read_text()
         for _ in range(2):
             again = as_process("up", "laptop-sglang", *fakes)
             assert (again.returncode, again.stderr.count("\n")) == (2, 1)
@@ -159,6 +162,24 @@ def test_up_of_a_fleet_that_runs_leaves_its_log_alone(fake_python: Path, tmp_pat
         assert log.read_text() == said
     finally:
         assert deltaserve("down", str(run_dir)).returncode == 0
+
+
+def test_what_was_told_before_a_fleet_was_ready_is_shown_however_late_it_is_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    idle = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(cli, "DELTASERVE", idle)
+
+    def is_ready(folder: Path, pid: int) -> bool:
+        # As a supervisor does while whoever follows it is kept from looking.
+        with (folder / "supervisor.log").open("a") as log:
+            log.write("told in the meantime\n")
+        os.kill(pid, signal.SIGKILL)
+        return True
+
+    monkeypatch.setattr(cli, "_is_ready", is_ready)
+    cli._detach("laptop-sglang", [], tmp_path, [])
+    assert capsys.readouterr().err == "told in the meantime\n"
 
 
 @pytest.mark.parametrize(("before", "lives_on"), [("SIG_IGN", True), ("SIG_DFL", False)])
@@ -184,7 +205,7 @@ def test_a_hangup_ends_a_fleet_unless_it_was_started_by_nohup(
                 process.wait(2)
             assert record(run_dir)["state"] == "ready"
             process.terminate()
-        assert process.wait(20) == 130
+        assert process.wait(60) == 130
         assert record(run_dir)["state"] == "stopped"
     finally:
         process.kill()
@@ -210,7 +231,7 @@ def test_down_ends_a_fleet_that_is_still_checked(fake_python: Path, tmp_path: Pa
     up = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang", *fakes]
     process = subprocess.Popen(up, stderr=subprocess.DEVNULL)
     try:
-        wait_until(lambda: record(run_dir)["supervisor"]["pid"] == process.pid, timeout_s=15.0)
+        wait_until(lambda: record(run_dir)["supervisor"]["pid"] == process.pid)
         assert record(run_dir)["state"] == "planned"
         assert deltaserve("down", str(run_dir)).returncode == 0
         assert process.poll() == 130
@@ -254,7 +275,7 @@ def test_who_is_told_to_leave_while_a_fleet_comes_up_detached_ends_it(
             lambda: (run_dir / "fleet.json").exists() and record(run_dir)["state"] == "starting"
         )
         process.send_signal(number)
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130
         assert record(run_dir)["state"] == "stopped"
         assert working_in(run_dir) == []
     finally:
@@ -267,10 +288,14 @@ def test_a_second_ctrl_c_does_not_keep_up_from_ending_its_fleet(
     fake_python: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    # As an engine does that has much to give back.
+    # As an engine does that has much to give back: until the second Ctrl-C has come.
+    leaving = tmp_path / "leaving"
+    leaving.touch()
     leaves = "    except KeyboardInterrupt:\n"
-    script = fake_python.read_text().replace(leaves, f"{leaves}        time.sleep(1.5)\n")
-    fake_python.write_text(script)
+    wait = f"        while os.path.exists({str(leaving)!r}): time.sleep(0.05)\n"
+    script = fake_python.read_text()
+    assert leaves in script
+    fake_python.write_text(script.replace(leaves, f"{leaves}{wait}"))
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
     fakes += ["--set", "base_port=0", "--set", "workers.0.count=1", "--run-dir", str(run_dir)]
     up = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang", *fakes]
@@ -284,7 +309,8 @@ def test_a_second_ctrl_c_does_not_keep_up_from_ending_its_fleet(
         while process.stderr.readline() != "stopping\n":
             pass
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        leaving.unlink()
+        assert process.wait(60) == 130
         assert record(run_dir)["state"] == "stopped"
         assert deltaserve("status", str(run_dir)).returncode == 0
         assert "was not running" in deltaserve("down", str(run_dir)).stderr
@@ -393,6 +419,21 @@ def test_check_prints_the_exact_commands(fake_python: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "--disaggregation-mode decode" in done.stdout
     assert "DELTASERVE_SGLANG=cpu" in done.stdout
+
+
+def test_check_and_up_say_where_telemetry_is_not_written(fake_python: Path, tmp_path: Path) -> None:
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--set", "telemetry=true"]
+    said = "telemetry: not written: vllm writes none; it is a plugin of SGLang's\n"
+    check = deltaserve("check", "laptop-vllm", *fakes, "--json")
+    assert (check.returncode, check.stderr) == (0, said)
+    assert json.loads(check.stdout)["topology"]["telemetry"] is True
+    assert deltaserve("check", "laptop-sglang", *fakes).stderr == ""
+    run_dir = tmp_path / "run"
+    up = as_process("up", "laptop-vllm", *fakes, "--run-dir", str(run_dir), "--detach")
+    assert (up.returncode, deltaserve("down", str(run_dir)).returncode) == (0, 0)
+    assert said in up.stderr
+    assert not (run_dir / "steps").exists()
 
 
 def test_check_leaves_nothing_behind_and_shows_the_commands_of_what_it_refuses(

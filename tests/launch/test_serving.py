@@ -117,6 +117,44 @@ def test_a_worker_that_is_killed_serves_again_at_its_address(fakes: Fakes, tmp_p
     assert working_in(run_dir) == []
 
 
+@pytest.mark.parametrize(("overrides", "calls"), [((), 1), (("freeze_gc=false",), 0)])
+def test_a_worker_that_serves_again_is_frozen_as_at_the_fleets_start(
+    fakes: Fakes, tmp_path: Path, overrides: tuple[str, ...], calls: int
+) -> None:
+    told: list[str] = []
+    with fleet(fakes("serve", "serve", overrides=overrides), tmp_path / "run") as running:
+        keeper = KeepServing(running, told.append, time.monotonic)
+        engine_of(running, 0).kill()
+
+        def is_back() -> bool:
+            keeper.look()
+            return any("serving again" in line for line in told)
+
+        wait_until(is_back)
+        # The log of each has begun anew with its process; the other one is not asked again.
+        for worker in running.workers:
+            assert worker.log.read_text().count("asked /freeze_gc") == calls, worker.id
+
+
+def test_workers_are_not_asked_again_when_the_router_serves_again(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    topology = fakes("serve", overrides=("router.kind=deltaserve",))
+    with fleet(topology, tmp_path / "run", told.append) as running:
+        keeper = KeepServing(running, told.append, time.monotonic)
+        (router,) = [p for p in working_in(tmp_path / "run") if "--config" in p.cmdline()[:6]]
+        router.kill()
+
+        def is_back() -> bool:
+            keeper.look()
+            return any("router: serving again" in line for line in told)
+
+        wait_until(is_back)
+        assert running.workers[0].log.read_text().count("asked /freeze_gc") == 1
+    assert not any("/freeze_gc" in line for line in told)
+
+
 def test_one_that_cannot_be_started_for_want_of_memory_is_tried_again(
     fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

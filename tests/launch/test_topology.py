@@ -136,6 +136,34 @@ def test_an_elastic_worker_has_a_radix_cache() -> None:
     assert not load_topology("pd-1p1d", ["decode_radix_cache=false"]).decode_radix_cache
 
 
+@pytest.mark.parametrize("name", ["vllm-pd:1p1d", "vllm:1"])
+def test_what_a_decode_worker_keeps_is_not_chosen_for_vllm(name: str) -> None:
+    with pytest.raises(InputError) as error:
+        load_topology(name, ["decode_radix_cache=false"])
+    assert "decode_radix_cache: it is a key of SGLang's only" in one_line(error)
+    assert load_topology(name, ["decode_radix_cache=true"]).decode_radix_cache
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "said"),
+    [
+        ("laptop-vllm", "telemetry=true", "vllm writes none; it is a plugin of SGLang's"),
+        (
+            "laptop-sglang",
+            'workers.0={ urls = ["http://a:1"] }',
+            "attached workers write theirs where they were started",
+        ),
+        ("laptop-sglang", "workers.0.count=1", None),
+    ],
+)
+def test_telemetry_that_nobody_writes_is_no_error_but_has_a_reason(
+    name: str, override: str, said: str | None
+) -> None:
+    """Experiments switch it on for the arms of both engines."""
+    assert load_topology(name, [override, "telemetry=true"]).why_no_telemetry == said
+    assert load_topology(name, [override, "telemetry=false"]).why_no_telemetry is None
+
+
 NO_URLS = """10.0.0.2:30020 foo http://a http://a:0 http://a:99999 http://a:x http://:1 https://a:1
 tcp://a:1 http://a:1/v1 http://a:1?x http://u@a:1 http://10.0.0..2:1"""
 

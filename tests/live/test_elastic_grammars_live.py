@@ -1,4 +1,5 @@
-"""Grammars on an elastic worker: for prompts that it prefills itself and those that it is sent.
+"""Grammars on an elastic worker, for prompts that it prefills itself and those that it is sent, and
+on a paced one.
 
 Their tokens are those of a colocated worker, and those of requests beside them without a grammar.
 """
@@ -6,6 +7,7 @@ Their tokens are those of a colocated worker, and those of requests beside them 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -16,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.live.conftest import NEWER
-from tests.live.elastic_fleet import Fleet, Workers, engine_python, request
+from tests.live.conftest import DEFAULT, NEWER
+from tests.live.elastic_fleet import Fleet, Workers, ask, client_of, engine_python, request
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
@@ -26,9 +28,10 @@ GRAMMAR = "yes|no|perhaps"
 
 
 @pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Workers]:
-    engine_python(NEWER)
-    workers = Workers(tmp_path, BASE_PORT, NEWER, text=True)
+def workers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Workers]:
+    version = getattr(request, "param", NEWER)
+    engine_python(version)
+    workers = Workers(tmp_path, BASE_PORT, version, text=True)
     try:
         yield workers
     finally:
@@ -71,3 +74,37 @@ async def test_grammars_give_the_tokens_of_a_colocated_worker(workers: Workers) 
         assert bool(re.fullmatch(GRAMMAR, answer["text"])) == has_grammar, answer["text"]
     fallbacks = sum(n for name, n in state["counts"].items() if name.startswith("fallback"))
     assert state["counts"]["separated"] >= 12 > fallbacks
+
+
+@pytest.mark.parametrize("workers", [DEFAULT, NEWER], indirect=True)
+async def test_a_prompt_whose_grammar_has_to_be_compiled_is_paced_from_its_first_chunk(
+    workers: Workers,
+) -> None:
+    steps = workers.folder / "steps"
+    paced = workers.bring_up(
+        "paced",
+        "",
+        ("--chunked-prefill-size", "4096"),
+        DELTASERVE_SGLANG="cpu,paced,telemetry",
+        DELTASERVE_TELEMETRY_DIR=str(steps),
+        DELTASERVE_PACED_TARGET_ITL_MS="40",
+    )
+
+    def written() -> list[dict[str, Any]]:
+        lines = [line for path in steps.glob("*.jsonl") for line in path.open()]
+        return [step for step in map(json.loads, lines) if step["event"] == "step"]
+
+    async with client_of(paced) as client:
+        decoding = asyncio.create_task(ask(client, paced, request([7] * 40, 2000)))
+        while not any(step["prefill_tokens"] == 40 for step in written()):
+            assert not decoding.done(), paced.tail()
+            await asyncio.sleep(0.1)
+        body = request([300 + at % 500 for at in range(3000)], 4)
+        body["sampling_params"] |= {"regex": GRAMMAR, "ignore_eos": False}
+        await ask(client, paced, body)
+        assert not decoding.done()
+        decoding.cancel()
+    beside = [(step["prefill_tokens"], step["decode_requests"]) for step in written()]
+    chunks = [tokens for tokens, decodes in beside if tokens and decodes]
+    assert sum(chunks) == 3000, beside
+    assert chunks[0] == 128, chunks

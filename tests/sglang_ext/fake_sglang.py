@@ -103,6 +103,22 @@ class MetadataSlots:
         self.free_slots.append(free_index)
 
 
+class GrammarManager:
+    """Requests whose grammar is being compiled; a test says whose is done."""
+
+    def __init__(self) -> None:
+        self.grammar_queue: list[Req] = []
+        self.compiled: set[str] = set()
+
+    def has_waiting_grammars(self) -> bool:
+        return len(self.grammar_queue) > 0
+
+    def get_ready_grammar_requests(self) -> list[Req]:
+        ready = [req for req in self.grammar_queue if req.rid in self.compiled]
+        self.grammar_queue = [req for req in self.grammar_queue if req.rid not in self.compiled]
+        return ready
+
+
 class FINISH_ABORT:
     def __init__(self, message: str) -> None:
         self.message = message
@@ -490,7 +506,7 @@ def classes() -> SimpleNamespace:
             self.last_batch: Batch | None = None
             self.chunked_req: Req | None = None
             self._engine_paused = False
-            self.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False)
+            self.grammar_manager = GrammarManager()
             self.req_to_token_pool = SimpleNamespace(size=64, available_size=lambda: 64)
             self.forward_stream = SimpleNamespace(
                 synchronize=lambda: self.pool.events.append("wait")
@@ -527,7 +543,10 @@ def classes() -> SimpleNamespace:
             return False
 
         def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
-            self.disagg_decode_prealloc_queue.add(req, is_retracted)
+            if self.disaggregation_mode == PLAIN:
+                self.waiting_queue.append(req)
+            else:
+                self.disagg_decode_prealloc_queue.add(req, is_retracted)
 
         def get_next_disagg_decode_batch_to_run(self, running_batch: Batch) -> Plan:
             raise AssertionError("an elastic worker schedules like a colocated one")
@@ -540,6 +559,9 @@ def classes() -> SimpleNamespace:
 
         def get_new_batch_prefill(self, running_batch: Batch) -> Plan:
             """Notes what the adder would be given, and takes in every prompt in line that fits."""
+            if self.grammar_manager.has_waiting_grammars():
+                for req in self.grammar_manager.get_ready_grammar_requests():
+                    self._add_request_to_queue(req)
             adder = PrefillAdder(
                 self.page_size,
                 self.tree_cache,

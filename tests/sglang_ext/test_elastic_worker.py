@@ -278,6 +278,23 @@ def test_a_prompt_that_leaves_no_page_of_the_pool_is_answered_and_does_not_block
     assert fits.to_finish is None
 
 
+# ------------------------------------------------------------------ grammars
+
+
+def test_the_first_chunk_of_a_local_prompt_whose_grammar_was_compiled_is_paced(
+    make_scheduler: MakeScheduler,
+) -> None:
+    scheduler = make_scheduler(tokens=50_000)
+    scheduler.running_batch = Batch([Req("decoding", prompt(10))])
+    scheduler.grammar_manager.grammar_queue.append(Req("A", prompt(20_000)))
+    step(scheduler)
+    assert scheduler.formed[-1].added == [], "it is being compiled"
+    scheduler.grammar_manager.compiled.add("A")
+    step(scheduler)
+    formed = scheduler.formed[-1]
+    assert (formed.added, formed.mixed) == ([("A", 128)], True)
+
+
 # ------------------------------------------------------------------ deterministic inference
 
 

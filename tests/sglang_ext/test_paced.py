@@ -83,6 +83,63 @@ def test_what_cannot_carry_decodes_takes_turns_with_them(make_plain: MakeSchedul
     assert formed(scheduler).queue == ["B"]
 
 
+def with_a_grammar(scheduler: Any, req: Req) -> None:
+    """Its grammar will have been compiled when the next batch is formed."""
+    scheduler.grammar_manager.grammar_queue.append(req)
+    scheduler.grammar_manager.compiled.add(req.rid)
+
+
+@pytest.mark.parametrize("interference", [Interference.ITL, Interference.MIXED])
+def test_the_first_chunk_of_a_request_whose_grammar_was_compiled_is_paced(
+    make_plain: MakeScheduler, interference: Interference
+) -> None:
+    """SGLang puts it in line while it forms a batch, when the chunk has been chosen."""
+    scheduler = make_plain(PacingSettings(interference=interference, chunk_tokens=2048))
+    scheduler.running_batch = Batch([prompt("d", 10)])
+    with_a_grammar(scheduler, prompt("A", 20_000))
+    first = formed(scheduler)
+    assert (first.admitted, first.mixed) == (["A"], True)
+    # In `itl` the smallest chunk: nothing is known of the prompt yet.
+    expected = 128 if interference is Interference.ITL else 2048
+    assert first.added == [("A", expected)]
+
+
+def test_a_request_whose_grammar_was_compiled_is_not_paced_where_nobody_decodes(
+    make_plain: MakeScheduler,
+) -> None:
+    scheduler = make_plain()
+    with_a_grammar(scheduler, prompt("A", 20_000))
+    assert formed(scheduler).added == [("A", 8192)]
+
+
+def test_behind_known_prompts_a_request_whose_grammar_was_compiled_waits(
+    make_plain: MakeScheduler,
+) -> None:
+    scheduler = make_plain()
+    pace = scheduler.deltaserve_paced
+    for tokens in (128, 256, 512, 1024, 2048, 4096):
+        pace.pacer.observe(Step(tokens, 0, 1, 10), 1e-9 * tokens)
+    scheduler.running_batch = Batch([prompt("d", 10)])
+    scheduler.waiting_queue = [prompt("B", 200, start=50_000)]
+    with_a_grammar(scheduler, prompt("A", 20_000))
+    first = formed(scheduler)
+    assert first.added == [("B", 200)], "the chunk was chosen for what is known"
+    assert [req.rid for req in scheduler.waiting_queue] == ["A"]
+    assert formed(scheduler).added == [("A", 8192)], "as large as the engine is fast"
+
+
+def test_while_a_grammar_is_compiled_decodes_go_on(make_plain: MakeScheduler) -> None:
+    scheduler = make_plain()
+    scheduler.running_batch = Batch([prompt("d", 10)])
+    scheduler.grammar_manager.grammar_queue = [prompt("A", 100)]
+    for _ in range(3):
+        plan = scheduler.get_new_batch_prefill(scheduler.running_batch)
+        assert plan.batch_to_run is None
+    assert (scheduler.chunked_prefill_size, scheduler.is_mixed_chunk) == (8192, False)
+    scheduler.grammar_manager.compiled.add("A")
+    assert formed(scheduler).admitted == ["A"]
+
+
 def test_stock_is_left_alone(make_plain: MakeScheduler) -> None:
     scheduler = make_plain(PacingSettings(interference=Interference.STOCK))
     scheduler.running_batch = Batch([prompt("d", 10)])

@@ -224,6 +224,12 @@ impl Fleet {
         self
     }
 
+    /// What a session is known by here.
+    #[cfg(test)]
+    pub(crate) fn session_key(&self, id: &str) -> u64 {
+        self.state.lock().residency.session_keys.of(id)
+    }
+
     /// Block, in tokens, that prompts must be hashed in now.
     pub fn token_block(&self) -> usize {
         self.token_block.load(Ordering::Relaxed)

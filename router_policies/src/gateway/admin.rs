@@ -1,6 +1,7 @@
 //! Everything but generation: liveness, readiness, metrics, workers, decisions, and questions about
 //! the model that one worker answers for all.
 
+use super::client::Client;
 use super::keys::Wants;
 use super::{Gateway, Reply, error, guard, json, models, not_allowed};
 use crate::config::{self, WORKER_FIELDS, WorkerSpec};
@@ -19,7 +20,11 @@ use std::time::Duration;
 const WORKER_PATIENCE: Duration = Duration::from_secs(10);
 const MAX_ADMIN_BODY_BYTES: usize = 1 << 20;
 
-pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -> Response<Reply> {
+pub(super) async fn handle(
+    gateway: &Arc<Gateway>,
+    client: &Client,
+    request: Request<Incoming>,
+) -> Response<Reply> {
     let method = request.method().clone();
     let path = request.uri().path().trim_end_matches('/').to_owned();
     let changes = method != Method::GET && (path == "/workers" || path.starts_with("/workers/"));
@@ -64,7 +69,7 @@ pub(super) async fn handle(gateway: &Arc<Gateway>, request: Request<Incoming>) -
             response
         }
         (&Method::GET, "/workers") => list_workers(gateway),
-        (&Method::POST, "/workers") => add_worker(gateway, request).await,
+        (&Method::POST, "/workers") => add_worker(gateway, client, request).await,
         (&Method::GET, "/decisions") => {
             let limit = match query(&request, "limit").map(str::parse::<usize>) {
                 None => 100,
@@ -183,7 +188,12 @@ struct WorkerSpecFields {
     rest: serde_json::Map<String, Value>,
 }
 
-async fn add_worker(gateway: &Arc<Gateway>, request: Request<Incoming>) -> Response<Reply> {
+async fn add_worker(
+    gateway: &Arc<Gateway>,
+    client: &Client,
+    request: Request<Incoming>,
+) -> Response<Reply> {
+    client.sends_body();
     let refuse = |message: &str| error(StatusCode::BAD_REQUEST, "invalid_request_error", message);
     let body = match Limited::new(request.into_body(), MAX_ADMIN_BODY_BYTES)
         .collect()
@@ -192,6 +202,7 @@ async fn add_worker(gateway: &Arc<Gateway>, request: Request<Incoming>) -> Respo
         Ok(collected) => collected.to_bytes(),
         Err(failure) => return refuse(&format!("body: {failure}")),
     };
+    client.has_sent_body();
     let new: NewWorker = match serde_json::from_slice(&body) {
         Ok(new) => new,
         Err(failure) => return refuse(&format!("body: {failure}")),

@@ -377,11 +377,24 @@ impl Gateway {
             }
             (_, Some(_)) => not_allowed("POST"),
             _ if passthrough::is_passed_on(path) => not_allowed("POST"),
-            _ => tokio::time::timeout_at(deadline, Box::pin(admin::handle(&self, request)))
-                .await
-                .unwrap_or_else(|_| {
-                    error(StatusCode::REQUEST_TIMEOUT, "timeout", fault::TIME_IS_OVER)
-                }),
+            _ => {
+                let answer = Box::pin(admin::handle(&self, &client, request));
+                // Asked for only where the answer does not come at once, as most do.
+                let is_cut_off = async { self.cut_off().await };
+                let (status, kind, message) = tokio::select! {
+                    biased;
+                    answer = tokio::time::timeout_at(deadline, answer) => match answer {
+                        Ok(answer) => return answer,
+                        Err(_) => (StatusCode::REQUEST_TIMEOUT, "timeout", fault::TIME_IS_OVER),
+                    },
+                    () = is_cut_off => (
+                        StatusCode::SERVICE_UNAVAILABLE,
+                        "shutting_down",
+                        fault::SHUTTING_DOWN,
+                    ),
+                };
+                error(status, kind, message)
+            }
         }
     }
 
@@ -681,4 +694,33 @@ where
         }
     };
     client.drive(connection, cutting_off).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[tokio::test]
+    async fn every_router_knows_sessions_by_numbers_of_its_own() {
+        for residency in [json!({}), json!({"rule": "priced"})] {
+            let mut known = Vec::new();
+            for _ in 0..2 {
+                let server = Server::bind(Config {
+                    port: 0,
+                    policy: "round_robin".to_owned(),
+                    residency: residency.clone(),
+                    ..Config::default()
+                });
+                let server = server.await.expect("binds");
+                known.push(server.fleet().session_key("s1"));
+            }
+            // Numbers that everybody can reckon are those of a fleet without a secret.
+            let policy = crate::policy::build("round_robin", json!({})).expect("a policy");
+            let name = "round_robin".to_owned();
+            let open = Fleet::new(policy, name, EventSink::in_memory(), 0).session_key("s1");
+            assert!(!known.contains(&open), "{residency}");
+            assert_ne!(known[0], known[1], "{residency}");
+        }
+    }
 }

@@ -210,6 +210,7 @@ async fn uploads_that_a_stopping_router_still_reads_are_answered() {
         ("/generate", "/error/type", "shutting_down"),
         ("/v1/messages", "/error/type", "overloaded_error"),
         ("/v1/embeddings", "/error/type", "shutting_down"),
+        ("/workers", "/error/type", "shutting_down"),
     ];
     let mut uploads = Vec::new();
     for (path, place, kind) in asked {
@@ -217,8 +218,10 @@ async fn uploads_that_a_stopping_router_still_reads_are_answered() {
             let mut socket = tokio::net::TcpStream::connect(&router.address)
                 .await
                 .expect("a connection");
-            let head =
-                format!("POST {path} HTTP/1.1\r\nhost: r\r\ncontent-length: 9000000\r\n\r\n");
+            let head = format!(
+                "POST {path} HTTP/1.1\r\nhost: localhost\r\n\
+                 content-type: application/json\r\ncontent-length: 9000000\r\n\r\n"
+            );
             let begin = [head.as_bytes(), b"{\"input_ids\": [1"].concat();
             socket.write_all(&begin).await.expect("sent");
             uploads.push((socket, reads, place, kind));
@@ -250,7 +253,8 @@ async fn uploads_that_a_stopping_router_still_reads_are_answered() {
     let (took, _) = router.stop(0).await;
     assert!(took < Duration::from_secs(10), "it took {took:?}");
     for answer in answers {
-        let (answer, place, kind) = answer.await.expect("it is read");
+        let answer = tokio::time::timeout(Duration::from_secs(30), answer).await;
+        let (answer, place, kind) = answer.expect("it is answered").expect("it is read");
         let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
         let head = head.to_ascii_lowercase();
         assert!(head.starts_with("http/1.1 503 "), "{head}");
@@ -275,6 +279,30 @@ async fn questions_that_are_passed_on_are_told_that_the_router_stops() {
     let (took, _) = router.stop(0).await;
     assert!(took < Duration::from_secs(10), "it took {took:?}");
     let answer = answer.await.expect("sent");
+    assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(answer.headers()["retry-after"], "1");
+    assert!(text(answer).await.contains(MESSAGE));
+}
+
+#[tokio::test]
+async fn questions_about_the_model_are_told_that_the_router_stops() {
+    let mock = MockWorker::start().await;
+    let router = Stoppable::before(&mock, 0.3).await;
+    mock.behaviour.hangs.store(true, Ordering::SeqCst);
+    let asked = Request::get(format!("http://{}/model_info", router.address));
+    let answer = router
+        .client
+        .request(asked.body(Full::default()).expect("a request"));
+    let answer = tokio::spawn(answer);
+    until("the worker is asked", || {
+        let unanswered = mock.behaviour.unanswered.lock();
+        unanswered.iter().any(|path| path == "/model_info")
+    })
+    .await;
+    let (took, _) = router.stop(0).await;
+    assert!(took < Duration::from_secs(10), "it took {took:?}");
+    let answer = tokio::time::timeout(Duration::from_secs(30), answer).await;
+    let answer = answer.expect("in time").expect("asked").expect("an answer");
     assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(answer.headers()["retry-after"], "1");
     assert!(text(answer).await.contains(MESSAGE));

@@ -76,6 +76,8 @@ pub struct Behaviour {
     pub keep_bodies: AtomicBool,
     /// Accepts connections and requests, and answers none of them.
     pub hangs: AtomicBool,
+    /// The paths of those requests.
+    pub unanswered: Mutex<Vec<String>>,
     /// Reports its load as SGLang does.
     pub reports_load: AtomicBool,
     /// What `/server_info` says of the engine's start; 0 says nothing.
@@ -141,6 +143,7 @@ impl MockWorker {
             targets: Mutex::new(Vec::new()),
             keep_bodies: AtomicBool::new(true),
             hangs: AtomicBool::new(false),
+            unanswered: Mutex::new(Vec::new()),
             reports_load: AtomicBool::new(false),
             started: AtomicU64::new(0),
             cached_tokens: AtomicU64::new(10),
@@ -288,6 +291,7 @@ async fn answer(
     let load = || behaviour.running.load(Ordering::SeqCst);
     if behaviour.hangs.load(Ordering::SeqCst) {
         let _running = Running::begin(&behaviour);
+        behaviour.unanswered.lock().push(path);
         return std::future::pending().await;
     }
     match path.as_str() {
