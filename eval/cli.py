@@ -72,12 +72,12 @@ def run_command(
             for line in previewed.lines():
                 typer.echo(line)
         raise typer.Exit(0 if previewed.missing_trace is None else 1)
-    given = Given("run", experiment, path, folder, overrides or [], only or [])
+    given = Given("run", experiment, path, folder, overrides or [], only or [], parallel)
     with interruptible(given) as progress:
         if parallel > 1:
             from eval.parallel import run_parallel
 
-            summary = run_parallel(parsed, given, parallel, site=launch_site(), progress=progress)
+            summary = run_parallel(parsed, given, site=launch_site(), progress=progress)
         else:
             summary = runner.run_experiment(
                 parsed,

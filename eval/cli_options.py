@@ -47,15 +47,18 @@ class Given:
     output: Path
     overrides: Sequence[str]
     only: Sequence[str]
+    parallel: int = 1
 
     @property
     def command(self) -> str:
         """The command, for whoever repeats it; what is recorded of it leaves values of secret keys
         out."""
-        return shlex.join(["deltaserve", *self.words(self.only)])
+        parallel = ["--parallel", str(self.parallel)] if self.parallel > 1 else []
+        return shlex.join(["deltaserve", *self.words(self.only), *parallel])
 
     def words(self, only: Sequence[str]) -> list[str]:
-        """The words of the command after ``deltaserve``, for the arms and loads in `only`."""
+        """The words of the command after ``deltaserve``, for the arms and loads in `only`, one run
+        at a time."""
         words = ["eval", self.verb, self.experiment, "--output", str(self.output)]
         words += [word for override in self.overrides for word in ("--set", override)]
         return words + [word for name in only for word in ("--only", name)]

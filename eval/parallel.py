@@ -45,9 +45,9 @@ class Share:
 
 
 def run_parallel(
-    experiment: Experiment, given: Given, parallel: int, *, site: Site, progress: Progress
+    experiment: Experiment, given: Given, *, site: Site, progress: Progress
 ) -> Summary:
-    """Like `run_experiment`, with up to `parallel` runs at the same time.
+    """Like `run_experiment`, with up to `given.parallel` runs at the same time.
 
     Raises `InputError` where the arms cannot run beside each other, and where a runner ended
     without having said what became of its runs. An interruption is passed on to all runners, which
@@ -63,7 +63,7 @@ def run_parallel(
     units = unfinished_units(experiment, given.output, **asked)
     if len(units) < 2:
         return run_experiment(experiment, given.output, **asked)
-    shares = shared_out(units, parallel, site)
+    shares = shared_out(units, given.parallel, site)
     for number, share in enumerate(shares, start=1):
         progress.say(f"{number}: {share}")
     children = [_start(given, share) for share in shares]

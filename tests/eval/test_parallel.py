@@ -98,14 +98,14 @@ def given(tmp_path: Path, small_trace: Path, monkeypatch: pytest.MonkeyPatch) ->
         f'name = "e"\nrepeats = 2\n[trace]\npath = "{small_trace}"\n'
         '[[loads]]\nname = "x"\n[[loads]]\nname = "y"\nreplay = { time_scale = 2.0 }\n' + arms
     )
-    return Given("run", str(path), path, tmp_path / "out", [], [])
+    return Given("run", str(path), path, tmp_path / "out", [], [], parallel=2)
 
 
 def run(given: Given, where: Site) -> tuple[Summary, str]:
     said = io.StringIO()
     experiment, _ = load_experiment(given.experiment, list(given.overrides))
     with Progress(Console(file=said, width=200)) as progress:
-        return run_parallel(experiment, given, 2, site=where, progress=progress), said.getvalue()
+        return run_parallel(experiment, given, site=where, progress=progress), said.getvalue()
 
 
 def test_what_became_of_all_runs_is_said_together(given: Given) -> None:
@@ -136,6 +136,7 @@ def test_a_runner_that_ends_without_a_word_is_an_error(
 
 def test_one_unit_needs_no_runner_of_its_own(given: Given) -> None:
     alone = replace(given, only=["a@x"])
+    assert alone.command.endswith("--only a@x --parallel 2")
     summary, said = run(alone, site())
     assert summary == Summary(complete=2)
     assert (given.output / "a@x" / "r2" / "manifest.json").is_file()
@@ -178,7 +179,7 @@ def test_runners_end_with_the_process_that_started_them(given: Given, tmp_path: 
         "from pathlib import Path; from eval import parallel; from eval.cli_options import Given; "
         f"from tests.eval.test_parallel import run, site; parallel.DELTASERVE = {RUNNER!r}; "
         f"file = Path({given.experiment!r}); "
-        f"run(Given('run', str(file), file, Path({str(given.output)!r}), [], []), site())"
+        f"run(Given('run', str(file), file, Path({str(given.output)!r}), [], [], 2), site())"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
     noted(tmp_path, "hangs")
