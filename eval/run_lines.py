@@ -43,7 +43,9 @@ def figures(run: Run) -> Row:
             value = float(counted[column].fillna(0.0).quantile(share)) if len(counted) else math.nan
         return cell(value, ".4g")
 
-    cached, prompt = answered["cached_tokens"].sum(), answered["prompt_tokens"].sum()
+    # Where an engine does not say what it found, that is unknown, and not nothing.
+    told = answered[answered["cached_tokens"].notna()]
+    cached, prompt = told["cached_tokens"].sum(), told["prompt_tokens"].sum()
     ended = run.all_requests["finished_s"].between(start_s, end_s) & run.all_requests["ok"]
     ended &= run.all_requests["phase"].ne("prime")
     return {
