@@ -19,7 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from eval.stats import UNKNOWN, Array, Estimate
+from eval.stats import UNKNOWN, Array, Estimate, row_quantiles
 
 CONFIDENCE = 0.99
 """Of one level's verdict, each side. The search tests several levels beside the capacity, and its
@@ -43,11 +43,14 @@ class Objective:
 @dataclass(frozen=True)
 class SessionOutcome:
     """One session at one level: turns that met the SLO, turns judged, and its stretch (NaN where
-    the session did not end inside the window, which says nothing about it)."""
+    the session did not end inside the window, which says nothing about it). Outcomes of one
+    `session`, played again or in a repeat of the level, are no more independent than its turns;
+    one without a name is a session of its own."""
 
     met: int
     turns: int
     stretch: float = float("nan")
+    session: str | None = None
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,22 @@ class Capacity:
 
 
 def judge(level: Level, objective: Objective, seed: int = 0) -> Judgement:
-    """The level's verdict, from a bootstrap that resamples sessions (their turns share a fate)."""
+    """The level's verdict, from a bootstrap that resamples sessions (their turns share a fate, and
+    so do their plays)."""
     met = np.array([s.met for s in level.sessions], dtype=float)
     turns = np.array([s.turns for s in level.sessions], dtype=float)
     stretch = np.array([s.stretch for s in level.sessions], dtype=float)
+    names = [at if s.session is None else s.session for at, s in enumerate(level.sessions)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    unit = np.array([numbers[name] for name in names], dtype=np.int64)
     if len(turns) == 0 or turns.sum() == 0:
         return Judgement(level.load, UNKNOWN, UNKNOWN, meets=False, sure=False)
     attained, stretched = _intervals(
-        met.tobytes(), turns.tobytes(), stretch.tobytes(), (seed, round(level.load * 1000))
+        met.tobytes(),
+        turns.tobytes(),
+        stretch.tobytes(),
+        unit.tobytes(),
+        (seed, round(level.load * 1000)),
     )
     bound = objective.stretch_p90 if stretched.n else None
     meets = (
@@ -133,11 +144,19 @@ def judge(level: Level, objective: Objective, seed: int = 0) -> Judgement:
 # as bytes, in which unknown stretches are alike.
 @lru_cache(maxsize=256)
 def _intervals(
-    met_bytes: bytes, turns_bytes: bytes, stretch_bytes: bytes, seed: tuple[int, int]
+    met_bytes: bytes,
+    turns_bytes: bytes,
+    stretch_bytes: bytes,
+    unit_bytes: bytes,
+    seed: tuple[int, int],
 ) -> tuple[Estimate, Estimate]:
-    """Attainment and the 90 % quantile of stretch of a level's sessions."""
+    """Attainment and the 90 % quantile of stretch of a level's sessions; `unit_bytes` are their
+    numbers, the same for outcomes of the same session."""
     met, turns, stretch = map(np.frombuffer, (met_bytes, turns_bytes, stretch_bytes))
+    unit = np.frombuffer(unit_bytes, dtype=np.int64)
     rng = np.random.default_rng(seed)
+    met, turns = (np.bincount(unit, of).astype(np.float64) for of in (met, turns))
+    met, turns = met[turns > 0], turns[turns > 0]
     size = len(met)
     picks = rng.integers(0, size, (_DRAWS, size))
     attained = _interval(
@@ -146,13 +165,18 @@ def _intervals(
         int(turns.sum()),
     )
     attained = _widened(attained, met, turns)
-    # A session with a failed turn never completes: its stretch is endless, not unknown.
-    known = np.minimum(stretch[~np.isnan(stretch)], _ENDLESS)
+    known = ~np.isnan(stretch)
     stretched = UNKNOWN
-    if len(known):
-        resampled = known[rng.integers(0, len(known), (_DRAWS, len(known)))]
-        point = float(np.quantile(known, 0.9))
-        stretched = _interval(point, np.quantile(resampled, 0.9, axis=1), len(known))
+    if known.any():
+        # A session with a failed turn never completes: its stretch is endless, not unknown.
+        values = np.minimum(stretch[known], _ENDLESS)
+        order = np.argsort(values, kind="stable")
+        of, which = np.unique(unit[known][order], return_inverse=True)
+        drawn = rng.integers(0, len(of), (_DRAWS, len(of))) + len(of) * np.arange(_DRAWS)[:, None]
+        times = np.bincount(drawn.ravel(), minlength=_DRAWS * len(of)).reshape(_DRAWS, len(of))
+        counted = np.cumsum(times[:, which], axis=1, dtype=np.float64)
+        draws = row_quantiles(counted, values[order], [0.9])[:, 0]
+        stretched = _interval(float(np.quantile(values, 0.9)), draws, len(values))
     return attained, stretched
 
 
@@ -169,19 +193,22 @@ def _widened(
     """The interval made no narrower than Wilson's for the sessions' effective number of turns.
 
     Where every turn met the SLO (or none did) all resamples are alike and a bootstrap's interval
-    has no width, though a dozen turns cannot show that 90 % of all will.
+    has no width, though a dozen sessions cannot show that 90 % of all turns will. Nothing then says
+    how far turns of a session share its fate, so that each session counts as one turn. One session
+    says nothing of others.
     """
     total, size = float(turns.sum()), len(turns)
     share = attained.value
+    if size == 1:
+        return Estimate(share, 0.0, 1.0, attained.n)
+    # Kish: how many independent turns would vary as much as these, session by session.
+    residual = met - share * turns
+    variance = float((residual**2).sum()) * size / (size - 1) / total**2
     effective = total
-    if size > 1 and 0 < share < 1:
-        # Kish: how many independent turns would vary as much as these, session by session.
-        residual = met - share * turns
-        variance = float((residual**2).sum()) * size / (size - 1) / total**2
-        if variance > 0:
-            effective = min(total, share * (1 - share) / variance)
-    elif size > 1:
-        effective = min(total, 2.0 * size)
+    if not 0 < share < 1:
+        effective = min(total, float(size))
+    elif variance > 0:
+        effective = min(total, share * (1 - share) / variance)
     z = 2.326  # the normal quantile of CONFIDENCE
     centre = (share + z * z / (2 * effective)) / (1 + z * z / effective)
     half = (

@@ -110,7 +110,8 @@ def _figures(rows: Sequence[Row]) -> Iterator[str]:
     yield f"{_mean(rows, 'requests_per_s'):.3f}"
     yield f"{100 * _mean(rows, 'within_objective'):.0f} %"
     yield f"{_mean(rows, 'good_per_s'):.3f}"
-    yield f"{_mean(rows, 'cached_share'):.2f}"
+    cached = _mean(rows, "cached_share")
+    yield f"{cached:.2f}" if math.isfinite(cached) else "–"
     yield _seconds(_mean(rows, "ttft_p50_s"), ".2f")
     yield _seconds(_mean(rows, "ttft_p90_s"), ".1f")
     yield _seconds(statistics.median(_values(rows, "ttft_p99_s")), ".0f")

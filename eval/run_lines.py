@@ -14,6 +14,7 @@ import typer
 
 from deltaserve.errors import InputError
 from eval.records import Run
+from eval.stats import quantile_points
 from launch.cache import make_folder
 
 Row = dict[str, str]
@@ -32,18 +33,21 @@ def turns_of(run: Run) -> pd.DataFrame:
 
 def figures(run: Run) -> Row:
     """The figures of a run that every page of many runs wants, of turns scheduled in its window
-    (requests/s: of those that ended in it). Times in seconds."""
+    (requests/s: of those that ended in it). Times in seconds; quantiles are of turns that have the
+    measured time, with those that failed beyond every bound."""
     counted = turns_of(run)
     answered = counted[counted["ok"]]
     start_s, end_s = run.span_s
 
     def quantile(column: str, share: float) -> str:
-        # Between two turns that were never answered there is nothing to interpolate.
-        with np.errstate(invalid="ignore"):
-            value = float(counted[column].fillna(0.0).quantile(share)) if len(counted) else math.nan
-        return cell(value, ".4g")
+        # An answer of one token, or that came all at once, has no time a token and no gap: it is
+        # left out, as in reports. Counted as 0 it would make the others look faster.
+        known = np.asarray(counted[column].dropna(), dtype=np.float64)
+        return cell(float(quantile_points(known, [share])[0]) if len(known) else math.nan, ".4g")
 
-    cached, prompt = answered["cached_tokens"].sum(), answered["prompt_tokens"].sum()
+    # Where an engine does not say what it found, that is unknown, and not nothing.
+    told = answered[answered["cached_tokens"].notna()]
+    cached, prompt = told["cached_tokens"].sum(), told["prompt_tokens"].sum()
     ended = run.all_requests["finished_s"].between(start_s, end_s) & run.all_requests["ok"]
     ended &= run.all_requests["phase"].ne("prime")
     return {

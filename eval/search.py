@@ -131,9 +131,11 @@ def level_of(level: Tried, load: float, slo: Slo, alone: Alone | None) -> Level:
     """The outcomes of all repeats of one load, session by session."""
     tables = [by_session(run, alone, slo) for run in level.runs]
     sessions = [
-        SessionOutcome(int(met), int(turns), float(stretch))
+        SessionOutcome(int(met), int(turns), float(stretch), str(session))
         for table in tables
-        for met, turns, stretch in zip(table["met"], table["turns"], table["stretch"], strict=True)
+        for met, turns, stretch, session in zip(
+            *(table[name] for name in ("met", "turns", "stretch", "conversation")), strict=True
+        )
     ]
     return Level(load, sessions, level.sustained, repeats=len(level.runs))
 

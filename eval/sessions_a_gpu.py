@@ -88,6 +88,8 @@ def _levels(rows: Sequence[Row], column: str) -> dict[int, list[float]]:
 def table(rows: Sequence[Row], column: str) -> list[str]:
     """One measure: a line an arm, means over draws by sessions in flight."""
     levels = sorted({int(row["sessions"]) for row in rows})
+    if column == "cached_share":  # that an engine did not say is unknown, and not nothing
+        rows = [row for row in rows if row[column]]
     lines = [f"| simulated: {MEASURES[column]} | {' | '.join(map(str, levels))} |"]
     lines.append("|--" * (1 + len(levels)) + "|")
     for arm, of_arm in _by_arm(rows).items():

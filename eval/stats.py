@@ -99,7 +99,7 @@ class SessionBootstrap:
             cumulative = np.cumsum(
                 (self._counts[start : start + rows] @ table).astype(np.float64), axis=1
             )
-            out[start : start + rows] = _row_quantiles(cumulative, centres, quantiles)
+            out[start : start + rows] = row_quantiles(cumulative, centres, quantiles)
         return out
 
     def ratio_draws(self, sessions: Sessions, numerator: Array, denominator: Array) -> Array:
@@ -156,10 +156,10 @@ def quantile_points(
     weights = np.ones(len(values)) if weights is None else weights
     order = np.argsort(values, kind="stable")
     cumulative = np.cumsum(weights[order])[None, :].astype(np.float64)
-    return np.asarray(_row_quantiles(cumulative, values[order], quantiles)[0], dtype=np.float64)
+    return np.asarray(row_quantiles(cumulative, values[order], quantiles)[0], dtype=np.float64)
 
 
-def _row_quantiles(cumulative: Array, values: Array, quantiles: Sequence[float]) -> Array:
+def row_quantiles(cumulative: Array, values: Array, quantiles: Sequence[float]) -> Array:
     """Quantiles of sorted `values` for each row of cumulative counts: rows × quantiles."""
     total = cumulative[:, -1]
     out = np.full((len(cumulative), len(quantiles)), np.nan)

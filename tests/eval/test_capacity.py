@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -121,7 +122,56 @@ def test_a_level_that_is_still_filling_up_misses_whatever_its_turns_say() -> Non
 
 def test_few_turns_that_all_met_the_slo_do_not_make_a_sure_verdict() -> None:
     assert not judge(Level(4, [SessionOutcome(3, 3)] * 3), OBJECTIVE).sure
-    assert judge(Level(4, [SessionOutcome(10, 10)] * 30), OBJECTIVE).sure
+    assert not judge(Level(4, [SessionOutcome(10, 10)] * 30), OBJECTIVE).sure
+    assert judge(Level(4, [SessionOutcome(10, 10)] * 60), OBJECTIVE).sure
+
+
+def surely_wrong(rng: np.random.Generator, sessions: int, share: float, levels: int) -> float:
+    """How often a level is surely said to be what it is not, where `share` of its sessions keep the
+    SLO in all of their 60 turns and the others in none."""
+    wrong = 0
+    for _ in range(levels):
+        kept = rng.random(sessions) < share
+        verdict = judge(Level(4, [SessionOutcome(60 * int(met), 60) for met in kept]), OBJECTIVE)
+        wrong += verdict.sure and verdict.meets != (share >= OBJECTIVE.attainment)
+    return wrong / levels
+
+
+@pytest.mark.parametrize("share", [0.89, 0.91])
+@pytest.mark.parametrize("sessions", [1, 2, 12, 25, 60])
+def test_turns_that_share_their_sessions_fate_count_as_one(sessions: int, share: float) -> None:
+    """A verdict is to be wrong in one level of a hundred at most, each way."""
+    assert surely_wrong(np.random.default_rng(7), sessions, share, levels=600) <= 0.015
+
+
+@pytest.mark.parametrize("met", [[1] * 30, [0] * 30, [1] * 27 + [0] * 3, [1, 0], [1]])
+def test_more_turns_of_one_fate_say_no_more(met: list[int]) -> None:
+    one = judge(Level(4, [SessionOutcome(kept, 1) for kept in met]), OBJECTIVE)
+    many = judge(Level(4, [SessionOutcome(40 * kept, 40) for kept in met]), OBJECTIVE)
+    assert (many.attainment.low, many.attainment.high) == pytest.approx(
+        (one.attainment.low, one.attainment.high)
+    )
+
+
+def test_a_session_that_is_played_again_is_not_another_one() -> None:
+    """Nor in a repeat of the level: the same turns come back, and with them what is hard about
+    them."""
+    rng = np.random.default_rng(3)
+    stretch = [float(value) for value in rng.uniform(1.0, 3.0, 20)]
+    once = [
+        SessionOutcome(18 if number % 5 else 9, 20, stretch[number], f"s{number}")
+        for number in range(20)
+    ]
+    again = judge(Level(4, once * 3, repeats=3), Objective(0.9, 2.0))
+    alone = judge(Level(4, once), Objective(0.9, 2.0))
+    for found, before in (
+        (again.attainment, alone.attainment),
+        (again.stretch_p90, alone.stretch_p90),
+    ):
+        assert (found.low, found.high) == pytest.approx((before.low, before.high), rel=0.05)
+    others = [replace(outcome, session=f"{at}") for at, outcome in enumerate(once * 3)]
+    apart = judge(Level(4, others, repeats=3), Objective(0.9, 2.0)).attainment
+    assert apart.high - apart.low < 0.7 * (again.attainment.high - again.attainment.low)
 
 
 def test_letting_few_in_while_others_wait_is_not_carrying_them() -> None:

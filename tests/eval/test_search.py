@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 from deltaserve.errors import InputError
 from eval.experiment import Experiment, Slo
 from eval.experiment_files import load_experiment
+from eval.records import Run
 from eval.report import find_runs, find_searches, gather
 from eval.report.answer import answer
 from eval.runner import Summary, run_experiment
+from eval.search import level_of, tried
 from eval.site import Site
 from tests.eval.test_runner import FakeSite
 
@@ -172,3 +175,10 @@ def test_where_time_runs_out_the_answer_so_far_stays(
     found = capacity(tmp_path / "out")
     assert 4 <= found["agents"] <= 8
     assert not found["finished"]
+
+
+def test_a_repeat_of_the_same_sessions_makes_no_level_surer(make_run: Callable[..., Run]) -> None:
+    runs = [make_run(load="4", repeat=repeat, sessions=12) for repeat in (1, 2, 3)]
+    level = level_of(tried(runs, Slo()), 4.0, Slo(), None)
+    assert len(level.sessions) == 36
+    assert len({outcome.session for outcome in level.sessions}) == 12
