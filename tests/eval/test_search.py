@@ -88,7 +88,7 @@ def test_the_known_capacity_is_found_with_its_curve(
     assert loads[4.0]["requests_per_s"] > 0
     assert 1.0 in loads, "one session alone, which stretch is held against"
     assert found["alone"].startswith("measured at one session in flight")
-    assert fakes.kept == ["up workers", "down"]
+    assert fakes.kept == ["up one", "down"]
     assert found["finished"]
     assert found["per_gpu"] is None
     assert found["per_worker"] == 11 / found["workers"]
