@@ -205,7 +205,7 @@ def test_a_killed_search_leaves_no_engine_and_goes_on_without_repeating_finished
     wait_for(second / "requests.jsonl", runner)
     finished = (first / "manifest.json").read_bytes()
     assert json.loads(finished)["state"] == "complete"
-    records = [fleet(second), fleet(tmp_path / "out" / "workers" / "w1")]
+    records = [fleet(second), fleet(tmp_path / "out" / "workers" / "one" / "w1")]
     runner.send_signal(signal.SIGKILL)
     runner.communicate()
     for record in records:
