@@ -332,6 +332,12 @@ async def test_pages_of_64_overlap_retraction_and_a_pool_that_is_nearly_exhauste
     print(dict(sessions.seen), state["counts"], file=sys.stderr)
 
 
+async def tokens_back(fleet: Any) -> float:
+    """Tokens that the elastic worker has loaded from host memory."""
+    async with fleet.client.get(f"{fleet.elastic.url}/metrics") as page:
+        return total_of(await page.text(), "sglang:load_back_tokens_total")
+
+
 async def test_what_was_evicted_comes_back_from_host_memory_on_either_path(
     workers: Workers,
 ) -> None:
@@ -358,6 +364,9 @@ async def test_what_was_evicted_comes_back_from_host_memory_on_either_path(
             answer = await again(request(longer, 6))
             assert answer["output_ids"] == await fleet.truth(longer, 6)
             assert answer["meta_info"]["cached_tokens"] >= len(prompt) - 1
+        # Each of the two prompts, but for what the pool still had of it.
+        known = await tokens_back(fleet)
+        assert known > 2900
 
         running = asyncio.create_task(sessions.run(24, at_once=14))
         while sessions.seen["separated"] < 12 and not running.done():
@@ -366,12 +375,13 @@ async def test_what_was_evicted_comes_back_from_host_memory_on_either_path(
         await asyncio.sleep(2)
         fleet.prefill.start()
         await running
-        async with fleet.client.get(f"{fleet.elastic.url}/metrics") as page:
-            loaded = total_of(await page.text(), "sglang:load_back_tokens_total")
+        loaded = await tokens_back(fleet)
         state = await fleet.check_accounts()
-    print(dict(sessions.seen), state["counts"], f"{loaded:.0f} tokens back", file=sys.stderr)
+    seen = f"{known:.0f} and {loaded - known:.0f} tokens back"
+    print(dict(sessions.seen), state["counts"], seen, file=sys.stderr)
     assert not sessions.wrong, sessions.wrong[:5]
-    assert loaded > 10_000
+    # How many of the others' come back depends on which were evicted when they return.
+    assert loaded - known > 1500
     assert sessions.seen["local"] > 0
     assert sessions.seen["separated"] > 0
 
