@@ -26,7 +26,7 @@ def on_gpus(topology: Topology) -> Topology:
     found = cache(sample_gpus)  # asked once, and only where what is there decides something
     allowed = allowed_gpus()
     wanted = named_gpus(topology)
-    needed = sum(group.gpu_count for group in started)
+    needed = needed_gpus(topology)
     if allowed is not None:
         left = ", ".join(map(str, allowed)) or "none"
         if barred := [gpu for gpu in wanted if gpu not in allowed]:
