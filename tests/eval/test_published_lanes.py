@@ -14,7 +14,7 @@ from eval.run_lines import read_rows
 from eval.sessions_a_gpu import row_of
 from eval.steady import State, steadiness
 from tests.eval.published import RESULTS, decisions, lines, phases, run_of
-from tests.eval.test_published_residency import rate, wanted_share
+from tests.eval.test_published_residency import share_and_rate, wanted_share
 from tests.eval.windows import has_rows, missed, until
 
 PAGE = (RESULTS / "residency-draws.md").read_text()
@@ -52,13 +52,6 @@ TWELVE = {
 def section(title: str) -> str:
     start = PAGE.index(f"## {title}")
     return PAGE[start : PAGE.index("\n## ", start + 1)]
-
-
-def share_and_rate(arm: str) -> tuple[float, float]:
-    """Turns within the objective, in percent, and answers a second."""
-    measured = [r for r in lines(arm) if r["phase"] == "measure"]
-    good = sum(not r["error"] and not any(missed(r)) for r in measured)
-    return 100 * good / len(measured), rate(arm)
 
 
 @pytest.mark.parametrize("label", TWELVE)
