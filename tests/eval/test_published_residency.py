@@ -575,7 +575,7 @@ def _completion_rows(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
     """The table's rows, a column for each pair of runs without and with residency."""
     rows: dict[str, list[str]] = {}
     for arms in pairs:
-        off, priced = map(_completions_s, arms)
+        off, priced = map(completions_s, arms)
         both = np.array([_to_its_end(arm) for arm in arms])
         sessions = sorted(off)
         assert sessions == sorted(priced)
@@ -597,7 +597,7 @@ def _completion_rows(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
     return rows
 
 
-def _completions_s(arm: str) -> dict[str, float]:
+def completions_s(arm: str) -> dict[str, float]:
     """Seconds that each session took, from when its first turn was due to the end of its last."""
     sessions: dict[str, list[dict[str, Any]]] = {}
     for request in lines(arm):
