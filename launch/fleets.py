@@ -151,6 +151,7 @@ class Fleet:
         """Checks the plan, then starts the workers and, when all are ready, the router."""
         began_s = time.monotonic()
         self._write()  # so that `down` finds who checks, which may take long
+        planning.move_away_previous(self.plan.run_dir)
         checking.check(self.plan)
         planning.write_files(self.plan)
         self.timings["check_s"] = time.monotonic() - began_s

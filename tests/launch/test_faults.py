@@ -162,6 +162,37 @@ def test_the_decisions_of_a_start_are_apart_from_those_of_the_start_before(
         assert not older.exists()
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "overrides", "error"),
+    [
+        ("die", (), FleetError),
+        ("serve", ('flags=["--max-runing-requests", "4"]',), InputError),
+    ],
+)
+def test_what_a_start_before_recorded_is_not_taken_for_that_of_one_that_fails(
+    fakes: Fakes,
+    tmp_path: Path,
+    behaviour: str,
+    overrides: tuple[str, ...],
+    error: type[Exception],
+) -> None:
+    run_dir = tmp_path / "run"
+    with fleet(fakes("serve", overrides=("telemetry=true",)), run_dir):
+        pass
+    files = ("processes.csv", "engines.csv", "gpu.csv", "decisions.jsonl")
+    recorded = [name.replace(".", part) for name in files for part in (".", ".1.")]
+    for name in recorded:
+        (run_dir / name).write_text(f"{name} of the start before")
+    for _ in range(2):  # the second finds nothing to move
+        with pytest.raises(error), fleet(fakes(behaviour, overrides=overrides), run_dir):
+            pass
+        for name in recorded:
+            assert not (run_dir / name).exists(), name
+            assert (run_dir / f"{name}.1").read_text() == f"{name} of the start before"
+        assert not (run_dir / "steps").exists()
+        assert (run_dir / "steps.1").is_dir()
+
+
 def test_a_decision_log_that_somebody_put_elsewhere_stays_there(
     fakes: Fakes, tmp_path: Path
 ) -> None:
