@@ -15,15 +15,26 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 import pytest
 
 from deltaserve import child
 from deltaserve.errors import InputError
-from launch import FleetError, control, fleet, fleets, guard, hardware, sampling, supervised
+from launch import (
+    FleetError,
+    control,
+    fleet,
+    fleets,
+    guard,
+    hardware,
+    reservations,
+    sampling,
+    supervised,
+)
 from launch.redaction import HIDDEN, is_secret, redacted
-from launch.reservations import reserved
+from launch.reservations import TakenError, is_reserved, reserved
 from launch.sampling import Engines, Sampler
 from tests.processes import wait_until, working_in
 
@@ -115,6 +126,41 @@ def test_hosts_that_share_a_home_do_not_take_each_others_locks_and_pids(
             with pytest.raises(InputError, match=r"its processes are on .*; end it there"):
                 control.down(here)
         assert control.status(here).alive
+
+
+def _asks_port() -> bool:
+    return is_reserved("port", 19_001)
+
+
+def _takes_port() -> bool:
+    """Whether a fleet that wants the port is told that another has it."""
+    try:
+        with reserved([19_001]):
+            return False
+    except TakenError:
+        return True
+
+
+@pytest.mark.parametrize("meanwhile", [_asks_port, _takes_port])
+def test_who_asks_whether_a_port_is_taken_has_not_taken_it(
+    monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], bool]
+) -> None:
+    """Who asks holds its lock for a moment."""
+    found: list[bool] = []
+    other = threading.Thread(target=lambda: found.append(meanwhile()))
+    lock = reservations._lock
+
+    def slow(file: TextIO) -> bool:
+        is_free = lock(file)
+        monkeypatch.setattr(reservations, "_lock", lock)
+        other.start()
+        other.join(0.2)
+        return is_free
+
+    monkeypatch.setattr(reservations, "_lock", slow)
+    assert not is_reserved("port", 19_001)
+    other.join()
+    assert found == [False]
 
 
 def test_the_log_of_the_start_before_is_kept(fakes: Fakes, tmp_path: Path) -> None:
