@@ -484,7 +484,7 @@ def fleet(
     """
     run_dir = run_dir.absolute()
     with claim(run_dir), contextlib.ExitStack() as kept:
-        made = _reserved(topology, run_dir, kept)
+        made = reserved_plan(topology, run_dir, kept)
         running = Fleet(made, on_progress or (lambda _: None), behind=behind)
         try:
             running.start()
@@ -496,7 +496,7 @@ def fleet(
                 running.stop()
 
 
-def _reserved(topology: Topology, run_dir: Path, kept: contextlib.ExitStack) -> Plan:
+def reserved_plan(topology: Topology, run_dir: Path, kept: contextlib.ExitStack) -> Plan:
     """A plan of `topology` whose ports and GPUs `kept` keeps from other fleets."""
     for attempts_left in reversed(range(_PLAN_ATTEMPTS)):
         made = planning.plan(topology, run_dir)

@@ -109,9 +109,9 @@ def test_a_fleet_that_cannot_be_written_down_does_not_come_up(
 def test_hosts_that_share_a_home_do_not_take_each_others_locks_and_pids(
     fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with reserved([20001], [0]), monkeypatch.context() as elsewhere:
+    with reserved([19_001], [0]), monkeypatch.context() as elsewhere:
         elsewhere.setattr(socket, "gethostname", lambda: "other-host")
-        with reserved([20001], [0]):
+        with reserved([19_001], [0]):
             pass
     here = control.default_run_dir("sglang:2")
     assert here.parts[-2:] == (socket.gethostname(), "sglang-2")
