@@ -70,13 +70,21 @@ class Level:
 @dataclass(frozen=True)
 class Judgement:
     """A level against the objective. `meets` is the point verdict; `sure` where both bounds of
-    the intervals agree with it."""
+    the intervals agree with it. Where the objective bounds stretch and no session's is known, the
+    turns alone were judged: a level that meets by them is `unjudged`, however sure of them it is.
+    """
 
     load: float
     attainment: Estimate
     stretch_p90: Estimate
     meets: bool
     sure: bool
+    unjudged: bool = False
+
+    @property
+    def surely_meets(self) -> bool:
+        """Whether the level meets the whole objective beyond doubt."""
+        return self.meets and self.sure and not self.unjudged
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,11 @@ class Capacity:
     low: float
     high: float
     judgements: Sequence[Judgement]
+
+    @property
+    def unjudged(self) -> list[float]:
+        """The loads that met the objective by their turns alone, without a known stretch."""
+        return [judgement.load for judgement in self.judgements if judgement.unjudged]
 
 
 def judge(level: Level, objective: Objective, seed: int = 0) -> Judgement:
@@ -137,7 +150,8 @@ def judge(level: Level, objective: Objective, seed: int = 0) -> Judgement:
             or attained.high < objective.attainment
             or (bound is not None and stretched.low > bound)
         )
-    return Judgement(level.load, attained, stretched, meets, sure)
+    unjudged = meets and bound != objective.stretch_p90
+    return Judgement(level.load, attained, stretched, meets, sure, unjudged)
 
 
 # A search judges every level again after each run, and only one of them has changed. Sessions come
@@ -274,7 +288,7 @@ def capacity(levels: Sequence[Level], search: Search, objective: Objective) -> C
     holds, _ = _bracket(judgements)
     surely_fails = min((j.load for j in judgements if not j.meets and j.sure), default=math.inf)
     surely_holds = max(
-        (j.load for j in judgements if j.meets and j.sure and j.load < surely_fails), default=0.0
+        (j.load for j in judgements if j.surely_meets and j.load < surely_fails), default=0.0
     )
     step = 1.0 if search.whole else 0.0
     value = holds or 0.0

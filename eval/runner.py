@@ -201,7 +201,7 @@ def _search_all(
     arms: Sequence[PlannedRun],
 ) -> Summary:
     """Each arm's search, in the file's order."""
-    from eval.search import search_arm
+    from eval.search import by_turns_alone, search_arm
 
     for arm in dict.fromkeys(run.arm.name for run in sorted(arms, key=_in_order(experiment))):
         told = next(run.arm for run in arms if run.arm.name == arm)
@@ -226,7 +226,9 @@ def _search_all(
 
         found = search_arm(experiment, told, output, execute)
         if found is not None:
-            progress.say(f"{arm}: carries {found.value:g} ({found.low:g} to {found.high:g})")
+            words = f"{arm}: carries {found.value:g} ({found.low:g} to {found.high:g})"
+            doubt = f"; {by_turns_alone(found.unjudged)}" if found.unjudged else ""
+            progress.say(words + doubt)
     return matrix.summary
 
 

@@ -140,6 +140,12 @@ def level_of(level: Tried, load: float, slo: Slo, alone: Alone | None) -> Level:
     return Level(load, sessions, level.sustained, repeats=len(level.runs))
 
 
+def by_turns_alone(loads: Sequence[float]) -> str:
+    """What is said of levels of whose sessions no stretch is known, which the objective bounds."""
+    names = ", ".join(f"{load:g}" for load in loads)
+    return f"no session's stretch is known at {names}: judged by turns alone"
+
+
 def judged_again(
     arm: str, over: str, runs: Mapping[float, Sequence[Run]], slo: Slo
 ) -> dict[str, Any]:
@@ -172,7 +178,7 @@ def _record(
                 "load": verdict.load,
                 "repeats": len(level.runs),
                 "meets": verdict.meets,
-                "sure": verdict.sure,
+                "sure": verdict.sure and not verdict.unjudged,
                 "sustained": level.sustained,
                 "violations": level.violations,
                 **_told(

@@ -1,7 +1,8 @@
 """A measured run beside a simulated one: `python -m eval.validation MEASURED SIMULATED`.
 
 Owns which requests of two result files are compared, and the table. Both files have result lines
-(`docs/formats.md`), packed with zstd or not; a line may have `worst_gap_s` in place of `arrivals`.
+(`docs/formats.md`), packed with zstd or not; a line may have `worst_gap_s` in place of `arrivals`,
+null where its answer came all at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import orjson
 import typer
 
 from deltaserve.errors import InputError, told_in_one_line
+from replay.results import tpot_s, worst_gap_s
 from replay.trace import numbered_lines
 
 Line = dict[str, Any]
@@ -37,11 +39,10 @@ def read_lines(path: Path) -> list[Line]:
 def measures(lines: list[Line], from_s: float, to_s: float, until_s: float) -> dict[str, float]:
     """Of later turns that were scheduled in [from_s, to_s) and answered by `until_s`, when the
     measured run was cut off; times in s. `requests_per_s` is of all answers that ended in the
-    window."""
+    window. An answer that came all at once has no TPOT and no gap, and is left out of those."""
     answered = [line for line in lines if not line["error"] and line["finished_s"] <= until_s]
     inside = [x for x in answered if from_s <= x["scheduled_s"] < to_s and x["turn"] > 0]
     ended = [line for line in answered if from_s <= line["finished_s"] < to_s]
-    several = [line for line in inside if line["output_tokens"] > 1]
     prompt_tokens = sum(line["prompt_tokens"] for line in inside)
     cached_tokens = sum(line["cached_tokens"] or 0 for line in inside)
     found = {
@@ -49,27 +50,32 @@ def measures(lines: list[Line], from_s: float, to_s: float, until_s: float) -> d
         "requests_per_s": len(ended) / (to_s - from_s),
         "apc": cached_tokens / prompt_tokens if prompt_tokens else math.nan,
     }
-    of_each: dict[str, tuple[list[Line], Callable[[Line], float]]] = {
-        "ttft": (inside, lambda line: line["first_token_s"] - line["sent_s"]),
-        "tpot": (several, _tpot_s),
-        "worst_gap": (several, _worst_gap_s),
+    of_each: dict[str, Callable[[Line], float | None]] = {
+        "ttft": lambda line: line["first_token_s"] - line["sent_s"],
+        "tpot": _tpot_s,
+        "worst_gap": _worst_gap_s,
     }
-    for name, (rows, measure) in of_each.items():
-        values = [measure(line) for line in rows]
+    for name, measure in of_each.items():
+        values = [value for line in inside if (value := measure(line)) is not None]
         for share in (50, 90):
             found[f"{name}_p{share}"] = float(np.percentile(values, share)) if values else math.nan
     return found
 
 
-def _tpot_s(line: Line) -> float:
-    after_first = float(line["output_tokens"] - 1)
+def _tpot_s(line: Line) -> float | None:
+    if "arrivals" in line:
+        return tpot_s(line["arrivals"])
+    after_first = int(line["output_tokens"]) - 1
+    if after_first < 1 or _worst_gap_s(line) is None:
+        return None
     return float(line["finished_s"] - line["first_token_s"]) / after_first
 
 
-def _worst_gap_s(line: Line) -> float:
+def _worst_gap_s(line: Line) -> float | None:
     if "worst_gap_s" in line:
-        return float(line["worst_gap_s"])
-    return float(max(np.diff([at_s for at_s, _ in line["arrivals"]]), default=0.0))
+        told_s: float | None = line["worst_gap_s"]
+        return told_s
+    return worst_gap_s(line.get("arrivals", ()))
 
 
 def main(

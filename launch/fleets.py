@@ -151,6 +151,7 @@ class Fleet:
         """Checks the plan, then starts the workers and, when all are ready, the router."""
         began_s = time.monotonic()
         self._write()  # so that `down` finds who checks, which may take long
+        planning.move_away_previous(self.plan.run_dir)
         checking.check(self.plan)
         planning.write_files(self.plan)
         self.timings["check_s"] = time.monotonic() - began_s
@@ -483,7 +484,7 @@ def fleet(
     """
     run_dir = run_dir.absolute()
     with claim(run_dir), contextlib.ExitStack() as kept:
-        made = _reserved(topology, run_dir, kept)
+        made = reserved_plan(topology, run_dir, kept)
         running = Fleet(made, on_progress or (lambda _: None), behind=behind)
         try:
             running.start()
@@ -495,7 +496,7 @@ def fleet(
                 running.stop()
 
 
-def _reserved(topology: Topology, run_dir: Path, kept: contextlib.ExitStack) -> Plan:
+def reserved_plan(topology: Topology, run_dir: Path, kept: contextlib.ExitStack) -> Plan:
     """A plan of `topology` whose ports and GPUs `kept` keeps from other fleets."""
     for attempts_left in reversed(range(_PLAN_ATTEMPTS)):
         made = planning.plan(topology, run_dir)

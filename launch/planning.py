@@ -34,6 +34,7 @@ from launch.kv import host_tier_too_new_for, unlike, vocab_size, worker_kv
 from launch.models import is_folder, is_shape, model_folder, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import free_base, worker_ports
+from launch.sampling import SAMPLES
 from launch.supervised import keep_previous
 from launch.toml_text import line as _line
 from launch.topology import Role, Topology, WorkerGroup
@@ -264,25 +265,30 @@ def layout(
     return Plan(topology, engine, run_dir, tuple(processes), parallel_starts)
 
 
+def move_away_previous(run_dir: Path) -> None:
+    """Moves what an earlier start recorded in `run_dir` to names that end with ``.1``: telemetry,
+    samples and decisions, which would be taken for this start's, and to which it would add its own.
+    What is a link to elsewhere stays: who put it there wants it there."""
+    steps = run_dir / "steps"
+    if steps.is_dir() and not steps.is_symlink():
+        before = steps.with_name("steps.1")
+        shutil.rmtree(before, ignore_errors=True)
+        steps.rename(before)
+    for name in (*SAMPLES, _DECISION_LOG):
+        newest = run_dir / name
+        if not newest.is_symlink():
+            for path in (Path(older_log(str(newest))), newest):
+                keep_previous(path)
+
+
 def write_files(made: Plan) -> None:
-    """Writes what the processes read: model folder, plugin folder, router configuration. Telemetry
-    and decisions of the start before are moved away: its workers' files, and the lines that the
-    router adds its own to, would be taken for this start's, and would grow with each."""
+    """Writes what the processes read: model folder, plugin folder, router configuration."""
     if is_shape(made.topology.model):
         write_shape(made.topology.model)
     write_plugin(made.plugin_dir)
     (made.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    steps = made.run_dir / "steps"
-    if steps.is_dir() and not steps.is_symlink():  # who put it elsewhere wants it there
-        before = steps.with_name("steps.1")
-        shutil.rmtree(before, ignore_errors=True)
-        steps.rename(before)
     if made.topology.telemetry and made.topology.why_no_telemetry is None:
-        steps.mkdir(exist_ok=True)
-    log = made.run_dir / _DECISION_LOG
-    if not log.is_symlink():
-        for decisions in (Path(older_log(str(log))), log):
-            keep_previous(decisions)
+        (made.run_dir / "steps").mkdir(exist_ok=True)
     if made.topology.router.kind == "deltaserve":
         write_router_config(made, {})
 

@@ -2,7 +2,7 @@
 
 Owns the lock files in the cache folder, each host's own. An engine opens its ports and takes its
 GPU's memory a minute after both were found free; the system drops a lock with the process that
-holds it.
+holds it. To ask for a lock is to hold it for a moment, so asking and taking are one at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def reserved(ports: Iterable[int], gpus: Iterable[int] = ()) -> Iterator[None]:
     wanted += [("GPU", gpu, "gpus") for gpu in sorted(gpus)]
     with ExitStack() as held:
         for kind, number, key in wanted:
-            if not _lock(held.enter_context(_lock_file(kind, number))):
+            with _one_at_a_time(kind):
+                is_ours = _lock(held.enter_context(_lock_file(kind, number)))
+            if not is_ours:
                 raise TakenError(
                     f"{kind} {number} belongs to another fleet (deltaserve launch status); end it "
                     f"or change {key}"
@@ -38,8 +40,15 @@ def reserved(ports: Iterable[int], gpus: Iterable[int] = ()) -> Iterator[None]:
 
 def is_reserved(kind: Literal["port", "GPU"], number: int) -> bool:
     """Whether a fleet has the port or GPU of that number."""
-    with _lock_file(kind, number) as lock:
+    with _one_at_a_time(kind), _lock_file(kind, number) as lock:
         return not _lock(lock)
+
+
+@contextmanager
+def _one_at_a_time(kind: str) -> Iterator[None]:
+    with _open(kind, "all") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _lock(file: TextIO) -> bool:
@@ -51,7 +60,11 @@ def _lock(file: TextIO) -> bool:
 
 
 def _lock_file(kind: str, number: int) -> TextIO:
-    folder = cache_dir() / "reserved"
+    return _open(kind, str(number))
+
+
+def _open(kind: str, name: str) -> TextIO:
+    folder = cache_dir() / "reserved" / kind
     make_folder(folder)
     # A home that several machines share holds the locks of each.
-    return (folder / f"{socket.gethostname()}-{kind}-{number}.lock").open("w")
+    return (folder / f"{socket.gethostname()}-{name}.lock").open("w")

@@ -26,6 +26,7 @@ from launch.hardware import GpuError, GpuSample, sample_gpus
 from launch.http_calls import FAILURES, call
 from launch.supervised import members
 
+_PROCESSES, _ENGINES, _GPUS = SAMPLES = ("processes.csv", "engines.csv", "gpu.csv")
 PROCESS_COLUMNS = ("unix_s", "id", "cpu_s", "rss_bytes", "processes")
 ENGINE_COLUMNS = ("unix_s", "id", "running", "queued", "kv_used_share")
 GPU_COLUMNS = ("unix_s", *(field.name for field in fields(GpuSample)))
@@ -50,7 +51,6 @@ class _Table:
     def __init__(self, path: Path, columns: tuple[str, ...], max_bytes: int) -> None:
         self._path, self._columns, self._half_bytes = path, columns, max_bytes // 2
         self._older = Path(older_log(str(path)))
-        self._older.unlink(missing_ok=True)  # of the start before
         self._open()
 
     def _open(self) -> None:
@@ -104,11 +104,11 @@ class Sampler:
     def _run(self) -> None:
         with contextlib.suppress(OSError), ExitStack() as files:
             samples = [
-                partial(self._processes, self._table(files, "processes.csv", PROCESS_COLUMNS)),
-                partial(self._loads, self._table(files, "engines.csv", ENGINE_COLUMNS)),
+                partial(self._processes, self._table(files, _PROCESSES, PROCESS_COLUMNS)),
+                partial(self._loads, self._table(files, _ENGINES, ENGINE_COLUMNS)),
             ]
             if self._gpus:
-                samples.append(partial(self._gpu, self._table(files, "gpu.csv", GPU_COLUMNS)))
+                samples.append(partial(self._gpu, self._table(files, _GPUS, GPU_COLUMNS)))
             while True:
                 # What fails now (a GPU off its bus, a full disk) is left out; the next may not.
                 for sample in samples:

@@ -16,6 +16,7 @@ from eval.outcomes import MEASURES
 from eval.report.evidence import Evidence
 from eval.report.facts import simulated
 from eval.report.searches import Search
+from eval.search import by_turns_alone
 from eval.tables import enough
 
 _MOST_ARMS = 4
@@ -56,10 +57,12 @@ def _capacities(evidence: Evidence) -> str:
 
 
 def _capacity(search: Search) -> str:
-    """What one arm carries, and what that does not rest on: levels not tried, or not valid."""
+    """What one arm carries, and what that does not rest on: levels not tried, not judged whole, or
+    not valid."""
     invalid = ", ".join(f"{level['load']:g}" for level in search.invalid)
     doubts = [
         *([] if search.finished else ["so far: the search has levels to try"]),
+        *([by_turns_alone(search.unjudged)] if search.unjudged else []),
         *([f"a rule of validity was broken at {invalid}"] if invalid else []),
     ]
     after = f", {'; '.join(doubts)}" if doubts else ""

@@ -58,6 +58,16 @@ class Search:
         """The levels with a run that broke a rule of validity: the capacity rests on them too."""
         return [level for level in self.levels if level.get("violations")]
 
+    @property
+    def unjudged(self) -> list[float]:
+        """The levels that met the objective though it bounds stretch and no session's is known."""
+        return [level["load"] for level in self.levels if self.is_unjudged(level)]
+
+    def is_unjudged(self, level: Mapping[str, Any]) -> bool:
+        """Whether a level of this search is one of `unjudged`."""
+        is_unknown = "stretch_p90" in level and level["stretch_p90"] is None
+        return bool(level.get("meets")) and is_unknown and self.slo.get("stretch_p90") is not None
+
 
 def find_searches(folders: Sequence[Path]) -> list[Search]:
     """Every search under `folders`. Raises `InputError` for a file that is none."""

@@ -1,6 +1,7 @@
 """Stands in for `deltaserve replay run` against a server that carries `KNEE` sessions in flight:
 beyond that first tokens take as long as the sessions that are too many make them. With `WARM` its
-cache holds prompts before anybody sent them. It writes lines as `fake_replay.py` does."""
+cache holds prompts before anybody sent them, and with `UNCOUNTED` it tells no cached tokens. It
+writes lines as `fake_replay.py` does."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ arguments, rest = parser.parse_known_args()
 load = arguments.max_inflight_sessions
 knee = float(os.environ["KNEE"])
 warm = "WARM" in os.environ
+uncounted = "UNCOUNTED" in os.environ
 rng = np.random.default_rng(load)
 (arguments.output / "replay.json").write_text(
     json.dumps(
@@ -56,7 +58,7 @@ for session in range(load * 4):
             "arrivals": [(at_s + ttft_s, 1), (at_s + ttft_s + 0.1, 11)],
             "output_tokens": 11,
             "prompt_tokens": 1000,
-            "cached_tokens": 900 if turn or warm else 0,
+            "cached_tokens": None if uncounted else 900 if turn or warm else 0,
             "best_cached_tokens": 900 if turn else 0,
             "status": 200,
             "phase": "measure",

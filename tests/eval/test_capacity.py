@@ -181,6 +181,26 @@ def test_letting_few_in_while_others_wait_is_not_carrying_them() -> None:
     assert not judge(Level(30, [*quick, *slow]), Objective(0.9, 2.0)).meets
 
 
+def test_where_no_stretch_is_known_a_level_meets_by_its_turns_and_never_surely() -> None:
+    """No repeat makes the stretch known; a level whose turns miss is as sure as ever."""
+    bounded = Objective(0.9, 2.0)
+    good = Level(4, [SessionOutcome(10, 10)] * 60)
+    bad = Level(5, [SessionOutcome(0, 10)] * 60)
+    assert judge(good, OBJECTIVE).sure
+    assert not judge(good, OBJECTIVE).unjudged
+    verdict = judge(good, bounded)
+    assert verdict.meets
+    assert verdict.unjudged
+    missed = judge(bad, bounded)
+    assert (missed.meets, missed.sure, missed.unjudged) == (False, True, False)
+    search = Search(start=4, repeats=3)
+    found = capacity([good, bad], search, bounded)
+    assert (found.value, found.low, found.high) == (4, 0, 4)
+    assert next_load([good, bad], search, bounded) is None
+    known = Level(3, [SessionOutcome(10, 10, stretch=1.1)] * 60)
+    assert capacity([known, good, bad], search, bounded).low == 3
+
+
 def test_sessions_that_failed_are_stretched_without_end() -> None:
     done = [SessionOutcome(10, 10, stretch=1.1)] * 20
     failed = [SessionOutcome(10, 10, stretch=math.inf)] * 10

@@ -6,17 +6,21 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from deltaserve.errors import InputError
 from eval.experiment import Experiment, Slo
 from eval.experiment_files import load_experiment
+from eval.progress import Progress
 from eval.records import Run
 from eval.report import find_runs, find_searches, gather
 from eval.report.answer import answer
+from eval.report.sections.capacity import section
 from eval.runner import Summary, run_experiment
 from eval.search import level_of, tried
 from eval.site import Site
@@ -54,15 +58,12 @@ def experiment(tmp_path: Path, small_trace: Path) -> Experiment:
     return load_experiment(str(path))[0]
 
 
-def run(experiment: Experiment, output: Path, fakes: FakeSite) -> Summary:
-    from io import StringIO
-
-    from rich.console import Console
-
-    from eval.progress import Progress
-
+def run(
+    experiment: Experiment, output: Path, fakes: FakeSite, told: StringIO | None = None
+) -> Summary:
+    """Runs the experiment; what it says of its progress is written to `told`."""
     site: Site = replace(fakes.site(), replay=FAKE)
-    with Progress(Console(file=StringIO(), width=200)) as progress:
+    with Progress(Console(file=told or StringIO(), width=200)) as progress:
         return run_experiment(experiment, output, site=site, source={}, progress=progress)
 
 
@@ -120,6 +121,34 @@ def test_a_report_names_invalid_levels_and_judges_all_again_by_another_objective
     (output / "one" / "capacity.json").write_text('{"arm": "another", "levels": []}')
     with pytest.raises(InputError, match="--slo: the runs of another's search"):
         gather(runs, draws=20, searches=find_searches([output]), slo={"ttft_s": 1.0})
+
+
+def test_levels_without_a_known_stretch_are_said_to_be_judged_by_turns_alone(
+    experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a server that tells no cached tokens: what a session takes alone is not known."""
+    monkeypatch.setenv("KNEE", "11")
+    monkeypatch.setenv("UNCOUNTED", "1")
+    output, told = tmp_path / "out", StringIO()
+    run(experiment, output, FakeSite(), told)
+    found = capacity(output)
+    assert found["alone"] is None
+    assert (found["agents"], found["low"]) == (11, 0)
+    carried = [level for level in found["levels"] if level["meets"]]
+    assert carried
+    assert not any(level["sure"] for level in carried)
+    assert any(level["sure"] for level in found["levels"] if not level["meets"])
+    evidence = gather(find_runs([output]), draws=20, searches=find_searches([output]))
+    loads = ", ".join(f"{level['load']:g}" for level in carried)
+    doubt = f"no session's stretch is known at {loads}: judged by turns alone"
+    assert doubt in answer(evidence)
+    assert f"one: carries 11 (0 to 11); {doubt}" in " ".join(told.getvalue().split())
+    shown = section(evidence)
+    assert shown is not None
+    [levels] = [table for title, table in shown.tables if title == "Levels"]
+    said = {row[1].text: row[2].text for row in levels.rows}
+    assert said["11"] == "yes, stretch unknown"
+    assert said["16"].startswith("no")
 
 
 def test_a_search_under_another_objective_and_its_report_have_one_objective(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,25 @@ def test_later_turns_of_the_window_count() -> None:
 
 def test_a_line_may_say_its_worst_gap() -> None:
     assert measures([line(1, 0.0, 1.0, worst_gap_s=2.5)], 0, 9, 9)["worst_gap_p50"] == 2.5
+
+
+def test_an_answer_that_came_all_at_once_has_no_pace_and_no_gap() -> None:
+    """It is left out; one of which its line says neither arrivals nor a gap, too."""
+    at_once = line(1, 0.0, 1.0, arrivals=[[1.0, 5]])
+    told = {key: value for key, value in at_once.items() if key != "arrivals"}
+    lines = [line(1, 0.0, 1.0), at_once, told | {"worst_gap_s": None}, told]
+    found = measures(lines, 0.0, 9.0, 9.0)
+    assert found["requests"] == 4
+    assert found["tpot_p50"] == pytest.approx(1.0)
+    assert found["worst_gap_p50"] == pytest.approx(3.0)
+    alone = measures([at_once], 0.0, 9.0, 9.0)
+    assert math.isnan(alone["tpot_p50"])
+    assert math.isnan(alone["worst_gap_p90"])
+
+
+def test_tokens_of_the_first_arrival_are_not_counted_for_the_pace() -> None:
+    held_back = line(1, 0.0, 1.0, arrivals=[[1.0, 3], [5.0, 5]])
+    assert measures([held_back], 0.0, 9.0, 9.0)["tpot_p50"] == pytest.approx(2.0)
 
 
 def test_packed_files_are_read_and_wrong_lines_are_named(tmp_path: Path) -> None:

@@ -1,13 +1,20 @@
-"""A cache folder of the test's own, and topologies of fake engines."""
+"""A cache folder of the test's own, topologies of fake engines, and ports of the test's own."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from launch.fleets import reserved_plan
+from launch.planning import Plan
+from launch.ports import free_base, worker_ports
+from launch.reservations import TakenError, reserved
 from launch.topology import Topology
 from launch.topology_files import load_topology
 
@@ -16,8 +23,13 @@ Fakes = Callable[..., Topology]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder."""
+    """A cache folder that is empty but for the reservations of ports, which all tests on a machine
+    share: their fleets leave each other's ports alone, as fleets of one user do."""
     folder = tmp_path / "cache"
+    shared = Path(tempfile.gettempdir()) / f"ports-of-launch-tests-{os.getuid()}"
+    shared.mkdir(exist_ok=True)
+    (folder / "reserved").mkdir(parents=True)
+    (folder / "reserved" / "port").symlink_to(shared)
     monkeypatch.setenv("DELTASERVE_CACHE", str(folder))
     return folder
 
@@ -30,6 +42,27 @@ def fake_python(tmp_path: Path) -> Path:
     python.write_text(f"#!{sys.executable}\n{script}")
     python.chmod(0o755)
     return python
+
+
+@contextmanager
+def kept_plan(topology: Topology, run_dir: Path) -> Iterator[Plan]:
+    """A plan whose ports nobody else is given until the block ends."""
+    with ExitStack() as kept:
+        yield reserved_plan(topology, run_dir, kept)
+
+
+@contextmanager
+def taken_base() -> Iterator[int]:
+    """A base port of one worker that a fleet has, until the block ends."""
+    with ExitStack() as kept:
+        while True:
+            base = free_base(1)
+            try:
+                kept.enter_context(reserved([base, *worker_ports(base, 0).values()]))
+                break
+            except TakenError:  # by another test, since it was found free
+                continue
+        yield base
 
 
 @pytest.fixture

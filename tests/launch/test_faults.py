@@ -15,15 +15,26 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 import pytest
 
 from deltaserve import child
 from deltaserve.errors import InputError
-from launch import FleetError, control, fleet, fleets, guard, hardware, sampling, supervised
+from launch import (
+    FleetError,
+    control,
+    fleet,
+    fleets,
+    guard,
+    hardware,
+    reservations,
+    sampling,
+    supervised,
+)
 from launch.redaction import HIDDEN, is_secret, redacted
-from launch.reservations import reserved
+from launch.reservations import TakenError, is_reserved, reserved
 from launch.sampling import Engines, Sampler
 from tests.processes import wait_until, working_in
 
@@ -98,9 +109,9 @@ def test_a_fleet_that_cannot_be_written_down_does_not_come_up(
 def test_hosts_that_share_a_home_do_not_take_each_others_locks_and_pids(
     fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with reserved([20001], [0]), monkeypatch.context() as elsewhere:
+    with reserved([19_001], [0]), monkeypatch.context() as elsewhere:
         elsewhere.setattr(socket, "gethostname", lambda: "other-host")
-        with reserved([20001], [0]):
+        with reserved([19_001], [0]):
             pass
     here = control.default_run_dir("sglang:2")
     assert here.parts[-2:] == (socket.gethostname(), "sglang-2")
@@ -115,6 +126,41 @@ def test_hosts_that_share_a_home_do_not_take_each_others_locks_and_pids(
             with pytest.raises(InputError, match=r"its processes are on .*; end it there"):
                 control.down(here)
         assert control.status(here).alive
+
+
+def _asks_port() -> bool:
+    return is_reserved("port", 19_001)
+
+
+def _takes_port() -> bool:
+    """Whether a fleet that wants the port is told that another has it."""
+    try:
+        with reserved([19_001]):
+            return False
+    except TakenError:
+        return True
+
+
+@pytest.mark.parametrize("meanwhile", [_asks_port, _takes_port])
+def test_who_asks_whether_a_port_is_taken_has_not_taken_it(
+    monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], bool]
+) -> None:
+    """Who asks holds its lock for a moment."""
+    found: list[bool] = []
+    other = threading.Thread(target=lambda: found.append(meanwhile()))
+    lock = reservations._lock
+
+    def slow(file: TextIO) -> bool:
+        is_free = lock(file)
+        monkeypatch.setattr(reservations, "_lock", lock)
+        other.start()
+        other.join(0.2)
+        return is_free
+
+    monkeypatch.setattr(reservations, "_lock", slow)
+    assert not is_reserved("port", 19_001)
+    other.join()
+    assert found == [False]
 
 
 def test_the_log_of_the_start_before_is_kept(fakes: Fakes, tmp_path: Path) -> None:
@@ -160,6 +206,37 @@ def test_the_decisions_of_a_start_are_apart_from_those_of_the_start_before(
     with fleet(fakes("serve"), run_dir):  # without a router of ours there are none
         assert not log.exists()
         assert not older.exists()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "overrides", "error"),
+    [
+        ("die", (), FleetError),
+        ("serve", ('flags=["--max-runing-requests", "4"]',), InputError),
+    ],
+)
+def test_what_a_start_before_recorded_is_not_taken_for_that_of_one_that_fails(
+    fakes: Fakes,
+    tmp_path: Path,
+    behaviour: str,
+    overrides: tuple[str, ...],
+    error: type[Exception],
+) -> None:
+    run_dir = tmp_path / "run"
+    with fleet(fakes("serve", overrides=("telemetry=true",)), run_dir):
+        pass
+    files = ("processes.csv", "engines.csv", "gpu.csv", "decisions.jsonl")
+    recorded = [name.replace(".", part) for name in files for part in (".", ".1.")]
+    for name in recorded:
+        (run_dir / name).write_text(f"{name} of the start before")
+    for _ in range(2):  # the second finds nothing to move
+        with pytest.raises(error), fleet(fakes(behaviour, overrides=overrides), run_dir):
+            pass
+        for name in recorded:
+            assert not (run_dir / name).exists(), name
+            assert (run_dir / f"{name}.1").read_text() == f"{name} of the start before"
+        assert not (run_dir / "steps").exists()
+        assert (run_dir / "steps.1").is_dir()
 
 
 def test_a_decision_log_that_somebody_put_elsewhere_stays_there(

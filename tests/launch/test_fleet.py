@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -21,13 +22,13 @@ import psutil
 import pytest
 
 from deltaserve.errors import InputError
-from launch import FleetError, checking, control, fleet, fleets, guard, planning, supervised
+from launch import FleetError, checking, control, fleet, fleets, guard, planning, ports, supervised
 from launch.fleets import log_tail
 from launch.ports import free_base, worker_ports
 from launch.reservations import reserved
 from tests.processes import wait_until, working_in
 
-from .conftest import Fakes
+from .conftest import Fakes, taken_base
 
 
 def port_of(url: str) -> int:
@@ -455,29 +456,32 @@ def test_a_port_in_use_is_named_with_its_owner_before_anything_starts(
 def test_a_stranger_that_answers_on_a_workers_port_is_not_taken_for_it(
     fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topology = fakes("hang")
-    base_port = free_base(1)
-    topology = topology.model_copy(update={"base_port": base_port})
     argv = [sys.executable, "-m", "http.server", "--directory", str(tmp_path)]
     (tmp_path / "health").touch()
     monkeypatch.setattr(checking, "check_free", lambda _: None)
-    stranger = subprocess.Popen(
-        [*argv, str(worker_ports(base_port, 0)["http"])], stderr=subprocess.DEVNULL
-    )
-    try:
-        with (
-            pytest.raises(FleetError, match="colocated-0: another process answers on its port"),
-            fleet(topology, tmp_path / "run"),
-        ):
-            pass
-    finally:
-        stranger.kill()
-        stranger.wait()
+    monkeypatch.setattr(fleets, "reserved", lambda *_: contextlib.nullcontext())
+    with taken_base() as base_port:
+        topology = fakes("hang").model_copy(update={"base_port": base_port})
+        stranger = subprocess.Popen(
+            [*argv, str(worker_ports(base_port, 0)["http"])], stderr=subprocess.DEVNULL
+        )
+        try:
+            with (
+                pytest.raises(FleetError, match="colocated-0: another process answers on its port"),
+                fleet(topology, tmp_path / "run"),
+            ):
+                pass
+        finally:
+            stranger.kill()
+            stranger.wait()
 
 
 def test_two_fleets_never_get_the_same_ports_before_their_engines_have_opened_them(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    # Whatever other tests do meanwhile.
+    monkeypatch.setenv("DELTASERVE_CACHE", str(tmp_path / "alone"))
+    monkeypatch.setattr(ports, "_is_free", lambda _: True)
     monkeypatch.setattr(random, "shuffle", lambda _: None)
     port = free_base(1)
     assert free_base(1) == port
@@ -493,14 +497,12 @@ def test_two_fleets_never_get_the_same_ports_before_their_engines_have_opened_th
 def test_free_ports_that_another_fleet_was_given_at_the_same_moment_are_left_to_it(
     fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, free = free_base(1), free_base(1)
-    while free == given:
-        free = free_base(1)
-    with reserved([worker_ports(given, 0)["http"]]):
-        bases = iter([given, free])
-        monkeypatch.setattr(planning, "free_base", lambda _: next(bases))
+    with taken_base() as given:
+        first = iter([given])
+        monkeypatch.setattr(planning, "free_base", lambda n: next(first, None) or free_base(n))
         with fleet(fakes("serve"), tmp_path / "run") as running:
-            assert running.plan.topology.base_port == free
+            assert next(first, None) is None
+            assert running.plan.topology.base_port != given
         # Ports that were asked for are not changed.
         fixed = fakes("serve", overrides=(f"base_port={given}",))
         taken = pytest.raises(InputError, match=r"belongs to another fleet .* or change base_port$")

@@ -248,7 +248,6 @@ def test_processes_are_sampled_while_they_run(fakes: Fakes, tmp_path: Path) -> N
 
 def test_of_samples_the_older_half_makes_room_where_they_are_bounded(tmp_path: Path) -> None:
     older = tmp_path / "processes.1.csv"
-    older.write_text("of the start before")
     guardians = {"nobody": (2**22 + 1, "gone")}
     sampler = Sampler(tmp_path, guardians, Engines({}, ("a", "b", "c")), (), 0.0005, 2_000)
     newest = tmp_path / "processes.csv"

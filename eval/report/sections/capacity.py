@@ -33,17 +33,20 @@ def _value(key: str) -> Any:
     return lambda row: row[1].get(key)
 
 
-def _carried(level: dict[str, Any]) -> str:
+def _carried(row: _Level) -> str:
     """Whether the level was carried, and whether its intervals leave no doubt of that."""
+    search, level = row
     if level.get("meets") is None:
         return ""
+    if search.is_unjudged(level):
+        return "yes, stretch unknown"
     return ("yes" if level["meets"] else "no") + (", surely" if level.get("sure") else "")
 
 
 _LEVELS: tuple[Column[_Level], ...] = (
     Column("arm", "Arm", lambda row: row[0].arm),
     Column("load", "Load", _value("load"), LEVEL),
-    Column("meets", "Carried", lambda row: _carried(row[1])),
+    Column("meets", "Carried", _carried),
     Column("attainment", "Good turns", _value("attainment"), PERCENT),
     Column("stretch_p90", "Stretch p90", _value("stretch_p90"), RATIO),
     Column("ttft_p90", "TTFT p90", _value("ttft_p90"), SECONDS),

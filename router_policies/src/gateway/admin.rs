@@ -11,7 +11,8 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::http::request::Parts;
+use hyper::{Method, Request, Response, StatusCode, Uri};
 use serde::Deserialize;
 use serde_json::{Value, json as value};
 use std::sync::Arc;
@@ -19,16 +20,40 @@ use std::time::Duration;
 
 const WORKER_PATIENCE: Duration = Duration::from_secs(10);
 const MAX_ADMIN_BODY_BYTES: usize = 1 << 20;
+/// How much of a body that nobody wants is read, and for how long.
+const MAX_UNWANTED_BYTES: usize = 64 << 10;
+const UNWANTED_PATIENCE: Duration = Duration::from_millis(100);
 
 pub(super) async fn handle(
     gateway: &Arc<Gateway>,
     client: &Client,
     request: Request<Incoming>,
 ) -> Response<Reply> {
-    let method = request.method().clone();
-    let path = request.uri().path().trim_end_matches('/').to_owned();
-    let changes = method != Method::GET && (path == "/workers" || path.starts_with("/workers/"));
-    if changes && let Some((status, message)) = guard::refusal(gateway, &request) {
+    let (head, body) = request.into_parts();
+    let mut body = (!http_body::Body::is_end_stream(&body)).then_some(body);
+    let answer = answer(gateway, client, &head, &mut body).await;
+    if let Some(unwanted) = body {
+        // Most are short and there, and with them read nothing is left to wait for when the connection ends.
+        let rest = Limited::new(unwanted, MAX_UNWANTED_BYTES).collect();
+        if let Ok(Ok(_)) = tokio::time::timeout(UNWANTED_PATIENCE, rest).await {
+            client.has_sent_body();
+        }
+    }
+    answer
+}
+
+async fn answer(
+    gateway: &Arc<Gateway>,
+    client: &Client,
+    head: &Parts,
+    body: &mut Option<Incoming>,
+) -> Response<Reply> {
+    let method = &head.method;
+    let path = head.uri.path().trim_end_matches('/').to_owned();
+    let changes = *method != Method::GET && (path == "/workers" || path.starts_with("/workers/"));
+    if changes
+        && let Some((status, message)) = guard::refusal(gateway, &head.headers, body.is_some())
+    {
         return error(status, "forbidden", message);
     }
     let wants = match path.as_str() {
@@ -40,11 +65,11 @@ pub(super) async fn handle(
         _ => None,
     };
     if let Some(wants) = wants.filter(|_| !changes)
-        && let Some((status, kind, message)) = gateway.keys.refusal(request.headers(), wants)
+        && let Some((status, kind, message)) = gateway.keys.refusal(&head.headers, wants)
     {
         return error(status, kind, message);
     }
-    match (&method, path.as_str()) {
+    match (method, path.as_str()) {
         // Load balancers ask with HEAD; the server leaves the body out.
         (&Method::GET | &Method::HEAD, "/health" | "/livez" | "/liveness") => {
             text(StatusCode::OK, "ok\n")
@@ -69,9 +94,9 @@ pub(super) async fn handle(
             response
         }
         (&Method::GET, "/workers") => list_workers(gateway),
-        (&Method::POST, "/workers") => add_worker(gateway, client, request).await,
+        (&Method::POST, "/workers") => add_worker(gateway, client, body.take()).await,
         (&Method::GET, "/decisions") => {
-            let limit = match query(&request, "limit").map(str::parse::<usize>) {
+            let limit = match query(&head.uri, "limit").map(str::parse::<usize>) {
                 None => 100,
                 Some(Ok(limit)) => limit,
                 Some(Err(_)) => {
@@ -100,7 +125,7 @@ pub(super) async fn handle(
             | "/get_server_info",
         ) => not_allowed("GET"),
         _ => match path.strip_prefix("/workers/") {
-            Some(id) => one_worker(gateway, &method, id, request).await,
+            Some(id) => one_worker(gateway, method, id),
             None => error(
                 StatusCode::NOT_FOUND,
                 "not_found",
@@ -127,8 +152,8 @@ fn is_model(path: &str) -> bool {
         .is_some_and(|name| !name.is_empty() && !name.split('/').any(|part| part == ".."))
 }
 
-fn query<'a>(request: &'a Request<Incoming>, name: &str) -> Option<&'a str> {
-    let pairs = request.uri().query()?.split('&');
+fn query<'a>(uri: &'a Uri, name: &str) -> Option<&'a str> {
+    let pairs = uri.query()?.split('&');
     pairs
         .filter_map(|pair| pair.split_once('='))
         .find_map(|(key, value)| (key == name).then_some(value))
@@ -191,14 +216,14 @@ struct WorkerSpecFields {
 async fn add_worker(
     gateway: &Arc<Gateway>,
     client: &Client,
-    request: Request<Incoming>,
+    body: Option<Incoming>,
 ) -> Response<Reply> {
-    client.sends_body();
     let refuse = |message: &str| error(StatusCode::BAD_REQUEST, "invalid_request_error", message);
-    let body = match Limited::new(request.into_body(), MAX_ADMIN_BODY_BYTES)
-        .collect()
-        .await
-    {
+    let body = match body {
+        Some(body) => Limited::new(body, MAX_ADMIN_BODY_BYTES).collect().await,
+        None => return refuse("body: expected a worker, as JSON"),
+    };
+    let body = match body {
         Ok(collected) => collected.to_bytes(),
         Err(failure) => return refuse(&format!("body: {failure}")),
     };
@@ -261,18 +286,12 @@ fn unescaped(part: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-async fn one_worker(
-    gateway: &Arc<Gateway>,
-    method: &Method,
-    path: &str,
-    request: Request<Incoming>,
-) -> Response<Reply> {
+fn one_worker(gateway: &Gateway, method: &Method, path: &str) -> Response<Reply> {
     let (id, action) = match path.rsplit_once('/') {
         Some((id, action @ ("drain" | "undrain"))) => (id, Some(action)),
         _ => (path, None),
     };
     let id = &*unescaped(id);
-    drop(request);
     let missing = || {
         error(
             StatusCode::NOT_FOUND,

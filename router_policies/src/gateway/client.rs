@@ -6,8 +6,9 @@
 //! timer is one a connection, set again only when it fires, and costs a request next to nothing. A router
 //! that has waited for its requests for long enough has the deadline come at once.
 //!
-//! A client that is refused before its body was read is still sending it. To close its connection at once
-//! would reset it, and most clients would never see why: so what it sends is thrown away for a while.
+//! A client that is answered before its body was read, or whose body nobody reads, is still sending it. To
+//! close its connection at once would reset it, and most clients would never see the answer: so what it
+//! sends is thrown away for a while.
 
 use super::fault::{SHUTTING_DOWN, TIME_IS_OVER};
 use crate::fleet::Outcome;

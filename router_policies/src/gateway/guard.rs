@@ -6,17 +6,16 @@
 //! asking first.
 
 use super::{Gateway, keys};
-use hyper::body::Incoming;
+use hyper::StatusCode;
 use hyper::header::{CONTENT_TYPE, HOST, HeaderMap, ORIGIN};
 use hyper::http::uri::Authority;
-use hyper::{Request, StatusCode};
 
 /// Why a change is refused, if it is.
 pub(super) fn refusal(
     gateway: &Gateway,
-    request: &Request<Incoming>,
+    headers: &HeaderMap,
+    has_body: bool,
 ) -> Option<(StatusCode, &'static str)> {
-    let headers = request.headers();
     match &gateway.config.admin_token {
         Some(token) => (!has_token(headers, token)).then_some((
             StatusCode::FORBIDDEN,
@@ -26,12 +25,8 @@ pub(super) fn refusal(
             StatusCode::FORBIDDEN,
             "changing the workers needs the admin token as Authorization: Bearer",
         )),
-        None => without_token(headers, has_body(request)),
+        None => without_token(headers, has_body),
     }
-}
-
-fn has_body(request: &Request<Incoming>) -> bool {
-    !http_body::Body::is_end_stream(request.body())
 }
 
 fn without_token(headers: &HeaderMap, has_body: bool) -> Option<(StatusCode, &'static str)> {

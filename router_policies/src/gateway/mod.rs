@@ -353,7 +353,7 @@ impl Gateway {
         };
         let api = Api::at(path);
         let reaches_model = api.is_some() || passthrough::is_passed_on(path);
-        if reaches_model && !http_body::Body::is_end_stream(request.body()) {
+        if !http_body::Body::is_end_stream(request.body()) {
             client.sends_body();
         }
         if reaches_model

@@ -576,13 +576,17 @@ async fn questions_go_to_a_worker_that_is_up() {
 
 /// Sends a large body, `later` than the headers, whatever the router says meanwhile, and reads the answer then,
 /// as many clients do.
-async fn answer_after_sending(router: &Router, headers: &str, later: Duration) -> String {
+async fn answer_after_sending(
+    router: &Router,
+    asked: &str,
+    headers: &str,
+    later: Duration,
+) -> String {
     let mut socket = connect(router).await;
     let body = vec![b' '; 16 << 20];
     let bytes = body.len();
-    let head = format!(
-        "POST /v1/messages HTTP/1.1\r\nhost: r\r\ncontent-length: {bytes}\r\n{headers}\r\n"
-    );
+    let head =
+        format!("{asked} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {bytes}\r\n{headers}\r\n");
     socket.write_all(head.as_bytes()).await.expect("sent");
     tokio::time::sleep(later).await;
     for piece in body.chunks(64 << 10) {
@@ -607,9 +611,30 @@ async fn who_is_refused_early_learns_why_though_its_body_was_not_read() {
         ("content-encoding: gzip\r\n", "HTTP/1.1 415 "),
     ] {
         for later in [0, 300].map(Duration::from_millis) {
-            let answer = answer_after_sending(&router, headers, later).await;
+            let answer = answer_after_sending(&router, "POST /v1/messages", headers, later).await;
             assert!(answer.starts_with(status), "{answer}");
             assert!(answer.contains("\"type\":\"error\""), "{answer}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn who_sends_a_body_that_nobody_wants_is_answered_all_the_same() {
+    let (_mock, router) = one().await;
+    for (asked, headers, status) in [
+        ("POST /v1/chat/completion", "", "HTTP/1.1 404 "),
+        ("POST /health", "", "HTTP/1.1 405 "),
+        ("GET /workers", "", "HTTP/1.1 200 "),
+        ("POST /workers", "", "HTTP/1.1 415 "),
+        (
+            "POST /workers/w/drain",
+            "content-type: application/json\r\n",
+            "HTTP/1.1 202 ",
+        ),
+    ] {
+        for later in [0, 300].map(Duration::from_millis) {
+            let answer = answer_after_sending(&router, asked, headers, later).await;
+            assert!(answer.starts_with(status), "{asked}: {answer}");
         }
     }
 }

@@ -307,3 +307,21 @@ async fn questions_about_the_model_are_told_that_the_router_stops() {
     assert_eq!(answer.headers()["retry-after"], "1");
     assert!(text(answer).await.contains(MESSAGE));
 }
+
+#[tokio::test]
+async fn a_connection_on_which_a_body_was_sent_that_nobody_wanted_ends_with_the_router() {
+    let mock = MockWorker::start().await;
+    let router = Stoppable::before(&mock, 30.0).await;
+    let mut socket = tokio::net::TcpStream::connect(&router.address)
+        .await
+        .expect("a connection");
+    let request = "POST /workers/w/drain HTTP/1.1\r\nhost: localhost\r\n\
+                   content-type: application/json\r\ncontent-length: 2\r\n\r\n{}";
+    socket.write_all(request.as_bytes()).await.expect("sent");
+    let mut answer = [0; 12];
+    socket.read_exact(&mut answer).await.expect("an answer");
+    assert_eq!(&answer, b"HTTP/1.1 202");
+    // Its client keeps it, for whatever it may ask next.
+    let (took, _) = router.stop(0).await;
+    assert!(took < Duration::from_secs(2), "it took {took:?}");
+}
