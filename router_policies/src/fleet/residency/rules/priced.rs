@@ -86,8 +86,8 @@ pub const INFO: Info = Info {
         },
         ParamInfo {
             name: "slice_from_fill",
-            default: "0",
-            meaning: "nobody needs a time slice while the turns of all that take turns on a worker, waiting ones too, hold no more than this share of what may be booked over time, and slice_tier_fill of the tier keeps their prompts: then room on the GPU alone decides. 0.85 was best in simulation; 0 has slices always",
+            default: "0.85",
+            meaning: "nobody needs a time slice while the turns of all that take turns on a worker, waiting ones too, hold no more than this share of what may be booked over time, and slice_tier_fill of the tier keeps their prompts: then room on the GPU alone decides; 0 has slices always",
         },
         ParamInfo {
             name: "slice_overhead",
@@ -213,7 +213,7 @@ impl Default for Priced {
             prefill_idle_recompute_s: 0.0,
             slice_fill: 0.55,
             slice_tier_fill: 0.8,
-            slice_from_fill: 0.0,
+            slice_from_fill: 0.85,
             slice_overhead: 0.2,
             late_after_s: 3.0,
         }
