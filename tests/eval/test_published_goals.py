@@ -24,7 +24,7 @@ from eval.waits import waits
 from tests.eval.published import RESULTS, lines, run_of
 from tests.eval.test_published_lanes import THINKING_RUNS
 from tests.eval.test_published_residency import completions_s, rate, share_and_rate
-from tests.eval.test_sessions_a_gpu import RUNS
+from tests.eval.test_sessions_a_gpu import ALWAYS, RUNS
 from tests.eval.windows import missed, until
 
 PAGE = (RESULTS / "residency-goals.md").read_text()
@@ -49,6 +49,7 @@ OTHERS = {
     ("lease, bf16", 12): ("sglang-lease", "backfill-lease"),
     ("sglang-fp8-host-mixed", 10): ("draw4-mixed-ten-cut-off",),
     (OURS, 24): ("slices-twentyfour-cut-off",),
+    (ALWAYS, 10): ("draw1-ten-again-cut-off",),
     ("cap 10", 16): ("rules-cap-sixteen", "draw2-rules-cap-sixteen"),
     ("aimd", 16): ("rules-aimd-sixteen", "draw2-rules-aimd-sixteen"),
     ("aimd", 24): ("rules-aimd-twentyfour-cut-off",),
@@ -66,7 +67,7 @@ OTHERS = {
 # Rows of the page's second table, with the arms of `RUNS`, `THINKING_RUNS` and `OTHERS` in each.
 CELLS = {
     "SGLang, bf16": ("sglang",),
-    "SGLang, bf16, `lpm`": (),
+    "SGLang, bf16, `lpm`": ("sglang-lpm",),
     "SGLang, bf16, residency": ("sglang-residency",),
     "SGLang, bf16, residency and paced": (),
     "SGLang, bf16, tier": ("sglang-host",),
@@ -84,7 +85,7 @@ CELLS = {
         "sglang-fp8-host-residency before slices",
     ),
     "the same, paced": (OURS,),
-    "the same, `slice_from_fill` 0.85": (f"{OURS}-fill",),
+    "the same, in time slices always": (ALWAYS,),
     "paced, `cap` 10": ("cap 10",),
     "paced, `aimd`": ("aimd",),
     "paced, `lease`": ("lease",),
@@ -520,7 +521,7 @@ def test_the_reasons(run: Read) -> None:
     ]
     ours = sorted(share for share, _ in twelve[0])
     more_share, more_rate = (np.array(twelve[0]) - np.array(twelve[1])).T
-    assert ((more_share > 10).sum(), (more_rate > 0).sum()) == (2, 1)
+    assert ((more_share > 10).sum(), (more_rate > 0).sum()) == (2, 2)
     fifth_s = 0.2 * float(np.quantile(until("engines-vllm-cut-off", 169)["waits_s"], 0.9))
     vllm = until("vllm-4096-sixteen-cut-off", 115)
     served = [rule_row(run(name), "", 16) for name in ("rules-cap-sixteen", "rules-priced-sixteen")]

@@ -97,6 +97,8 @@ TABLES = (
         "draw2-rules-aimd-sixteen",
         "draw2-rules-cap-sixteen",
     ),
+    ("draw1-fill-ten", "draw2-fill-ten", "fill-ten", "draw4-fill-ten", "draw4-fill-twelve"),
+    ("draw2-lpm-twelve", "lpm-twelve"),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (

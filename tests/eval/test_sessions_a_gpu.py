@@ -25,8 +25,11 @@ SIMULATED = RESULTS / "simulated" / "sessions-a-gpu.csv"
 MEASURED = RESULTS / "residency" / "sessions-a-gpu.csv"
 # The raw lines of the measured runs, by arm, sessions in flight and draw, repeats in their order.
 # Where a host tier overflows, sessions take turns otherwise since there are time slices: older runs
-# are not the arm's.
+# are not the arm's, nor are those with ten and twelve in which they always did so.
+ALWAYS = "sglang-fp8-host-paced-residency slices always"
 RUNS = {
+    ("sglang-lpm", 12, 3): ("lpm-twelve",),
+    ("sglang-lpm", 12, 2): ("draw2-lpm-twelve",),
     ("sglang", 2, 3): ("longer-off-1", "longer-off-2", "longer-off-3"),
     ("sglang", 12, 3): ("engines-sglang-1", "engines-sglang-2", "backfill-off"),
     ("sglang-residency", 2, 3): ("longer-residency",),
@@ -45,14 +48,14 @@ RUNS = {
     ("sglang-fp8-host-mixed", 12, 4): ("draw4-mixed-twelve",),
     ("sglang-fp8-host-mixed", 16, 3): ("mixed-sixteen",),
     ("sglang-fp8-host-paced-residency", 8, 3): ("slices-eight",),
-    ("sglang-fp8-host-paced-residency", 10, 3): ("along-ten",),
-    ("sglang-fp8-host-paced-residency", 10, 2): ("draw2-ten",),
-    ("sglang-fp8-host-paced-residency", 10, 1): ("draw1-ten",),
-    ("sglang-fp8-host-paced-residency", 10, 4): ("draw4-ten",),
-    ("sglang-fp8-host-paced-residency", 12, 3): ("slices-twelve", "along-twelve", "half-twelve"),
-    ("sglang-fp8-host-paced-residency", 12, 2): ("draw2-twelve", "draw2-twelve-again"),
-    ("sglang-fp8-host-paced-residency", 12, 1): ("draw1-twelve",),
-    ("sglang-fp8-host-paced-residency", 12, 4): ("draw4-twelve",),
+    ("sglang-fp8-host-paced-residency", 10, 3): ("fill-ten",),
+    ("sglang-fp8-host-paced-residency", 10, 2): ("draw2-fill-ten",),
+    ("sglang-fp8-host-paced-residency", 10, 1): ("draw1-fill-ten",),
+    ("sglang-fp8-host-paced-residency", 10, 4): ("draw4-fill-ten",),
+    ("sglang-fp8-host-paced-residency", 12, 3): ("fill-twelve",),
+    ("sglang-fp8-host-paced-residency", 12, 2): ("draw2-fill-twelve",),
+    ("sglang-fp8-host-paced-residency", 12, 1): ("draw1-fill-twelve",),
+    ("sglang-fp8-host-paced-residency", 12, 4): ("draw4-fill-twelve",),
     ("sglang-fp8-host-paced-residency", 16, 3): ("rules-priced-sixteen", "price-sixteen"),
     ("sglang-fp8-host-paced-residency", 16, 2): ("draw2-sixteen",),
     ("sglang-fp8-host-paced-residency", 24, 3): (
@@ -62,9 +65,14 @@ RUNS = {
         "bound-twentyfour",
     ),
     ("sglang-fp8-host-paced-residency", 24, 2): ("draw2-twentyfour",),
-    ("sglang-fp8-host-paced-residency-fill", 12, 3): ("fill-twelve",),
-    ("sglang-fp8-host-paced-residency-fill", 12, 2): ("draw2-fill-twelve",),
-    ("sglang-fp8-host-paced-residency-fill", 12, 1): ("draw1-fill-twelve",),
+    (ALWAYS, 10, 3): ("along-ten",),
+    (ALWAYS, 10, 2): ("draw2-ten",),
+    (ALWAYS, 10, 1): ("draw1-ten",),
+    (ALWAYS, 10, 4): ("draw4-ten",),
+    (ALWAYS, 12, 3): ("slices-twelve", "along-twelve", "half-twelve"),
+    (ALWAYS, 12, 2): ("draw2-twelve", "draw2-twelve-again"),
+    (ALWAYS, 12, 1): ("draw1-twelve",),
+    (ALWAYS, 12, 4): ("draw4-twelve",),
     ("vllm", 3, 3): ("vllm-three",),
     ("vllm", 4, 3): ("vllm-four",),
     ("vllm-fp8-host", 8, 3): ("vllm-fp8-host-eight",),
