@@ -21,6 +21,7 @@ from eval.separation import OBJECTIVES, figure, table
 from eval.simulate import packaged_calibrations
 from eval.validation import measures, read_lines
 from eval.waits import COLUMNS, waits
+from tests.eval.test_sessions_a_gpu import ALWAYS
 
 PAGE = Path(__file__).parents[2] / "docs/results/simulated.md"
 SEPARATION = PAGE.with_name("simulated-separation.md")
@@ -475,7 +476,7 @@ def of_two_more_draws(run: Row) -> bool:
 
 
 def of_sglang_on_two_more_draws(run: Row) -> bool:
-    is_of = run["arm"].startswith("sglang-fp8") and run["draw"] in ("1", "4")
+    is_of = run["arm"] in (ALWAYS, "sglang-fp8-host-mixed") and run["draw"] in ("1", "4")
     return is_of and run["sessions"] == "10"
 
 
@@ -484,7 +485,7 @@ def of_twelve_sessions(run: Row) -> bool:
     is_of = run["arm"] in ("vllm-fp8-host-4096", "sglang-fp8-host-mixed")
     if is_later(run) or run["sessions"] != "12":
         return False
-    return is_of or (run["arm"] == PACED and run["draw"] != "3")
+    return is_of or (run["arm"] == ALWAYS and run["draw"] != "3")
 
 
 def is_later(run: Row) -> bool:
@@ -492,17 +493,28 @@ def is_later(run: Row) -> bool:
     if run["arm"] == "sglang-fp8-host-mixed":
         later = {("8", "3"), *(("12", draw) for draw in "134")}
         return (run["sessions"], run["draw"]) in later
-    again = (PACED, "12", "2", "0.5381")
+    again = (ALWAYS, "12", "2", "0.5381")
     is_again = tuple(run[key] for key in ("arm", "sessions", "draw", "requests_per_s")) == again
-    return is_again or run["arm"] == f"{PACED}-fill"
+    return is_again or ((run["arm"], run["sessions"]) == (PACED, "12") and run["draw"] != "4")
+
+
+def is_last(run: Row) -> bool:
+    """Ten sessions, and twelve of draw 4, without time slices while the turns of all fit."""
+    of = (run["sessions"], run["draw"])
+    return run["arm"] == PACED and (of[0] == "10" or of == ("12", "4"))
+
+
+def of_draw_2(run: Row) -> bool:
+    return run["draw"] == "2" and run["sessions"] != "12" and not is_last(run)
 
 
 OTHER_DRAWS = [
-    ("validation-draw2", lambda run: run["draw"] == "2" and run["sessions"] != "12"),
+    ("validation-draw2", of_draw_2),
     ("validation-draws", of_two_more_draws),
     ("validation-draws-sglang", of_sglang_on_two_more_draws),
     ("validation-twelve", of_twelve_sessions),
     ("validation-lanes", is_later),
+    ("validation-ten", is_last),
 ]
 
 
