@@ -142,6 +142,9 @@ def test_what_the_page_says_of_the_device_and_of_the_tier_follows_from_its_lines
     parts = [carries(OURS, device) / device * 100_000 for device in (*sizes[:3], large)]
     first = (carries(OURS, H20) - carries(OURS, half)) / (H20 - half) * 100_000
     second = (carries(OURS, large) - carries(OURS, H20)) / (large - H20) * 100_000
+    second_200 = (carries(OURS, large, 200) - carries(OURS, H20, 200)) / (large - H20) * 100_000
+    by_draw = zip(agents(of(OURS, H20)), agents(of(OURS, H20, 100)), strict=True)
+    *others, most = sorted(f"{more - fewer:.1f}" for fewer, more in by_draw)
     shares = [100 * wanted(carries(OURS, device)) / device for device in sizes]
     large_tier = carries(OURS, 1_200_000, 200)
     last = 100 * wanted(large_tier) / 1_200_000
@@ -163,6 +166,8 @@ def test_what_the_page_says_of_the_device_and_of_the_tier_follows_from_its_lines
             f"{tiers[0]:.1f}, {tiers[1]:.1f}, {tiers[2]:.1f} and {tiers[3]:.1f} sessions, paced "
             f"with `off` {off[0]:.1f}, {off[1]:.1f}, {off[2]:.1f} and {off[3]:.1f}"
         ),
+        f"({most} sessions more, on the others {others[0]} to {others[-1]})",
+        f"has carry {tiers[1] - tiers[0]:.1f} sessions more (with 16",
         f"40 GB carry {carries(OURS, H20, 40):.1f}, no tier {carries(OURS, H20, 0):.1f}",
         (
             f"{parts[0]:.1f} sessions for each 100,000 tokens of a device with 281,888, "
@@ -171,7 +176,7 @@ def test_what_the_page_says_of_the_device_and_of_the_tier_follows_from_its_lines
         ),
         (
             f"Each 100,000 more (4.9 GB) bring {first:.1f} sessions up to 563,776 and "
-            f"{second:.1f} from there to 1,000,000"
+            f"{second:.1f} from there to 1,000,000, with 200 GB in place of 60 {second_200:.1f}."
         ),
         (
             f"with ten sessions {wanted(10):,.0f} tokens on average, and more than "
@@ -306,6 +311,7 @@ def test_what_other_pages_say_of_memory_follows_from_its_lines() -> None:
     more = 100_000 * (carries(OURS, 1_000_000) - carries(OURS, H20)) / (1_000_000 - H20)
     said = {
         RESULTS.parent / "residency.md": (
+            f"100 GB and more carry {carries(OURS, H20, 100):.1f} sessions that think for seconds;",
             (
                 f"563,776 tokens carry {carries(OURS, H20):.1f} sessions, "
                 f"{carries(OURS, H20) / H20 * 100_000:.1f} for each 100,000, and each 100,000 more "
@@ -320,7 +326,7 @@ def test_what_other_pages_say_of_memory_follows_from_its_lines() -> None:
             (
                 f"{carries(OURS, 281_888):.1f} sessions with half of it and "
                 f"{carries(OURS, 1_000_000):.1f} with 1,000,000 tokens; a tier of 400 GB in place "
-                f"of 60 carries {carries(OURS, H20, 400):.1f} as well"
+                f"of 60 carries {carries(OURS, H20, 400):.1f} where it is {carries(OURS, H20):.1f}"
             ),
         ),
     }

@@ -180,17 +180,10 @@ def test_the_tables_of_what_was_tried_with_residency_follow_from_their_runs() ->
     names = ("kept-free", "idle-worker", "in-time-first", "half-in-flight", "prompt-at-once")
     runs = [
         row
-        for name in (*names, "tier-bound", "tier-kept", "reload-price", "sessions-a-gpu")
+        for name in (*names, "tier-bound", "tier-kept", "reload-price", "slices-always")
         for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
     ]
     said = re.findall(r"\| ([^|]+), (\d+) in flight \| (.* →.*) \|\n", PAGE.read_text())
-    # Draws 1 to 4 as they are now stand in the lines of other pages.
-    for name, variant in (("think", f"{MINUTE}, {BESIDE}"), ("sessions-a-gpu-h200", "H200")):
-        runs += [
-            row | {"arm": f"{PACED} {variant}"}
-            for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
-            if row["arm"] == PACED
-        ]
     no_tier = "sglang-residency"
     arms = {
         "FP8, paced": (f"{PACED} before", f"{PACED} then"),
@@ -352,14 +345,11 @@ def test_the_tails_of_waits_follow_from_their_lines() -> None:
 
 
 def test_what_the_price_of_a_reload_brings_follows_from_its_lines() -> None:
-    names = ("tier-kept", "reload-price", "sessions-a-gpu", "sessions-a-gpu-h200")
-    lines = {name: read_rows(PAGE.parent / f"simulated/{name}.csv") for name in names}
-    lines["sessions-a-gpu-h200"] = [
-        row | {"arm": f"{PACED} H200"}
-        for row in lines["sessions-a-gpu-h200"]
-        if row["arm"] == PACED
+    rows = [
+        row
+        for name in ("tier-kept", "reload-price", "slices-always")
+        for row in read_rows(PAGE.parent / f"simulated/{name}.csv")
     ]
-    rows = [row for name in names for row in lines[name]]
     words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
     def change(column: str, before: str, now: str, sessions: str, draws: range) -> float:

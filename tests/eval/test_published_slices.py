@@ -147,23 +147,19 @@ def test_what_residency_costs_with_ten_and_twelve() -> None:
 
 def test_what_a_gpu_carries_without_slices_while_turns_fit() -> None:
     kept = RESULTS / "simulated"
-    rows = [
-        r
-        for of in ("slice-from-long", "sessions-a-gpu", "chunks")
-        for r in read_rows(kept / f"{of}.csv")
-    ]
 
-    def carries(arm: str) -> float:
-        of = [row for row in rows if row["arm"] == arm]
-        return statistics.fmean(carried_by_draw(of, "within_objective"))
+    def carries(of: str, arm: str) -> float:
+        rows = [row for row in read_rows(kept / f"{of}.csv") if row["arm"] == arm]
+        return statistics.fmean(carried_by_draw(rows, "within_objective"))
 
     ours, vllm = "sglang-fp8-host-paced-residency", "vllm-fp8-host-residency chunk 4096"
-    now, before = carries(f"{ours} {FROM}"), carries(ours)
-    without = carries("vllm-fp8-host chunk 4096")
-    mixed = carries("sglang-fp8-host mixed chunk 4096")
-    behind = [carries(arm) for arm in (f"{vllm} {FROM}", vllm)]
+    now, behind = (carries("slice-from-long", f"{arm} {FROM}") for arm in (ours, vllm))
+    before, behind_before = (carries("slices-always", arm) for arm in (ours, vllm))
+    assert (now, behind) == (carries("sessions-a-gpu", ours), carries("chunks", vllm))
+    without = carries("chunks", "vllm-fp8-host chunk 4096")
+    mixed = carries("chunks", "sglang-fp8-host mixed chunk 4096")
     text = section()
     assert f"{now:.1f} sessions in place of {before:.1f}, {now / without:.2f} times vLLM" in text
     assert f"and {now / mixed:.2f} times SGLang with its own mixed chunks" in text
-    assert "behind residency {:.1f} in place of {:.1f}, where".format(*behind) in text
+    assert f"behind residency {behind:.1f} in place of {behind_before:.1f}, where" in text
     assert f"where it carries {without:.1f} without" in text

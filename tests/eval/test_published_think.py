@@ -12,6 +12,8 @@ from tests.eval.published import RESULTS, served_percent
 
 PAGE = RESULTS / "simulated-think.md"
 OURS = "sglang-fp8-host-paced-residency"
+ALWAYS = f"{OURS} think 60 s, copied beside"
+"""With time slices always, in the lines of that."""
 LEVELS = ("16", "24")
 SETTING = "slice_overhead 0.1"
 TIER_TOKENS = 1_220_703
@@ -149,7 +151,7 @@ def test_more_host_memory_leaves_fewer_turns_to_be_computed_again() -> None:
             share = 100 * _mean(of, "within_objective")
             cells.append(f"{turns:.1f}, {share:.0f} %, {_mean(of, 'requests_per_s'):.2f}")
         assert f"| {name} | {' | '.join(cells)} |" in text
-    published = [row for row in _rows("think") if row["arm"] == OURS]
+    published = [row for row in _rows("slices-always") if row["arm"] == ALWAYS]
     for row in published:
         if row["sessions"] in ("12", *LEVELS):
             same = [
@@ -190,7 +192,7 @@ def test_what_was_tried_against_it_follows_from_its_lines() -> None:
 
 
 def test_what_the_simulators_page_says_the_tier_changed_follows_from_lines() -> None:
-    rows = [row for row in _rows("think") if row["arm"] == OURS]
+    rows = [row for row in _rows("slices-always") if row["arm"] == ALWAYS]
     before = [row for row in _rows("think-tried") if row["arm"] == "priced"]
     shares = [
         100
@@ -204,5 +206,5 @@ def test_what_the_simulators_page_says_the_tier_changed_follows_from_lines() -> 
     carries = statistics.fmean(carried_by_draw(rows, "within_objective"))
     assert (
         "With a minute of thinking ours with 16 and 24 sessions has {:.0f} and {:.0f} % of turns "
-        "in time where it was {:.0f} and {:.0f} %, and [carries {:.1f}](results/simulated-think.md)"
+        "in time where it was {:.0f} and {:.0f} %, and carries {:.1f} where it was 12.8, both with"
     ).format(*shares, carries) in (RESULTS.parent / "simulator.md").read_text()

@@ -169,10 +169,10 @@ def test_cap_has_the_value_with_the_most_turns_within_the_objective_a_second() -
     assert best.startswith(f"| {found[1]} |")
 
 
-def test_ours_is_the_same_arm_as_on_the_page_of_agents_a_gpu() -> None:
+def test_ours_is_the_same_arm_as_on_the_page_of_agents_a_gpu_with_slices_always() -> None:
     there = {
         (row["sessions"], row["draw"]): row
-        for row in read_rows(RESULTS / "simulated" / "sessions-a-gpu.csv")
+        for row in read_rows(RESULTS / "simulated" / "slices-always.csv")
         if row["arm"] == "sglang-fp8-host-paced-residency"
     }
     ours = [
@@ -183,6 +183,30 @@ def test_ours_is_the_same_arm_as_on_the_page_of_agents_a_gpu() -> None:
     for row in ours:
         same = there[row["sessions"], row["draw"]]
         assert {name: row[name] for name in columns} == {name: same[name] for name in columns}
+
+
+def test_how_far_ours_is_from_its_lines_where_it_needs_no_slices_while_turns_fit() -> None:
+    kept, now = (
+        [row for row in read_rows(path) if row["arm"] == "priced"]
+        for path in (RULES, RULES.with_name("rules-slices-from.csv"))
+    )
+
+    def mean(rows: list[Row], level: int, column: str) -> float:
+        of = [float(row[column]) for row in rows if row["sessions"] == str(level)]
+        assert len(of) == 8
+        return statistics.fmean(of)
+
+    more: list[float] = []
+    for level in (8, 12, 16, 24):
+        more += [
+            100 * (mean(now, level, "requests_per_s") / mean(kept, level, "requests_per_s") - 1),
+            100 * (mean(now, level, "within_objective") - mean(kept, level, "within_objective")),
+        ]
+    said = (
+        "eight sessions have {:.1f} % more requests/s and {:.1f} points more turns in time, "
+        "twelve {:.1f} % and {:.1f}, 16 {:.1f} % and {:.1f}, 24 {:.1f} % and {:.1f}."
+    ).format(*more)
+    assert said in PAGE.read_text(), said
 
 
 def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
