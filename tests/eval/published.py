@@ -19,8 +19,13 @@ from eval.run_lines import Row
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
-# In the order in which they were measured; their tables are counted through.
-RESIDENCY_PAGES = ("residency.md", "residency-fp8.md", "residency-draws.md")
+# Their tables are counted through, in this order.
+RESIDENCY_PAGES = (
+    "residency.md",
+    "residency-fp8.md",
+    "residency-draws.md",
+    "residency-slices.md",
+)
 
 
 def residency_text() -> str:

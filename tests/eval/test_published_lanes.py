@@ -1,5 +1,6 @@
-"""What docs/results/residency-draws.md says of the runs on four GPUs side by side: SGLang's mixed
-chunks with twelve sessions, no time slices while the turns of all fit, and four rules."""
+"""What docs/results/residency-draws.md and residency-slices.md say of the runs on four GPUs side by
+side: SGLang's mixed chunks with twelve sessions, no time slices while the turns of all fit, four
+rules and `lpm`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.eval.test_published_residency import share_and_rate, wanted_share
 from tests.eval.test_sessions_a_gpu import ALWAYS
 from tests.eval.windows import has_rows, missed, until
 
-PAGE = (RESULTS / "residency-draws.md").read_text()
+PAGES = [(RESULTS / f"residency-{of}.md").read_text() + "\n## " for of in ("draws", "slices")]
 MEASURED = RESULTS / "residency" / "sessions-a-gpu.csv"
 THINKING = RESULTS / "residency" / "sessions-a-gpu-think.csv"
 OURS = "sglang-fp8-host-paced-residency"
@@ -51,8 +52,9 @@ TWELVE = {
 
 
 def section(title: str) -> str:
-    start = PAGE.index(f"## {title}")
-    return PAGE[start : PAGE.index("\n## ", start + 1)]
+    (page,) = [page for page in PAGES if f"\n## {title}\n" in page]
+    start = page.index(f"\n## {title}\n")
+    return page[start : page.index("\n## ", start + 1)]
 
 
 @pytest.mark.parametrize("label", TWELVE)

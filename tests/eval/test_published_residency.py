@@ -82,6 +82,13 @@ TABLES = (
     ),
     ("draw1-mixed-twelve", "mixed-twelve", "draw4-mixed-twelve", "mixed-eight"),
     (
+        "draw2-rules-thunder-sixteen",
+        "draw2-rules-lease-sixteen",
+        "draw2-rules-aimd-sixteen",
+        "draw2-rules-cap-sixteen",
+    ),
+    ("draw2-lpm-twelve", "lpm-twelve"),
+    (
         "draw2-think-sixteen",
         "draw2-fill-think-sixteen",
         "think-sixteen-again",
@@ -91,14 +98,7 @@ TABLES = (
         "fill-twelve",
         "draw1-fill-twelve",
     ),
-    (
-        "draw2-rules-thunder-sixteen",
-        "draw2-rules-lease-sixteen",
-        "draw2-rules-aimd-sixteen",
-        "draw2-rules-cap-sixteen",
-    ),
     ("draw1-fill-ten", "draw2-fill-ten", "fill-ten", "draw4-fill-ten", "draw4-fill-twelve"),
-    ("draw2-lpm-twelve", "lpm-twelve"),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (
@@ -187,7 +187,8 @@ def test_what_is_said_of_two_sessions_that_fit(table: int) -> None:
         (18, State.STEADY),
         (19, State.STEADY),
         (21, State.STEADY),
-        (22, State.STEADY),
+        (24, State.STEADY),
+        (25, State.STEADY),
     ],
 )
 def test_which_runs_the_check_calls_steady(table: int, state: State, tmp_path: Path) -> None:
