@@ -163,3 +163,19 @@ def test_what_a_gpu_carries_without_slices_while_turns_fit() -> None:
     assert f"and {now / mixed:.2f} times SGLang with its own mixed chunks" in text
     assert f"behind residency {behind:.1f} in place of {behind_before:.1f}, where" in text
     assert f"where it carries {without:.1f} without" in text
+    chunks = (RESULTS / "simulated-chunks.md").read_text()
+    kinds = (("always", "slices-always"), ("now", "chunks"))
+    rows = [
+        row | {"arm": kind}
+        for kind, of in kinds
+        for row in read_rows(kept / f"{of}.csv")
+        if row["arm"] == vllm
+    ]
+    tpot = by_key(rows, "now", "always", 12)["tpot_p50"]
+    assert tpot.verdict is Verdict.BETTER
+    said = (
+        f"carries {behind - without:.1f} sessions more than without residency; with time slices "
+        f"always it was {without - behind_before:.1f} fewer, and with twelve sessions a token took "
+        f"{100 * (1 - tpot.effect.value):.0f} % less time"
+    )
+    assert said in chunks, said
