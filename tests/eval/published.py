@@ -38,9 +38,9 @@ def lines(name: str, folder: str = "residency") -> list[dict[str, Any]]:
     return _unpacked(folder, f"{name}.requests.jsonl.zst")
 
 
-def phases(name: str) -> dict[str, Any]:
+def phases(name: str, folder: str = "residency") -> dict[str, Any]:
     """Where its window was."""
-    found: dict[str, Any] = json.loads((RESULTS / "residency" / f"{name}.phases.json").read_text())
+    found: dict[str, Any] = json.loads((RESULTS / folder / f"{name}.phases.json").read_text())
     return found
 
 

@@ -139,7 +139,7 @@ def test_without_time_slices_while_the_turns_of_all_fit(
 def test_what_makes_it_the_default() -> None:
     page = section(ALL)
     said = []
-    more_of, better = {}, {}
+    room_left, nearly_full = {}, {}
     for pairs in (TEN_PAIRS, TWELVE_PAIRS):
         runs = [[share_and_rate(arm) for arm in pair] for pair in pairs.values()]
         rate = 100 * statistics.fmean(after[1] / before[1] - 1 for before, after in runs)
@@ -149,15 +149,15 @@ def test_what_makes_it_the_default() -> None:
         sessions = 10 if pairs is TEN_PAIRS else 12
         for pair, more in zip(pairs.values(), good, strict=True):
             wants = wanted_share(pair[0], sessions)
-            (more_of if wants < 0.78 else better)[pair] = round(more)
+            (room_left if wants < 0.78 else nearly_full)[pair] = round(more)
         said.append((f"{rate:+.1f} %", f"{points:+.1f}".replace("-", "−")))
     (ten, ten_points), (twelve, twelve_points) = said
     assert (
         f"With ten it is {ten} requests/s and {ten_points} points, "
         f"with twelve {twelve} and {twelve_points};"
     ) in page
-    assert sorted(more_of.values(), reverse=True) == [27, 16, 9, 0, -2]
-    assert sorted(better.values(), reverse=True) == [-4, -10, -12]
+    assert sorted(room_left.values(), reverse=True) == [27, 16, 9, 0, -2]
+    assert sorted(nearly_full.values(), reverse=True) == [-4, -10, -12]
     assert "the five pairs have 16, 27, 9, 0 and −2 % more turns in time a second" in page
     assert "(three pairs of draws 2 and 3) 4, 10 and 12 % fewer" in page
 

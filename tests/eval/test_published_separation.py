@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import statistics
 from pathlib import Path
@@ -17,7 +16,7 @@ from eval.interference import interference
 from eval.metrics import session_bootstrap
 from eval.outcomes import good, recomputed_tokens
 from eval.run_lines import figures, turns_of
-from tests.eval.published import RESULTS, decisions, lines, number, run_of, steps
+from tests.eval.published import RESULTS, decisions, lines, number, phases, run_of, steps
 
 PAGE = RESULTS / "separation.md"
 RUNS = ("paced-three", "elastic-three", "pd-three", "paced-six", "elastic-six")
@@ -135,7 +134,7 @@ def test_every_figure_of_six_sessions_on_h200s(at: int, name: str, tmp_path: Pat
 
 def _window(name: str) -> tuple[float, float]:
     """Where its window was, in the run's seconds."""
-    found = json.loads((RESULTS / FOLDER / f"{name}.phases.json").read_text())
+    found = phases(name, FOLDER)
     return found["window_start_s"], found["window_end_s"]
 
 
