@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -333,12 +332,12 @@ def test_beside_vllm_over_draws(sessions: int) -> None:
 
 
 def test_what_overload_costs_in_tokens(run: Read) -> None:
-    by_draw = {
+    of_draw = {
         3: ("bound-twentyfour", "price-sixteen", "rules-priced-sixteen"),
         2: ("draw2-twentyfour", "draw2-sixteen"),
     }
     shares = {}
-    for draw, names in by_draw.items():
+    for draw, names in of_draw.items():
         ours = [
             name
             for (arm, _, of), every in RUNS.items()
@@ -498,7 +497,7 @@ def _measured() -> list[tuple[str, int, bool, str]]:
 
 def test_every_measured_run_is_counted_once() -> None:
     names = [name for *_, name in _measured()]
-    kept = (Path(RESULTS) / "residency").glob("*.requests.jsonl.zst")
+    kept = (RESULTS / "residency").glob("*.requests.jsonl.zst")
     there = {path.name.removesuffix(".requests.jsonl.zst") for path in kept}
     assert sorted(names) == sorted(name for name in there if not name.startswith("laptop-"))
     assert {arm for arm, *_ in _measured()} == {arm for arms in CELLS.values() for arm in arms}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from eval.experiment import Slo
 from eval.interference import interference
 from eval.metrics import session_bootstrap
 from eval.outcomes import good, recomputed_tokens
+from eval.records import Run
 from eval.run_lines import figures, turns_of
 from tests.eval.published import RESULTS, decisions, lines, number, phases, run_of, steps
 
@@ -40,24 +42,44 @@ def row(label: str) -> list[str]:
 
 @pytest.mark.parametrize(("at", "name"), list(enumerate(RUNS)), ids=RUNS)
 def test_every_figure_of_a_run_comes_from_its_lines(at: int, name: str, tmp_path: Path) -> None:
-    _check_run(name, at, tmp_path, "")
-    within_slo = 100 * float(good(turns_of(run_of(name, tmp_path / "a", FOLDER)), Slo()).mean())
-    assert number(row("turns within the SLO")[at]) == pytest.approx(within_slo, abs=0.51)
+    _check_run(name, at, tmp_path, "", share_digits=0)
 
 
-def _check_run(name: str, at: int, tmp_path: Path, prefix: str) -> None:
-    """A column of a table of coding sessions, whose rows begin with `prefix`, without its share
-    within the objective, which is rounded to another place on each."""
-    run = run_of(name, tmp_path / name, FOLDER)
+# Label of a row, what it shows, in which unit of a second, and to how many places.
+Shown = tuple[str, str, float, int]
+REQUESTS: Shown = ("requests/s", "requests_per_s", 1.0, 3)
+CACHED: Shown = ("prompt tokens from cache", "cached_share", 1.0, 3)
+TTFT: Shown = ("TTFT p50 of turns", "ttft_p50_s", 1.0, 3)
+TPOT: Shown = ("TPOT p50", "tpot_p50_s", 1e3, 1)
+GAP: Shown = ("worst gap p90", "worst_gap_p90_s", 1.0, 3)
+
+
+def _shows(run: Run, at: int, prefix: str, rows: Iterable[Shown], share_digits: int) -> None:
+    """Rows of a column, and its share of turns within the objective."""
     found = figures(run)
-    for label, key in (
-        ("requests/s", "requests_per_s"),
-        ("prompt tokens from cache", "cached_share"),
-        ("TTFT p50 of turns", "ttft_p50_s"),
-    ):
-        assert number(row(f"{prefix}{label}")[at]) == pytest.approx(float(found[key]), abs=5.1e-4)
-    tpot_ms = float(found["tpot_p50_s"]) * 1e3
-    assert number(row(f"{prefix}TPOT p50")[at]) == pytest.approx(tpot_ms, abs=0.051)
+    for label, key, scale, digits in rows:
+        shown = number(row(f"{prefix}{label}")[at])
+        assert shown == pytest.approx(scale * float(found[key]), abs=0.51 * 10**-digits), label
+    shown = number(row(f"{prefix}turns within the SLO")[at])
+    assert shown == pytest.approx(_within_slo(run), abs=0.51 * 10**-share_digits)
+
+
+def _within_slo(run: Run) -> float:
+    """Turns within the objective, in percent."""
+    return 100 * float(good(turns_of(run), Slo()).mean())
+
+
+def _recomputed(run: Run) -> float:
+    """Of the prompt tokens of answered turns, in percent."""
+    turns = turns_of(run)
+    turns = turns[turns["ok"]]
+    return 100 * float(recomputed_tokens(turns).sum() / turns["prompt_tokens"].sum())
+
+
+def _check_run(name: str, at: int, tmp_path: Path, prefix: str, share_digits: int) -> None:
+    """A column of a table of coding sessions, whose rows begin with `prefix`."""
+    run = run_of(name, tmp_path / name, FOLDER)
+    _shows(run, at, prefix, (REQUESTS, CACHED, TTFT, TPOT), share_digits)
     measured = [r for r in lines(name, FOLDER) if r["phase"] == "measure"]
     answered = [r for r in measured if not r["error"]]
     assert int(row(f"{prefix}turns that failed")[at]) == len(measured) - len(answered)
@@ -70,12 +92,8 @@ def _check_run(name: str, at: int, tmp_path: Path, prefix: str) -> None:
     assert number(row(f"{prefix}worst gap p90, of answers")[at]) == pytest.approx(
         worst_s, abs=5.1e-4
     )
-    turns = turns_of(run)
-    turns = turns[turns["ok"]]
-    again = 100 * recomputed_tokens(turns).sum() / turns["prompt_tokens"].sum()
-    assert number(row(f"{prefix}recomputed, of prompt tokens")[at]) == pytest.approx(
-        again, abs=0.051
-    )
+    recomputed = number(row(f"{prefix}recomputed, of prompt tokens")[at])
+    assert recomputed == pytest.approx(_recomputed(run), abs=0.051)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +139,7 @@ H200S = ("h200-paced-six", "h200-elastic-six", "h200-pd-six")
 
 @pytest.mark.parametrize(("at", "name"), list(enumerate(H200S)), ids=H200S)
 def test_every_figure_of_six_sessions_on_h200s(at: int, name: str, tmp_path: Path) -> None:
-    _check_run(name, at, tmp_path, "H200s: ")
-    assert number(row("H200s: turns within the SLO")[at]) == pytest.approx(
-        100 * float(good(turns_of(run_of(name, tmp_path / "again", FOLDER)), Slo()).mean()),
-        abs=0.051,
-    )
+    _check_run(name, at, tmp_path, "H200s: ", share_digits=1)
     if at:
         separated, kv = _separated_and_moved(name)
         assert row("H200s: separated, of answered turns")[at] == separated
@@ -193,17 +207,8 @@ COLD = ("cold-pd-four", "cold-pd-eight")
 @pytest.mark.parametrize(("at", "name"), list(enumerate(COLD)), ids=COLD)
 def test_every_figure_of_cold_prompts(at: int, name: str, tmp_path: Path) -> None:
     run = run_of(name, tmp_path / name, FOLDER)
-    found = figures(run)
-    for label, key, scale, half in (
-        ("requests/s", "requests_per_s", 1.0, 5.1e-4),
-        ("TTFT p50", "ttft_p50_s", 1.0, 5.1e-4),
-        ("TPOT p50", "tpot_p50_s", 1e3, 0.051),
-        ("worst gap p90", "worst_gap_p90_s", 1.0, 5.1e-4),
-    ):
-        shown = number(row(f"cold: {label}")[at])
-        assert shown == pytest.approx(scale * float(found[key]), abs=half), label
-    within = 100 * float(good(turns_of(run), Slo()).mean())
-    assert number(row("cold: turns within the SLO")[at]) == pytest.approx(within, abs=0.051)
+    ttft: Shown = ("TTFT p50", "ttft_p50_s", 1.0, 3)
+    _shows(run, at, "cold: ", (REQUESTS, ttft, TPOT, GAP), share_digits=1)
     assert not any(r["cached_tokens"] for r in lines(name, FOLDER))
 
 
@@ -235,27 +240,12 @@ def test_every_figure_of_the_profile_comes_from_its_lines(
     at: int, name: str, tmp_path: Path
 ) -> None:
     run = run_of(name, tmp_path / name, FOLDER)
-    found = figures(run)
-    for label, key, scale, digits in (
-        ("requests/s", "requests_per_s", 1.0, 3),
-        ("prompt tokens from cache", "cached_share", 1.0, 3),
-        ("TTFT p50 of turns", "ttft_p50_s", 1.0, 3),
-        ("TTFT p90 of turns", "ttft_p90_s", 1.0, 3),
-        ("TPOT p50", "tpot_p50_s", 1e3, 1),
-        ("worst gap p90", "worst_gap_p90_s", 1.0, 3),
-    ):
-        half = 0.51 * 10**-digits
-        shown = number(row(f"profile: {label}")[at])
-        assert shown == pytest.approx(scale * float(found[key]), abs=half), label
-    counted = turns_of(run)
-    within_slo = 100 * float(good(counted, Slo()).mean())
-    assert number(row("profile: turns within the SLO")[at]) == pytest.approx(within_slo, abs=0.051)
-    assert int(row("profile: turns that failed")[at]) == int(counted["failed"].sum())
-    turns = counted[counted["ok"]]
-    again = 100 * recomputed_tokens(turns).sum() / turns["prompt_tokens"].sum()
-    assert number(row("profile: recomputed, of prompt tokens")[at]) == pytest.approx(
-        again, abs=0.051
-    )
+    late: Shown = ("TTFT p90 of turns", "ttft_p90_s", 1.0, 3)
+    rows = (REQUESTS, CACHED, TTFT, late, TPOT, GAP)
+    _shows(run, at, "profile: ", rows, share_digits=1)
+    assert int(row("profile: turns that failed")[at]) == int(turns_of(run)["failed"].sum())
+    recomputed = number(row("profile: recomputed, of prompt tokens")[at])
+    assert recomputed == pytest.approx(_recomputed(run), abs=0.051)
 
 
 def _kinds(name: str) -> dict[str, str]:
@@ -322,7 +312,7 @@ def test_how_far_off_the_simulated_profile_is(tmp_path: Path) -> None:
                 ratio = 100 * (values[1] / values[0] - 1)
                 assert float(said[1].replace("−", "-")) == pytest.approx(ratio, abs=0.51)
         in_time = [number(part) for part in cells["turns within the objective"][at].split(", ")]
-        within = 100 * float(good(turns_of(run), Slo()).mean())
+        within = _within_slo(run)
         assert in_time == pytest.approx(
             [within, 100 * float(expected["within_objective"])], abs=0.051
         )
