@@ -25,6 +25,7 @@ RESIDENCY_PAGES = (
     "residency-fp8.md",
     "residency-draws.md",
     "residency-slices.md",
+    "residency-vllm.md",
 )
 
 
@@ -81,7 +82,7 @@ def row(table: int, label: str, text: str | None = None) -> list[str]:
 
 def number(cell: str) -> float:
     """The figure that a table's cell begins with."""
-    return float(cell.split()[0].rstrip("%"))
+    return float(cell.split()[0].rstrip("%").replace("∞", "inf"))
 
 
 def run_of(

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import pytest
 
-from eval.by_draw import OverDraws, over_draws
-from eval.experiment import Slo
-from eval.formatting import effect, effect_interval
-from eval.metrics import session_bootstrap
-from eval.outcomes import MEASURES
 from eval.records import Run
 from eval.rules_a_gpu import rule_row
-from eval.run_lines import Row, figures, read_rows, turns_of
-from eval.series import SeriesOf
+from eval.run_lines import figures, read_rows, turns_of
 from eval.sessions_a_gpu import row_of
-from eval.stats import Array, Estimate, interval
+from eval.stats import Estimate, interval
 from eval.waits import waits
+from tests.eval.differences import (
+    answers,
+    by_draw,
+    longer,
+    longest_s,
+    mean,
+    over,
+    points,
+    times,
+    tokens_per_s,
+    told,
+    within_s,
+)
 from tests.eval.published import RESULTS, lines, run_of
 from tests.eval.test_published_lanes import THINKING_RUNS
 from tests.eval.test_published_residency import completions_s, rate, share_and_rate
@@ -35,6 +42,7 @@ OURS, VLLM = "sglang-fp8-host-paced-residency", "vllm-fp8-host-4096"
 PLAIN = RUNS["sglang", 12, 3]
 NOW, BEFORE = "again-residency", "backfill-residency"
 TIER = RUNS["sglang-host-residency before slices", 12, 3]
+BEFORE_VLLM = ("vllm", "vllm-residency", "vllm-host", "vllm-host-residency")
 # Measured runs without a line in the tables of agents a GPU, by arm and sessions in flight: other
 # forms of the rule and windows, other rules, and what was cut off.
 OTHERS = {
@@ -63,7 +71,8 @@ OTHERS = {
     (VLLM, 16): ("vllm-4096-sixteen-cut-off",),
     (f"{VLLM}-residency", 24): ("draw2-vllm-4096-residency-twentyfour-cut-off",),
 }
-# Rows of the page's second table, with the arms of `RUNS`, `THINKING_RUNS` and `OTHERS` in each.
+THINKING_OTHERS = {("vllm-residency", 12): ("vllm-residency-think-twelve-cut-off",)}
+# Rows of the page's second table, with the arms of the runs in each.
 CELLS = {
     "SGLang, bf16": ("sglang",),
     "SGLang, bf16, `lpm`": ("sglang-lpm",),
@@ -91,7 +100,8 @@ CELLS = {
     "paced, `thunder`": ("thunder",),
     "vLLM, bf16": ("vllm",),
     "vLLM, bf16, residency": ("vllm-residency",),
-    "vLLM, bf16, tier, with residency or not": (),
+    "vLLM, bf16, tier": ("vllm-host",),
+    "vLLM, bf16, tier and residency": ("vllm-host-residency",),
     "vLLM, FP8, with residency or not": (),
     "vLLM, FP8, tier": ("vllm-fp8-host",),
     "the same in chunks of 4,096": (VLLM,),
@@ -116,96 +126,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Read:
 
 def says(*words: str) -> None:
     assert [each for each in words if each not in PAGE] == []
-
-
-def over(base: Sequence[Run], arm: Sequence[Run], key: str) -> Estimate:
-    """The mean of `arm`'s runs over that of `base`'s in a measure, or for a share their difference;
-    the interval is over which sessions were drawn, the same on both sides."""
-    measure = next(each for each in MEASURES if each.key == key)
-    runs = [*base, *arm]
-    series = SeriesOf(session_bootstrap(runs, 1000), MEASURES, Slo())
-    ceiling = series.ceiling(runs, measure, {})
-    one, two = ([series.of(each, measure, None, {}, ceiling) for each in of] for of in (base, arm))
-    points = [float(np.mean([each.point for each in of])) for of in (one, two)]
-    draws: list[Array] = [np.mean([each.draws for each in of], axis=0) for of in (one, two)]
-    found = interval(points[1] - points[0], draws[1] - draws[0], len(arm))
-    if measure.in_points:
-        return found
-    return Estimate(*(math.exp(at) for at in (found.value, found.low, found.high)), found.n)
-
-
-def by_draw(rows: Sequence[Row], sessions: int, base: str, arm: str) -> dict[str, OverDraws]:
-    """An arm over the base by measure, over the draws that both have."""
-    with np.errstate(invalid="ignore"):  # no turn in time is no goodput, which has no ratio
-        return {item.measure.key: item for item in over_draws(rows, sessions, base, [arm])}
-
-
-def mean(of: OverDraws) -> str:
-    """The mean difference over draws."""
-    return f"{effect(of.measure, of.effect.value)} [{effect_interval(of.measure, of.effect)}]"
-
-
-def answers(base: Run, arm: Run, seconds: float) -> Estimate:
-    """How many times the answers there are in the first seconds of a window."""
-    boot = session_bootstrap([base, arm], 1000)
-    counted, draws = [], []
-    for each in (base, arm):
-        start_s, table = each.span_s[0], each.all_requests
-        inside = table["finished_s"].between(start_s, start_s + seconds, inclusive="left")
-        ended = table.loc[inside & table["ok"] & table["phase"].ne("prime"), "conversation"]
-        counted.append(len(ended))
-        draws.append(np.maximum(boot.sum_draws(list(ended), np.ones(len(ended))), 0.5))
-    return interval(counted[1] / counted[0], draws[1] / draws[0], 2)
-
-
-def within_s(run: Run, share: float, *, whole: bool = False) -> float:
-    """In which time this share of the turns due in a window have their first token, or (`whole`)
-    the end of their answer, by the product-limit estimate."""
-    turns = turns_of(run)
-    end_s = turns["finished_s" if whole else "first_token_s"]
-    came = turns["ok"] if whole else end_s.notna()
-    took_s = end_s.where(came, turns["finished_s"]) - turns["scheduled_s"]
-    head = {"arm": "", "sessions": "", "draw": "", "turns": str(len(turns))}
-    rows: list[Row] = [
-        {**head, "wait_s": str(each_s), "answered": str(int(ended))}
-        for each_s, ended in zip(took_s, came, strict=True)
-    ]
-    return waits(rows, [share])[0]
-
-
-def longer(run: Run, seconds: float) -> tuple[int, int]:
-    """Of the turns due in a window those that waited longer, as far as they were seen; and all."""
-    turns = turns_of(run)
-    waited_s = turns["first_token_s"].fillna(turns["finished_s"]) - turns["scheduled_s"]
-    return int(waited_s.gt(seconds).sum()), len(turns)
-
-
-def longest_s(run: Run) -> float:
-    """For which any turn waited in a window or until the run was over."""
-    return float(rule_row(run, "", 0)["longest_wait_s"])
-
-
-def tokens_per_s(run: Run) -> float:
-    """Of turns due in a window whose first token came within 10 s."""
-    turns = turns_of(run)
-    soon = turns["ok"] & turns["ttft_s"].le(10)
-    start_s, end_s = run.span_s
-    return float(turns.loc[soon, "output_tokens"].sum()) / (end_s - start_s)
-
-
-def times(of: Estimate) -> str:
-    return f"{of.value:.2f} × [{of.low:.2f}–{of.high:.2f}]"
-
-
-def told(of: Estimate) -> str:
-    """A ratio as a change in percent."""
-    value, low, high = (f"{100 * (at - 1):+.1f} %" for at in (of.value, of.low, of.high))
-    return f"{value} [{low} to {high}]".replace("-", "−").replace("+0.0 %", "0.0 %")
-
-
-def points(of: Estimate) -> str:
-    value, low, high = (f"{100 * at:+.0f}" for at in (of.value, of.low, of.high))
-    return f"{value} points [{low} to {high}]".replace("-", "−").replace("+0", "0")
 
 
 def test_residency_alone(run: Read) -> None:
@@ -284,6 +204,45 @@ def test_residency_with_a_tier(run: Read) -> None:
         f"{times(over(plain, tier, 'requests_per_s'))} (two runs",
         f"{times(over([run('tier-off')], tier, 'requests_per_s'))} that of plain with the tier",
         f"four draws: {times(now.effect)}",
+    )
+
+
+def test_residency_before_vllm(run: Read) -> None:
+    """With bf16 KV, of draws 3 and 2, without a tier and with one."""
+
+    def of(arm: str) -> list[Run]:
+        return [run(RUNS[arm, 12, draw][-1]) for draw in (3, 2)]
+
+    def by_run(base: str, arm: str, key: str) -> list[Estimate]:
+        return [over([one], [two], key) for one, two in zip(of(base), of(arm), strict=True)]
+
+    p90s_s = {arm: [within_s(each, 0.9) for each in of(arm)] for arm in BEFORE_VLLM}
+    plain, alone, off, tier = (of(arm) for arm in BEFORE_VLLM)
+    assert [row_of(each, "", 12)["within_objective"] for each in plain] == ["0.0000"] * 2
+    assert p90s_s["vllm-residency"][0] == math.inf
+    in_time = by_run("vllm", "vllm-residency", "attainment")
+    shares = (
+        f"{100 * each.value:.0f} % [{100 * each.low:.0f}–{100 * each.high:.0f}]" for each in in_time
+    )
+    more = (times(each) for each in by_run("vllm", "vllm-residency", "requests_per_s"))
+    with_tier = (times(each) for each in by_run("vllm", "vllm-host-residency", "requests_per_s"))
+    medians_s = (float(figures(each)["ttft_p50_s"]) for each in alone)
+    one, two = p90s_s["vllm-host"], p90s_s["vllm-host-residency"]
+    says(
+        f"requests/s [{' and '.join(more)}](residency-vllm.md)",
+        "TTFT p50 {:.2f} and {:.2f} s; ".format(*medians_s) + " and ".join(shares) + " in time",
+        "plain none of {} and none of {} |".format(*(len(turns_of(each)) for each in plain)),
+        f"[{' and '.join(with_tier)}](residency-vllm.md)",
+        f"requests/s [{times(over(plain, alone, 'requests_per_s'))}](residency-vllm.md), TTFT p90 "
+        + "beyond the run for {:.0f} s and {:.1f} s for {:.0f} s: {:.2f} ×".format(
+            p90s_s["vllm"][0],
+            p90s_s["vllm-residency"][1],
+            p90s_s["vllm"][1],
+            p90s_s["vllm-residency"][1] / p90s_s["vllm"][1],
+        ),
+        f"requests/s [{times(over(off, tier, 'requests_per_s'))}](residency-vllm.md), TTFT p90 "
+        f"{two[0]:.1f} s for {one[0]:.0f} s and {two[1]:.1f} s for {one[1]:.0f} s: "
+        f"{two[0] / one[0]:.2f} and {two[1] / one[1]:.2f} ×",
     )
 
 
@@ -488,10 +447,11 @@ def _levels(runs: Iterable[tuple[int, str]]) -> str:
 def _measured() -> list[tuple[str, int, bool, str]]:
     """Each measured run: its arm, sessions in flight, whether they think for a minute, its name."""
     found = [(arm, n, False, name) for (arm, n, _), names in RUNS.items() for name in names]
-    found += [(arm, n, False, name) for (arm, n), names in OTHERS.items() for name in names]
     found += [
         (arm, n, True, name) for (arm, n, _), names in THINKING_RUNS.items() for name in names
     ]
+    for others, minute in ((OTHERS, False), (THINKING_OTHERS, True)):
+        found += [(arm, n, minute, name) for (arm, n), names in others.items() for name in names]
     return found
 
 

@@ -99,6 +99,18 @@ TABLES = (
         "draw1-fill-twelve",
     ),
     ("draw1-fill-ten", "draw2-fill-ten", "fill-ten", "draw4-fill-ten", "draw4-fill-twelve"),
+    (
+        "draw2-vllm-twelve",
+        "draw2-vllm-residency-twelve",
+        "vllm-twelve",
+        "vllm-residency-twelve",
+    ),
+    (
+        "draw2-vllm-host-twelve",
+        "draw2-vllm-host-residency-twelve",
+        "vllm-host-twelve",
+        "vllm-host-residency-twelve",
+    ),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (

@@ -498,6 +498,12 @@ def of_draw_2(run: Row) -> bool:
     return run["draw"] == "2" and run["sessions"] != "12" and not is_last(run)
 
 
+def of_vllm_with_bf16(run: Row) -> bool:
+    """Twelve sessions, with a host tier and without, behind residency and not."""
+    arms = ("vllm", "vllm-residency", "vllm-host", "vllm-host-residency")
+    return run["arm"] in arms and run["sessions"] == "12"
+
+
 OTHER_DRAWS = [
     ("validation-draw2", of_draw_2),
     ("validation-draws", of_two_more_draws),
@@ -505,6 +511,7 @@ OTHER_DRAWS = [
     ("validation-twelve", of_twelve_sessions),
     ("validation-lanes", is_later),
     ("validation-ten", is_last),
+    ("validation-vllm-bf16", of_vllm_with_bf16),
 ]
 
 
@@ -528,6 +535,9 @@ def test_a_validation_by_runs_follows_from_its_lines(
     ):
         cells = []
         for run, other in pairs:
+            if not run[column] or not other[column]:  # of turns that had no answer
+                cells.append("–")
+                continue
             was, said = float(run[column]) * scale, float(other[column]) * scale
             off = f"{100 * (said / was - 1):+.0f}".replace("-", "−")
             cells.append(rf"{was:#.3g}, {said:#.3g}( m?s)? \({re.escape(off)} %\)")
