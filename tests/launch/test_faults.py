@@ -36,6 +36,7 @@ from launch import (
 from launch.redaction import HIDDEN, is_secret, redacted
 from launch.reservations import TakenError, is_reserved, reserved
 from launch.sampling import Engines, Sampler
+from tests import command_line
 from tests.processes import wait_until, working_in
 
 from .conftest import Fakes
@@ -237,6 +238,41 @@ def test_what_a_start_before_recorded_is_not_taken_for_that_of_one_that_fails(
             assert (run_dir / f"{name}.1").read_text() == f"{name} of the start before"
         assert not (run_dir / "steps").exists()
         assert (run_dir / "steps.1").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "overrides", "error"),
+    [
+        ("die", (), FleetError),
+        ("serve", ('flags=["--max-runing-requests", "4"]',), InputError),
+    ],
+)
+def test_a_log_of_the_start_before_is_not_shown_as_that_of_one_that_fails(
+    fakes: Fakes,
+    tmp_path: Path,
+    behaviour: str,
+    overrides: tuple[str, ...],
+    error: type[Exception],
+) -> None:
+    run_dir, before = tmp_path / "run", "of the start before"
+    with fleet(fakes("serve", "serve", overrides=("router.kind=deltaserve",)), run_dir):
+        pass
+    logs = [run_dir / "logs" / f"{id_}.log" for id_ in ("colocated-0", "colocated-1", "router")]
+    logs += [log.with_suffix(".1.log") for log in logs]
+    for log in logs:
+        log.write_text(before)
+    # Without the second worker, and the router was not reached.
+    failing = fakes(behaviour, overrides=("router.kind=deltaserve", *overrides))
+    with pytest.raises(error), fleet(failing, run_dir):
+        pass
+    assert before not in command_line.deltaserve("launch", "logs", str(run_dir)).stdout
+    assert not any(before in log.read_text() for log in (run_dir / "logs").glob("*.log"))
+    assert all(log.with_name(f"{log.name}.1").read_text() == before for log in logs)
+    # Who tries again, without a log to move, keeps them.
+    refused = fakes("serve", overrides=('flags=["--max-runing-requests", "4"]',))
+    with pytest.raises(InputError), fleet(refused, run_dir):
+        pass
+    assert (run_dir / "logs" / "router.log.1").read_text() == before
 
 
 def test_a_decision_log_that_somebody_put_elsewhere_stays_there(
