@@ -39,7 +39,7 @@ from launch.sampling import Engines, Sampler
 from tests import command_line
 from tests.processes import wait_until, working_in
 
-from .conftest import Fakes
+from .conftest import Fakes, taken_base
 
 DELTASERVE = str(Path(sys.executable).with_name("deltaserve"))
 SECRET = "hunter2-in-full"
@@ -464,11 +464,13 @@ def test_a_secret_reaches_the_engine_and_no_file_and_no_command_line(
             assert SECRET not in file.read_text(errors="replace"), file
     finally:
         subprocess.run([DELTASERVE, "launch", "down", str(run_dir)], check=False)
-    check = [DELTASERVE, "launch", "check", "laptop-sglang", "--print-commands"]
-    for form in ([], ["--json"]):
-        shown = subprocess.run([*check, *form, *made], capture_output=True, text=True, check=True)
-        assert SECRET not in shown.stdout
-        assert HIDDEN in shown.stdout
+    check = [DELTASERVE, "launch", "check", "laptop-sglang", "--print-commands", *made]
+    with taken_base() as base_port:
+        check += ["--set", f"base_port={base_port}"]
+        for form in ([], ["--json"]):
+            shown = subprocess.run([*check, *form], capture_output=True, text=True, check=True)
+            assert SECRET not in shown.stdout
+            assert HIDDEN in shown.stdout
 
 
 TAKEN = 'raise SystemExit("a package of the working folder was imported")\n'
