@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +328,58 @@ def test_a_second_ctrl_c_does_not_keep_up_from_ending_its_fleet(
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def unread(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`up` once its fleet is ready, when nobody reads what it says any more."""
+    up = [sys.executable, "-m", "deltaserve", "launch", "up", *arguments]
+    process = subprocess.Popen(up, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr
+    try:
+        while (line := process.stderr.readline()) != "Press Ctrl-C to end it.\n":
+            assert line, "it did not come up"
+        process.stderr.close()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_fleet_whose_words_nobody_reads_any_more_ends_whole(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    """As by Ctrl-C of `up 2>&1 | tee log`, which ends `tee` too."""
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--set", "workers.0.count=1", "--run-dir", str(run_dir)]
+    with unread("laptop-sglang", *fakes) as process:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        assert working_in(run_dir) == []
+        assert record(run_dir)["state"] == "stopped"
+        assert process.returncode == 130
+
+
+def test_a_fleet_whose_words_nobody_reads_any_more_is_kept_serving(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--set", "workers.0.count=1", "--run-dir", str(run_dir)]
+    with unread("laptop-sglang", *fakes, "--keep-serving") as process:
+        first = record(run_dir)["processes"][0]["pid"]
+        os.kill(first, signal.SIGKILL)
+
+        def serves_again() -> bool:
+            assert process.poll() is None
+            worker = record(run_dir)["processes"][0]
+            return worker["pid"] != first and worker["state"] == "ready"
+
+        wait_until(serves_again)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert working_in(run_dir) == []
 
 
 def test_a_folder_that_a_fleet_comes_up_in_is_not_removed(fake_python: Path) -> None:
