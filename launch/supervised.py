@@ -191,8 +191,8 @@ def terminate(pid: int, started: str, timeout_s: float) -> bool:
     """SIGTERM to that very process, suspended or not; True when it has gone within `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     if is_running(pid, started):
-        os.kill(pid, signal.SIGTERM)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it may go at any moment
+            os.kill(pid, signal.SIGTERM)
             os.kill(pid, signal.SIGCONT)
     while is_running(pid, started):
         if time.monotonic() >= deadline_s:

@@ -67,6 +67,23 @@ def test_a_process_that_cannot_be_killed_is_given_up_and_named(
         control.down(tmp_path / "run")
 
 
+def test_a_process_that_goes_just_before_it_is_told_to_leave_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the guardians of a fleet whose supervisor ends it at the moment of a `down`."""
+    process = subprocess.Popen(["sleep", "600"])
+    is_running = supervised.is_running
+
+    def last_look(pid: int, started: str) -> bool:
+        found = is_running(pid, started)
+        process.kill()
+        process.wait()
+        return found
+
+    monkeypatch.setattr(supervised, "is_running", last_look)
+    assert supervised.terminate(process.pid, supervised.started_at(process.pid) or "", 10.0)
+
+
 @contextmanager
 def may_become_full() -> Iterator[Callable[[], None]]:
     """From the call of what it gives, no file of this process can grow, until it is left."""
