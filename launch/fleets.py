@@ -231,9 +231,10 @@ class Fleet:
         """Ends every process; raises `FleetError` where one could not be killed."""
         began_s = time.monotonic()
         self._tell("stopping")
-        if self._sampler:
-            self._sampler.stop()
-            self._sampler = None
+        hangs = self._sampler is not None and not self._sampler.stop()
+        self._sampler = None
+        if hangs:
+            self._tell("a sample hangs, and is waited for no longer; GPUs are not asked again")
         members = [m for m in reversed(self._members) if m.running]
         for member in members:
             if member.running:
@@ -258,7 +259,7 @@ class Fleet:
         self._transcript.tell(f"{self._state} after {self.timings['stop_s']:.1f} s")
         if unkilled:
             self._transcript.tell(f"could not be killed: {unkilled}")
-        elif members:
+        elif members and not hangs:
             self._tell_gpus(lambda: sample_until_free(self.plan.gpu_plan))
         self._transcript.close()
         if unkilled:

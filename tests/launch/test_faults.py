@@ -327,6 +327,31 @@ def test_the_sampler_goes_on_after_a_gpu_does_not_answer(
         sampler.stop()
 
 
+def test_a_sample_that_never_comes_does_not_keep_a_fleet_from_ending(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a GPU's driver hangs."""
+    asked, answers = threading.Event(), threading.Event()
+
+    def load(*_: object) -> list[float | None]:
+        asked.set()
+        answers.wait(60)
+        return [None] * 3
+
+    monkeypatch.setattr(sampling, "engine_load", load)
+    monkeypatch.setattr(sampling, "LAST_WITHIN_S", 0.5)
+    run_dir = tmp_path / "run"
+    try:
+        with fleet(fakes("serve", overrides=("sample_interval_s=0.1",)), run_dir) as running:
+            assert asked.wait(30)
+        assert running.timings["stop_s"] < 30
+    finally:
+        answers.set()
+    assert working_in(run_dir) == []
+    assert "a sample hangs" in (run_dir / "transcript.txt").read_text()
+    assert json.loads((run_dir / "fleet.json").read_text())["state"] == "stopped"
+
+
 class Lost(Exception):
     """As NVML's own error."""
 
