@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -224,17 +224,29 @@ def sweep(
 
 
 def _sweep_marked(mark: str) -> list[int]:
-    """Kills what has `mark` in its environment; returns the pids that could not be killed."""
+    """Kills what has `mark` in its environment until none is left, for one may come of another that
+    is being looked for; returns the pids that could not be killed."""
+    deadline_s = time.monotonic() + guard.GIVE_UP_S
+    left: set[int] = set()
+    while killed := _kill_marked(mark, left):
+        if time.monotonic() >= deadline_s:
+            return sorted(left.union(process.pid for process in killed))
+        _, alive = psutil.wait_procs(killed, timeout=5.0)
+        left |= {process.pid for process in alive}
+    return sorted(left)
+
+
+def _kill_marked(mark: str, spared: Container[int]) -> list[psutil.Process]:
+    """Kills what has `mark` and is not `spared`; returns what it killed."""
     killed = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(_MARK) == mark:
+            if process.pid not in spared and process.environ().get(_MARK) == mark:
                 process.kill()
                 killed.append(process)
         except psutil.Error:
             continue
-    _, alive = psutil.wait_procs(killed, timeout=5.0)
-    return [process.pid for process in alive]
+    return killed
 
 
 def _remove_temporary(left: Sequence[int], folder: Path | None) -> None:

@@ -694,6 +694,48 @@ def test_down_ends_what_a_killed_guardian_left_in_its_session(
             os.kill(left, signal.SIGKILL)
 
 
+FORKS_WHEN_ASKED = """
+import os, signal, sys, time
+def fork(*_):
+    child = os.fork()
+    if child:
+        open(sys.argv[1], "w").write(str(child))
+signal.signal(signal.SIGUSR1, fork)
+open(sys.argv[1], "w").close()
+time.sleep(600)
+"""
+
+
+def test_what_comes_of_a_process_while_it_is_looked_for_is_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that has left its guardian's session, when the guardian was killed."""
+    told, mark = tmp_path / "told", "a fleet's"
+    command = [sys.executable, "-c", FORKS_WHEN_ASKED, str(told)]
+    environment = os.environ | {"DELTASERVE_PROCESS": mark}
+    left = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
+    look = psutil.process_iter
+
+    def before_it_forks() -> list[psutil.Process]:
+        found = list(look())
+        if left.poll() is None:
+            left.send_signal(signal.SIGUSR1)
+            wait_until(lambda: told.read_text() != "", timeout_s=10.0)
+        return found
+
+    try:
+        wait_until(told.exists, timeout_s=10.0)
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(psutil, "process_iter", before_it_forks)
+            assert supervised.sweep(2**22 + 1, "gone", mark, tmp_path) == []
+        assert working_in(tmp_path) == []
+    finally:
+        left.kill()
+        left.wait()
+        for process in working_in(tmp_path):
+            process.kill()
+
+
 def test_a_killed_process_counts_until_its_last_thread_has_gone() -> None:
     code = (
         "import ctypes, threading, time\n"
