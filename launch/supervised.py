@@ -83,9 +83,13 @@ class Supervised:
             raise
         finally:
             os.close(read_end)
-        self.pid = self._guardian.pid
-        self.started_unix_s = psutil.Process(self.pid).create_time()
-        self.started = started_at(self.pid) or ""
+        self.pid, self._folder = self._guardian.pid, folder
+        try:
+            self.started_unix_s = psutil.Process(self.pid).create_time()
+            self.started = started_at(self.pid) or ""
+        except BaseException:  # as where no more files may be open: nobody else would end it
+            self.stop()
+            raise
 
     def exit_status(self) -> int | None:
         """None while it runs; 128 + signal where a signal ended it."""
@@ -120,14 +124,17 @@ class Supervised:
 
     def stop(self) -> list[int]:
         """Ends it and everything that came of it; returns the pids that could not be killed."""
+        had_gone = self._guardian.returncode is not None
         self.request_stop()
         try:
             self._guardian.wait(GRACE_S + 5)
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait()
-        # It has only just gone: the number of its session is nobody else's.
-        left = guard.kill_offspring(self.pid, 0.0)
+        left: list[int] = []
+        # Where it has only just gone the number of its session is nobody else's.
+        if not had_gone or _are_of(self.pid, self.started, self.mark, self._folder):
+            left = guard.kill_offspring(self.pid, 0.0)
         left = sorted({*left, *_sweep_marked(self.mark)})
         _remove_temporary(left, self.temporary_folder)
         if self._alive_while_open >= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -692,6 +693,42 @@ def test_down_ends_what_a_killed_guardian_left_in_its_session(
     finally:
         if psutil.pid_exists(left):
             os.kill(left, signal.SIGKILL)
+
+
+def test_a_process_that_cannot_be_known_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no more files may be open: nobody would end it, and it would be started again."""
+
+    def refuse(_: int) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(supervised, "started_at", refuse)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(OSError, match="Too many open files"):
+        supervised.Supervised(command, dict(os.environ), tmp_path / "log", run_dir)
+    assert working_in(run_dir) == []
+
+
+def test_what_has_come_by_the_pid_of_a_guardian_that_had_gone_is_spared(tmp_path: Path) -> None:
+    """A worker that died is started again up to a minute later (`up --keep-serving`)."""
+    gone = supervised.Supervised(["true"], dict(os.environ), tmp_path / "log", tmp_path)
+    wait_until(lambda: gone.exit_status() is not None)
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '600']).wait()"
+    other = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        wait_until(lambda: len(psutil.Process(other.pid).children()) == 1)
+        (child,) = psutil.Process(other.pid).children()
+        gone.pid = other.pid
+        assert gone.stop() == []
+        time.sleep(0.2)
+        assert child.is_running()
+        assert other.poll() is None
+    finally:
+        os.killpg(other.pid, signal.SIGKILL)
+        other.wait()
 
 
 FORKS_WHEN_ASKED = """
