@@ -196,11 +196,16 @@ def is_running(pid: int, started: str) -> bool:
 
 def terminate(pid: int, started: str, timeout_s: float) -> bool:
     """SIGTERM to that very process, suspended or not; True when it has gone within `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
     if is_running(pid, started):
         with contextlib.suppress(ProcessLookupError):  # it may go at any moment
             os.kill(pid, signal.SIGTERM)
             os.kill(pid, signal.SIGCONT)
+    return goes(pid, started, timeout_s)
+
+
+def goes(pid: int, started: str, timeout_s: float) -> bool:
+    """Whether that very process has gone within `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
     while is_running(pid, started):
         if time.monotonic() >= deadline_s:
             return False

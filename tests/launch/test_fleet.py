@@ -600,6 +600,28 @@ def test_down_ends_a_fleet_that_another_process_holds(fakes: Fakes, tmp_path: Pa
     assert not any(is_open(p.url) for p in before.processes)
 
 
+def test_down_says_so_where_the_supervisor_does_not_leave(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a GPU's driver: it keeps the fleet's folder and ports."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which processes that are started keep
+    try:
+        process = supervisor(fakes, tmp_path, "serve")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    monkeypatch.setattr(control, "GRACE_S", -8.0)
+    try:
+        said = rf"its supervisor \(pid {process.pid}\) does not leave"
+        with pytest.raises(FleetError, match=said):
+            control.down(tmp_path / "run")
+        assert process.poll() is None
+        wait_until(lambda: [p.pid for p in working_in(tmp_path / "run")] == [])
+    finally:
+        process.kill()
+        process.communicate()
+    control.down(tmp_path / "run")
+
+
 def test_down_ends_what_is_left_when_supervisor_and_guardians_were_killed(
     fakes: Fakes, tmp_path: Path
 ) -> None:
