@@ -383,4 +383,6 @@ def _print_json(value: Any) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    # Nobody may be there to be told any more, and a fleet goes on and ends without.
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

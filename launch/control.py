@@ -18,10 +18,12 @@ import psutil
 from deltaserve.errors import InputError
 from launch.cache import cache_dir
 from launch.fleets import FleetError
-from launch.supervised import GRACE_S, is_running, processes_of, sweep, terminate
+from launch.supervised import GRACE_S, goes, is_running, processes_of, sweep, terminate
 from launch.topology_files import name_in, path_name
 
 _CPU_SAMPLE_S = 0.3
+_FOLLOWS_WITHIN_S = 5.0
+"""How long a supervisor may take to see that all of its processes have ended."""
 
 
 @dataclass(frozen=True)
@@ -160,16 +162,19 @@ def down(run_dir: Path) -> int:
 
     The supervisor is asked first; whatever is left after it, or of a fleet without one, is ended
     here. When this returns no process of the fleet runs. Raises `InputError` for a fleet of another
-    host, and `FleetError` where a process could not be killed.
+    host, and `FleetError` where a process could not be killed or the supervisor does not leave: it
+    may be a program that does more than this fleet, and is not killed.
     """
     record = _read(run_dir)
     if record["host"] != socket.gethostname():
         raise InputError(f"{run_dir}: its processes are on {record['host']}; end it there")
     started = [p for p in record["processes"] if p["pid"] is not None]
     running = sum(bool(_kin(p, run_dir)) for p in started)
-    supervisor = record["supervisor"]
-    if record["state"] in ("planned", "starting", "ready"):
-        terminate(supervisor["pid"], supervisor.get("started", ""), GRACE_S + 10)
+    supervisor, since = record["supervisor"]["pid"], record["supervisor"].get("started", "")
+    asked = record["state"] in ("planned", "starting", "ready")
+    if asked and not terminate(supervisor, since, GRACE_S + 10):
+        # What it has started since is written down, too.
+        started = [p for p in _read(run_dir)["processes"] if p["pid"] is not None]
     left: list[int] = []
     for process in started:
         terminate(process["pid"], process.get("started", ""), GRACE_S + 5)
@@ -185,6 +190,12 @@ def down(run_dir: Path) -> int:
         raise FleetError(
             f"{run_dir}: could not be killed: pid {', '.join(map(str, left))}; they wait in the "
             "kernel, as for a GPU's driver, and may still hold GPUs and ports"
+        )
+    if asked and not goes(supervisor, since, _FOLLOWS_WITHIN_S):
+        raise FleetError(
+            f"{run_dir}: its processes have ended, but its supervisor (pid {supervisor}) does not "
+            f"leave; it keeps the folder, ports and GPUs from other fleets until it does (kill -9 "
+            f"{supervisor} ends it)"
         )
     return running
 

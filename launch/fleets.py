@@ -231,9 +231,10 @@ class Fleet:
         """Ends every process; raises `FleetError` where one could not be killed."""
         began_s = time.monotonic()
         self._tell("stopping")
-        if self._sampler:
-            self._sampler.stop()
-            self._sampler = None
+        hangs = self._sampler is not None and not self._sampler.stop()
+        self._sampler = None
+        if hangs:
+            self._tell("a sample hangs, and is waited for no longer; GPUs are not asked again")
         members = [m for m in reversed(self._members) if m.running]
         for member in members:
             if member.running:
@@ -258,7 +259,7 @@ class Fleet:
         self._transcript.tell(f"{self._state} after {self.timings['stop_s']:.1f} s")
         if unkilled:
             self._transcript.tell(f"could not be killed: {unkilled}")
-        elif members:
+        elif members and not hangs:
             self._tell_gpus(lambda: sample_until_free(self.plan.gpu_plan))
         self._transcript.close()
         if unkilled:
@@ -269,7 +270,13 @@ class Fleet:
 
     def _tell(self, text: str) -> None:
         self._transcript.tell(text)
-        self.on_progress(text)
+        self._progress(text)
+
+    def _progress(self, text: str) -> None:
+        """Tells who follows it. Where nobody can be told any more (a pipe whose reader has ended, a
+        full disk, a file that was closed) that shall not keep a fleet from ending."""
+        with contextlib.suppress(OSError, ValueError):
+            self.on_progress(text)
 
     def _gpus(self, sample: Callable[[], list[GpuSample]]) -> list[GpuSample]:
         wanted = self.plan.gpu_plan
@@ -337,7 +344,7 @@ class Fleet:
                     waiting_for = "starting"
                     if member.plan.attached:
                         waiting_for = f"{member.plan.health_url}: {member.silence}"
-                    self.on_progress(f"{member.plan.id}: {waiting_for}, {waited_s:.0f} s")
+                    self._progress(f"{member.plan.id}: {waiting_for}, {waited_s:.0f} s")
             time.sleep(_POLL_S)
 
     def _learn_capacities(self) -> None:
@@ -466,7 +473,7 @@ class Fleet:
         except OSError as error:
             if self._state in ("planned", "starting", "ready") and not self._has_come_up:
                 raise
-            self.on_progress(f"fleet.json is out of date: {error.strerror}")
+            self._progress(f"fleet.json is out of date: {error.strerror}")
 
 
 @contextlib.contextmanager

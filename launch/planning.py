@@ -267,8 +267,9 @@ def layout(
 
 def move_away_previous(run_dir: Path) -> None:
     """Moves what an earlier start recorded in `run_dir` to names that end with ``.1``: telemetry,
-    samples and decisions, which would be taken for this start's, and to which it would add its own.
-    What is a link to elsewhere stays: who put it there wants it there."""
+    samples, decisions and logs, which would be taken for this start's, and to which it would add
+    its own. Telemetry, samples and decisions that are a link to elsewhere stay: who put it there
+    wants it there."""
     steps = run_dir / "steps"
     if steps.is_dir() and not steps.is_symlink():
         before = steps.with_name("steps.1")
@@ -279,6 +280,9 @@ def move_away_previous(run_dir: Path) -> None:
         if not newest.is_symlink():
             for path in (Path(older_log(str(newest))), newest):
                 keep_previous(path)
+    # All of them: processes that this start does not reach, or does not have, write none over them.
+    for log in list((run_dir / "logs").glob("*.log")):
+        keep_previous(log)
 
 
 def write_files(made: Plan) -> None:

@@ -34,6 +34,9 @@ GPU_COLUMNS = ("unix_s", *(field.name for field in fields(GpuSample)))
 
 _ANSWER_WITHIN_S = 1.0
 
+LAST_WITHIN_S = 10.0
+"""How long the sample that is being taken when a sampler is stopped is waited for."""
+
 
 @dataclass(frozen=True)
 class Engines:
@@ -96,10 +99,12 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends it after the sample being taken."""
+    def stop(self) -> bool:
+        """Ends it after the sample being taken; False where that hangs (a GPU's driver may not
+        answer any more) and is waited for no longer."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(LAST_WITHIN_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError), ExitStack() as files:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -83,9 +83,13 @@ class Supervised:
             raise
         finally:
             os.close(read_end)
-        self.pid = self._guardian.pid
-        self.started_unix_s = psutil.Process(self.pid).create_time()
-        self.started = started_at(self.pid) or ""
+        self.pid, self._folder = self._guardian.pid, folder
+        try:
+            self.started_unix_s = psutil.Process(self.pid).create_time()
+            self.started = started_at(self.pid) or ""
+        except BaseException:  # as where no more files may be open: nobody else would end it
+            self.stop()
+            raise
 
     def exit_status(self) -> int | None:
         """None while it runs; 128 + signal where a signal ended it."""
@@ -120,14 +124,17 @@ class Supervised:
 
     def stop(self) -> list[int]:
         """Ends it and everything that came of it; returns the pids that could not be killed."""
+        had_gone = self._guardian.returncode is not None
         self.request_stop()
         try:
             self._guardian.wait(GRACE_S + 5)
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait()
-        # It has only just gone: the number of its session is nobody else's.
-        left = guard.kill_offspring(self.pid, 0.0)
+        left: list[int] = []
+        # Where it has only just gone the number of its session is nobody else's.
+        if not had_gone or _are_of(self.pid, self.started, self.mark, self._folder):
+            left = guard.kill_offspring(self.pid, 0.0)
         left = sorted({*left, *_sweep_marked(self.mark)})
         _remove_temporary(left, self.temporary_folder)
         if self._alive_while_open >= 0:
@@ -189,11 +196,16 @@ def is_running(pid: int, started: str) -> bool:
 
 def terminate(pid: int, started: str, timeout_s: float) -> bool:
     """SIGTERM to that very process, suspended or not; True when it has gone within `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
     if is_running(pid, started):
-        os.kill(pid, signal.SIGTERM)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it may go at any moment
+            os.kill(pid, signal.SIGTERM)
             os.kill(pid, signal.SIGCONT)
+    return goes(pid, started, timeout_s)
+
+
+def goes(pid: int, started: str, timeout_s: float) -> bool:
+    """Whether that very process has gone within `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
     while is_running(pid, started):
         if time.monotonic() >= deadline_s:
             return False
@@ -224,17 +236,29 @@ def sweep(
 
 
 def _sweep_marked(mark: str) -> list[int]:
-    """Kills what has `mark` in its environment; returns the pids that could not be killed."""
+    """Kills what has `mark` in its environment until none is left, for one may come of another that
+    is being looked for; returns the pids that could not be killed."""
+    deadline_s = time.monotonic() + guard.GIVE_UP_S
+    left: set[int] = set()
+    while killed := _kill_marked(mark, left):
+        if time.monotonic() >= deadline_s:
+            return sorted(left.union(process.pid for process in killed))
+        _, alive = psutil.wait_procs(killed, timeout=5.0)
+        left |= {process.pid for process in alive}
+    return sorted(left)
+
+
+def _kill_marked(mark: str, spared: Container[int]) -> list[psutil.Process]:
+    """Kills what has `mark` and is not `spared`; returns what it killed."""
     killed = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(_MARK) == mark:
+            if process.pid not in spared and process.environ().get(_MARK) == mark:
                 process.kill()
                 killed.append(process)
         except psutil.Error:
             continue
-    _, alive = psutil.wait_procs(killed, timeout=5.0)
-    return [process.pid for process in alive]
+    return killed
 
 
 def _remove_temporary(left: Sequence[int], folder: Path | None) -> None:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -52,13 +53,14 @@ def kept_plan(topology: Topology, run_dir: Path) -> Iterator[Plan]:
 
 
 @contextmanager
-def taken_base() -> Iterator[int]:
-    """A base port of one worker that a fleet has, until the block ends."""
+def taken_base(worker_count: int = 1) -> Iterator[int]:
+    """A base port of so many workers that a fleet has, until the block ends."""
     with ExitStack() as kept:
         while True:
-            base = free_base(1)
+            base = free_base(worker_count)
+            of_workers = (worker_ports(base, index).values() for index in range(worker_count))
             try:
-                kept.enter_context(reserved([base, *worker_ports(base, 0).values()]))
+                kept.enter_context(reserved([base, *chain.from_iterable(of_workers)]))
                 break
             except TakenError:  # by another test, since it was found free
                 continue

@@ -36,9 +36,10 @@ from launch import (
 from launch.redaction import HIDDEN, is_secret, redacted
 from launch.reservations import TakenError, is_reserved, reserved
 from launch.sampling import Engines, Sampler
+from tests import command_line
 from tests.processes import wait_until, working_in
 
-from .conftest import Fakes
+from .conftest import Fakes, taken_base
 
 DELTASERVE = str(Path(sys.executable).with_name("deltaserve"))
 SECRET = "hunter2-in-full"
@@ -64,6 +65,23 @@ def test_a_process_that_cannot_be_killed_is_given_up_and_named(
     monkeypatch.setattr(supervised, "_are_of", lambda *_: True)
     with pytest.raises(FleetError, match=f"could not be killed: pid {unkillable}"):
         control.down(tmp_path / "run")
+
+
+def test_a_process_that_goes_just_before_it_is_told_to_leave_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the guardians of a fleet whose supervisor ends it at the moment of a `down`."""
+    process = subprocess.Popen(["sleep", "600"])
+    is_running = supervised.is_running
+
+    def last_look(pid: int, started: str) -> bool:
+        found = is_running(pid, started)
+        process.kill()
+        process.wait()
+        return found
+
+    monkeypatch.setattr(supervised, "is_running", last_look)
+    assert supervised.terminate(process.pid, supervised.started_at(process.pid) or "", 10.0)
 
 
 @contextmanager
@@ -239,6 +257,41 @@ def test_what_a_start_before_recorded_is_not_taken_for_that_of_one_that_fails(
         assert (run_dir / "steps.1").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "overrides", "error"),
+    [
+        ("die", (), FleetError),
+        ("serve", ('flags=["--max-runing-requests", "4"]',), InputError),
+    ],
+)
+def test_a_log_of_the_start_before_is_not_shown_as_that_of_one_that_fails(
+    fakes: Fakes,
+    tmp_path: Path,
+    behaviour: str,
+    overrides: tuple[str, ...],
+    error: type[Exception],
+) -> None:
+    run_dir, before = tmp_path / "run", "of the start before"
+    with fleet(fakes("serve", "serve", overrides=("router.kind=deltaserve",)), run_dir):
+        pass
+    logs = [run_dir / "logs" / f"{id_}.log" for id_ in ("colocated-0", "colocated-1", "router")]
+    logs += [log.with_suffix(".1.log") for log in logs]
+    for log in logs:
+        log.write_text(before)
+    # Without the second worker, and the router was not reached.
+    failing = fakes(behaviour, overrides=("router.kind=deltaserve", *overrides))
+    with pytest.raises(error), fleet(failing, run_dir):
+        pass
+    assert before not in command_line.deltaserve("launch", "logs", str(run_dir)).stdout
+    assert not any(before in log.read_text() for log in (run_dir / "logs").glob("*.log"))
+    assert all(log.with_name(f"{log.name}.1").read_text() == before for log in logs)
+    # Who tries again, without a log to move, keeps them.
+    refused = fakes("serve", overrides=('flags=["--max-runing-requests", "4"]',))
+    with pytest.raises(InputError), fleet(refused, run_dir):
+        pass
+    assert (run_dir / "logs" / "router.log.1").read_text() == before
+
+
 def test_a_decision_log_that_somebody_put_elsewhere_stays_there(
     fakes: Fakes, tmp_path: Path
 ) -> None:
@@ -272,6 +325,31 @@ def test_the_sampler_goes_on_after_a_gpu_does_not_answer(
         assert asked.wait(10), "the sampler has died"
     finally:
         sampler.stop()
+
+
+def test_a_sample_that_never_comes_does_not_keep_a_fleet_from_ending(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a GPU's driver hangs."""
+    asked, answers = threading.Event(), threading.Event()
+
+    def load(*_: object) -> list[float | None]:
+        asked.set()
+        answers.wait(60)
+        return [None] * 3
+
+    monkeypatch.setattr(sampling, "engine_load", load)
+    monkeypatch.setattr(sampling, "LAST_WITHIN_S", 0.5)
+    run_dir = tmp_path / "run"
+    try:
+        with fleet(fakes("serve", overrides=("sample_interval_s=0.1",)), run_dir) as running:
+            assert asked.wait(30)
+        assert running.timings["stop_s"] < 30
+    finally:
+        answers.set()
+    assert working_in(run_dir) == []
+    assert "a sample hangs" in (run_dir / "transcript.txt").read_text()
+    assert json.loads((run_dir / "fleet.json").read_text())["state"] == "stopped"
 
 
 class Lost(Exception):
@@ -428,11 +506,13 @@ def test_a_secret_reaches_the_engine_and_no_file_and_no_command_line(
             assert SECRET not in file.read_text(errors="replace"), file
     finally:
         subprocess.run([DELTASERVE, "launch", "down", str(run_dir)], check=False)
-    check = [DELTASERVE, "launch", "check", "laptop-sglang", "--print-commands"]
-    for form in ([], ["--json"]):
-        shown = subprocess.run([*check, *form, *made], capture_output=True, text=True, check=True)
-        assert SECRET not in shown.stdout
-        assert HIDDEN in shown.stdout
+    check = [DELTASERVE, "launch", "check", "laptop-sglang", "--print-commands", *made]
+    with taken_base() as base_port:
+        check += ["--set", f"base_port={base_port}"]
+        for form in ([], ["--json"]):
+            shown = subprocess.run([*check, *form], capture_output=True, text=True, check=True)
+            assert SECRET not in shown.stdout
+            assert HIDDEN in shown.stdout
 
 
 TAKEN = 'raise SystemExit("a package of the working folder was imported")\n'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -599,6 +600,28 @@ def test_down_ends_a_fleet_that_another_process_holds(fakes: Fakes, tmp_path: Pa
     assert not any(is_open(p.url) for p in before.processes)
 
 
+def test_down_says_so_where_the_supervisor_does_not_leave(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a GPU's driver: it keeps the fleet's folder and ports."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which processes that are started keep
+    try:
+        process = supervisor(fakes, tmp_path, "serve")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    monkeypatch.setattr(control, "GRACE_S", -8.0)
+    try:
+        said = rf"its supervisor \(pid {process.pid}\) does not leave"
+        with pytest.raises(FleetError, match=said):
+            control.down(tmp_path / "run")
+        assert process.poll() is None
+        wait_until(lambda: [p.pid for p in working_in(tmp_path / "run")] == [])
+    finally:
+        process.kill()
+        process.communicate()
+    control.down(tmp_path / "run")
+
+
 def test_down_ends_what_is_left_when_supervisor_and_guardians_were_killed(
     fakes: Fakes, tmp_path: Path
 ) -> None:
@@ -692,6 +715,84 @@ def test_down_ends_what_a_killed_guardian_left_in_its_session(
     finally:
         if psutil.pid_exists(left):
             os.kill(left, signal.SIGKILL)
+
+
+def test_a_process_that_cannot_be_known_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no more files may be open: nobody would end it, and it would be started again."""
+
+    def refuse(_: int) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(supervised, "started_at", refuse)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(OSError, match="Too many open files"):
+        supervised.Supervised(command, dict(os.environ), tmp_path / "log", run_dir)
+    assert working_in(run_dir) == []
+
+
+def test_what_has_come_by_the_pid_of_a_guardian_that_had_gone_is_spared(tmp_path: Path) -> None:
+    """A worker that died is started again up to a minute later (`up --keep-serving`)."""
+    gone = supervised.Supervised(["true"], dict(os.environ), tmp_path / "log", tmp_path)
+    wait_until(lambda: gone.exit_status() is not None)
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '600']).wait()"
+    other = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        wait_until(lambda: len(psutil.Process(other.pid).children()) == 1)
+        (child,) = psutil.Process(other.pid).children()
+        gone.pid = other.pid
+        assert gone.stop() == []
+        time.sleep(0.2)
+        assert child.is_running()
+        assert other.poll() is None
+    finally:
+        os.killpg(other.pid, signal.SIGKILL)
+        other.wait()
+
+
+FORKS_WHEN_ASKED = """
+import os, signal, sys, time
+def fork(*_):
+    child = os.fork()
+    if child:
+        open(sys.argv[1], "w").write(str(child))
+signal.signal(signal.SIGUSR1, fork)
+open(sys.argv[1], "w").close()
+time.sleep(600)
+"""
+
+
+def test_what_comes_of_a_process_while_it_is_looked_for_is_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that has left its guardian's session, when the guardian was killed."""
+    told, mark = tmp_path / "told", "a fleet's"
+    command = [sys.executable, "-c", FORKS_WHEN_ASKED, str(told)]
+    environment = os.environ | {"DELTASERVE_PROCESS": mark}
+    left = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
+    look = psutil.process_iter
+
+    def before_it_forks() -> list[psutil.Process]:
+        found = list(look())
+        if left.poll() is None:
+            left.send_signal(signal.SIGUSR1)
+            wait_until(lambda: told.read_text() != "", timeout_s=10.0)
+        return found
+
+    try:
+        wait_until(told.exists, timeout_s=10.0)
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(psutil, "process_iter", before_it_forks)
+            assert supervised.sweep(2**22 + 1, "gone", mark, tmp_path) == []
+        assert working_in(tmp_path) == []
+    finally:
+        left.kill()
+        left.wait()
+        for process in working_in(tmp_path):
+            process.kill()
 
 
 def test_a_killed_process_counts_until_its_last_thread_has_gone() -> None:

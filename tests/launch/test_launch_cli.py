@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,18 @@ from launch.fleets import claim
 from tests import command_line
 from tests.processes import wait_until, working_in
 
+from .conftest import taken_base
+
 
 def deltaserve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return command_line.deltaserve("launch", *arguments)
+
+
+def check(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`check` of two workers, with ports that no fleet of another test is given meanwhile: it keeps
+    none from others itself, and would find them in use."""
+    with taken_base(2) as base_port:
+        return deltaserve("check", name, *arguments, "--set", f"base_port={base_port}")
 
 
 def as_process(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -86,11 +97,11 @@ def test_a_run_folder_that_our_plugin_would_not_be_found_in_is_refused(
 ) -> None:
     folder = str(tmp_path / "2026-11-26T12:30")
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
-    fakes += ["--set", "base_port=0", "--run-dir", folder]
-    refused = deltaserve("check", "laptop-sglang", *fakes)
+    fakes += ["--run-dir", folder]
+    refused = check("laptop-sglang", *fakes)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert refused.stderr.startswith(f"error: {folder}: ")
-    assert deltaserve("check", "laptop-vllm", *fakes).returncode == 0
+    assert check("laptop-vllm", *fakes).returncode == 0
 
 
 @pytest.mark.parametrize("command", [["check"], ["up"], ["up", "--detach"]])
@@ -319,6 +330,58 @@ def test_a_second_ctrl_c_does_not_keep_up_from_ending_its_fleet(
         process.wait()
 
 
+@contextmanager
+def unread(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`up` once its fleet is ready, when nobody reads what it says any more."""
+    up = [sys.executable, "-m", "deltaserve", "launch", "up", *arguments]
+    process = subprocess.Popen(up, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr
+    try:
+        while (line := process.stderr.readline()) != "Press Ctrl-C to end it.\n":
+            assert line, "it did not come up"
+        process.stderr.close()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_fleet_whose_words_nobody_reads_any_more_ends_whole(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    """As by Ctrl-C of `up 2>&1 | tee log`, which ends `tee` too."""
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--set", "workers.0.count=1", "--run-dir", str(run_dir)]
+    with unread("laptop-sglang", *fakes) as process:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        assert working_in(run_dir) == []
+        assert record(run_dir)["state"] == "stopped"
+        assert process.returncode == 130
+
+
+def test_a_fleet_whose_words_nobody_reads_any_more_is_kept_serving(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
+    fakes += ["--set", "base_port=0", "--set", "workers.0.count=1", "--run-dir", str(run_dir)]
+    with unread("laptop-sglang", *fakes, "--keep-serving") as process:
+        first = record(run_dir)["processes"][0]["pid"]
+        os.kill(first, signal.SIGKILL)
+
+        def serves_again() -> bool:
+            assert process.poll() is None
+            worker = record(run_dir)["processes"][0]
+            return worker["pid"] != first and worker["state"] == "ready"
+
+        wait_until(serves_again)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert working_in(run_dir) == []
+
+
 def test_a_folder_that_a_fleet_comes_up_in_is_not_removed(fake_python: Path) -> None:
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
     fakes += ["--set", "base_port=0", "--detach"]
@@ -407,15 +470,8 @@ def test_up_exits_1_and_shows_the_log_when_a_worker_dies(fake_python: Path, tmp_
 
 
 def test_check_prints_the_exact_commands(fake_python: Path) -> None:
-    done = deltaserve(
-        "check",
-        "laptop-sglang-pd",
-        "--set",
-        f"engine.python={fake_python}",
-        "--set",
-        "base_port=0",
-        "--print-commands",
-    )
+    fake = ["--set", f"engine.python={fake_python}"]
+    done = check("laptop-sglang-pd", *fake, "--print-commands")
     assert done.returncode == 0, done.stderr
     assert "--disaggregation-mode decode" in done.stdout
     assert "DELTASERVE_SGLANG=cpu" in done.stdout
@@ -425,10 +481,10 @@ def test_check_and_up_say_where_telemetry_is_not_written(fake_python: Path, tmp_
     fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
     fakes += ["--set", "base_port=0", "--set", "telemetry=true"]
     said = "telemetry: not written: vllm writes none; it is a plugin of SGLang's\n"
-    check = deltaserve("check", "laptop-vllm", *fakes, "--json")
-    assert (check.returncode, check.stderr) == (0, said)
-    assert json.loads(check.stdout)["topology"]["telemetry"] is True
-    assert deltaserve("check", "laptop-sglang", *fakes).stderr == ""
+    checked = check("laptop-vllm", *fakes, "--json")
+    assert (checked.returncode, checked.stderr) == (0, said)
+    assert json.loads(checked.stdout)["topology"]["telemetry"] is True
+    assert check("laptop-sglang", *fakes).stderr == ""
     run_dir = tmp_path / "run"
     up = as_process("up", "laptop-vllm", *fakes, "--run-dir", str(run_dir), "--detach")
     assert (up.returncode, deltaserve("down", str(run_dir)).returncode) == (0, 0)
@@ -439,17 +495,17 @@ def test_check_and_up_say_where_telemetry_is_not_written(fake_python: Path, tmp_
 def test_check_leaves_nothing_behind_and_shows_the_commands_of_what_it_refuses(
     fake_python: Path, tmp_path: Path
 ) -> None:
-    fake = ["--set", f"engine.python={fake_python}", "--set", "base_port=0"]
     folder = tmp_path / "run"
-    check = ["check", "laptop-sglang", *fake, "--run-dir", str(folder), "--print-commands"]
-    assert deltaserve(*check).returncode == 0
+    asked = ["laptop-sglang", "--set", f"engine.python={fake_python}", "--run-dir", str(folder)]
+    asked.append("--print-commands")
+    assert check(*asked).returncode == 0
     assert not folder.exists()
-    refused = deltaserve(*check, "--set", 'flags=["--no-such-flag"]')
+    refused = check(*asked, "--set", 'flags=["--no-such-flag"]')
     assert refused.returncode == 2
     assert "--no-such-flag" in refused.stdout
     assert not folder.exists()
     folder.mkdir()
-    assert deltaserve(*check).returncode == 0
+    assert check(*asked).returncode == 0
     assert folder.exists()
 
 
@@ -468,22 +524,24 @@ def test_check_leaves_the_folder_of_a_fleet_that_came_up_meanwhile(
     importing.touch()
     command = [sys.executable, "-m", "deltaserve", "launch", "check", "laptop-sglang", *fakes]
     environment = os.environ | {"FAKE_IMPORTS": str(importing)}
-    check = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        wait_until(run_dir.exists, timeout_s=30.0)
-        up = as_process("up", "laptop-sglang", *fakes, "--detach")
-        assert up.returncode == 0, up.stderr
-        importing.unlink()
-        shown, _ = check.communicate(timeout=60)
-        assert check.returncode == 0, shown
-        assert deltaserve("status", str(run_dir)).stdout.startswith("laptop-sglang: ready")
-        assert "a fleet is running there" in as_process("up", "laptop-sglang", *fakes).stderr
-    finally:
-        importing.unlink(missing_ok=True)
-        check.wait()
-        down = deltaserve("down", str(run_dir))
+    with taken_base(2) as base_port:
+        command += ["--set", f"base_port={base_port}"]
+        checks = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        try:
+            wait_until(run_dir.exists, timeout_s=30.0)
+            up = as_process("up", "laptop-sglang", *fakes, "--detach")
+            assert up.returncode == 0, up.stderr
+            importing.unlink()
+            shown, _ = checks.communicate(timeout=60)
+            assert checks.returncode == 0, shown
+            assert deltaserve("status", str(run_dir)).stdout.startswith("laptop-sglang: ready")
+            assert "a fleet is running there" in as_process("up", "laptop-sglang", *fakes).stderr
+        finally:
+            importing.unlink(missing_ok=True)
+            checks.wait()
+            down = deltaserve("down", str(run_dir))
     assert down.returncode == 0, down.stderr
-    assert deltaserve("check", "laptop-sglang", *fakes).returncode == 0
+    assert check("laptop-sglang", *fakes).returncode == 0
     assert "stopped" in deltaserve("status", str(run_dir)).stdout
 
 

@@ -20,9 +20,6 @@ use std::time::Duration;
 
 const WORKER_PATIENCE: Duration = Duration::from_secs(10);
 const MAX_ADMIN_BODY_BYTES: usize = 1 << 20;
-/// How much of a body that nobody wants is read, and for how long.
-const MAX_UNWANTED_BYTES: usize = 64 << 10;
-const UNWANTED_PATIENCE: Duration = Duration::from_millis(100);
 
 pub(super) async fn handle(
     gateway: &Arc<Gateway>,
@@ -33,11 +30,7 @@ pub(super) async fn handle(
     let mut body = (!http_body::Body::is_end_stream(&body)).then_some(body);
     let answer = answer(gateway, client, &head, &mut body).await;
     if let Some(unwanted) = body {
-        // Most are short and there, and with them read nothing is left to wait for when the connection ends.
-        let rest = Limited::new(unwanted, MAX_UNWANTED_BYTES).collect();
-        if let Ok(Ok(_)) = tokio::time::timeout(UNWANTED_PATIENCE, rest).await {
-            client.has_sent_body();
-        }
+        client.pass_over(&head.headers, unwanted).await;
     }
     answer
 }

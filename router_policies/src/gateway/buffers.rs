@@ -121,7 +121,7 @@ impl Buffers {
     /// announced, while the next piece is on its way.
     pub(super) async fn collect(
         &self,
-        mut body: Incoming,
+        body: &mut Incoming,
         limit: usize,
         mut on_more: impl FnMut(&[u8], usize),
     ) -> Result<(Bytes, Budget), NotCollected> {

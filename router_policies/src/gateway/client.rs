@@ -8,10 +8,15 @@
 //!
 //! A client that is answered before its body was read, or whose body nobody reads, is still sending it. To
 //! close its connection at once would reset it, and most clients would never see the answer: so what it
-//! sends is thrown away for a while.
+//! sends is thrown away for a while. What is short is read before the answer: a connection that is kept
+//! afterwards would else be taken for one on which something is still coming, and hold a router that stops.
 
 use super::fault::{SHUTTING_DOWN, TIME_IS_OVER};
 use crate::fleet::Outcome;
+use http_body::Body;
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use hyper::header::{EXPECT, HeaderMap};
 use hyper::rt::{Read, ReadBuf, ReadBufCursor, Write};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
@@ -30,6 +35,10 @@ pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// How long a client that has its answer may go on sending what nobody reads.
 const LINGER: Duration = Duration::from_secs(5);
+
+/// How much of a body that nobody wants is read before its answer, and for how long.
+const MAX_UNWANTED_BYTES: u64 = 64 << 10;
+const UNWANTED_PATIENCE: Duration = Duration::from_millis(100);
 
 /// Why an answer ends before its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +87,37 @@ impl Client {
     /// Its body is there, all of it.
     pub fn has_sent_body(&self) {
         self.is_unread.store(false, Ordering::Relaxed);
+    }
+
+    /// Reads the rest of a body that nobody wants, unless it is long or does not come at once. Then nothing is
+    /// left to wait for when the connection ends, and the next request can come on it.
+    pub async fn pass_over(&self, headers: &HeaderMap, mut body: Incoming) {
+        let announced = body.size_hint();
+        let is_long = announced.lower() > MAX_UNWANTED_BYTES;
+        // To read it tells a client that waits for `100 Continue` to send all of it.
+        let may_be_long = announced.exact().is_none() && headers.contains_key(EXPECT);
+        if body.is_end_stream() {
+            return self.has_sent_body();
+        }
+        if is_long || may_be_long {
+            return;
+        }
+        let rest = async {
+            let mut bytes = 0;
+            loop {
+                match body.frame().await {
+                    Some(Ok(frame)) => bytes += frame.data_ref().map_or(0, |it| it.len() as u64),
+                    Some(Err(_)) => return false,
+                    None => return true,
+                }
+                if bytes > MAX_UNWANTED_BYTES {
+                    return false;
+                }
+            }
+        };
+        if tokio::time::timeout(UNWANTED_PATIENCE, rest).await == Ok(true) {
+            self.has_sent_body();
+        }
     }
 
     /// Whether, and why, the answer to the last request has to end now.

@@ -96,18 +96,20 @@ async fn serve(
     {
         let message = "content-encoding: expected none: prompts are read to be routed";
         let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+        Box::pin(context.client.pass_over(&parts.headers, incoming)).await;
         return refuse(status, "invalid_request_error", message);
     }
     let mut scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
     let more = |begin: &[u8], bytes| scanner.scan_ahead(begin, bytes);
-    let (bytes, _budget) = match gateway.collect(incoming, deadline, more).await {
+    let (client, headers) = (&context.client, &parts.headers);
+    let collected = gateway.collect(client, headers, incoming, deadline, more);
+    let (bytes, _budget) = match collected.await {
         Ok(collected) => collected,
         Err(failure) => {
             let (status, kind) = failure.status();
             return refuse(status, kind, &failure.message(limit));
         }
     };
-    context.client.has_sent_body();
     let mut scanned = match scanner.scan(&bytes) {
         Ok(scanned) => scanned,
         Err(malformed) => return invalid(&malformed.to_string()),

@@ -303,21 +303,32 @@ impl Gateway {
     /// router waits no longer, is given up, so that its client is told.
     async fn collect(
         &self,
-        body: Incoming,
+        client: &client::Client,
+        headers: &HeaderMap,
+        mut body: Incoming,
         deadline: Instant,
         on_more: impl FnMut(&[u8], usize),
     ) -> Result<(Bytes, Budget), NotCollected> {
         let limit = self.config.max_body_bytes;
-        let collected = self.buffers.collect(body, limit, on_more);
+        let collected = self.buffers.collect(&mut body, limit, on_more);
         // Asked for only where the body does not come at once, as most do.
         let is_cut_off = async { self.cut_off().await };
-        tokio::select! {
+        let collected = tokio::select! {
             biased;
             collected = tokio::time::timeout_at(deadline, collected) => {
                 collected.unwrap_or(Err(NotCollected::TimeIsOver))
             }
             () = is_cut_off => Err(NotCollected::ShuttingDown),
+        };
+        match collected {
+            Ok(_) => client.has_sent_body(),
+            Err(NotCollected::TooLarge | NotCollected::NoRoom) => {
+                Box::pin(client.pass_over(headers, body)).await;
+            }
+            // It has been waited for.
+            Err(_) => {}
         }
+        collected
     }
 
     /// Adds a worker and starts watching its health.
@@ -361,10 +372,11 @@ impl Gateway {
                 self.keys.refusal(request.headers(), Wants::Model)
         {
             self.metrics.refused(status);
-            return match api {
+            let refusal = match api {
                 Some(api) => error_of(api, status, kind, message),
                 None => passthrough::refusal(path, status, kind, message),
             };
+            return unread(&client, request, refusal).await;
         }
         match (request.method(), api) {
             (&Method::POST, Some(api)) => {
@@ -375,8 +387,7 @@ impl Gateway {
             (&Method::POST, None) if passthrough::is_passed_on(path) => {
                 Box::pin(passthrough::handle(&self, &client, deadline, request)).await
             }
-            (_, Some(_)) => not_allowed("POST"),
-            _ if passthrough::is_passed_on(path) => not_allowed("POST"),
+            _ if reaches_model => unread(&client, request, not_allowed("POST")).await,
             _ => {
                 let answer = Box::pin(admin::handle(&self, &client, request));
                 // Asked for only where the answer does not come at once, as most do.
@@ -668,6 +679,18 @@ impl Server {
             let _ = tokio::time::timeout(FLUSH_PATIENCE, tracer.flush()).await;
         }
     }
+}
+
+/// The answer to a request of which only the headers were read.
+async fn unread(
+    client: &client::Client,
+    request: Request<Incoming>,
+    answer: Response<Reply>,
+) -> Response<Reply> {
+    let (head, body) = request.into_parts();
+    // Boxed, so that requests that are served do not carry the room for it.
+    Box::pin(client.pass_over(&head.headers, body)).await;
+    answer
 }
 
 /// Serves the requests of one connection.

@@ -81,14 +81,14 @@ pub(super) async fn handle(
         refusal(&path, status, kind, message)
     };
     let limit = gateway.config.max_body_bytes;
-    let (body, _budget) = match gateway.collect(incoming, deadline, |_, _| {}).await {
+    let collected = gateway.collect(client, &parts.headers, incoming, deadline, |_, _| {});
+    let (body, _budget) = match collected.await {
         Ok(collected) => collected,
         Err(failure) => {
             let (status, kind) = failure.status();
             return refuse(status, kind, &failure.message(limit));
         }
     };
-    client.has_sent_body();
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
     let _permit = match gateway.admission.enter(patience, deadline).await {
         Ok(permit) => permit,

@@ -32,14 +32,21 @@ struct Stoppable {
 
 impl Stoppable {
     async fn before(mock: &MockWorker, drain_timeout_s: f64) -> Self {
+        let config = Config {
+            drain_timeout_s,
+            ..Config::default()
+        };
+        Self::with(mock, config).await
+    }
+
+    async fn with(mock: &MockWorker, config: Config) -> Self {
         let log = std::env::temp_dir().join(format!("router-stop-{:x}.jsonl", fastrand::u64(..)));
         let server = Server::bind(Config {
             port: 0,
             policy: "round_robin".to_owned(),
             workers: vec![worker(mock, "w", "colocated")],
             decision_log: Some(log.clone()),
-            drain_timeout_s,
-            ..Config::default()
+            ..config
         })
         .await
         .expect("binds");
@@ -324,4 +331,109 @@ async fn a_connection_on_which_a_body_was_sent_that_nobody_wanted_ends_with_the_
     // Its client keeps it, for whatever it may ask next.
     let (took, _) = router.stop(0).await;
     assert!(took < Duration::from_secs(2), "it took {took:?}");
+}
+
+/// An answer's status and the bytes of its headers and body, which has a length.
+async fn answer_on(socket: &mut tokio::net::TcpStream) -> String {
+    let mut answer = Vec::new();
+    while !answer.ends_with(b"\r\n\r\n") {
+        answer.push(socket.read_u8().await.expect("an answer"));
+    }
+    let head = String::from_utf8(answer).expect("text");
+    let length = head.to_ascii_lowercase();
+    let (_, length) = length.split_once("content-length: ").expect("a length");
+    let (length, _) = length.split_once('\r').expect("a line");
+    let mut body = vec![0; length.parse().expect("a number")];
+    socket.read_exact(&mut body).await.expect("a body");
+    head
+}
+
+#[tokio::test]
+async fn a_connection_on_which_a_request_was_refused_unread_is_kept_and_ends_with_the_router() {
+    let keys = std::env::temp_dir().join(format!("router-keys-{:x}", fastrand::u64(..)));
+    std::fs::write(&keys, "a-clients-key\n").expect("written");
+    let body = generate(false).to_string();
+    // Of a size that counts, which is more than there is room for.
+    let long = json!({"input_ids": [1], "user": "x".repeat(8_000)}).to_string();
+    let with_keys = || Config {
+        api_keys_file: Some(keys.clone()),
+        ..Config::default()
+    };
+    let small = || Config {
+        max_body_bytes: 10,
+        ..Config::default()
+    };
+    let full = Config {
+        max_held_bytes: 5_000,
+        ..Config::default()
+    };
+    let gzip = "content-encoding: gzip\r\n";
+    for (config, asked, headers, body, status) in [
+        (with_keys(), "POST /generate", "", &body, 401),
+        (with_keys(), "POST /v1/embeddings", "", &body, 401),
+        (Config::default(), "POST /generate", gzip, &body, 415),
+        (small(), "POST /generate", "", &body, 413),
+        (small(), "POST /v1/embeddings", "", &body, 413),
+        (full, "POST /generate", "", &long, 503),
+        (Config::default(), "PUT /generate", "", &body, 405),
+        (Config::default(), "PUT /v1/embeddings", "", &body, 405),
+    ] {
+        let bytes = body.len();
+        let length = format!("content-length: {bytes}\r\n");
+        let chunk = format!("{bytes:x}\r\n{body}\r\n0\r\n\r\n");
+        let chunked = "transfer-encoding: chunked\r\n".to_owned();
+        for (framing, body) in [(length, body.clone()), (chunked, chunk)] {
+            let head = format!("{asked} HTTP/1.1\r\nhost: localhost\r\n{framing}{headers}\r\n");
+            // Many clients send a body when its headers are sent.
+            for later in [None, Some(Duration::from_millis(20))] {
+                let mock = MockWorker::start().await;
+                let router = Stoppable::with(&mock, config.clone()).await;
+                let mut socket = tokio::net::TcpStream::connect(&router.address)
+                    .await
+                    .expect("a connection");
+                for _ in 0..2 {
+                    if let Some(later) = later {
+                        socket.write_all(head.as_bytes()).await.expect("sent");
+                        tokio::time::sleep(later).await;
+                        socket.write_all(body.as_bytes()).await.expect("sent");
+                    } else {
+                        let whole = [&*head, &*body].concat();
+                        socket.write_all(whole.as_bytes()).await.expect("sent");
+                    }
+                    let answer = answer_on(&mut socket).await;
+                    let expected = format!("HTTP/1.1 {status} ");
+                    assert!(answer.starts_with(&expected), "{asked}: {answer}");
+                }
+                // Its client keeps it, for whatever it may ask next.
+                let (took, _) = router.stop(0).await;
+                let which = format!("{status} {framing} {later:?}");
+                assert!(took < Duration::from_secs(2), "{which}: {took:?}");
+            }
+        }
+    }
+    std::fs::remove_file(&keys).expect("removed");
+}
+
+#[tokio::test]
+async fn who_asks_before_it_sends_a_long_body_is_refused_without_being_told_to_send_it() {
+    let mock = MockWorker::start().await;
+    let router = Stoppable::before(&mock, 30.0).await;
+    for framing in ["content-length: 9000000", "transfer-encoding: chunked"] {
+        for (asked, status) in [
+            ("POST /generate", "HTTP/1.1 415 "),
+            ("POST /health", "HTTP/1.1 405 "),
+        ] {
+            let mut socket = tokio::net::TcpStream::connect(&router.address)
+                .await
+                .expect("a connection");
+            let head = format!(
+                "{asked} HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\n\
+                 content-encoding: gzip\r\n{framing}\r\n\r\n"
+            );
+            socket.write_all(head.as_bytes()).await.expect("sent");
+            let answer = answer_on(&mut socket).await;
+            assert!(answer.starts_with(status), "{asked}: {answer}");
+        }
+    }
+    router.stop(0).await;
 }
