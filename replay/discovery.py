@@ -26,9 +26,14 @@ Headers = tuple[tuple[str, str], ...]
 
 
 def find_engine(url: str, headers: Headers = (), timeout_s: float = 10.0) -> tuple[Api, str]:
-    """The dialect and the model's name that a server answers to, from its `/v1/models`."""
+    """The dialect and the model's name that a server answers to, from its `/v1/models`.
+
+    Stock routers before SGLang name themselves there (sglang-router 0.3.2 "local"). That one takes
+    no token ids as completions, and passes on what SGLang says of its model, which vLLM never does.
+    """
     model = _models(url, headers, timeout_s)[0]
-    return ("sglang" if model.get("owned_by") == "sglang" else "openai"), model["id"]
+    is_sglang = model.get("owned_by") == "sglang" or any(_model_infos(url, headers, timeout_s))
+    return ("sglang" if is_sglang else "openai"), model["id"]
 
 
 def find_vocab_size(url: str, headers: Headers = (), timeout_s: float = 10.0) -> int | None:
@@ -62,15 +67,22 @@ def find_words(
 def _of_model_folder(name: str, url: str, headers: Headers, timeout_s: float) -> Iterator[Any]:
     """The JSON file `name` in each folder that the server says its model is in and that can be read
     here: SGLang's `/model_info`, the `root` in `/v1/models` (vLLM)."""
-    try:
-        folders = [_get(f"{url}/model_info", headers, timeout_s).get("model_path")]
-    except (OSError, http.client.HTTPException, ValueError, AttributeError):
-        folders = []  # not SGLang
+    folders: list[Any] = list(_model_infos(url, headers, timeout_s))
     folders += [model.get("root") for model in _models(url, headers, timeout_s)]
     for folder in folders:
         if isinstance(folder, str):
             with contextlib.suppress(OSError, ValueError):
                 yield orjson.loads((Path(folder) / name).read_bytes())
+
+
+def _model_infos(url: str, headers: Headers, timeout_s: float) -> Iterator[str]:
+    """The model's folder as SGLang says it, itself or through a stock router, which knows only the
+    older name of the page; nothing of other servers."""
+    for page in ("model_info", "get_model_info"):
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError, AttributeError):
+            folder = _get(f"{url}/{page}", headers, timeout_s).get("model_path")
+            if isinstance(folder, str):
+                yield folder
 
 
 def _models(url: str, headers: Headers, timeout_s: float) -> list[dict[str, Any]]:

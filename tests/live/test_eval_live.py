@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.engines import install
 from launch.ports import free_base
 from tests.quickstart import blocks, run
 
@@ -79,6 +80,59 @@ def test_an_experiment_runs_on_real_engines_and_its_report_shows_kv_saved(tmp_pa
     assert float(saved[1]) > 10
     again = deltaserve("run", file, "--output", output)
     assert "3 of 3 runs are complete already" in again.stderr
+
+
+ROUTERS = """
+name = "routers"
+keep_workers = true
+
+[trace.synth]
+profile = "glm-agentic"
+requests = 12
+options = { rate = 0.05 }
+
+[replay]
+mode = "closed"
+max_inflight_sessions = 2
+max_think_s = 0.1
+fit_input_tokens = 3000
+
+[set]
+kv_events = true
+telemetry = true
+
+[[arms]]
+name = "stock"
+topology = "laptop-sglang"
+policy = "cache_aware"
+set = { router = { kind = "sglang-router" } }
+
+[[arms]]
+name = "ours"
+topology = "laptop-sglang"
+policy = "unified"
+set = { router = { residency = { rule = "priced" } } }
+"""
+
+
+@pytest.mark.timeout(900)
+def test_the_stock_router_and_ours_take_turns_before_the_same_workers(tmp_path: Path) -> None:
+    install("sglang-router", print)
+    file = tmp_path / "routers.toml"
+    file.write_text(ROUTERS)
+    output = tmp_path / "out"
+    done = deltaserve("run", file, "--output", output)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("colocated-0: starting (") == 1
+    for arm in ("stock", "ours"):
+        run_dir = output / arm / "r1"
+        manifest = json.loads((run_dir / "manifest.json").read_text())
+        assert (manifest["state"], manifest["results"]) == ("complete", 12)
+        assert [v for v in manifest["violations"] if v["rule"] != "client_lag"] == []
+        results = [json.loads(line) for line in (run_dir / "requests.jsonl").open()]
+        assert [result["error"] for result in results if result["error"]] == []
+        assert sum(result["cached_tokens"] for result in results) > 0
+        assert len(list((run_dir / "steps").iterdir())) == 2
 
 
 SMALL = " ".join(

@@ -105,7 +105,8 @@ def run_virtually() -> Callable[..., Any]:
 
 
 class FakeEngine:
-    """Answers like SGLang or vLLM; without `usage` in its chunks like other servers. With a `key`
+    """Answers like SGLang or vLLM; without `usage` in its chunks like other servers. `behind` is a
+    router that stands before it and names itself as who owns the model. With a `key`
     it refuses requests without that header `authorization`. `faults` maps a request's id to what
     goes wrong, "all" to what does with the others; refusals have the headers `refuses_with`.
     `seen` holds the bodies, with their headers, in the order of arrival."""
@@ -118,8 +119,10 @@ class FakeEngine:
         delay_s: float = 0.0,
         usage: bool = True,
         key: str | None = None,
+        behind: str | None = None,
     ) -> None:
         self.usage = usage
+        self.behind = behind
         self.key = key
         self.dialect = dialect
         self.incremental = incremental
@@ -136,7 +139,9 @@ class FakeEngine:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/v1/models", self._models)
         if self.dialect == "sglang":
-            app.router.add_get("/model_info", self._model_info)
+            # Routers that speak for several engines pass on the older name alone.
+            name = "/get_model_info" if self.behind else "/model_info"
+            app.router.add_get(name, self._model_info)
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._answer)
         return app
@@ -145,7 +150,7 @@ class FakeEngine:
         if self.key and request.headers.get("authorization") != self.key:
             return web.Response(status=401, text="no key")
         root = "tiny" if self.dialect == "sglang" else self.model_path
-        model = {"id": "tiny", "owned_by": self.dialect, "root": root}
+        model = {"id": "tiny", "owned_by": self.behind or self.dialect, "root": root}
         return web.json_response({"data": [model]})
 
     async def _model_info(self, _: web.Request) -> web.Response:

@@ -101,6 +101,23 @@ def test_every_request_is_sent_whole_and_its_answer_recorded(
 
 
 @pytest.mark.parametrize(
+    ("dialect", "owner", "path"),
+    [
+        ("sglang", "local", "/generate"),  # sglang-router 0.3.2, whose completions take text alone
+        ("sglang", "self_hosted", "/generate"),  # smg 1.13.0
+        ("vllm", "local", "/v1/completions"),
+    ],
+)
+def test_behind_a_stock_router_an_engine_is_asked_in_its_own_dialect(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine, dialect: str, owner: str, path: str
+) -> None:
+    fake = engine(dialect, behind=owner)
+    summary = run(_options(tmp_path, trace_of(4, requests=5), fake.url), quiet=True)
+    assert summary["ok"] == 5
+    assert {seen["path"] for seen in fake.seen} == {path}
+
+
+@pytest.mark.parametrize(
     ("fault", "kind", "status"),
     [
         ("400", "client_error", 400),

@@ -1,0 +1,131 @@
+"""Routers side by side before the same workers: the packaged experiment, planned and simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from deltaserve.errors import InputError
+from eval.experiment_files import load_experiment
+from eval.matrix import plan_runs
+from eval.progress import Progress
+from eval.report import find_runs
+from eval.run_lines import Row, read_rows
+from eval.runner import load_topologies
+from eval.simulated_runs import simulate_experiment
+from eval.site import launch_site
+from tests.eval.published import RESULTS
+
+ARMS = ("stock", "off", "priced")
+STAND_IN = (
+    # A session stays where it is, a new one goes where the least is in hand.
+    "arms.stock.policy=linear",
+    "arms.stock.policy_params={overload_factor=1000000.0, alpha=0.0}",
+    'arms.stock.set={router={residency={rule="off"}}}',
+)
+"""Of the stock router in the simulator (docs/results/plan.md)."""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """40 sessions of four turns, each going on where the one before ended."""
+    lines = []
+    for session in range(40):
+        for turn in range(4):
+            length = 20_000 + 1_280 * turn
+            first = 10_000 * session
+            blocks = -(-length // 64)
+            lines.append(
+                {
+                    "request_id": f"s{session}:{turn}",
+                    "session_id": f"s{session}",
+                    "turn": turn,
+                    "timestamp_s": session + turn * 5.0,
+                    "input_length": length,
+                    "output_length": 100,
+                    "block_size": 64,
+                    "hash_ids": [*range(first, first + blocks - 1), first + 5_000 + turn],
+                    "think_time_s": 1.0 if turn else None,
+                }
+            )
+    lines.sort(key=lambda line: float(str(line["timestamp_s"])))
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    return path
+
+
+def test_all_arms_share_the_same_two_workers() -> None:
+    experiment, _ = load_experiment("routers-gpu")
+    assert experiment.keep_workers
+    site = launch_site()
+    topologies = load_topologies(site, experiment, plan_runs(experiment))
+    assert set(topologies) == {f"{arm}@{load}" for arm in ARMS for load in ("20", "24", "32")}
+    assert len({site.worker_key(topology) for topology in topologies.values()}) == 1
+    routers = {cell.partition("@")[0]: topology.router for cell, topology in topologies.items()}
+    told = {arm: (router.kind, router.policy) for arm, router in routers.items()}
+    assert told == {
+        "stock": ("sglang-router", "cache_aware"),
+        "off": ("deltaserve", "unified"),
+        "priced": ("deltaserve", "unified"),
+    }
+    assert {arm: routers[arm].residency for arm in ("off", "priced")} == {
+        "off": {"rule": "off"},
+        "priced": {"rule": "priced"},
+    }
+
+
+def test_its_workers_are_those_of_the_strongest_arm_on_one_gpu() -> None:
+    site = launch_site()
+    keys = []
+    for name, arm in (
+        ("routers-gpu", "priced"),
+        ("sessions-a-gpu", "sglang-fp8-host-paced-residency"),
+    ):
+        experiment, _ = load_experiment(name)
+        runs = [run for run in plan_runs(experiment) if run.arm.name == arm]
+        topology = next(iter(load_topologies(site, experiment, runs).values()))
+        [group] = topology.workers
+        keys.append((topology.kv_keys(group), topology.chunk_tokens, topology.mixed_chunk))
+        keys[-1] += (topology.pacing_keys(group), topology.environment, topology.kv_events)
+    assert keys[0] == keys[1]
+
+
+def test_it_is_simulated_with_a_policy_of_ours_in_the_stock_routers_place(
+    trace: Path, tmp_path: Path
+) -> None:
+    short = [f"trace.path={trace}", "repeats=1", "phases.warm_up_s=5", "phases.measure_s=30"]
+
+    def simulate(*overrides: str) -> None:
+        experiment, _ = load_experiment("routers-gpu", [*short, *overrides])
+        with Progress() as progress:
+            simulate_experiment(experiment, tmp_path / "out", source={}, progress=progress)
+
+    with pytest.raises(InputError, match=r"arm stock: router\.kind sglang-router: only our own"):
+        simulate()
+    simulate(*STAND_IN)
+    runs = find_runs([tmp_path / "out"])
+    assert {run.arm for run in runs} == set(ARMS)
+    assert len(runs) == 9
+    for run in runs:
+        assert run.simulated
+        assert run.gpus == 2
+        assert len(run.requests) > 20
+
+
+def test_what_is_said_to_be_simulated_follows_from_the_lines() -> None:
+    rows = read_rows(RESULTS / "simulated" / "routers-two-gpus.csv")
+    by_key = {(row["arm"], row["sessions"], row["draw"]): row for row in rows}
+
+    def shown(row: Row) -> str:
+        return f"{float(row['requests_per_s']):.3f}; {100 * float(row['within_objective']):.0f} %"
+
+    # Predictions move from one page to the other when they have been measured.
+    text = "".join((RESULTS / page).read_text() for page in ("plan.md", "predictions.md"))
+    for sessions in ("20", "24", "32"):
+        for arm in ("stock", "stock-by-score", "off", "priced"):
+            figures = " | ".join(shown(by_key[arm, sessions, draw]) for draw in ("2", "3"))
+            assert f"\n| `{arm}`, {sessions} | {figures} |\n" in text
+    with_twelve = [float(row["within_objective"]) for row in rows if row["sessions"] == "12"]
+    assert (round(min(with_twelve), 2), round(max(with_twelve), 2)) == (0.93, 0.99)
