@@ -18,6 +18,7 @@ from launch.engines import Engine
 from launch.planning import layout
 from launch.topology_files import load_topology
 from tests.eval.published import RESULTS
+from tests.eval.test_published_simulations import OTHER_DRAWS, measured_and_simulated
 from tests.eval.windows import until
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -123,6 +124,36 @@ def test_what_is_said_of_more_sessions_than_fit(measured: list[Row]) -> None:
     assert f"each first token after {min(without['waits_s']):.0f} s at least" in README
     sixteen = f"have {rates(MIXED, 16)[0]} requests/s, ours {rates(OURS, 16)[0]}"
     assert f"{sixteen}." in README
+
+
+def test_what_is_said_of_vllm_with_bf16_kv(measured: list[Row]) -> None:
+    plain, behind = (newest(measured, arm, 12) for arm in ("vllm", "vllm-residency"))
+    assert {float(plain[draw]["within_objective"]) for draw in "23"} == {0.0}
+    shares = " and ".join(f"{100 * float(behind[d]['within_objective']):.0f}" for d in "23")
+    more = " and ".join(
+        f"{float(behind[d]['requests_per_s']) / float(plain[d]['requests_per_s']):.1f}"
+        for d in "23"
+    )
+    said = f"[behind residency {shares} %](docs/results/residency-vllm.md) at {more} times"
+    assert said in README
+
+
+def test_what_is_said_of_how_far_the_simulator_is_off() -> None:
+    off = {}
+    for lines, is_of in OTHER_DRAWS:
+        for run, simulated in measured_and_simulated(lines, is_of):
+            more = float(simulated["requests_per_s"]) / float(run["requests_per_s"]) - 1
+            if "residency" in run["arm"] and abs(more) > 0.1:
+                off[run["arm"], run["sessions"], run["draw"]] = round(100 * more)
+    assert off == {
+        (f"{VLLM}-residency", "16", "2"): 11,
+        (OURS, "12", "2"): 15,
+        ("vllm-residency", "12", "3"): -23,
+    }
+    assert (
+        "but for vLLM with 16 of draw 2 (11 % more than measured), SGLang with twelve of draw 2 "
+        "(15 % more) and vLLM with bf16 KV and twelve of draw 3 (23 % fewer)"
+    ) in README
 
 
 def test_what_is_said_of_the_target_that_was_missed() -> None:
