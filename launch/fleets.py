@@ -152,7 +152,7 @@ class Fleet:
         began_s = time.monotonic()
         self._write()  # so that `down` finds who checks, which may take long
         planning.move_away_previous(self.plan.run_dir)
-        checking.check(self.plan)
+        self._check_plan()
         planning.write_files(self.plan)
         self.timings["check_s"] = time.monotonic() - began_s
         self._transcript.tell("checked: engine, flags, ports")
@@ -177,6 +177,16 @@ class Fleet:
         self._has_come_up = True
         self._tell(f"{self.plan.topology.name} ready in {self.timings['start_s']:.0f} s")
         self._transcript.table(self._table())
+
+    def _check_plan(self) -> None:
+        """Raises `InputError` where this machine cannot start the plan; the record says so as well,
+        for who finds the folder later."""
+        try:
+            checking.check(self.plan)
+        except InputError as error:
+            self._state, self._reason = "failed", str(error)
+            self._transcript.tell(self._reason)
+            raise
 
     def died(self) -> dict[str, str]:
         """Process id → why, of those that have died and were not started again."""

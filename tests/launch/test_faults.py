@@ -292,6 +292,21 @@ def test_a_log_of_the_start_before_is_not_shown_as_that_of_one_that_fails(
     assert (run_dir / "logs" / "router.log.1").read_text() == before
 
 
+def test_the_record_of_a_start_that_was_refused_says_why(fakes: Fakes, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    refused = fakes("serve", overrides=('flags=["--max-runing-requests", "4"]',))
+    with (
+        pytest.raises(InputError, match="--max-runing-requests") as caught,
+        fleet(refused, run_dir),
+    ):
+        pass
+    record = json.loads((run_dir / "fleet.json").read_text())
+    assert (record["state"], record["reason"]) == ("failed", str(caught.value))
+    shown = command_line.deltaserve("launch", "status", str(run_dir)).stdout
+    assert str(caught.value).splitlines()[0] in shown
+    assert str(caught.value) in (run_dir / "transcript.txt").read_text()
+
+
 def test_a_decision_log_that_somebody_put_elsewhere_stays_there(
     fakes: Fakes, tmp_path: Path
 ) -> None:
