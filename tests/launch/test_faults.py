@@ -226,13 +226,15 @@ def test_the_decisions_of_a_start_are_apart_from_those_of_the_start_before(
         assert not older.exists()
 
 
-@pytest.mark.parametrize(
+# One whose worker dies, and one that is refused before anything is started.
+MISSPELT = ('flags=["--max-runing-requests", "4"]',)
+STARTS_THAT_FAIL = pytest.mark.parametrize(
     ("behaviour", "overrides", "error"),
-    [
-        ("die", (), FleetError),
-        ("serve", ('flags=["--max-runing-requests", "4"]',), InputError),
-    ],
+    [("die", (), FleetError), ("serve", MISSPELT, InputError)],
 )
+
+
+@STARTS_THAT_FAIL
 def test_what_a_start_before_recorded_is_not_taken_for_that_of_one_that_fails(
     fakes: Fakes,
     tmp_path: Path,
@@ -257,13 +259,7 @@ def test_what_a_start_before_recorded_is_not_taken_for_that_of_one_that_fails(
         assert (run_dir / "steps.1").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "overrides", "error"),
-    [
-        ("die", (), FleetError),
-        ("serve", ('flags=["--max-runing-requests", "4"]',), InputError),
-    ],
-)
+@STARTS_THAT_FAIL
 def test_a_log_of_the_start_before_is_not_shown_as_that_of_one_that_fails(
     fakes: Fakes,
     tmp_path: Path,
@@ -286,7 +282,7 @@ def test_a_log_of_the_start_before_is_not_shown_as_that_of_one_that_fails(
     assert not any(before in log.read_text() for log in (run_dir / "logs").glob("*.log"))
     assert all(log.with_name(f"{log.name}.1").read_text() == before for log in logs)
     # Who tries again, without a log to move, keeps them.
-    refused = fakes("serve", overrides=('flags=["--max-runing-requests", "4"]',))
+    refused = fakes("serve", overrides=MISSPELT)
     with pytest.raises(InputError), fleet(refused, run_dir):
         pass
     assert (run_dir / "logs" / "router.log.1").read_text() == before
@@ -294,7 +290,7 @@ def test_a_log_of_the_start_before_is_not_shown_as_that_of_one_that_fails(
 
 def test_the_record_of_a_start_that_was_refused_says_why(fakes: Fakes, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    refused = fakes("serve", overrides=('flags=["--max-runing-requests", "4"]',))
+    refused = fakes("serve", overrides=MISSPELT)
     with (
         pytest.raises(InputError, match="--max-runing-requests") as caught,
         fleet(refused, run_dir),

@@ -331,9 +331,11 @@ def test_a_second_ctrl_c_does_not_keep_up_from_ending_its_fleet(
 
 
 @contextmanager
-def unread(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`up` once its fleet is ready, when nobody reads what it says any more."""
-    up = [sys.executable, "-m", "deltaserve", "launch", "up", *arguments]
+def unread(python: Path, run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`up` of one worker once it is ready, when nobody reads what it says any more."""
+    up = [sys.executable, "-m", "deltaserve", "launch", "up", "laptop-sglang", *arguments]
+    up += ["--set", f"engine.python={python}", "--set", "router.kind=none"]
+    up += ["--set", "base_port=0", "--set", "workers.0.count=1", "--run-dir", str(run_dir)]
     process = subprocess.Popen(up, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr
     try:
@@ -351,9 +353,7 @@ def test_a_fleet_whose_words_nobody_reads_any_more_ends_whole(
 ) -> None:
     """As by Ctrl-C of `up 2>&1 | tee log`, which ends `tee` too."""
     run_dir = tmp_path / "run"
-    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
-    fakes += ["--set", "base_port=0", "--set", "workers.0.count=1", "--run-dir", str(run_dir)]
-    with unread("laptop-sglang", *fakes) as process:
+    with unread(fake_python, run_dir) as process:
         process.send_signal(signal.SIGINT)
         process.wait(60)
         assert working_in(run_dir) == []
@@ -365,9 +365,7 @@ def test_a_fleet_whose_words_nobody_reads_any_more_is_kept_serving(
     fake_python: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    fakes = ["--set", f"engine.python={fake_python}", "--set", "router.kind=none"]
-    fakes += ["--set", "base_port=0", "--set", "workers.0.count=1", "--run-dir", str(run_dir)]
-    with unread("laptop-sglang", *fakes, "--keep-serving") as process:
+    with unread(fake_python, run_dir, "--keep-serving") as process:
         first = record(run_dir)["processes"][0]["pid"]
         os.kill(first, signal.SIGKILL)
 
