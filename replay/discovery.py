@@ -32,8 +32,9 @@ def find_engine(url: str, headers: Headers = (), timeout_s: float = 10.0) -> tup
     no token ids as completions, and passes on what SGLang says of its model, which vLLM never does.
     """
     model = _models(url, headers, timeout_s)[0]
-    is_sglang = model.get("owned_by") == "sglang" or any(_model_infos(url, headers, timeout_s))
-    return ("sglang" if is_sglang else "openai"), model["id"]
+    if model.get("owned_by") == "sglang" or _sglang_folder(url, headers, timeout_s):
+        return "sglang", model["id"]
+    return "openai", model["id"]
 
 
 def find_vocab_size(url: str, headers: Headers = (), timeout_s: float = 10.0) -> int | None:
@@ -67,22 +68,22 @@ def find_words(
 def _of_model_folder(name: str, url: str, headers: Headers, timeout_s: float) -> Iterator[Any]:
     """The JSON file `name` in each folder that the server says its model is in and that can be read
     here: SGLang's `/model_info`, the `root` in `/v1/models` (vLLM)."""
-    folders: list[Any] = list(_model_infos(url, headers, timeout_s))
-    folders += [model.get("root") for model in _models(url, headers, timeout_s)]
-    for folder in folders:
+    roots = [model.get("root") for model in _models(url, headers, timeout_s)]
+    for folder in (_sglang_folder(url, headers, timeout_s), *roots):
         if isinstance(folder, str):
             with contextlib.suppress(OSError, ValueError):
                 yield orjson.loads((Path(folder) / name).read_bytes())
 
 
-def _model_infos(url: str, headers: Headers, timeout_s: float) -> Iterator[str]:
+def _sglang_folder(url: str, headers: Headers, timeout_s: float) -> str | None:
     """The model's folder as SGLang says it, itself or through a stock router, which knows only the
-    older name of the page; nothing of other servers."""
+    older name of the page; None of other servers."""
     for page in ("model_info", "get_model_info"):
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError, AttributeError):
             folder = _get(f"{url}/{page}", headers, timeout_s).get("model_path")
             if isinstance(folder, str):
-                yield folder
+                return folder
+    return None
 
 
 def _models(url: str, headers: Headers, timeout_s: float) -> list[dict[str, Any]]:

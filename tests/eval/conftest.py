@@ -172,6 +172,34 @@ def write_run(output: Path, recipe: Recipe) -> Path:
     return folder
 
 
+def write_growing(
+    path: Path, *, sessions: int, turns: int, tokens: int, growth: int, apart_s: float
+) -> None:
+    """A trace of sessions that begin `apart_s` after each other, 5 s a turn; every prompt goes on
+    where the answer before it ends."""
+    lines = []
+    for turn in range(turns):
+        for session in range(sessions):
+            length = tokens + growth * turn
+            blocks = -(-length // 64)
+            first = 10_000 * session
+            lines.append(
+                {
+                    "request_id": f"s{session}:{turn}",
+                    "session_id": f"s{session}",
+                    "turn": turn,
+                    "timestamp_s": apart_s * session + turn * 5.0,
+                    "input_length": length,
+                    "output_length": 100,
+                    "block_size": 64,
+                    "hash_ids": [*range(first, first + blocks - 1), first + 5_000 + turn],
+                    "think_time_s": 1.0 if turn else None,
+                }
+            )
+    lines.sort(key=lambda line: float(str(line["timestamp_s"])))
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+
+
 @pytest.fixture(scope="session")
 def run_writer() -> Callable[..., Path]:
     """Writes a run with the given recipe's fields under a folder."""

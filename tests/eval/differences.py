@@ -42,7 +42,7 @@ def by_draw(rows: Sequence[Row], sessions: int, base: str, arm: str) -> dict[str
         return {item.measure.key: item for item in over_draws(rows, sessions, base, [arm])}
 
 
-def mean(of: OverDraws) -> str:
+def difference(of: OverDraws) -> str:
     """The mean difference over draws."""
     return f"{effect(of.measure, of.effect.value)} [{effect_interval(of.measure, of.effect)}]"
 

@@ -80,6 +80,11 @@ def row(table: int, label: str, text: str | None = None) -> list[str]:
     return [cell.strip() for cell in found[1].split("|")]
 
 
+def says(page: str, *words: str) -> None:
+    """A page has all of these."""
+    assert [each for each in words if each not in page] == []
+
+
 def number(cell: str) -> float:
     """The figure that a table's cell begins with."""
     return float(cell.split()[0].rstrip("%").replace("∞", "inf"))

@@ -10,6 +10,7 @@ import pytest
 from eval.by_draw import OverDraws, over_draws, table
 from eval.noise import Verdict
 from eval.run_lines import Row, read_rows
+from tests.eval.differences import by_draw
 from tests.eval.published import RESULTS, decisions, lines, number, phases, row
 from tests.eval.test_sessions_a_gpu import ALWAYS
 from tests.eval.windows import has_rows, missed, until
@@ -99,17 +100,17 @@ def test_what_four_draws_say_of_ten_sessions() -> None:
         {r["draw"]: r for r in rows if (r["arm"], r["sessions"]) == (arm, "10")}
         for arm in TEN.values()
     )
-    for label, by_draw in zip(TEN, (ours, mixed, vllm), strict=True):
+    for label, runs in zip(TEN, (ours, mixed, vllm), strict=True):
         cells = []
         for draw in "1234":
-            row = by_draw.get(draw)
+            row = runs.get(draw)
             within = 100 * float(row["within_objective"]) if row else 0.0
             cells.append(f"{within:.0f} %; {float(row['requests_per_s']):.3f}" if row else "")
         assert f"| {' | '.join([label, *cells])} |".replace("  ", " ") in page
 
-    def of(by_draw: dict[str, Row], draws: Collection[str]) -> tuple[int, int]:
-        turns = [int(by_draw[draw]["measured_turns"]) for draw in draws]
-        shares = [float(by_draw[draw]["within_objective"]) for draw in draws]
+    def of(runs: dict[str, Row], draws: Collection[str]) -> tuple[int, int]:
+        turns = [int(runs[draw]["measured_turns"]) for draw in draws]
+        shares = [float(runs[draw]["within_objective"]) for draw in draws]
         return sum(round(s * n) for s, n in zip(shares, turns, strict=True)), sum(turns)
 
     said = "ours had {} turns in time of {}, vLLM {} of {}"
@@ -127,7 +128,7 @@ def test_what_sixteen_simulated_draws_say_of_ten_sessions() -> None:
     page = page[page.index("**Sixteen draws would tell more apart**") :].split("\n")[0]
     rows = read_rows(RESULTS / "simulated" / "ten-draws.csv")
     over_vllm, over_mixed = (
-        {item.measure.key: item for item in over_draws(rows, 10, base, [OURS])}
+        by_draw(rows, 10, base, OURS)
         for base in ("vllm-fp8-host chunk 4096", "sglang-fp8-host mixed chunk 4096")
     )
     assert over_vllm["attainment"].draws == tuple(range(1, 17))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from eval.by_draw import over_draws, table
-from eval.formatting import effect, effect_interval
 from eval.run_lines import read_rows
 from eval.sessions_a_gpu import row_of
 from eval.steady import State, steadiness
+from tests.eval.differences import by_draw, difference
 from tests.eval.published import RESULTS, decisions, lines, phases, run_of
 from tests.eval.test_published_residency import share_and_rate, wanted_share
 from tests.eval.test_sessions_a_gpu import ALWAYS
@@ -196,11 +196,8 @@ def test_what_is_said_of_lpm() -> None:
 def test_what_is_said_of_the_differences_without_time_slices() -> None:
     page = section("Without time slices while the turns of all fit, measured")
     rows = [row for row in read_rows(MEASURED) if row["draw"] in "123"]
-    found = {item.measure.key: item for item in over_draws(rows, 12, ALWAYS, [OURS])}
-    share, of = (
-        f"{effect(item.measure, item.effect.value)} [{effect_interval(item.measure, item.effect)}]"
-        for item in (found["attainment"], found["requests_per_s"])
-    )
+    found = by_draw(rows, 12, ALWAYS, OURS)
+    share, of = (difference(found[key]) for key in ("attainment", "requests_per_s"))
     assert f"that is {share} and {of} requests/s: nothing." in page
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eval.by_draw import over_draws
-from eval.formatting import effect, effect_interval
 from eval.noise import Verdict
 from eval.run_lines import read_rows
+from tests.eval.differences import by_draw, difference
 from tests.eval.published import RESULTS, lines
 
 PAGE = (RESULTS / "simulated.md").read_text()
@@ -19,17 +18,13 @@ ARM = "sglang-fp8-host-paced-residency"
 @pytest.mark.parametrize("target_ms", [450, 600])
 def test_longer_steps_bring_nothing(sessions: int, called: str, target_ms: int) -> None:
     rows = read_rows(RESULTS / "simulated" / "target-itl.csv")
-    every = over_draws(rows, sessions, f"{ARM} 300 ms", [f"{ARM} {target_ms} ms"])
-    found = {item.measure.key: item for item in every}
+    found = by_draw(rows, sessions, f"{ARM} 300 ms", f"{ARM} {target_ms} ms")
     assert found["attainment"].draws == tuple(range(1, 13))
     told_apart = {key for key, item in found.items() if item.verdict is not Verdict.NONE}
     assert told_apart == {"worst_gap_p90"}
     shown = (found[key] for key in ("requests_per_s", "attainment", "goodput_rps", "worst_gap_p90"))
-    cells = [
-        f"{effect(item.measure, item.effect.value)} [{effect_interval(item.measure, item.effect)}]"
-        for item in shown
-    ]
-    assert f"| {called} | {target_ms / 1000:g} s | {' | '.join(cells)} |" in PAGE
+    cells = " | ".join(map(difference, shown))
+    assert f"| {called} | {target_ms / 1000:g} s | {cells} |" in PAGE
 
 
 def test_whose_prompts_were_answered_of_draw_3() -> None:

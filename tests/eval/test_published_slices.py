@@ -6,11 +6,11 @@ import statistics
 
 import pytest
 
-from eval.by_draw import OverDraws, over_draws
-from eval.formatting import effect, effect_interval
+from eval.by_draw import OverDraws
 from eval.noise import Verdict
 from eval.run_lines import Row, read_rows
 from eval.separation import carried_by_draw
+from tests.eval.differences import by_draw, difference
 from tests.eval.published import RESULTS
 
 ALWAYS, FROM = "slices always", "slices from 0.85"
@@ -26,20 +26,13 @@ def mean(rows: list[Row], arm: str, sessions: int, column: str) -> float:
     return statistics.fmean(float(row[column]) for row in of)
 
 
-def by_key(rows: list[Row], base: str, arm: str, sessions: int) -> dict[str, OverDraws]:
-    return {item.measure.key: item for item in over_draws(rows, sessions, base, [arm])}
-
-
 def cells_of(
     rows: list[Row], arms: tuple[str, str], sessions: int, found: dict[str, OverDraws]
 ) -> list[str]:
     """A row of the page's tables: before and after, then the differences over draws."""
     shares = [100 * mean(rows, arm, sessions, "within_objective") for arm in arms]
     rates = [mean(rows, arm, sessions, "requests_per_s") for arm in arms]
-    told = [
-        f"{effect(item.measure, item.effect.value)} [{effect_interval(item.measure, item.effect)}]"
-        for item in (found["requests_per_s"], found["goodput_rps"])
-    ]
+    told = [difference(found[key]) for key in ("requests_per_s", "goodput_rps")]
     return [
         str(sessions),
         "{:.1f} → {:.1f} %".format(*shares),
@@ -51,7 +44,7 @@ def cells_of(
 @pytest.mark.parametrize("sessions", [6, 8, 10, 12, 16, 24])
 def test_the_table_follows_from_its_lines(sessions: int) -> None:
     rows = read_rows(RESULTS / "simulated" / "slice-from.csv")
-    found = by_key(rows, ALWAYS, FROM, sessions)
+    found = by_draw(rows, sessions, ALWAYS, FROM)
     assert found["attainment"].draws == tuple(range(1, 33))
     cells = cells_of(rows, (ALWAYS, FROM), sessions, found)
     assert f"| {' | '.join(cells)} |" in section()
@@ -106,7 +99,7 @@ def test_the_table_of_other_workloads_follows_from_its_lines(workload: str) -> N
     always, from_fill = f"{workload} {ALWAYS}", f"{workload} {FROM}"
     assert {int(r["sessions"]) for r in rows if r["arm"] == always} == set(told_apart)
     for sessions, expected in told_apart.items():
-        found = by_key(rows, always, from_fill, sessions)
+        found = by_draw(rows, sessions, always, from_fill)
         assert found["attainment"].draws == tuple(range(1, 33 if workload == "think" else 17))
         cells = cells_of(rows, (always, from_fill), sessions, found)
         assert f"| {called}, {' | '.join(cells)} |" in section()
@@ -118,7 +111,7 @@ def test_the_table_of_other_workloads_follows_from_its_lines(workload: str) -> N
 def test_what_the_draws_say_on_which_nothing_was_chosen() -> None:
     rows = read_rows(RESULTS / "simulated" / "slice-from.csv")
     rows = [row for row in rows if int(row["draw"]) > 16]
-    found = {of: by_key(rows, ALWAYS, FROM, of)["goodput_rps"] for of in (8, 10, 12, 16)}
+    found = {of: by_draw(rows, of, ALWAYS, FROM)["goodput_rps"] for of in (8, 10, 12, 16)}
     rises = [100 * (item.effect.value - 1) for item in found.values()]
     rises[-1] *= -1
     said = "by {:.1f}, {:.1f} and {:.1f} % with eight, ten and twelve and falls by {:.1f} % with 16"
@@ -131,7 +124,7 @@ def test_what_residency_costs_with_ten_and_twelve() -> None:
     rows = read_rows(RESULTS / "simulated" / "slice-from.csv")
     costs, points = [], []
     for sessions in (10, 12):
-        found = by_key(rows, "without residency", ALWAYS, sessions)
+        found = by_draw(rows, sessions, "without residency", ALWAYS)
         assert found["attainment"].draws == tuple(range(1, 17))
         assert found["requests_per_s"].verdict is Verdict.WORSE
         assert found["attainment"].verdict is Verdict.NONE
@@ -171,7 +164,7 @@ def test_what_a_gpu_carries_without_slices_while_turns_fit() -> None:
         for row in read_rows(kept / f"{of}.csv")
         if row["arm"] == vllm
     ]
-    tpot = by_key(rows, "now", "always", 12)["tpot_p50"]
+    tpot = by_draw(rows, 12, "now", "always")["tpot_p50"]
     assert tpot.verdict is Verdict.BETTER
     said = (
         f"carries {behind - without:.1f} sessions more than without residency; with time slices "

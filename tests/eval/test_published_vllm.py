@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 
 from eval.records import Run
 from eval.steady import State, steadiness
+from tests.eval import published
 from tests.eval.differences import longer, longest_s, over, times, within_s
 from tests.eval.published import RESULTS, lines, phases, run_of
 from tests.eval.test_published_residency import rate
+from tests.eval.test_sessions_a_gpu import RUNS
 from tests.eval.windows import missed, until
 
 PAGE = (RESULTS / "residency-vllm.md").read_text()
@@ -19,10 +22,11 @@ DRAWS = (2, 3)
 ARMS = ("vllm", "vllm-residency", "vllm-host", "vllm-host-residency")
 BEHIND = [arm for arm in ARMS if arm.endswith("residency")]
 Runs = dict[tuple[str, int], Run]
+says = partial(published.says, PAGE)
 
 
 def name(arm: str, draw: int) -> str:
-    return f"{'' if draw == 3 else f'draw{draw}-'}{arm}-twelve"
+    return RUNS[arm, 12, draw][-1]
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +39,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def measured(arm: str, draw: int) -> list[dict[str, Any]]:
     return [line for line in lines(name(arm, draw)) if line["phase"] == "measure"]
-
-
-def says(*words: str) -> None:
-    assert [each for each in words if each not in PAGE] == []
 
 
 def test_which_runs_are_steady(runs: Runs) -> None:

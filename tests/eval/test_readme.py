@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from eval.by_draw import over_draws
 from eval.experiment_files import load_experiment
 from eval.matrix import plan_runs
 from eval.noise import Verdict
@@ -17,6 +16,7 @@ from eval.separation import carried_by_draw
 from launch.engines import Engine
 from launch.planning import layout
 from launch.topology_files import load_topology
+from tests.eval.differences import by_draw
 from tests.eval.published import RESULTS
 from tests.eval.test_published_simulations import OTHER_DRAWS, measured_and_simulated
 from tests.eval.windows import until
@@ -77,10 +77,7 @@ def test_the_table_has_the_newest_run_of_each_draw(measured: list[Row]) -> None:
 
 
 def test_what_is_said_of_four_draws(measured: list[Row]) -> None:
-    ten, twelve = (
-        {item.measure.key: item for item in over_draws(measured, sessions, VLLM, [OURS])}
-        for sessions in (10, 12)
-    )
+    ten, twelve = (by_draw(measured, sessions, VLLM, OURS) for sessions in (10, 12))
     share, gap = ten["attainment"].effect, twelve["worst_gap_p90"].effect
     assert twelve["worst_gap_p90"].verdict is Verdict.BETTER
     points = (100 * share.value, 100 * share.low, 100 * share.high)

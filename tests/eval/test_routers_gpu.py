@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import orjson
 import pytest
 
 from deltaserve.errors import InputError
@@ -16,6 +15,7 @@ from eval.run_lines import Row, read_rows
 from eval.runner import load_topologies
 from eval.simulated_runs import simulate_experiment
 from eval.site import launch_site
+from tests.eval.conftest import write_growing
 from tests.eval.published import RESULTS
 
 ARMS = ("stock", "off", "priced")
@@ -31,28 +31,8 @@ STAND_IN = (
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """40 sessions of four turns, each going on where the one before ended."""
-    lines = []
-    for session in range(40):
-        for turn in range(4):
-            length = 20_000 + 1_280 * turn
-            first = 10_000 * session
-            blocks = -(-length // 64)
-            lines.append(
-                {
-                    "request_id": f"s{session}:{turn}",
-                    "session_id": f"s{session}",
-                    "turn": turn,
-                    "timestamp_s": session + turn * 5.0,
-                    "input_length": length,
-                    "output_length": 100,
-                    "block_size": 64,
-                    "hash_ids": [*range(first, first + blocks - 1), first + 5_000 + turn],
-                    "think_time_s": 1.0 if turn else None,
-                }
-            )
-    lines.sort(key=lambda line: float(str(line["timestamp_s"])))
     path = tmp_path / "trace.jsonl"
-    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    write_growing(path, sessions=40, turns=4, tokens=20_000, growth=1_280, apart_s=1.0)
     return path
 
 

@@ -20,32 +20,14 @@ from eval.simulate import (
     read_calibration,
     simulate,
 )
+from tests.eval.conftest import write_growing
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """Three sessions of four turns; every prompt goes on where the answer before it ends."""
-    lines = []
-    for turn in range(4):
-        for session in range(3):
-            length = 1_000 + 640 * turn
-            blocks = -(-length // 64)
-            first = 1_000 * session
-            lines.append(
-                {
-                    "request_id": f"s{session}:{turn}",
-                    "session_id": f"s{session}",
-                    "turn": turn,
-                    "timestamp_s": turn * 5.0,
-                    "input_length": length,
-                    "output_length": 100,
-                    "block_size": 64,
-                    "hash_ids": [*range(first, first + blocks - 1), first + 500 + turn],
-                    "think_time_s": 1.0 if turn else None,
-                }
-            )
     path = tmp_path / "trace.jsonl"
-    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    write_growing(path, sessions=3, turns=4, tokens=1_000, growth=640, apart_s=0.0)
     return path
 
 
