@@ -25,7 +25,7 @@ RESIDENCY_PAGES = (
     "residency-fp8.md",
     "residency-draws.md",
     "residency-slices.md",
-    "residency-vllm.md",
+    "residency-bf16.md",
 )
 
 

@@ -44,6 +44,7 @@ OURS, VLLM = "sglang-fp8-host-paced-residency", "vllm-fp8-host-4096"
 PLAIN = RUNS["sglang", 12, 3]
 NOW, BEFORE = "again-residency", "backfill-residency"
 TIER = RUNS["sglang-host-residency before slices", 12, 3]
+TIER_NOW = [RUNS["sglang-host-residency", 12, draw][-1] for draw in (3, 2)]
 BEFORE_VLLM = ("vllm", "vllm-residency", "vllm-host", "vllm-host-residency")
 # Measured runs without a line in the tables of agents a GPU, by arm and sessions in flight: other
 # forms of the rule and windows, other rules, and what was cut off.
@@ -53,6 +54,7 @@ OTHERS = {
     ("sglang", 12): ("sglang",),
     ("sglang-residency", 2): ("two-residency",),
     ("sglang-residency", 12): ("sglang-residency", "sglang-residency-mended", BEFORE),
+    ("sglang-paced-residency", 12): ("sglang-paced-residency-twelve-cut-off",),
     ("sglang-host-residency", 12): ("sglang-host-residency", "backfill-host-residency"),
     ("cap 3, bf16", 12): ("sglang-cap",),
     ("lease, bf16", 12): ("sglang-lease", "backfill-lease"),
@@ -79,7 +81,7 @@ CELLS = {
     "SGLang, bf16": ("sglang",),
     "SGLang, bf16, `lpm`": ("sglang-lpm",),
     "SGLang, bf16, residency": ("sglang-residency",),
-    "SGLang, bf16, residency and paced": (),
+    "SGLang, bf16, residency and paced": ("sglang-paced-residency",),
     "SGLang, bf16, tier": ("sglang-host",),
     "SGLang, bf16, tier and residency": (
         "sglang-host-residency",
@@ -199,12 +201,16 @@ def _completion_p90(off: str, residency: str) -> str:
 def test_residency_with_a_tier(run: Read) -> None:
     plain, tier = ([run(name) for name in of] for of in (PLAIN, TIER))
     rows = read_rows(SIMULATED / "sessions-a-gpu.csv")
-    now = by_draw(rows, 12, "sglang", "sglang-host-residency")["requests_per_s"]
+    simulated = by_draw(rows, 12, "sglang", "sglang-host-residency")["requests_per_s"]
+    now = [run(name) for name in TIER_NOW]
+    without = [run(RUNS["sglang-host", 12, draw][-1]) for draw in (3, 2)]
     says(
+        f"{rate(TIER_NOW[0]):.3f}, {times(over(plain, now[:1], 'requests_per_s'))}",
+        f"draws 2 and 3, {times(over(without, now, 'requests_per_s'))}",
         f"{np.mean([rate(name) for name in TIER]):.3f} on average",
         f"{times(over(plain, tier, 'requests_per_s'))} (two runs",
         f"{times(over([run('tier-off')], tier, 'requests_per_s'))} that of plain with the tier",
-        f"four draws: {times(now.effect)}",
+        f"four draws: {times(simulated.effect)}",
     )
 
 
@@ -229,21 +235,27 @@ def test_residency_before_vllm(run: Read) -> None:
     with_tier = (times(each) for each in by_run("vllm", "vllm-host-residency", "requests_per_s"))
     medians_s = (float(figures(each)["ttft_p50_s"]) for each in alone)
     one, two = p90s_s["vllm-host"], p90s_s["vllm-host-residency"]
+    sglang = [run(name) for name in TIER_NOW]
+    three = [within_s(each, 0.9) for each in sglang]
     says(
-        f"requests/s [{' and '.join(more)}](residency-vllm.md)",
+        f"requests/s [{' and '.join(more)}](residency-bf16.md)",
         "TTFT p50 {:.2f} and {:.2f} s; ".format(*medians_s) + " and ".join(shares) + " in time",
         "plain none of {} and none of {} |".format(*(len(turns_of(each)) for each in plain)),
-        f"[{' and '.join(with_tier)}](residency-vllm.md)",
-        f"requests/s [{times(over(plain, alone, 'requests_per_s'))}](residency-vllm.md), TTFT p90 "
+        f"[{' and '.join(with_tier)}](residency-bf16.md)",
+        f"requests/s [{times(over(plain, alone, 'requests_per_s'))}](residency-bf16.md), TTFT p90 "
         + "beyond the run for {:.0f} s and {:.1f} s for {:.0f} s: {:.2f} ×".format(
             p90s_s["vllm"][0],
             p90s_s["vllm-residency"][1],
             p90s_s["vllm"][1],
             p90s_s["vllm-residency"][1] / p90s_s["vllm"][1],
         ),
-        f"requests/s [{times(over(off, tier, 'requests_per_s'))}](residency-vllm.md), TTFT p90 "
+        f"requests/s [{times(over(off, tier, 'requests_per_s'))}](residency-bf16.md), TTFT p90 "
         f"{two[0]:.1f} s for {one[0]:.0f} s and {two[1]:.1f} s for {one[1]:.0f} s: "
         f"{two[0] / one[0]:.2f} and {two[1] / one[1]:.2f} ×",
+        f"[{times(over(off, sglang, 'requests_per_s'))}]"
+        "(residency-bf16.md#sglang-with-a-host-tier), "
+        f"TTFT p90 {three[0]:.1f} s for {one[0]:.0f} s and {three[1]:.1f} s for {one[1]:.0f} s: "
+        f"{three[0] / one[0]:.2f} and {three[1] / one[1]:.2f} ×",
     )
 
 
@@ -313,13 +325,14 @@ def test_what_overload_costs_in_tokens(run: Read) -> None:
         for name in RUNS[OURS, 24, 3][:-1]
     ]
     twelve, two = (tokens_per_s(run(name)) for name in (NOW, "longer-residency"))
-    tier = [tokens_per_s(run(name)) for name in TIER]
+    tier, tier_before = ([tokens_per_s(run(name)) for name in of] for of in (TIER_NOW, TIER))
     says(
         "with 16: {:.2f} and {:.2f} of draw 3, ".format(*shares[3])
         + "{:.2f} of draw 2".format(*shares[2]),
         f"the best on both draws (forms before {min(older):.2f} to {max(older):.2f} of it)",
         f"{twelve:.0f} a second, {twelve / two:.2f} of the {two:.0f} with two",
-        "{:.0f} and {:.0f} a second".format(*tier),
+        "With a tier {:.0f} and {:.0f} a second".format(*tier),
+        "before time slices {:.0f} and {:.0f},".format(*tier_before),
     )
 
 
@@ -344,6 +357,9 @@ def test_what_overload_costs_in_waits(run: Read) -> None:
         [0.99],
     )[0]
     tier = [longer(run(name), 120) for name in TIER]
+    tier_now = [longer(run(name), 120) for name in TIER_NOW]
+    assert [waited for waited, _ in tier_now] == [0, 0]
+    before_now = [_waited_since_before(run(name), 120) for name in TIER_NOW]
     frontier: Mapping[str, list[float]] = {
         sessions: sorted(
             float(row["ttft_p99_s"])
@@ -361,6 +377,8 @@ def test_what_overload_costs_in_waits(run: Read) -> None:
         f"{known[0][0]} of {known[0][1]} waited for longer than 120 s, none was seen",
         f"with the tier p99 {simulated:.0f} s",
         "{} of {} and {} of {} for longer than 120 s".format(*(at for of in tier for at in of)),
+        f"none of {sum(turns for _, turns in tier_now)} turns that came in windows of three",
+        "before them {} and {} had".format(*before_now),
         *(
             f"{words} {min(p99s):.0f} to {max(p99s):.0f} s"
             for words, p99s in (("seven", frontier["7"]), ("twelve", frontier["12"]))
@@ -503,9 +521,12 @@ def test_the_reasons(run: Read) -> None:
         if r["phase"] == "measure"
     )
     turns = [len(turns_of(run(name))) for name in ("longer-off-1", "longer-residency")]
+    paced, unpaced = (until(name, 175) for name in (OTHERS["sglang-paced-residency", 12][0], NOW))
     assert (turns, turns[1] - good) == ([38, 37], 3)
     says(
         f"in time in [{ours[0]:.0f} to {ours[-1]:.0f} %]",
+        f"{paced['good']} of {paced['firsts']} first tokens that came were in time, "
+        f"unpaced {unpaced['good']} of {unpaced['firsts']}",
         f"A fifth of vLLM's p90 is {fifth_s:.0f} s",
         f"vLLM still found [{100 * vllm['cached']:.0f} % in its tier]",
         "[{} of {} sessions answered, ours {} of {}]".format(*(at for of in both for at in of)),

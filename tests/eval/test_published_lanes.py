@@ -26,6 +26,11 @@ OURS = "sglang-fp8-host-paced-residency"
 MIXED, VLLM = "sglang-fp8-host-mixed", "vllm-fp8-host-4096"
 # Raw lines of runs with think times of up to a minute, by arm, sessions in flight and draw.
 THINKING_RUNS = {
+    ("sglang", 12, 3): ("sglang-think-twelve",),
+    ("sglang", 12, 2): ("draw2-sglang-think-twelve",),
+    ("sglang-residency", 12, 3): ("sglang-residency-think-twelve",),
+    ("sglang-residency", 12, 2): ("draw2-sglang-residency-think-twelve",),
+    ("sglang-host-residency", 12, 3): ("sglang-host-residency-think-twelve",),
     (ALWAYS, 12, 3): ("think-twelve",),
     (ALWAYS, 16, 3): ("think-sixteen", "think-sixteen-again"),
     (ALWAYS, 16, 2): ("draw2-think-sixteen",),

@@ -111,6 +111,19 @@ TABLES = (
         "vllm-host-twelve",
         "vllm-host-residency-twelve",
     ),
+    (
+        "draw2-sglang-host-twelve",
+        "draw2-sglang-host-residency-twelve",
+        "sglang-host-twelve",
+        "sglang-host-residency-twelve",
+    ),
+    (
+        "draw2-sglang-think-twelve",
+        "draw2-sglang-residency-think-twelve",
+        "sglang-think-twelve",
+        "sglang-residency-think-twelve",
+        "sglang-host-residency-think-twelve",
+    ),
 )
 # By table of the page without a GPU.
 LAPTOP_TABLES = (

@@ -453,8 +453,10 @@ def test_which_part_of_slices_brings_what() -> None:
 
 
 def measured_and_simulated(lines: str, is_of: Callable[[Row], bool]) -> list[tuple[Row, Row]]:
-    """The runs that a file of simulated ones has, as they were measured, beside these."""
-    runs = read_rows(PAGE.parent / "residency/sessions-a-gpu.csv")
+    """The runs that a file of simulated ones has, as they were measured, beside these. Of runs that
+    think for a minute it is named `-think`, as their measured lines are."""
+    think = "-think" if lines.endswith("-think") else ""
+    runs = read_rows(PAGE.parent / f"residency/sessions-a-gpu{think}.csv")
     simulated = read_rows(PAGE.parent / f"simulated/{lines}.csv")
     return list(zip([run for run in runs if is_of(run)], simulated, strict=True))
 
@@ -504,6 +506,17 @@ def of_vllm_with_bf16(run: Row) -> bool:
     return run["arm"] in arms and run["sessions"] == "12"
 
 
+def of_sglang_with_bf16_and_a_tier(run: Row) -> bool:
+    """Twelve sessions. Draw 3 was measured before as well, without residency."""
+    if (run["draw"], run["requests_per_s"]) == ("3", "0.1375"):
+        return False
+    return run["arm"] in ("sglang-host", "sglang-host-residency") and run["sessions"] == "12"
+
+
+def of_sglang_with_bf16_that_thinks(run: Row) -> bool:
+    return run["arm"] in ("sglang", "sglang-residency", "sglang-host-residency")
+
+
 OTHER_DRAWS = [
     ("validation-draw2", of_draw_2),
     ("validation-draws", of_two_more_draws),
@@ -512,6 +525,8 @@ OTHER_DRAWS = [
     ("validation-lanes", is_later),
     ("validation-ten", is_last),
     ("validation-vllm-bf16", of_vllm_with_bf16),
+    ("validation-sglang-bf16", of_sglang_with_bf16_and_a_tier),
+    ("validation-bf16-think", of_sglang_with_bf16_that_thinks),
 ]
 
 

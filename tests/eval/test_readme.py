@@ -123,33 +123,35 @@ def test_what_is_said_of_more_sessions_than_fit(measured: list[Row]) -> None:
     assert f"{sixteen}." in README
 
 
-def test_what_is_said_of_vllm_with_bf16_kv(measured: list[Row]) -> None:
-    plain, behind = (newest(measured, arm, 12) for arm in ("vllm", "vllm-residency"))
-    assert {float(plain[draw]["within_objective"]) for draw in "23"} == {0.0}
-    shares = " and ".join(f"{100 * float(behind[d]['within_objective']):.0f}" for d in "23")
-    more = " and ".join(
-        f"{float(behind[d]['requests_per_s']) / float(plain[d]['requests_per_s']):.1f}"
-        for d in "23"
-    )
-    said = f"[behind residency {shares} %](docs/results/residency-vllm.md) at {more} times"
-    assert said in README
+def test_what_is_said_of_bf16_kv(measured: list[Row]) -> None:
+    shares, more = {}, {}
+    for arm in ("vllm", "vllm-host", "sglang-host"):
+        plain, behind = (newest(measured, of, 12) for of in (arm, f"{arm}-residency"))
+        assert {float(plain[draw]["within_objective"]) for draw in "23"} == {0.0}
+        percent = [100 * float(behind[draw]["within_objective"]) for draw in "23"]
+        shares[arm] = "{:.0f} and {:.0f} %".format(*percent)
+        rates = [[float(of[draw]["requests_per_s"]) for draw in "23"] for of in (plain, behind)]
+        ratios = [ours / theirs for theirs, ours in zip(*rates, strict=True)]
+        more[arm] = "{:.1f} and {:.1f}".format(*ratios)
+    vllm = f"[behind residency {shares['vllm']}](docs/results/residency-bf16.md)"
+    tier = f"with a tier it is {shares['vllm-host']}, with SGLang {shares['sglang-host']}"
+    assert f"{vllm} at {more['vllm']} times the requests/s; {tier}, " in README
+    assert f"at {more['vllm-host']}, {more['sglang-host']} times. Sessions that think" in README
 
 
 def test_what_is_said_of_how_far_the_simulator_is_off() -> None:
-    off = {}
-    for lines, is_of in OTHER_DRAWS:
-        for run, simulated in measured_and_simulated(lines, is_of):
-            more = float(simulated["requests_per_s"]) / float(run["requests_per_s"]) - 1
-            if "residency" in run["arm"] and abs(more) > 0.1:
-                off[run["arm"], run["sessions"], run["draw"]] = round(100 * more)
-    assert off == {
-        (f"{VLLM}-residency", "16", "2"): 11,
-        (OURS, "12", "2"): 15,
-        ("vllm-residency", "12", "3"): -23,
-    }
+    off = [
+        round(100 * (float(simulated["requests_per_s"]) / float(run["requests_per_s"]) - 1))
+        for lines, is_of in OTHER_DRAWS
+        for run, simulated in measured_and_simulated(lines, is_of)
+        if "residency" in run["arm"]
+    ]
+    far = [percent for percent in off if abs(percent) > 10]
+    assert (len(far), sum(percent > 0 for percent in far)) == (6, 5)
     assert (
-        "but for vLLM with 16 of draw 2 (11 % more than measured), SGLang with twelve of draw 2 "
-        "(15 % more) and vLLM with bf16 KV and twelve of draw 3 (23 % fewer)"
+        f"within 10 % of the requests/s of {len(off) - 6} of {len(off)} runs with residency, "
+        f"{min(map(abs, far))} to {max(map(abs, far))} % off in six, "
+        "of which it is too kind in five"
     ) in README
 
 
