@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -71,7 +72,6 @@ class Site:
 def launch_site() -> Site:
     """The real site: topologies and fleets of `launch`."""
     import launch
-    from launch.control import down
     from launch.gpus import free_gpus, named_gpus, needed_gpus
     from launch.keep import worker_key
     from launch.models import is_shape, shape_config
@@ -115,13 +115,33 @@ def launch_site() -> Site:
         fleet=lambda topology, folder, say: launch.fleet(topology, folder, on_progress=say),
         describe=lambda topology: topology.model_dump(mode="json"),
         vocab_size=vocab_size,
-        end=lambda folder: down(folder) if (folder / "fleet.json").is_file() else 0,
+        end=_end_left,
         keeping=keeping,
         worker_key=worker_key,
         engine=lambda topology: launch.plan(topology, Path()).engine.versions,
         gpus_needed=needed_gpus,
         gpus_named=named_gpus,
         gpus_free=free_gpus,
+    )
+
+
+def _end_left(folder: Path) -> int:
+    """Ends what an earlier runner left of a run's fleet; how many processes that were.
+
+    The folder may have been copied from another host. A fleet that had ended there left nothing;
+    of one that had not nobody here knows (`InputError`)."""
+    from launch.control import down, status
+
+    if not (folder / "fleet.json").is_file():
+        return 0
+    fleet = status(folder)
+    if fleet.host == socket.gethostname():
+        return down(folder)
+    if fleet.state in ("stopped", "failed"):
+        return 0
+    raise InputError(
+        f"{folder}: its run did not end on {fleet.host}; end it there, or remove that folder where "
+        "the machine is gone"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -106,3 +107,20 @@ def run_of(
         logged = b"".join(orjson.dumps(event) + b"\n" for event in decisions(name, results))
         (folder / "decisions.jsonl").write_bytes(logged)
     return read_run(folder)
+
+
+def plan_text() -> str:
+    """Pages of predictions, which move from one to the other when they have been measured."""
+    return "".join((RESULTS / page).read_text() for page in ("plan.md", "predictions.md"))
+
+
+def command_options(command: str) -> tuple[list[str], list[str]]:
+    """The overrides (`--set`) and arms (`--only`) of a command of these pages' plan; a line that
+    ends with ``\\`` goes on in the next."""
+    [found] = re.findall(rf"^deltaserve {command} ((?:.*\\\n)*.*)$", plan_text(), re.M)
+    words = shlex.split(found.replace("\\\n", " "), comments=True)
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    overrides, only = (
+        [value for flag, value in pairs if flag == name] for name in ("--set", "--only")
+    )
+    return overrides, only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -204,6 +205,28 @@ def test_where_time_runs_out_the_answer_so_far_stays(
     found = capacity(tmp_path / "out")
     assert 4 <= found["agents"] <= 8
     assert not found["finished"]
+
+
+def test_a_search_that_ran_out_of_time_goes_on_in_a_copy_of_its_folder(
+    experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another machine, later: half an hour of a search is kept and not measured again."""
+    monkeypatch.setenv("KNEE", "11")
+    whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
+    in_one_go = run(experiment, whole, FakeSite())
+    limited = experiment.model_copy(update={"budget_minutes": 2.0, "run_minutes": 0.5})
+    begun = run(limited, first, FakeSite(run_s=50.0))
+    assert begun.skipped
+    assert 0 < begun.complete < in_one_go.complete
+    shutil.copytree(first, second)
+    shutil.rmtree(first)
+    told = StringIO()
+    gone_on = run(limited.model_copy(update={"budget_minutes": None}), second, FakeSite(), told)
+    assert gone_on.kept == begun.complete
+    assert gone_on.kept + gone_on.complete == in_one_go.complete
+    assert capacity(second) == capacity(whole)
+    calls = [path.read_text() for path in second.glob("one@*/r*/calls")]
+    assert calls == ["called\n"] * in_one_go.complete
 
 
 def test_a_repeat_of_the_same_sessions_makes_no_level_surer(make_run: Callable[..., Run]) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from deltaserve.errors import InputError
 from eval.site import launch_site
 
 
@@ -30,3 +35,28 @@ def test_an_experiment_takes_free_ports_unless_it_says_otherwise() -> None:
     load = launch_site().load
     assert load("laptop-sglang", []).base_port == 0
     assert load("laptop-sglang", ["base_port=31000"]).base_port == 31000
+
+
+def test_a_folder_from_another_host_goes_on_where_its_fleet_had_ended(tmp_path: Path) -> None:
+    end = launch_site().end
+    assert end(tmp_path) == 0, "a run that has no fleet yet"
+    record: dict[str, Any] = {
+        "host": "a-machine-given-back",
+        "topology": {"name": "sglang"},
+        "supervisor": {"pid": 1},
+        "router_url": None,
+        "processes": [],
+        "made_unix_s": 0.0,
+    }
+
+    def write(state: str) -> None:
+        (tmp_path / "fleet.json").write_text(json.dumps(record | {"state": state}))
+
+    for state in ("stopped", "failed"):
+        write(state)
+        assert end(tmp_path) == 0
+    write("ready")
+    with pytest.raises(
+        InputError, match=r"its run did not end on a-machine-given-back.*remove that folder"
+    ):
+        end(tmp_path)
