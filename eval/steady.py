@@ -28,6 +28,9 @@ _BINS = 10
 _TREND_P = 0.005
 _TREND_SHARE = 0.5
 _LEAST_IN_BINS = 3 * _BINS
+# What is in flight at either end of a steady window differs by chance, and by more than so many
+# standard deviations (of Poisson counts) as seldom as a trend is an accident.
+_ENDS_DEVIATIONS = float(special.ndtri(1 - _TREND_P))
 
 
 class State(StrEnum):
@@ -106,8 +109,7 @@ def steadiness(run: Run) -> Steadiness:
     ]
     reasons = [words for words in moved if words is not None]
     missing = arrivals - completions
-    # What is in flight at either end of a steady window differs by chance.
-    chance = 2 * math.sqrt(2 * max(1.0, in_flight.mean))
+    chance = _ENDS_DEVIATIONS * math.sqrt(2 * max(1.0, in_flight.mean))
     if completions < LEAST_COMPLETIONS_PER_ARRIVAL * arrivals and missing > chance:
         reasons.append(
             f"{completions} answers ended while {arrivals} requests came "
