@@ -115,7 +115,7 @@ def launch_site() -> Site:
         fleet=lambda topology, folder, say: launch.fleet(topology, folder, on_progress=say),
         describe=lambda topology: topology.model_dump(mode="json"),
         vocab_size=vocab_size,
-        end=lambda folder: down(folder) if (folder / "fleet.json").is_file() else 0,
+        end=lambda folder: down(folder).processes if (folder / "fleet.json").is_file() else 0,
         keeping=keeping,
         worker_key=worker_key,
         engine=lambda topology: launch.plan(topology, Path()).engine.versions,
