@@ -136,7 +136,7 @@ def _end_left(folder: Path) -> int:
         return 0
     fleet = status(folder)
     if fleet.host == socket.gethostname():
-        return down(folder)
+        return down(folder).processes
     if fleet.state in ("stopped", "failed"):
         return 0
     raise InputError(

@@ -23,7 +23,8 @@ from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from launch import control, engines, planning
 from launch.checking import check
-from launch.fleets import FleetError, claim, fleet, log_tail
+from launch.claims import claim
+from launch.fleets import FleetError, fleet, log_tail
 from launch.hardware import sample_gpus
 from launch.listing import listing
 from launch.planning import Plan
@@ -225,7 +226,7 @@ def down_command(
     if remove and run_dir not in control.known_fleets():
         raise InputError(f"--remove: {run_dir} is a folder of your own; remove it yourself")
     try:
-        count = control.down(run_dir)
+        ended = control.down(run_dir)
     except FleetError as error:
         _say(f"error: {error}")
         raise typer.Exit(1) from None
@@ -233,11 +234,12 @@ def down_command(
         with claim(run_dir):  # another may be coming up there
             shutil.rmtree(run_dir)
     if as_json:
-        _print_json({"run_dir": str(run_dir), "processes_ended": count})
+        _print_json({"run_dir": str(run_dir), "processes_ended": ended.processes})
         return
-    _say(
-        f"{run_dir.name}: {count} processes ended" if count else f"{run_dir.name}: was not running"
-    )
+    what = f"{ended.processes} processes ended"
+    if not ended.processes:
+        what = "its start was ended" if ended.supervisor else "was not running"
+    _say(f"{run_dir.name}: {what}")
 
 
 @app.command("logs", epilog="Example: deltaserve launch logs laptop-sglang colocated-0")

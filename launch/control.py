@@ -1,7 +1,8 @@
 """Fleets from the outside: which are there, how they are, and ending them.
 
 Works from `fleet.json` and the process table alone, so that it can end a fleet whose supervisor was
-killed. A pid is only ever trusted together with the time its process started.
+killed; of a start that has no `fleet.json` yet, from what its folder is held by (`launch.claims`).
+A pid is only ever trusted together with the time its process started.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import psutil
 
 from deltaserve.errors import InputError
 from launch.cache import cache_dir
+from launch.claims import Start, announced_start
 from launch.fleets import FleetError
 from launch.supervised import GRACE_S, goes, is_running, processes_of, sweep, terminate
 from launch.topology_files import name_in, path_name
@@ -74,6 +76,14 @@ class FleetStatus:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Ended:
+    """What `down` ended: how many processes, and whether who supervised or started them ran."""
+
+    processes: int
+    supervisor: bool
+
+
 def default_run_dir(name: str) -> Path:
     """Where a topology runs unless told otherwise; a home may be shared by several hosts."""
     return cache_dir() / "fleets" / socket.gethostname() / path_name(name)
@@ -82,10 +92,10 @@ def default_run_dir(name: str) -> Path:
 def find_run_dir(name_or_path: str) -> Path:
     """The run folder of a topology's name, a topology file, or a run folder."""
     path = Path(name_or_path)
-    if (path / "fleet.json").exists():
+    if _is_fleets(path):
         return path.absolute()
     name = name_in(path) if path.suffix == ".toml" else name_or_path
-    if (default_run_dir(name) / "fleet.json").exists():
+    if _is_fleets(default_run_dir(name)):
         return default_run_dir(name)
     raise InputError(
         f"no fleet of the name {name_or_path} here (no fleet.json there or in "
@@ -96,11 +106,13 @@ def find_run_dir(name_or_path: str) -> Path:
 
 def known_fleets() -> list[Path]:
     """The run folders of every fleet brought up in the default place."""
-    return sorted(path.parent for path in (cache_dir() / "fleets").glob("*/*/fleet.json"))
+    return sorted(filter(_is_fleets, (cache_dir() / "fleets").glob("*/*")))
 
 
 def status(run_dir: Path) -> FleetStatus:
     """How the fleet in `run_dir` is now."""
+    if start := _unrecorded_start(run_dir):
+        return _planned(run_dir, start)
     record = _read(run_dir)
     here = record["host"] == socket.gethostname()
     alive_before = {p["id"]: _kin(p, run_dir) if here else [] for p in record["processes"]}
@@ -157,14 +169,37 @@ def status(run_dir: Path) -> FleetStatus:
     )
 
 
-def down(run_dir: Path) -> int:
-    """Ends the fleet in `run_dir`; returns how many of its processes were running.
+def _planned(run_dir: Path, start: Start) -> FleetStatus:
+    return FleetStatus(
+        name=start.name,
+        run_dir=str(run_dir),
+        host=start.host,
+        state="planned",
+        reason=None,
+        since_unix_s=start.since_unix_s,
+        alive=True,
+        supervisor_pid=start.pid,
+        router_url=None,
+        processes=(),
+    )
+
+
+def down(run_dir: Path) -> Ended:
+    """Ends the fleet in `run_dir`, also one that is still planned; returns what ran of it.
 
     The supervisor is asked first; whatever is left after it, or of a fleet without one, is ended
     here. When this returns no process of the fleet runs. Raises `InputError` for a fleet of another
     host, and `FleetError` where a process could not be killed or the supervisor does not leave: it
     may be a program that does more than this fleet, and is not killed.
     """
+    start = _unrecorded_start(run_dir)
+    if start is not None:
+        if not terminate(start.pid, start.started, GRACE_S + 10):
+            raise FleetError(
+                f"{run_dir}: who starts a fleet there (pid {start.pid}) does not leave"
+            )
+        if not (run_dir / "fleet.json").exists():
+            return Ended(0, True)
     record = _read(run_dir)
     if record["host"] != socket.gethostname():
         raise InputError(f"{run_dir}: its processes are on {record['host']}; end it there")
@@ -172,6 +207,7 @@ def down(run_dir: Path) -> int:
     running = sum(bool(_kin(p, run_dir)) for p in started)
     supervisor, since = record["supervisor"]["pid"], record["supervisor"].get("started", "")
     asked = record["state"] in ("planned", "starting", "ready")
+    supervised = start is not None or (asked and is_running(supervisor, since))
     if asked and not terminate(supervisor, since, GRACE_S + 10):
         # What it has started since is written down, too.
         started = [p for p in _read(run_dir)["processes"] if p["pid"] is not None]
@@ -197,7 +233,22 @@ def down(run_dir: Path) -> int:
             f"leave; it keeps the folder, ports and GPUs from other fleets until it does (kill -9 "
             f"{supervisor} ends it)"
         )
-    return running
+    return Ended(running, supervised)
+
+
+def _is_fleets(run_dir: Path) -> bool:
+    """Whether a fleet was brought up in `run_dir`, or is just being planned there."""
+    return (run_dir / "fleet.json").exists() or announced_start(run_dir) is not None
+
+
+def _unrecorded_start(run_dir: Path) -> Start | None:
+    """The start in `run_dir` that ``fleet.json`` does not tell of yet."""
+    start = announced_start(run_dir)
+    if start is None or not (run_dir / "fleet.json").exists():
+        return start
+    supervisor = _read(run_dir)["supervisor"]
+    is_recorded = (supervisor["pid"], supervisor.get("started")) == (start.pid, start.started)
+    return None if is_recorded else start
 
 
 _NEEDED = ("host", "state", "topology", "supervisor", "router_url", "processes")

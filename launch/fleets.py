@@ -7,7 +7,6 @@ the plan; how one process is kept from outliving us is in `launch.supervised`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import time
@@ -18,9 +17,9 @@ from typing import Any, Literal, NoReturn
 
 from deltaserve.errors import InputError
 from launch import checking, guard, planning
-from launch.cache import make_folder
 from launch.caches import FlushError, flush
 from launch.capacity import Holds, reported
+from launch.claims import announced, claim
 from launch.engines import is_older
 from launch.freezing import freeze
 from launch.gpus import named_gpus
@@ -500,7 +499,11 @@ def fleet(
     Raises `InputError` when it cannot be started as asked, `FleetError` when a process dies.
     """
     run_dir = run_dir.absolute()
-    with claim(run_dir), contextlib.ExitStack() as kept:
+    with (
+        claim(run_dir) as lock,
+        announced(lock, topology.name),  # planning may take long, and fleet.json is of a plan
+        contextlib.ExitStack() as kept,
+    ):
         made = reserved_plan(topology, run_dir, kept)
         running = Fleet(made, on_progress or (lambda _: None), behind=behind)
         try:
@@ -526,20 +529,6 @@ def reserved_plan(topology: Topology, run_dir: Path, kept: contextlib.ExitStack)
             if not chosen_here or not attempts_left:
                 raise
     return made
-
-
-@contextlib.contextmanager
-def claim(run_dir: Path) -> Iterator[None]:
-    """Holds `run_dir` for one fleet at a time; raises `InputError` where another has it."""
-    make_folder(run_dir)
-    with (run_dir / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"{run_dir}: a fleet is running there; run: deltaserve launch down {run_dir}"
-            ) from None
-        yield
 
 
 def log_tail(log: Path, lines: int) -> str:

@@ -164,14 +164,20 @@ def _start(command: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     guardian = os.getpid()
+    # Of a signal that finds the guardian's handlers in the child the command would never know: one
+    # that comes before they are taken back waits until then.
+    stops = (signal.SIGTERM, signal.SIGINT)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     child = os.fork()
     if child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return child
     try:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == guardian:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            for number in (*stops, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.execvp(command[0], command)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)

@@ -8,15 +8,18 @@ each. Owns the life of such workers; how a fleet starts and ends is in `launch.f
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import orjson
 
 from launch.ending import wait_until_idle
 from launch.fleets import Fleet, FleetError, fleet
+from launch.guard import older_log
 from launch.topology import RouterChoice, Topology, WorkerGroup
 
 _TABLES = ("gpu.csv", "processes.csv")
@@ -48,9 +51,9 @@ class KeptWorkers:
         workers = self._started_for(topology, on_progress)
         try:
             workers.flush_caches()
-            recording = _Recording(workers.plan.run_dir)
             attached = _attached(topology, workers)
             with (
+                contextlib.closing(_Recording(workers.plan.run_dir)) as recording,
                 contextlib.ExitStack() as afterwards,
                 fleet(attached, run_dir, on_progress, behind=workers) as front,
             ):
@@ -117,25 +120,61 @@ def _attached(topology: Topology, workers: Fleet) -> Topology:
 
 
 class _Recording:
-    """What a fleet's files grow by from now on."""
+    """What a fleet's files grow by from now on, until `close`.
+
+    A bounded file that is full goes on under another name (`older_log`), and a second time under
+    none. So what is written to now is held open: the rest of it is found wherever it has gone.
+    """
 
     def __init__(self, source: Path) -> None:
         self._source = source
-        self._sizes = {path: path.stat().st_size for path in self._files()}
+        self._open = contextlib.ExitStack()
+        self._begun: dict[Path, BinaryIO] = {}
+        for path in self._newest():
+            self._begun[path] = file = self._open.enter_context(path.open("rb"))
+            file.seek(0, os.SEEK_END)
 
-    def _files(self) -> list[Path]:
+    def close(self) -> None:
+        self._open.close()
+
+    def _newest(self) -> list[Path]:
+        """The files that are written to."""
         tables = [self._source / name for name in _TABLES]
-        return [path for path in (*tables, *self._source.glob("steps/*")) if path.is_file()]
+        paths = [path for path in (*tables, *self._source.glob("steps/*")) if path.is_file()]
+        older = {older_log(str(path)) for path in paths}
+        return [path for path in paths if str(path) not in older]
 
     def copy_to(self, folder: Path) -> None:
-        """Adds what was written since to the files of the same names under `folder`."""
-        for path in self._files():
+        """Adds what was written since to the files of the same names under `folder`. Of a file that
+        was full more than twice since, only what the fleet still keeps is there."""
+        for path in self._newest():
             target = folder / path.relative_to(self._source)
             target.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("rb") as grown, target.open("ab") as copy:
-                header = grown.readline() if path.suffix == ".csv" else b""
-                if copy.tell() == 0:
-                    copy.write(header)
-                # The sampler may not have written the header yet when the recording began.
-                grown.seek(max(self._sizes.get(path, 0), len(header)))
-                shutil.copyfileobj(grown, copy)
+            with contextlib.ExitStack() as opened, target.open("ab") as copy:
+                for grown in self._grown(path, opened):
+                    begun_at = grown.tell()
+                    grown.seek(0)
+                    header = grown.readline() if path.suffix == ".csv" else b""
+                    if copy.tell() == 0:
+                        copy.write(header)
+                    # The sampler may not have written the header yet when the recording began.
+                    grown.seek(max(begun_at, len(header)))
+                    shutil.copyfileobj(grown, copy)
+
+    def _grown(self, path: Path, opened: contextlib.ExitStack) -> list[BinaryIO]:
+        """The files that were written to under the name of `path` since, each from there on."""
+        newest: BinaryIO = opened.enter_context(path.open("rb"))
+        begun = self._begun.get(path)
+        if begun is not None and _are_same(begun, newest):
+            return [begun]
+        found = [newest] if begun is None else [begun, newest]
+        before = Path(older_log(str(path)))
+        if before.exists():
+            older = opened.enter_context(before.open("rb"))
+            if not any(_are_same(older, file) for file in found):
+                found.insert(-1, older)
+        return found
+
+
+def _are_same(one: BinaryIO, other: BinaryIO) -> bool:
+    return os.path.sameopenfile(one.fileno(), other.fileno())

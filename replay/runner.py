@@ -6,6 +6,7 @@ Owns the run folder's `replay.json` and `requests.jsonl`. Must not know dialects
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import multiprocessing
 import os
@@ -73,6 +74,21 @@ def run(options: RunOptions, quiet: bool = False) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))  # of those that the machine has, what this may use
     processes = options.processes or default_processes(plan.requests, options, cores)
     options = replace(options, vocab_size=vocab_size, processes=processes)
+    with _alone_in(options.output):
+        return _replay(options, plan, headers, api, model, quiet)
+
+
+def _replay(
+    options: RunOptions,
+    plan: Plan,
+    headers: tuple[tuple[str, str], ...],
+    api: Api,
+    model: str,
+    quiet: bool,
+) -> dict[str, Any]:
+    assert options.vocab_size is not None
+    assert options.processes is not None
+    vocab_size, processes = options.vocab_size, options.processes
     record, left = _open_folder(options, plan)
     record["engine"] = {"api": api, "model": model}
     write_json(options.output / REPLAY_FILE, record)
@@ -180,6 +196,29 @@ def default_processes(requests: PlannedRequests, options: RunOptions, cores: int
     return max(1, min(math.ceil(needed), cores // 2))
 
 
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Makes a run's folder, and keeps a second run out of it: one that is resumed while it goes on
+    would send what is left twice. The system lets go of it with the last of the run's processes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise InputError(f"--output {folder}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"--output {folder}: another replay run is at work there; wait for it, or stop it"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(held)
+
+
 def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], NDArray[np.bool_]]:
     """The run's record, and which requests are left to send (when resumed: not all). The run's
     clock starts soon after this returns."""
@@ -197,10 +236,6 @@ def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], NDArr
         "resumed_at_s": [],
     }
     if not results.exists():
-        try:
-            options.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"--output {options.output}: {error.strerror}") from None
         record["clock"] = {
             "monotonic_origin_s": time.monotonic() + _START_DELAY_S,
             "unix_origin_s": time.time() + _START_DELAY_S,

@@ -84,6 +84,40 @@ def test_a_process_that_goes_just_before_it_is_told_to_leave_has_gone(
     assert supervised.terminate(process.pid, supervised.started_at(process.pid) or "", 10.0)
 
 
+SLOW_FORK = """
+_fork = os.fork
+
+
+def _slow_fork():
+    child = _fork()
+    if not child:
+        time.sleep(0.5)
+    return child
+
+
+os.fork = _slow_fork
+
+"""
+
+
+def test_a_command_is_asked_to_leave_also_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a Ctrl-C at the moment at which its guardian has forked."""
+    script = tmp_path / "guard.py"
+    main = "if __name__ =="
+    script.write_text(Path(guard.__file__).read_text().replace(main, SLOW_FORK + main))
+    monkeypatch.setattr(guard, "__file__", str(script))
+    monkeypatch.setattr(supervised, "GRACE_S", 3.0)
+    log = tmp_path / "it.log"
+    running = supervised.Supervised(["sleep", "600"], dict(os.environ), log, tmp_path)
+    try:
+        wait_until(lambda: bool(guard.offspring(running.pid)))
+    finally:
+        running.stop()
+    assert running.exit_status() == 128 + signal.SIGTERM  # not SIGKILL's, after the grace
+
+
 @contextmanager
 def may_become_full() -> Iterator[Callable[[], None]]:
     """From the call of what it gives, no file of this process can grow, until it is left."""

@@ -402,7 +402,7 @@ def test_a_fleet_that_is_ending_ends_whole_before_an_interrupt_counts(
     shown = control.status(run_dir)
     assert (shown.state, shown.alive) == ("stopped", False)
     assert [process.state for process in shown.processes] == ["stopped"]
-    assert control.down(run_dir) == 0
+    assert control.down(run_dir).processes == 0
 
 
 def test_an_interrupt_while_a_process_is_started_leaves_none(
@@ -586,7 +586,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process(fakes: Fakes, tmp_path: Path
     now = control.status(tmp_path / "run")
     assert (now.state, now.alive) == ("dead", False)
     assert [p.state for p in now.processes] == ["dead", "dead"]
-    assert control.down(tmp_path / "run") == 0
+    assert control.down(tmp_path / "run").processes == 0
 
 
 def test_down_ends_a_fleet_that_another_process_holds(fakes: Fakes, tmp_path: Path) -> None:
@@ -594,7 +594,7 @@ def test_down_ends_a_fleet_that_another_process_holds(fakes: Fakes, tmp_path: Pa
     before = control.status(tmp_path / "run")
     assert (before.state, before.alive) == ("ready", True)
     assert all(p.rss_bytes > 0 for p in before.processes)
-    assert control.down(tmp_path / "run") == 2
+    assert control.down(tmp_path / "run").processes == 2
     process.communicate(timeout=20)
     assert working_in(tmp_path / "run") == []
     assert not any(is_open(p.url) for p in before.processes)
@@ -650,7 +650,7 @@ def test_down_spares_a_process_that_has_come_by_a_recorded_pid(
         record["state"] = "ready"
         record["supervisor"]["pid"] = record["processes"][0]["pid"] = bystander.pid
         file.write_text(json.dumps(record))
-        assert control.down(tmp_path / "run") == 0
+        assert control.down(tmp_path / "run").processes == 0
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -677,7 +677,7 @@ def test_down_spares_a_session_whose_leader_had_come_by_a_recorded_pid(
         record["supervisor"]["pid"] = record["processes"][0]["pid"] = shell.pid
         file.write_text(json.dumps(record))
         assert not control.status(tmp_path / "run").alive
-        assert control.down(tmp_path / "run") == 0
+        assert control.down(tmp_path / "run").processes == 0
         assert psutil.Process(job_pid).status() != psutil.STATUS_ZOMBIE
     finally:
         os.kill(job_pid, signal.SIGKILL)
@@ -710,7 +710,7 @@ def test_down_ends_what_a_killed_guardian_left_in_its_session(
         wait_until(lambda: psutil.Process(left).environ() == environment, timeout_s=10.0)
         record["processes"][0]["pid"] = guardian.pid
         file.write_text(json.dumps(record))
-        assert control.down(tmp_path / "run") == 1
+        assert control.down(tmp_path / "run").processes == 1
         wait_until(lambda: not psutil.pid_exists(left), timeout_s=10.0)
     finally:
         if psutil.pid_exists(left):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import Fleet, FleetError, KeptWorkers, fleets, gpus, hardware, sampling
+from launch import Fleet, FleetError, KeptWorkers, fleets, gpus, guard, hardware, sampling
 from launch.hardware import GpuSample
 from launch.keep import _Recording
 from launch.topology import Topology
@@ -157,7 +157,42 @@ def test_a_table_that_was_begun_at_any_time_is_copied_with_one_header(
     recording = _Recording(source)
     table.write_text((before or "id,rss\n") + "b,2\n")
     recording.copy_to(copy)
+    recording.close()
     assert (copy / "processes.csv").read_text() == "id,rss\nb,2\n"
+
+
+@pytest.mark.parametrize("rolls", [0, 1, 2])
+@pytest.mark.parametrize("had_older", [False, True])
+@pytest.mark.parametrize(("name", "head"), [("processes.csv", "id\n"), ("steps/w-7.jsonl", "")])
+def test_a_bounded_file_that_rolls_over_meanwhile_is_copied_whole_and_nothing_before(
+    tmp_path: Path, name: str, head: str, had_older: bool, rolls: int
+) -> None:
+    source, copy = tmp_path / "workers", tmp_path / "run"
+    path = source / name
+    path.parent.mkdir(parents=True)
+
+    def begin_anew() -> None:
+        path.replace(guard.older_log(str(path)))
+        path.write_text(head)
+
+    def write(line: str) -> None:
+        with path.open("a") as file:
+            file.write(f"{line}\n")
+
+    path.write_text(head)
+    write("a line of the run before, longer than all that follow")
+    if had_older:
+        begin_anew()
+        write("another line of the run before, longer than all that follow")
+    recording = _Recording(source)
+    write("0")
+    for number in range(rolls):
+        begin_anew()
+        write(f"{number + 1}")
+    recording.copy_to(copy)
+    recording.close()
+    assert (copy / name).read_text() == head + "".join(f"{n}\n" for n in range(rolls + 1))
+    assert [path for path in copy.rglob("*") if path.is_file()] == [copy / name]
 
 
 def test_what_was_recorded_meanwhile_is_copied_and_nothing_before(

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from launch import cli
+from launch.claims import claim
 from launch.control import default_run_dir
-from launch.fleets import claim
 from tests import command_line
 from tests.processes import wait_until, working_in
 
@@ -244,12 +244,50 @@ def test_down_ends_a_fleet_that_is_still_checked(fake_python: Path, tmp_path: Pa
     try:
         wait_until(lambda: record(run_dir)["supervisor"]["pid"] == process.pid)
         assert record(run_dir)["state"] == "planned"
-        assert deltaserve("down", str(run_dir)).returncode == 0
+        done = deltaserve("down", str(run_dir))
+        assert (done.returncode, done.stderr) == (0, "run: its start was ended\n")
         assert process.poll() == 130
         assert record(run_dir)["state"] == "stopped"
     finally:
         process.terminate()
         process.wait()
+
+
+@pytest.mark.parametrize("came_up_before", [False, True])
+def test_status_and_down_find_a_fleet_that_is_still_planned(
+    fake_python: Path, tmp_path: Path, came_up_before: bool
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'extends = "laptop-sglang"\nname = "prod"\nbase_port = 0\n'
+        f'[engine]\npython = "{fake_python}"\n[router]\nkind = "none"\n'
+    )
+    if came_up_before:
+        assert as_process("up", str(file), "--detach").returncode == 0
+        assert deltaserve("down", "prod").stderr == "prod: 2 processes ended\n"
+    # As an engine on a slow disk does, which is asked for its version first.
+    asking = tmp_path / "asking"
+    script, asked = fake_python.read_text(), '    if arguments[:2] == ["-I", "-c"]:\n'
+    assert asked in script
+    wait = f"        open({str(asking)!r}, 'w').close(); time.sleep(600)\n"
+    fake_python.write_text(script.replace(asked, f"{asked}{wait}"))
+    up = [sys.executable, "-m", "deltaserve", "launch", "up", str(file)]
+    process = subprocess.Popen(up, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(asking.exists)
+        assert deltaserve("status", "prod").stdout.startswith("prod: planned since ")
+        assert "prod: planned since " in deltaserve("status").stdout
+        assert deltaserve("logs", "prod").returncode == 0
+        done = deltaserve("down", "prod")
+        assert (done.returncode, done.stderr) == (0, "prod: its start was ended\n")
+        assert process.poll() == 130
+    finally:
+        process.kill()
+        process.wait()
+    if came_up_before:
+        assert deltaserve("status", "prod").stdout.startswith("prod: stopped since ")
+    assert deltaserve("down", "prod").returncode == (0 if came_up_before else 2)
+    assert "prod: its start" not in deltaserve("down", "prod").stderr
 
 
 def test_down_ends_a_fleet_whose_supervisor_is_suspended(fake_python: Path, tmp_path: Path) -> None:

@@ -432,16 +432,39 @@ def test_results_are_readable_after_kill_9_and_the_run_can_go_on(
     before = read_results(tmp_path / "out")
     assert 5 <= len(before) < len(trace)
     assert all(result.error is None for result in before)
-    options = RunOptions(
+    assert run(_options_to_resume(tmp_path, fake.url), quiet=True)["ok"] == len(trace)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_has_not_ended_is_not_resumed_beside_itself(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine, processes: int
+) -> None:
+    """As by one who lost the terminal of the first and takes it for dead."""
+    fake = engine("sglang", delay_s=0.01)
+    trace = trace_of(4, requests=40)
+    process = _start_cli(tmp_path, trace, fake.url, processes)
+    try:
+        _wait_for_results(tmp_path, 5)
+        options = _options_to_resume(tmp_path, fake.url)
+        with pytest.raises(InputError, match=r"out: another replay run is at work there"):
+            run(options, quiet=True)
+        process.send_signal(signal.SIGINT)
+    finally:
+        process.communicate()
+    assert run(options, quiet=True)["ok"] == len(trace)
+
+
+def _options_to_resume(tmp_path: Path, url: str) -> RunOptions:
+    """Of what `_start_cli` started."""
+    return RunOptions(
         trace=tmp_path / "t.jsonl",
-        url=fake.url,
+        url=url,
         output=tmp_path / "out",
         vocab_size=1000,
         mode="closed",
         max_inflight_sessions=2,
         resume=True,
     )
-    assert run(options, quiet=True)["ok"] == len(trace)
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -121,6 +121,8 @@ impl Fleet {
             home = None;
         }
         let verdict = match home {
+            // Behind others it would wait for what does not come, and not be told what became of it.
+            _ if !has_other(&sites, &not_for) => Err(WaitReason::NoWorker),
             None if state.residency.must_queue(now_s) => Err(WaitReason::BehindOthers),
             _ => state.residency.ask_now(&asked, &sites, now_s),
         };

@@ -9,7 +9,7 @@ use router_policies::fleet::residency::{Residence, ResidencyRecord, settings};
 use router_policies::fleet::{
     Admit, Fleet, Hints, Outcome, Refused, Request, Reservation, Separable, Ticket, Usage,
 };
-use router_policies::policy;
+use router_policies::policy::{self, Refusal};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -849,6 +849,33 @@ fn what_cannot_be_separated_waits_for_a_worker_that_serves_alone() {
     let placed = placed.expect("there is room now");
     assert_eq!(placed.answering().id, "w0");
     world.serve(placed);
+}
+
+#[test]
+fn what_no_worker_can_take_is_refused_at_once_also_where_others_wait() {
+    let world = World::new(2, json!({"growth_turns": 0, "cold_slots": 10}));
+    let large = |from| world.request(&format!("s{from}"), from..from + 80_000);
+    let running = [0, 100_000].map(|from| world.placed(&large(from)));
+    let ticket = world.waits(&large(200_000));
+    let refused = |exclude: &[&str]| {
+        let exclude: Vec<String> = exclude.iter().map(|&id| id.to_owned()).collect();
+        let tried = Request {
+            arrived_s: Some(world.now_s()),
+            ..large(300_000)
+        };
+        match world.fleet.admit(&tried, &exclude, || {}) {
+            Admit::Refused(refused) => Some(refused),
+            _ => None,
+        }
+    };
+    // One that has failed on both, as where the engines answer 500 to it.
+    let nobody = Some(Refused::ByPolicy(Refusal::NoCandidates));
+    assert_eq!(refused(&["w0"]), None, "the other may take it");
+    assert_eq!(refused(&["w0", "w1"]), nobody);
+    world.fleet.report_health("w1", false);
+    assert_eq!(refused(&["w0"]), nobody);
+    drop((running, ticket));
+    assert!(world.fleet.is_idle());
 }
 
 #[test]
