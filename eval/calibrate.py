@@ -138,7 +138,7 @@ def fit(steps: list[dict[str, Any]]) -> Calibration:
     prefill: list[Row] = []
     whole: list[Row] = []
     decode: list[Row] = []
-    for before, step, took_s in _intervals(steps):
+    for before, step, took_s in step_intervals(steps):
         if took_s < _LEAST_STEP_S:
             continue
         kind = step["forward_mode"]
@@ -158,10 +158,10 @@ def fit(steps: list[dict[str, Any]]) -> Calibration:
     )
 
 
-def _intervals(
+def step_intervals(
     steps: list[dict[str, Any]],
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any], float]]:
-    """Every step but a worker's first, with the one before it and what it took."""
+    """Every step but a worker's first, with the one before it and what it took in seconds."""
     by_worker: dict[str, list[dict[str, Any]]] = {}
     for step in steps:
         by_worker.setdefault(step["worker_id"], []).append(step)
