@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eval.beside import at_work
+from eval.calibrate import read_steps
 from eval.records import Run
 from eval.run_lines import read_rows
 from eval.stats import Estimate
@@ -244,6 +246,50 @@ def test_a_minute_of_thinking(runs: Runs) -> None:
         f"**With a tier it does**: {times(over([runs[off, 3]], [tier], 'requests_per_s'))}",
         f"{len(given_up[0])} were, {given_up[0].count('returns_late')} of them of sessions",
         f"without a tier {len(given_up[1])} and {len(given_up[2])}.",
+    )
+
+
+def test_how_much_work_the_engine_had() -> None:
+    off, behind = THINKING
+    worked = {of: at_work_percent(*of) for of in ((off, 2), (off, 3), (behind, 2), (behind, 3))}
+    assert worked[off, 2] == worked[off, 3] == 100
+    shares = f"{worked[behind, 2]} and {worked[behind, 3]} %"
+    says(f"The engine had work for {shares} of the time, and all of it without residency")
+
+
+def at_work_percent(arm: str, draw: int) -> int:
+    """Of a run's window, by the steps of its worker and the router's clock."""
+    run = name(arm, draw)
+    sent_s = {line["request_id"]: line["sent_s"] for line in lines(run)}
+    origin_s = min(
+        event["ts_unix_s"] - sent_s[event["request_id"]]
+        for event in decisions(run)
+        if sent_s.get(event.get("request_id")) is not None
+    )
+    window = phases(run)
+    start_s, end_s = (origin_s + window[f"window_{at}_s"] for at in ("start", "end"))
+    spans = at_work(read_steps([RESULTS / "residency" / "beside-think.steps.jsonl.zst"]))
+    worked_s = sum(max(0.0, min(end_s, b) - max(start_s, a)) for a, b in spans)
+    return round(100 * worked_s / (end_s - start_s))
+
+
+def test_giving_up_places_because_the_gpu_idles() -> None:
+    rows = read_rows(RESULTS / "simulated" / "idle-think.csv")
+    found = []
+    for setting in ("0", "10"):
+        of = [row for row in rows if row["arm"] == f"prefill_idle_recompute_s {setting}"]
+        assert [row["draw"] for row in of] == list("1234")
+        found.append(
+            [
+                np.mean([float(row[key]) for row in of])
+                for key in ("requests_per_s", "within_objective")
+            ]
+        )
+    (rate_now, share_now), (rate_then, share_then) = found
+    says(
+        f"{rate_then / rate_now:.2f} times the requests/s and {share_then / share_now:.2f} times",
+        f"{rate_then:.3f} and {100 * share_then:.0f} % for {rate_now:.3f} and "
+        f"{100 * share_now:.0f} %",
     )
 
 
