@@ -120,13 +120,13 @@ class Client:
             await self._server.post(self._path, headers, await self._bodies.take(request), stream)
         result.finished_s = self._clock()
         if result.status != 200:
-            text = b"".join(stream.refusal)[:_ERROR_TEXT_BYTES].decode(errors="replace")
+            text = stream.said.decode(errors="replace")
             by_server = result.status is None or result.status >= 500
             kind: ErrorKind = "server_error" if by_server else "client_error"
             result.error = ErrorInfo(kind=kind, message=text)
             return
         answer = stream.parser.close()
-        self._check(request, result, answer)
+        self._check(request, result, answer, stream.said)
         spliced = self._options.splice_outputs and not request.primes
         if spliced and answer.output_ids and result.error is None:
             self._bodies.answered(request, answer.output_ids)
@@ -137,7 +137,9 @@ class Client:
         limit_s = self._options.timeout_s
         return min(limit_s, self._options.prime_timeout_s) if request.primes else limit_s
 
-    def _check(self, request: Planned, result: Result, answer: Answer) -> None:
+    def _check(
+        self, request: Planned, result: Result, answer: Answer, said: bytes | bytearray
+    ) -> None:
         result.prompt_tokens = answer.prompt_tokens
         result.cached_tokens = answer.cached_tokens
         if self._options.record_output_ids:
@@ -149,6 +151,8 @@ class Client:
         whole = result.output_tokens >= request.output_length if known else answer.done
         if not whole:
             ending = "" if answer.done else "; the stream ended early"
+            if said and not result.output_tokens and not answer.done:  # it may have been no stream
+                ending += f", after: {said.decode(errors='replace')}"
             result.error = ErrorInfo(
                 kind="short_output" if answer.done else "disconnect",
                 message=f"{result.output_tokens} of {request.output_length} tokens{ending}",
@@ -164,7 +168,7 @@ class _Stream:
     clock: Callable[[], float]
     on_first_token: Callable[[float], None]
     best_cached_tokens: Callable[[], int | None]
-    refusal: list[bytes] = field(default_factory=list)
+    said: bytearray = field(default_factory=bytearray)
     retry_after_s: float | None = None
 
     def on_connected(self) -> None:
@@ -182,8 +186,9 @@ class _Stream:
     def on_body(self, data: bytes) -> None:
         now_s = self.clock()
         result = self.result
+        if not result.output_tokens:  # the words of a server that has no tokens for us
+            self.said += data[: _ERROR_TEXT_BYTES - len(self.said)]
         if result.status != 200:
-            self.refusal.append(data)
             return
         seen = self.parser.feed(data)
         if seen > result.output_tokens:

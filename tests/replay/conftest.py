@@ -165,6 +165,8 @@ class FakeEngine:
         fault = self.faults.get(name, self.faults.get("all"))
         if fault in ("400", "503"):
             return web.Response(status=int(fault), text="no", headers=self.refuses_with)
+        if fault == "whole":
+            return web.json_response({"detail": "answers are not streamed here"})
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:

@@ -145,6 +145,22 @@ def test_whose_fault_an_error_was_is_recorded_and_the_session_goes_on(
     assert result.finished_s is not None
 
 
+def test_of_an_answer_without_tokens_it_is_told_what_the_server_said(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine
+) -> None:
+    fake = engine("sglang")
+    fake.faults = {"r2": "whole"}
+    options = _options(tmp_path, trace_of(4, requests=10), fake.url)
+    run(options, quiet=True)
+    result = _by_id(options.output)["r2"]
+    assert result.error
+    wanted = result.output_length
+    assert result.error.message == (
+        f"0 of {wanted} tokens; the stream ended early, "
+        'after: {"detail": "answers are not streamed here"}'
+    )
+
+
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
 @pytest.mark.parametrize(
     ("config", "vocab_size"),
