@@ -20,6 +20,7 @@ import typer
 
 from deltaserve.errors import InputError, told_in_one_line
 from eval.calibrate import FloatArray, read_steps, step_intervals
+from eval.spans import covered_s, merged
 from eval.stats import Estimate, interval
 
 Step = dict[str, Any]
@@ -56,16 +57,7 @@ def beside(steps: list[Step], others: list[Step]) -> dict[str, Beside]:
     Raises InputError where the two engines were never recorded at the same time.
     """
     spans = at_work(others)
-    begin_s, end_s = spans[0][0], spans[-1][1]
-    starts_s, ends_s = (np.array(column) for column in zip(*spans, strict=True))
-    worked_s = np.concatenate([[0.0], np.cumsum(ends_s - starts_s)])
-
-    def worked_until(at_s: float) -> float:
-        place = int(np.searchsorted(starts_s, at_s, side="right"))
-        if not place:
-            return 0.0
-        return float(worked_s[place - 1] + min(at_s, ends_s[place - 1]) - starts_s[place - 1])
-
+    begin_s, end_s = spans[0, 0], spans[-1, 1]
     found: dict[str, list[tuple[tuple[int, ...], bool, float, float]]] = {}
     overlaps = False
     for before, step, took_s in step_intervals(steps):
@@ -74,7 +66,7 @@ def beside(steps: list[Step], others: list[Step]) -> dict[str, Beside]:
         if from_s < begin_s or to_s > end_s or took_s <= 0:
             continue
         overlaps = True
-        share = (worked_until(to_s) - worked_until(from_s)) / took_s
+        share = covered_s(spans, from_s, to_s) / took_s
         batch = _batch(before, step)
         if batch is not None and not _ALONE < share < _BESIDE:
             kind, size = batch
@@ -85,17 +77,12 @@ def beside(steps: list[Step], others: list[Step]) -> dict[str, Beside]:
     return {kind: of for kind, of in compared.items() if of is not None}
 
 
-def at_work(steps: Iterable[Step]) -> list[tuple[float, float]]:
-    """When an engine was at work, in seconds: its steps, and short pauses between them."""
-    spans: list[tuple[float, float]] = []
-    for start_s, end_s in sorted(
+def at_work(steps: Iterable[Step]) -> FloatArray:
+    """When an engine was at work (`eval.spans`): its steps, and short pauses between them."""
+    spans = sorted(
         (step["start_unix_s"], step["start_unix_s"] + step["duration_s"]) for step in steps
-    ):
-        if spans and start_s <= spans[-1][1] + _PAUSE_S:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], end_s))
-        else:
-            spans.append((start_s, end_s))
-    return spans
+    )
+    return merged(np.array(spans), _PAUSE_S)
 
 
 def _batch(before: Step, step: Step) -> tuple[str, tuple[int, ...]] | None:

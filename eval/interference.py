@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from eval.records import Run
+from eval.spans import merged
 from eval.stats import UNKNOWN, Array, Estimate, SessionBootstrap
 
 INTERFERING_PREFILL_TOKENS = 2_048
@@ -116,16 +117,8 @@ def long_prefills(run: Run) -> dict[str, Array]:
     found = {}
     for worker, rows in heavy.groupby("prefill_worker"):
         spans = rows[["begin_s", "first_token_s"]].to_numpy(dtype=float)
-        found[str(worker)] = _merged(spans[np.argsort(spans[:, 0])])
+        found[str(worker)] = merged(spans[np.argsort(spans[:, 0])])
     return found
-
-
-def _merged(spans: Array) -> Array:
-    """Overlapping spans, sorted by their beginning, as one."""
-    ends = np.maximum.accumulate(spans[:, 1])
-    new = np.concatenate(([True], spans[1:, 0] > ends[:-1]))
-    last = np.concatenate((np.flatnonzero(new)[1:] - 1, [len(spans) - 1]))
-    return np.column_stack((spans[new, 0], ends[last]))
 
 
 def _parts(run: Run) -> list[_Part]:

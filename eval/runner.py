@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import orjson
 
 from deltaserve.errors import InputError
+from deltaserve.locks import lock_at_once
 from eval import provenance
 from eval.endpoint import Endpoint
 from eval.execution import Assignment, cell_order, execute, identity, judgement
@@ -151,15 +151,12 @@ def _alone_on(output: Path, units: Iterable[str]) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         for unit in units:
             lock = held.enter_context((output / f".{unit}.lock").open("ab"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(
-                    f"{output}: another eval run is at work there on arm {unit}; wait for it, or "
-                    "choose another --output"
-                ) from None
-            except OSError:  # a file system without locks
-                continue
+            with contextlib.suppress(OSError):  # a file system without locks
+                if not lock_at_once(lock):
+                    raise InputError(
+                        f"{output}: another eval run is at work there on arm {unit}; wait for it, "
+                        "or choose another --output"
+                    )
         yield
 
 

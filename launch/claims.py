@@ -7,7 +7,6 @@ and ended, by that.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import time
@@ -19,6 +18,7 @@ from typing import TextIO
 import orjson
 
 from deltaserve.errors import InputError
+from deltaserve.locks import lock_at_once
 from launch.cache import make_folder
 from launch.supervised import is_running, started_at
 
@@ -42,12 +42,10 @@ def claim(run_dir: Path) -> Iterator[TextIO]:
     file that it is held by."""
     make_folder(run_dir)
     with (run_dir / _LOCK).open("a+") as lock:  # what another has in it stays
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_at_once(lock):
             raise InputError(
                 f"{run_dir}: a fleet is running there; run: deltaserve launch down {run_dir}"
-            ) from None
+            )
         yield lock
 
 

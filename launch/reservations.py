@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Literal, TextIO
 
 from deltaserve.errors import InputError
+from deltaserve.locks import lock_at_once
 from launch.cache import cache_dir, make_folder
 
 
@@ -29,7 +30,7 @@ def reserved(ports: Iterable[int], gpus: Iterable[int] = ()) -> Iterator[None]:
     with ExitStack() as held:
         for kind, number, key in wanted:
             with _one_at_a_time(kind):
-                is_ours = _lock(held.enter_context(_lock_file(kind, number)))
+                is_ours = lock_at_once(held.enter_context(_lock_file(kind, number)))
             if not is_ours:
                 raise TakenError(
                     f"{kind} {number} belongs to another fleet (deltaserve launch status); end it "
@@ -41,7 +42,7 @@ def reserved(ports: Iterable[int], gpus: Iterable[int] = ()) -> Iterator[None]:
 def is_reserved(kind: Literal["port", "GPU"], number: int) -> bool:
     """Whether a fleet has the port or GPU of that number."""
     with _one_at_a_time(kind), _lock_file(kind, number) as lock:
-        return not _lock(lock)
+        return not lock_at_once(lock)
 
 
 @contextmanager
@@ -49,14 +50,6 @@ def _one_at_a_time(kind: str) -> Iterator[None]:
     with _open(kind, "all") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _lock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _lock_file(kind: str, number: int) -> TextIO:

@@ -6,7 +6,6 @@ Owns the run folder's `replay.json` and `requests.jsonl`. Must not know dialects
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import multiprocessing
 import os
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 
 import deltaserve
 from deltaserve.errors import InputError
+from deltaserve.locks import lock_at_once
 from replay.client import ClientOptions
 from replay.discovery import GUESSED_VOCAB_SIZE, find_engine, find_vocab_size, find_words
 from replay.engines import Api
@@ -206,14 +206,12 @@ def _alone_in(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"--output {folder}: {error.strerror}") from None
     try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"--output {folder}: another replay run is at work there; wait for it, or stop it"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+        with contextlib.suppress(OSError):  # a file system without locks
+            if not lock_at_once(held):
+                raise InputError(
+                    f"--output {folder}: another replay run is at work there; wait for it, or stop "
+                    "it"
+                )
         yield
     finally:
         os.close(held)

@@ -27,6 +27,7 @@ from typing import Any
 import orjson
 
 from deltaserve.errors import InputError
+from deltaserve.locks import lock_at_once
 from launch.cache import cache_dir, make_folder, write_atomically
 
 _STAMP = "deltaserve-engine.json"
@@ -292,9 +293,7 @@ def _uv() -> str:
 @contextlib.contextmanager
 def _locked(path: Path, progress: Callable[[str], None]) -> Iterator[None]:
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_at_once(file):
             progress("Another installation of the same engine is running; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

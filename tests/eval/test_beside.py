@@ -83,7 +83,7 @@ def test_steps_that_were_recorded_at_other_times_are_one_clear_error() -> None:
 
 def test_an_engine_is_at_work_in_the_short_pauses_between_its_steps() -> None:
     found = at_work([step(3.0, 0.5), step(0.0, 1.0), step(1.04, 0.5), step(1.2, 0.1)])
-    assert found == [(0.0, 1.54), (3.0, 3.5)]
+    assert found.tolist() == [[0.0, 1.54], [3.0, 3.5]]
 
 
 def test_what_is_said_of_two_gpus() -> None:

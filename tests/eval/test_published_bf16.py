@@ -14,6 +14,7 @@ from eval.beside import at_work
 from eval.calibrate import read_steps
 from eval.records import Run
 from eval.run_lines import read_rows
+from eval.spans import covered_s
 from eval.stats import Estimate
 from eval.steady import State, steadiness
 from tests.eval import published
@@ -269,8 +270,7 @@ def at_work_percent(arm: str, draw: int) -> int:
     window = phases(run)
     start_s, end_s = (origin_s + window[f"window_{at}_s"] for at in ("start", "end"))
     spans = at_work(read_steps([RESULTS / "residency" / "beside-think.steps.jsonl.zst"]))
-    worked_s = sum(max(0.0, min(end_s, b) - max(start_s, a)) for a, b in spans)
-    return round(100 * worked_s / (end_s - start_s))
+    return round(100 * covered_s(spans, start_s, end_s) / (end_s - start_s))
 
 
 def test_giving_up_places_because_the_gpu_idles() -> None:

@@ -200,16 +200,16 @@ def test_who_asks_whether_a_port_is_taken_has_not_taken_it(
     """Who asks holds its lock for a moment."""
     found: list[bool] = []
     other = threading.Thread(target=lambda: found.append(meanwhile()))
-    lock = reservations._lock
+    lock = reservations.lock_at_once
 
     def slow(file: TextIO) -> bool:
         is_free = lock(file)
-        monkeypatch.setattr(reservations, "_lock", lock)
+        monkeypatch.setattr(reservations, "lock_at_once", lock)
         other.start()
         other.join(0.2)
         return is_free
 
-    monkeypatch.setattr(reservations, "_lock", slow)
+    monkeypatch.setattr(reservations, "lock_at_once", slow)
     assert not is_reserved("port", 19_001)
     other.join()
     assert found == [False]
