@@ -24,7 +24,7 @@ from tests.eval.test_published_lanes import MEASURED, THINKING_RUNS
 from tests.eval.test_published_lanes import THINKING as THINKING_LINES
 from tests.eval.test_published_residency import rate, share_and_rate
 from tests.eval.test_sessions_a_gpu import RUNS
-from tests.eval.windows import between, missed, until
+from tests.eval.windows import between, missed, until, worst_gap_s
 
 PAGE = (RESULTS / "residency-bf16.md").read_text()
 DRAWS = (2, 3)
@@ -321,7 +321,7 @@ def worst_gaps_s(arm: str, seconds: float) -> list[float]:
     """Of each answer that ended in the first seconds of the window."""
     start_s = phases(arm)["window_start_s"]
     return [
-        float(max(np.diff([at_s for at_s, _ in line["arrivals"]]), default=0.0))
+        worst_gap_s(line)
         for line in lines(arm)
         if line["phase"] != "prime"
         and not line["error"]

@@ -19,6 +19,7 @@ from eval.outcomes import good, recomputed_tokens
 from eval.records import Run
 from eval.run_lines import figures, turns_of
 from tests.eval.published import RESULTS, decisions, lines, number, phases, run_of, steps
+from tests.eval.windows import worst_gap_s
 
 PAGE = RESULTS / "separation.md"
 RUNS = ("paced-three", "elastic-three", "pd-three", "paced-six", "elastic-six")
@@ -87,7 +88,7 @@ def _check_run(name: str, at: int, tmp_path: Path, prefix: str, share_digits: in
     assert (
         row(f"{prefix}turns with a first token within 10 s")[at] == f"{within} of {len(measured)}"
     )
-    gaps_s = [max(np.diff([at_s for at_s, _ in r["arrivals"]]), default=0.0) for r in answered]
+    gaps_s = [worst_gap_s(r) for r in answered]
     worst_s = float(np.quantile(gaps_s, 0.9))
     assert number(row(f"{prefix}worst gap p90, of answers")[at]) == pytest.approx(
         worst_s, abs=5.1e-4
@@ -226,7 +227,7 @@ def test_cold_prompts_until_the_colocated_run_was_cut_off(at: int, name: str) ->
     tpot_ms = [
         1e3 * (r["finished_s"] - r["first_token_s"]) / (r["output_tokens"] - 1) for r in whole
     ]
-    gaps_s = [max(np.diff([at_s for at_s, _ in r["arrivals"]])) for r in whole]
+    gaps_s = [worst_gap_s(r) for r in whole]
     for label, value, half in (
         ("TTFT p50", np.quantile(ttft_s, 0.5), 5.1e-4),
         ("TPOT p50", np.quantile(tpot_ms, 0.5), 0.051),

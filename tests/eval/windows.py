@@ -53,6 +53,11 @@ def missed(request: dict[str, Any]) -> tuple[bool, bool, bool]:
     times_s = [at_s for at_s, _ in request["arrivals"]]
     return (
         request["first_token_s"] - request["scheduled_s"] > 3.0 + 0.0001 * new,
-        max(np.diff(times_s), default=0.0) > 1.0,
+        worst_gap_s(request) > 1.0,
         (times_s[-1] - times_s[0]) / max(1, request["output_tokens"] - 1) > 0.05,
     )
+
+
+def worst_gap_s(request: dict[str, Any]) -> float:
+    """The longest time between two arrivals of its tokens."""
+    return float(max(np.diff([at_s for at_s, _ in request["arrivals"]]), default=0.0))
