@@ -75,7 +75,10 @@ OTHERS = {
     (VLLM, 16): ("vllm-4096-sixteen-cut-off",),
     (f"{VLLM}-residency", 24): ("draw2-vllm-4096-residency-twentyfour-cut-off",),
 }
-THINKING_OTHERS = {("vllm-residency", 12): ("vllm-residency-think-twelve-cut-off",)}
+THINKING_OTHERS = {
+    ("vllm-residency", 12): ("vllm-residency-think-twelve-cut-off",),
+    ("vllm-host", 12): ("vllm-host-think-twelve-cut-off",),
+}
 # Rows of the page's second table, with the arms of the runs in each.
 CELLS = {
     "SGLang, bf16": ("sglang",),

@@ -34,6 +34,8 @@ RUNS = {
     ("sglang", 12, 3): ("engines-sglang-1", "engines-sglang-2", "backfill-off"),
     ("sglang-residency", 2, 3): ("longer-residency",),
     ("sglang-residency", 12, 3): ("again-residency",),
+    ("sglang-paced-residency", 12, 3): ("sglang-paced-residency-twelve",),
+    ("sglang-paced-residency", 12, 2): ("draw2-sglang-paced-residency-twelve",),
     ("sglang-host", 12, 3): ("tier-off", "sglang-host-twelve"),
     ("sglang-host", 12, 2): ("draw2-sglang-host-twelve",),
     ("sglang-host-residency", 12, 3): ("sglang-host-residency-twelve",),
