@@ -262,6 +262,68 @@ def test_residency_before_vllm(run: Read) -> None:
     )
 
 
+def test_paced_without_a_tier(run: Read) -> None:
+    """Beside vLLM as it comes, and how many of its turns are in time."""
+    vllm, paced = (
+        [run(RUNS[arm, 12, draw][-1]) for draw in (3, 2)]
+        for arm in ("vllm", "sglang-paced-residency")
+    )
+    shares = [
+        over([theirs], [ours], "attainment") for theirs, ours in zip(vllm, paced, strict=True)
+    ]
+    assert [within_s(each, 0.9) for each in paced] == [math.inf] * 2
+    turns = [turns_of(each) for each in paced]
+    unanswered = sum(int((~each["ok"]).sum()) for each in turns)
+    in_time = [round(share.value * len(each)) for share, each in zip(shares, turns, strict=True)]
+    late, gap, slow = np.sum(
+        [
+            missed(line)
+            for draw in (3, 2)
+            for line in lines(RUNS["sglang-paced-residency", 12, draw][-1])
+            if line["phase"] == "measure" and not line["error"]
+        ],
+        axis=0,
+    )
+    every = sum(map(len, turns))
+    assert (gap, late, slow) == (0, 3, 5)
+    says(
+        "draws 3 and 2, "
+        + " and ".join(
+            f"{100 * of.value:.0f} % [{100 * of.low:.0f}–{100 * of.high:.0f}]" for of in shares
+        ),
+        f"[{times(over(vllm, paced, 'requests_per_s'))}](residency-bf16.md#sglang-paced-without"
+        "-a-tier), TTFT p90 beyond the run for {:.0f} s and {:.0f} s".format(
+            *(within_s(each, 0.9) for each in vllm)
+        ),
+        f"of {every} turns of two draws {unanswered} had no answer when the run ended, three a "
+        f"late first token, five over 50 ms a token, and {100 * sum(in_time) / every:.0f} % were",
+    )
+
+
+def test_a_minute_of_thinking(run: Read) -> None:
+    def of(arm: str) -> list[Run]:
+        return [run(THINKING_RUNS[arm, 12, draw][-1]) for draw in (3, 2)]
+
+    def more(base: str, arm: str) -> str:
+        return times(over(of(base), of(arm), "requests_per_s"))
+
+    theirs, ours = "vllm-host-think-twelve-cut-off", "sglang-host-residency-think-twelve"
+    seconds = 147.1
+    found = [until(name, seconds) for name in (theirs, ours)]
+    vllm_s, ours_s = (float(np.quantile(each["waits_s"], 0.9)) for each in found)
+    behind = ("sglang-residency", "vllm-residency")
+    assert [within_s(each, 0.9) for arm in behind for each in of(arm)] == [math.inf] * 4
+    says(
+        f"draws 2 and 3, {more('sglang', 'sglang-host-residency')}, beside plain with the tier "
+        f"{more('sglang-host', 'sglang-host-residency')}",
+        f"{found[1]['answers']} answers for {found[0]['answers']}, "
+        f"{times(answers(run(theirs), run(ours), seconds))}, "
+        f"first tokens p90 {ours_s:.1f} s for {vllm_s:.1f} s: {ours_s / vllm_s:.2f} ×",
+        f"None: requests/s {more('vllm', behind[0])} with SGLang and {more('vllm', behind[1])} "
+        "with vLLM behind residency",
+    )
+
+
 @pytest.mark.parametrize(
     ("base", "seconds", "arms"),
     [
@@ -524,12 +586,9 @@ def test_the_reasons(run: Read) -> None:
         if r["phase"] == "measure"
     )
     turns = [len(turns_of(run(name))) for name in ("longer-off-1", "longer-residency")]
-    paced, unpaced = (until(name, 175) for name in (OTHERS["sglang-paced-residency", 12][0], NOW))
     assert (turns, turns[1] - good) == ([38, 37], 3)
     says(
         f"in time in [{ours[0]:.0f} to {ours[-1]:.0f} %]",
-        f"{paced['good']} of {paced['firsts']} first tokens that came were in time, "
-        f"unpaced {unpaced['good']} of {unpaced['firsts']}",
         f"A fifth of vLLM's p90 is {fifth_s:.0f} s",
         f"vLLM still found [{100 * vllm['cached']:.0f} % in its tier]",
         "[{} of {} sessions answered, ours {} of {}]".format(*(at for of in both for at in of)),

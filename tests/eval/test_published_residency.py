@@ -117,12 +117,15 @@ TABLES = (
         "sglang-host-twelve",
         "sglang-host-residency-twelve",
     ),
-    (
-        "draw2-sglang-think-twelve",
-        "draw2-sglang-residency-think-twelve",
-        "sglang-think-twelve",
-        "sglang-residency-think-twelve",
-        "sglang-host-residency-think-twelve",
+    ("draw2-sglang-paced-residency-twelve", "sglang-paced-residency-twelve"),
+    *(
+        (
+            f"draw2-{arm}-think-twelve",
+            f"draw2-{arm}-residency-think-twelve",
+            f"{arm}-think-twelve",
+            f"{arm}-residency-think-twelve",
+        )
+        for arm in ("sglang", "vllm", "sglang-host")
     ),
 )
 # By table of the page without a GPU.

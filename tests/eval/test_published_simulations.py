@@ -506,15 +506,20 @@ def of_vllm_with_bf16(run: Row) -> bool:
     return run["arm"] in arms and run["sessions"] == "12"
 
 
-def of_sglang_with_bf16_and_a_tier(run: Row) -> bool:
-    """Twelve sessions. Draw 3 was measured before as well, without residency."""
-    if (run["draw"], run["requests_per_s"]) == ("3", "0.1375"):
-        return False
-    return run["arm"] in ("sglang-host", "sglang-host-residency") and run["sessions"] == "12"
+def of_sglang_with_bf16(run: Row) -> bool:
+    """Twelve sessions, paced or with a tier, which draw 3 was measured with before as well,
+    without residency."""
+    arms = ("sglang-paced-residency", "sglang-host", "sglang-host-residency")
+    is_before = (run["draw"], run["requests_per_s"]) == ("3", "0.1375")
+    return run["arm"] in arms and run["sessions"] == "12" and not is_before
 
 
 def of_sglang_with_bf16_that_thinks(run: Row) -> bool:
-    return run["arm"] in ("sglang", "sglang-residency", "sglang-host-residency")
+    return run["arm"] in ("sglang", "sglang-residency", "sglang-host", "sglang-host-residency")
+
+
+def of_vllm_with_bf16_that_thinks(run: Row) -> bool:
+    return run["arm"] in ("vllm", "vllm-residency")
 
 
 OTHER_DRAWS = [
@@ -525,8 +530,9 @@ OTHER_DRAWS = [
     ("validation-lanes", is_later),
     ("validation-ten", is_last),
     ("validation-vllm-bf16", of_vllm_with_bf16),
-    ("validation-sglang-bf16", of_sglang_with_bf16_and_a_tier),
+    ("validation-sglang-bf16", of_sglang_with_bf16),
     ("validation-bf16-think", of_sglang_with_bf16_that_thinks),
+    ("validation-vllm-bf16-think", of_vllm_with_bf16_that_thinks),
 ]
 
 
