@@ -35,6 +35,7 @@ from replay.results import RESULTS_FILE, ErrorInfo, Result, ResultWriter
 
 _REPORT_S = 0.5
 _LOOK_S = 0.05
+_CLOCK_DIGITS = 6
 # One lane in so many is primed at a time: enough to keep a fleet busy, and few enough that their
 # long prompts do not fill a queue that the first turns then stand in.
 _LANES_A_PRIMING_ONE = 8
@@ -55,8 +56,10 @@ class Job:
     shared: Shared
 
     def clock(self) -> float:
-        """Seconds since the run's start."""
-        return time.monotonic() - self.origin_s
+        """Seconds since the run's start, to the microsecond: an answer's line has a time for each
+        token, and what a subtraction leaves behind the sixth digit doubles its size and says
+        nothing."""
+        return round(time.monotonic() - self.origin_s, _CLOCK_DIGITS)
 
     def phases(self) -> PhaseOptions | None:
         """The run's phases; None where all of it is measured."""

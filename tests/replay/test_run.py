@@ -79,6 +79,7 @@ def test_every_request_is_sent_whole_and_its_answer_recorded(
         assert result.arrivals[-1][1] == request.output_length
         times = [result.scheduled_s, result.sent_s, result.first_token_s, result.finished_s]
         assert times == sorted(times)
+        assert all(at_s == round(at_s, 6) for at_s, _ in result.arrivals)  # lines stay short
         if dialect != "chat":
             expected = [7 * number % 100 for number in range(request.output_length)]
             assert result.output_ids == expected
