@@ -12,7 +12,10 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from scipy import stats
 
 from eval import planning, sensitivity, weights
 from eval.experiment_files import packaged_experiments
@@ -579,6 +582,37 @@ def test_what_other_draws_have_from_the_cache_and_in_time(
         scale = 100 if form.endswith("%") else 1
         cells = [form.format(*(scale * float(run[column]) for run in pair)) for pair in pairs]
         assert f"| {label} | {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_how_far_it_is_off_on_average(behind: bool) -> None:
+    pairs = [
+        pair
+        for lines, is_of in OTHER_DRAWS
+        for pair in measured_and_simulated(lines, is_of)
+        if ("residency" in pair[0]["arm"]) is behind
+    ]
+    rates, shares = (
+        np.array([[float(run[column]) for run in pair] for pair in pairs])
+        for column in ("requests_per_s", "within_objective")
+    )
+    logs = np.log(rates[:, 1] / rates[:, 0])
+    points = 100 * (shares[:, 1] - shares[:, 0])
+    rate, low, high = (f"{math.exp(at):.3f}" for at in mean_and_interval(logs))
+    told = [f"{at:+.1f}".replace("-", "−") for at in mean_and_interval(points)]
+    label = "behind residency" if behind else "without it"
+    row = (
+        f"| {label} | {len(pairs)} | {rate} [{low}–{high}] | {100 * np.std(logs, ddof=1):.0f} % "
+        f"| {told[0]} points [{told[1]} to {told[2]}] |"
+    )
+    assert row in (PAGE.parents[1] / "simulator.md").read_text()
+
+
+def mean_and_interval(values: NDArray[np.float64]) -> tuple[float, float, float]:
+    """The mean and its 95 % interval over these values, by Student's t."""
+    mean = float(np.mean(values))
+    low, high = stats.t.interval(0.95, len(values) - 1, loc=mean, scale=stats.sem(values))
+    return mean, float(low), float(high)
 
 
 GPU_HEAD = "| measured, simulated (off by) | `off`"

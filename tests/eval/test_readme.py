@@ -164,7 +164,7 @@ def test_what_is_said_of_how_far_the_simulator_is_off() -> None:
     far = [percent for percent in off if abs(percent) > 10]
     assert (len(far), sum(percent > 0 for percent in far)) == (7, 6)
     assert (
-        f"within 10 % of the requests/s of {len(off) - 7} of {len(off)} runs with residency, "
+        f"within 10 % of the requests/s of {len(off) - 7} of {len(off)} runs, "
         f"{min(map(abs, far))} to {max(map(abs, far))} % off in seven, "
         "of which it is too kind in six"
     ) in README
