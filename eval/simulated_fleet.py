@@ -83,6 +83,19 @@ def fleet_plan(topology: Topology, simulate: Simulate, draw: int = 0) -> dict[st
     calibration = read_calibration(name)
     if simulate.calibration_spread:
         calibration = drawn_calibration(name, draw)
+    router = checked_router(topology)
+    return {
+        "router": router | {"kv_events": topology.kv_events},
+        "workers": [
+            _worker(topology, group, f"{group.role}{number or ''}", simulate, calibration)
+            for number, group in enumerate(topology.workers)
+        ],
+    }
+
+
+def checked_router(topology: Topology) -> dict[str, Any]:
+    """What the topology says of its router. Raises `InputError` where the real one would not start
+    so before such workers."""
     router = {
         "policy": topology.router.policy,
         "policy_params": topology.router.params,
@@ -93,19 +106,12 @@ def fleet_plan(topology: Topology, simulate: Simulate, draw: int = 0) -> dict[st
         for number, group in enumerate(topology.workers)
     ]
     _check_router(json.dumps(router | {"workers": workers}))
-    return {
-        "router": router | {"kv_events": topology.kv_events},
-        "workers": [
-            _worker(topology, group, f"{group.role}{number or ''}", simulate, calibration)
-            for number, group in enumerate(topology.workers)
-        ],
-    }
+    return router
 
 
 # A plan is made for each run and more often; the router's answer to a configuration stays the same.
 @lru_cache
 def _check_router(configuration: str) -> None:
-    """Raises `InputError` where the real router would not start so before such workers."""
     from router_policies import _core
 
     try:
