@@ -69,8 +69,9 @@ def check_names(path: str, given: dict[str, Any]) -> None:
             if not value.isupper():
                 check(value)
     bounds([bound for bound in given.get("slo") or [] if bound != "…"])
-    if path.startswith("launch ") and given.get("name"):
-        check_topology(given["name"], given.get("overrides") or ())
+    name = given.get("name")
+    if path.startswith("launch ") and name and not name.isupper():
+        check_topology(name, given.get("overrides") or ())
 
 
 def wrong(found: Sequence[Command], own: str) -> Iterator[str]:
