@@ -16,7 +16,7 @@ from typing import Any
 from deltaserve.errors import InputError
 from eval.endpoint import Endpoint
 from eval.experiment import Phases, Replay, Simulate
-from eval.simulate import drawn_calibration, read_calibration
+from eval.simulate import drawn_calibration, packaged_calibrations, read_calibration
 from launch.kv import worker_kv
 from launch.topology import Topology, WorkerGroup
 from replay.options import RunOptions, preset_values
@@ -70,7 +70,7 @@ def calibration_name(topology: Topology, simulate: Simulate) -> str:
         return _CALIBRATIONS[topology.engine.name][kinds <= _FP8]
     raise InputError(
         f"simulate.calibration: none is known for {topology.model} on {topology.device}; name one "
-        "that was fitted by deltaserve eval calibrate"
+        f"that deltaserve eval calibrate fitted, or of {', '.join(packaged_calibrations())}"
     )
 
 

@@ -90,7 +90,6 @@ def test_every_subcommand_is_named() -> None:
     assert known - called == set()
 
 
-def test_every_packaged_experiment_is_named() -> None:
-    called = {command.words[3] for command in commands() if len(command.words) > 3}
-    named = {code.text for code in inline()}
-    assert set(packaged_experiments()) - called - named == set()
+def test_every_packaged_experiment_is_named_where_experiments_are_listed() -> None:
+    named = {code.text for code in inline() if code.page == ROOT / "docs/eval.md"}
+    assert set(packaged_experiments()) <= named
