@@ -231,6 +231,8 @@ def simulate_command(
 
     if not is_plan(what):
         if trace is not None or length_scale != 1.0 or max_input_tokens or sessions:
+            if what not in packaged_experiments() and not Path(what).is_file():
+                raise InputError(f"{what}: no such file; expected a plan (docs/simulator.md)")
             raise InputError(
                 "--trace, --length-scale, …: are of a plan; use --set of an experiment"
             )

@@ -16,7 +16,7 @@ from typing import Any
 from deltaserve.errors import InputError
 from eval.endpoint import Endpoint
 from eval.experiment import Phases, Replay, Simulate
-from eval.simulate import drawn_calibration, read_calibration
+from eval.simulate import drawn_calibration, packaged_calibrations, read_calibration
 from launch.kv import worker_kv
 from launch.topology import Topology, WorkerGroup
 from replay.options import RunOptions, preset_values
@@ -70,7 +70,7 @@ def calibration_name(topology: Topology, simulate: Simulate) -> str:
         return _CALIBRATIONS[topology.engine.name][kinds <= _FP8]
     raise InputError(
         f"simulate.calibration: none is known for {topology.model} on {topology.device}; name one "
-        "that was fitted by deltaserve eval calibrate"
+        f"that deltaserve eval calibrate fitted, or of {', '.join(packaged_calibrations())}"
     )
 
 
@@ -83,6 +83,19 @@ def fleet_plan(topology: Topology, simulate: Simulate, draw: int = 0) -> dict[st
     calibration = read_calibration(name)
     if simulate.calibration_spread:
         calibration = drawn_calibration(name, draw)
+    router = checked_router(topology)
+    return {
+        "router": router | {"kv_events": topology.kv_events},
+        "workers": [
+            _worker(topology, group, f"{group.role}{number or ''}", simulate, calibration)
+            for number, group in enumerate(topology.workers)
+        ],
+    }
+
+
+def checked_router(topology: Topology) -> dict[str, Any]:
+    """What the topology says of its router. Raises `InputError` where the real one would not start
+    so before such workers."""
     router = {
         "policy": topology.router.policy,
         "policy_params": topology.router.params,
@@ -93,19 +106,12 @@ def fleet_plan(topology: Topology, simulate: Simulate, draw: int = 0) -> dict[st
         for number, group in enumerate(topology.workers)
     ]
     _check_router(json.dumps(router | {"workers": workers}))
-    return {
-        "router": router | {"kv_events": topology.kv_events},
-        "workers": [
-            _worker(topology, group, f"{group.role}{number or ''}", simulate, calibration)
-            for number, group in enumerate(topology.workers)
-        ],
-    }
+    return router
 
 
 # A plan is made for each run and more often; the router's answer to a configuration stays the same.
 @lru_cache
 def _check_router(configuration: str) -> None:
-    """Raises `InputError` where the real router would not start so before such workers."""
     from router_policies import _core
 
     try:

@@ -42,7 +42,10 @@ def prepare_trace(experiment: Experiment, output: Path) -> Path:
     for path, make in steps:
         if make is None:
             if not path.is_file():
-                raise InputError(f"trace.path: {path}: no such file")
+                raise InputError(
+                    f"trace.path: {path}: no such file; deltaserve replay convert makes one of "
+                    "recorded sessions, deltaserve replay synth one of a profile"
+                )
         elif not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_name(f"partial-{path.name}")

@@ -75,7 +75,10 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
                 # Older versions recorded whatever they were given.
                 found[place] = replace(run, manifest=without_secrets(run.manifest))
     if not found:
-        raise InputError(f"{', '.join(map(str, folders))}: no run folder (manifest.json) inside")
+        raise InputError(
+            f"{', '.join(map(str, folders))}: no run folder (manifest.json) inside; expected the "
+            "output of eval run"
+        )
     return list(found.values())
 
 

@@ -259,7 +259,7 @@ def _main(
 _MOST_PROCESSES = 64
 
 
-def _arguments() -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m replay.bench.mock_server",
         description="Answers like SGLang and vLLM at a fixed pace, on a free port that it prints; "
@@ -274,6 +274,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--first-s", type=float, help="seconds before the first token (default: interval_s)"
     )
+    return parser
+
+
+def _arguments() -> argparse.Namespace:
+    parser = _parser()
     found = parser.parse_args()
     if not 1 <= found.processes <= _MOST_PROCESSES:
         parser.error(f"processes {found.processes}: expected 1 to {_MOST_PROCESSES}")

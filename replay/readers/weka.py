@@ -137,7 +137,10 @@ def _documents(inputs: list[Path]) -> Iterator[tuple[str, bytes]]:
     """(name, content) of every session file, in name order within one input."""
     for path in inputs:
         if not path.exists():
-            raise InputError(f"{path}: no such file or folder; expected weka session files")
+            raise InputError(
+                f"{path}: no such file or folder; expected weka session files (docs/replay.md says "
+                "where they are from)"
+            )
         if path.is_dir():
             for file in sorted(path.rglob("*.json")):
                 yield str(file), file.read_bytes()

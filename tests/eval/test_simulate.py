@@ -168,6 +168,12 @@ def test_a_wrong_plan_is_one_clear_error(
         simulate(plan(**changes), tmp_path / "out", trace=trace)
 
 
+def test_a_plan_that_is_not_there_is_no_experiment(tmp_path: Path) -> None:
+    words = ["simulate", "plan.toml", "--trace", "trace.jsonl", "--output", str(tmp_path / "out")]
+    with pytest.raises(InputError, match=r"plan\.toml: no such file; expected a plan"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+
+
 def test_the_command_takes_a_plan_as_toml(trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(

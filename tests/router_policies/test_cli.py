@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 from tests.command_line import deltaserve
+from tests.doc_pages import blocks
 
 COMMAND = [sys.executable, "-m", "deltaserve"]
 
@@ -169,14 +170,10 @@ async def said_until_listening(*arguments: str) -> str:
     return said
 
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
 def router_tomls() -> list[str]:
     """Every TOML block of the documentation that has a router's workers in it."""
-    pages = [(DOCS / page).read_text() for page in ("router.md", "policies.md", "formats.md")]
-    blocks = [block.split("```")[0] for page in pages for block in page.split("```toml\n")[1:]]
-    return [block for block in blocks if "[[workers]]" in block]
+    texts = [block.text for block in blocks() if block.language == "toml"]
+    return [text for text in texts if "[[workers]]" in text and "[engine]" not in text]
 
 
 async def test_every_router_toml_of_the_documentation_starts(tmp_path: Path) -> None:
