@@ -15,15 +15,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deltaserve.errors import InputError
 from eval.decisions import DECISION_FILES, decision_table, join_decisions
-from eval.experiment import Analysis, Slo, ValidityRules
-from eval.experiment_files import one_line
 from eval.provenance import MANIFEST
+from eval.run_files import Manifest, Phases, Trace, read_table
 from eval.telemetry import events, read_json_lines, step_table, transfer_table
 from replay.plays import in_the_plan
 from replay.results import RESULTS_FILE, Result, read_results
@@ -80,37 +77,6 @@ LATENCY_COLUMNS = ("ttft_s", "tpot_s", "worst_gap_s", "e2e_s")
 CLIENT_FAULTS = ("client_bug", "connect", "client_error")
 # Refusals (4xx) that a server gives because it is busy, not because the request is wrong.
 _BUSY_STATUS = (408, 425, 429)
-
-
-class _Named(BaseModel):
-    name: str
-
-
-class _Manifest(BaseModel):
-    """What a manifest must be like to be read: its own fields where they are read without a
-    default, and the kind of the others."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    state: str
-    arm: _Named
-    load: str | None = None
-    repeat: int = 1
-    order: int = 0
-    cell_order: int = 0
-    topology: dict[str, Any] = {}
-    versions: dict[str, dict[str, Any] | str | None] = {}
-    hardware: dict[str, Any] = {}
-    source: dict[str, Any] = {}
-    timings: dict[str, Any] = {}
-    imported: dict[str, Any] = {}
-    git: dict[str, Any] | None = None
-    replay: dict[str, Any] | None = None
-    workers: list[Any] | None = None
-    simulated: dict[str, Any] | None = None
-    slo: Slo = Slo()
-    validity: ValidityRules = ValidityRules()
-    analysis: Analysis = Analysis()
 
 
 @dataclass(frozen=True)
@@ -250,19 +216,10 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Reads one run folder. Raises `InputError` where it holds no manifest of a run."""
-    manifest_path = folder / MANIFEST
     try:
-        manifest = orjson.loads(manifest_path.read_bytes())
+        _, manifest = read_table(folder / MANIFEST, Manifest)
     except FileNotFoundError:
         raise InputError(f"{folder}: not a run folder (no manifest.json)") from None
-    except orjson.JSONDecodeError as error:
-        raise InputError(f"{manifest_path}: not JSON: {error}") from None
-    if not isinstance(manifest, dict):
-        raise InputError(f"{manifest_path}: expected one JSON object, the manifest of a run")
-    try:
-        _Manifest.model_validate(manifest)
-    except ValidationError as error:
-        raise InputError(f"{manifest_path}: {one_line(error, manifest)}") from None
     results = read_results(folder) if (folder / RESULTS_FILE).is_file() else []
     trace = _read_trace(folder)
     window = _read_window(folder, results)
@@ -379,23 +336,19 @@ def _read_window(folder: Path, results: Sequence[Result]) -> Window | None:
     path = folder / PHASES_FILE
     if not path.is_file():
         return None
-    try:
-        phases = orjson.loads(path.read_bytes())
-        start_s = float(phases["window_start_s"])
-        end_s, asked_s = phases.get("window_end_s"), phases.get("measure_s")
-        if end_s is None:
-            # A run that was killed inside its window has no end of it yet.
-            ended_s = [result.finished_s for result in results if result.finished_s is not None]
-            end_s = max(ended_s, default=start_s) if asked_s is None else start_s + float(asked_s)
-        window = Window(
-            start_s=start_s,
-            end_s=float(end_s),
-            asked_s=None if asked_s is None else float(asked_s),
-            start=str(phases.get("start", "cold")),
-            recycle=bool(phases.get("recycle", False)),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path}: not what a replay writes there: {error!r}") from None
+    phases, _ = read_table(path, Phases, "not what a replay writes there: ")
+    start_s, end_s, asked_s = phases.window_start_s, phases.window_end_s, phases.measure_s
+    if end_s is None:
+        # A run that was killed inside its window has no end of it yet.
+        ended_s = [result.finished_s for result in results if result.finished_s is not None]
+        end_s = max(ended_s, default=start_s) if asked_s is None else start_s + asked_s
+    window = Window(
+        start_s=start_s,
+        end_s=end_s,
+        asked_s=asked_s,
+        start=phases.start,
+        recycle=phases.recycle,
+    )
     if not window.length_s > 0:
         raise InputError(f"{path}: the window ends ({window.end_s}) before it starts")
     return window
@@ -405,18 +358,8 @@ def _read_trace(folder: Path) -> TraceFacts | None:
     path = folder / "trace.json"
     if not path.is_file():
         return None
-    try:
-        facts = orjson.loads(path.read_bytes())
-        return TraceFacts(
-            path=str(facts["path"]),
-            sha256=str(facts["sha256"]),
-            length_scale=float(facts["length_scale"]),
-            best_cached_tokens=dict(facts["best_cached_tokens"]),
-            possible_cached_tokens=dict(facts.get("possible_cached_tokens", {})),
-            last_requests=dict(facts.get("last_requests", {})),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path}: not what a run writes there: {error!r}") from None
+    facts, _ = read_table(path, Trace, "not what a run writes there: ")
+    return TraceFacts(**dict(facts))
 
 
 def read_steps(run: Run) -> pd.DataFrame:

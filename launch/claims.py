@@ -49,14 +49,20 @@ def claim(run_dir: Path) -> Iterator[TextIO]:
         yield lock
 
 
+def announce(lock: TextIO, name: str) -> None:
+    """From now on others find that this process starts a fleet of the name in the folder held by
+    `lock`, until another announces itself there, and also once the folder is let go."""
+    pid = os.getpid()
+    start = Start(name, socket.gethostname(), pid, started_at(pid) or "", time.time())
+    # After what is there: who looks meanwhile finds the one before or this one, and never nobody.
+    lock.write(orjson.dumps(asdict(start)).decode() + "\n")
+    lock.flush()
+
+
 @contextlib.contextmanager
 def announced(lock: TextIO, name: str) -> Iterator[None]:
     """Within it others find who starts a fleet of the name in the folder held by `lock`."""
-    pid = os.getpid()
-    start = Start(name, socket.gethostname(), pid, started_at(pid) or "", time.time())
-    lock.truncate(0)  # of who was killed
-    lock.write(orjson.dumps(asdict(start)).decode())
-    lock.flush()
+    announce(lock, name)
     try:
         yield
     finally:
@@ -64,10 +70,10 @@ def announced(lock: TextIO, name: str) -> Iterator[None]:
 
 
 def announced_start(run_dir: Path) -> Start | None:
-    """The start in `run_dir` that was announced by a process of this host which runs still."""
+    """The start in `run_dir` that was announced last, by a process of this host that runs still."""
     try:
-        start = Start(**orjson.loads((run_dir / _LOCK).read_bytes()))
-    except (OSError, ValueError, TypeError):  # nobody's, or not all of it is there yet
+        start = Start(**orjson.loads((run_dir / _LOCK).read_bytes().splitlines()[-1]))
+    except (OSError, ValueError, TypeError, IndexError):  # nobody's, or not all of it is there yet
         return None
     is_here = start.host == socket.gethostname()
     return start if is_here and is_running(start.pid, start.started) else None

@@ -23,9 +23,10 @@ from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
 from launch import control, engines, planning
 from launch.checking import check
-from launch.claims import claim
+from launch.claims import announce, claim
 from launch.fleets import FleetError, fleet, log_tail
 from launch.hardware import sample_gpus
+from launch.interrupts import held
 from launch.listing import listing
 from launch.planning import Plan
 from launch.redaction import redacted
@@ -154,7 +155,8 @@ def up_command(
     # cancelled) would else have the fleet come up behind them.
     signal.signal(signal.SIGTERM, _leave)
     if detach:
-        _detach(name, overrides or [], folder, ["--keep-serving"] if serving_on else [])
+        flags = ["--keep-serving"] if serving_on else []
+        _detach(name, topology.name, overrides or [], folder, flags)
         _show(control.status(folder), as_json)
         return
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
@@ -268,21 +270,27 @@ def _remove_unused(folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _detach(name: str, overrides: list[str], folder: Path, flags: list[str]) -> None:
-    """Starts `up` in a session of its own and follows it until the fleet is ready."""
+def _detach(asked: str, name: str, overrides: list[str], folder: Path, flags: list[str]) -> None:
+    """Starts `up` of the topology `asked`, whose name is `name`, in a session of its own and
+    follows it until the fleet is ready."""
     log = folder / "supervisor.log"
-    argv = [*DELTASERVE, "launch", "up", name, "--run-dir", str(folder), "--set-from-stdin", *flags]
-    with claim(folder):  # a fleet that runs there already goes on with its log
-        keep_previous(log)
-    with log.open("wb") as output:
-        supervisor = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=output,
-            start_new_session=True,
-        )
+    argv = [*DELTASERVE, "launch", "up", asked]
+    argv += ["--run-dir", str(folder), "--set-from-stdin", *flags]
+    supervisor = None
     try:
+        # Who finds this process by what it announces, and ends it, ends the supervisor with it.
+        with held():
+            with claim(folder) as lock:  # a fleet that runs there already goes on with its log
+                keep_previous(log)
+                announce(lock, name)  # until the supervisor does, which takes it a second
+            with log.open("wb") as output:
+                supervisor = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=output,
+                    start_new_session=True,
+                )
         # Not as arguments: anybody on the machine can read a command line, and one may be a secret.
         assert supervisor.stdin is not None
         with supervisor.stdin as told_overrides:
@@ -298,8 +306,9 @@ def _detach(name: str, overrides: list[str], folder: Path, flags: list[str]) -> 
                     return
                 time.sleep(0.3)
     except KeyboardInterrupt:
-        supervisor.terminate()
-        supervisor.wait()
+        if supervisor is not None:
+            supervisor.terminate()
+            supervisor.wait()
         raise typer.Exit(130) from None
 
 

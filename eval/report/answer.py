@@ -79,7 +79,8 @@ def _capacity(search: Search) -> str:
 
 def _figures(cell: Cell, primary: Sequence[str]) -> str:
     """What the experiment is about, of one cell; the output rate where nothing of it is known."""
-    known = [words for key in primary if (words := _figure(cell, key))]
+    found = [words for key in primary if (words := _figure(cell, key))]
+    known = list(dict.fromkeys(found))  # a p50 may stand for itself and for higher quantiles
     if cell.unsustained is not None:
         return ", ".join(["did not sustain its load", *known])
     return ", ".join(known or [f"{number(cell.output_tps)} output tokens/s"])

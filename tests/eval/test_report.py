@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 
 from deltaserve.errors import InputError
+from eval.experiment_files import load_experiment, packaged_experiments
 from eval.formatting import change, number, seconds, size
 from eval.plot import Rule, svg
 from eval.records import Run
@@ -612,6 +613,16 @@ def test_the_answer_names_what_the_experiment_is_about(make_run: MakeRun, tmp_pa
     _, markdown = written(tmp_path / "runs")
     said = markdown.splitlines()[2]
     assert re.search(r"TTFT p50 .*, .* requests/s, .* % of prompt tokens from cache", said)
+
+
+@pytest.mark.parametrize("name", packaged_experiments())
+def test_the_answer_says_nothing_twice(make_run: MakeRun, tmp_path: Path, name: str) -> None:
+    """Twenty requests are enough for a p50, which then stands for every higher quantile."""
+    primary = load_experiment(name)[0].analysis.primary
+    make_run(sessions=5, manifest={"analysis": {"primary": primary}})
+    words = answer(gather(find_runs([tmp_path]), draws=20))
+    figures = words.removeprefix("a: ").removesuffix(".").split(", ")
+    assert len(figures) == len(set(figures)), words
 
 
 def test_a_client_that_is_late_by_much_of_what_it_measured_is_named(

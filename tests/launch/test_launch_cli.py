@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from launch import cli
@@ -189,7 +190,7 @@ def test_what_was_told_before_a_fleet_was_ready_is_shown_however_late_it_is_look
         return True
 
     monkeypatch.setattr(cli, "_is_ready", is_ready)
-    cli._detach("laptop-sglang", [], tmp_path, [])
+    cli._detach("laptop-sglang", "laptop-sglang", [], tmp_path, [])
     assert capsys.readouterr().err == "told in the meantime\n"
 
 
@@ -288,6 +289,30 @@ def test_status_and_down_find_a_fleet_that_is_still_planned(
         assert deltaserve("status", "prod").stdout.startswith("prod: stopped since ")
     assert deltaserve("down", "prod").returncode == (0 if came_up_before else 2)
     assert "prod: its start" not in deltaserve("down", "prod").stderr
+
+
+def test_status_and_down_find_a_fleet_whose_detached_supervisor_has_not_begun(
+    tmp_path: Path,
+) -> None:
+    begun = tmp_path / "begun"
+    # As a supervisor on a slow disk, which is reading its own modules still.
+    slow = f"import os, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = (
+        f"import sys; from launch import cli; cli.DELTASERVE = [sys.executable, '-c', {slow!r}]; "
+    )
+    code += "from deltaserve.cli import main; main()"
+    up = [sys.executable, "-c", code, "launch", "up", "laptop-sglang", "--detach"]
+    process = subprocess.Popen(up, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: begun.exists() and begun.read_text() != "")
+        assert deltaserve("status", "laptop-sglang").stdout.startswith("laptop-sglang: planned ")
+        done = deltaserve("down", "laptop-sglang")
+        assert (done.returncode, done.stderr) == (0, "laptop-sglang: its start was ended\n")
+        assert process.poll() == 130
+        assert not psutil.pid_exists(int(begun.read_text()))
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def test_down_ends_a_fleet_whose_supervisor_is_suspended(fake_python: Path, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ _WORDS = (
 
 
 def _timing(run: Run, name: str) -> float:
-    return float(run.manifest.get("timings", {}).get(name, math.nan))
+    told = run.manifest.get("timings", {}).get(name)
+    return math.nan if told is None else float(told)
 
 
 def _engine(run: Run) -> Entry:

@@ -177,6 +177,7 @@ impl Fleet {
             output_tokens,
             exclude: not_on,
             arrived_s,
+            is_repeated: request.arrived_s.is_some(),
             parent: asked.parent,
             grows_at,
             cached: Arc::new(cached),
@@ -236,6 +237,11 @@ impl Fleet {
                 let retry_after_s = state.residency.retry_after_s(now_s);
                 self.settle(guard);
                 return Admit::Refused(Refused::WaitedTooLong { retry_after_s });
+            }
+            Some(Progress::Deserted) => {
+                state.residency.leave(id, false, now_s);
+                self.settle(guard);
+                return Admit::Refused(Refused::ByPolicy(Refusal::NoCandidates));
             }
         };
         state.fill_facts(exclude, now_s);
@@ -427,6 +433,9 @@ impl State {
     /// Lets in those of the waiting turns that there is room for.
     fn pump(&mut self, now_s: f64) {
         self.end_untold(now_s);
+        let sites = || self.workers.iter().flatten().filter(|w| w.is_site());
+        self.residency
+            .desert(|not_on| sites().any(|worker| worker.is_up(not_on)));
         let stale = self.residency.stale_waiters(now_s);
         if !stale.is_empty() {
             self.fill_facts(&[], now_s);

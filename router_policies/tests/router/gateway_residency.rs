@@ -281,6 +281,32 @@ async fn a_request_whose_worker_dies_is_served_by_another() {
     );
 }
 
+#[tokio::test]
+async fn a_request_that_has_failed_is_told_so_once_no_worker_is_left_that_it_could_wait_for() {
+    let (failing, other) = (MockWorker::start().await, MockWorker::start().await);
+    let config = Config {
+        health_interval_s: 600.0,
+        load_interval_s: 0.0,
+        ..Config::default()
+    };
+    let router = Router::with(config, &[&failing, &other], json!({"growth_turns": 0})).await;
+    failing.set_fault(Fault::Status(500));
+    other.set_fault(Fault::Stall);
+    // Wherever it goes first, it stays where nothing is answered.
+    let long = router.send(1, 8_000, &[]);
+    runs_one(&other).await;
+    let failed = router.send(2, 8_000, &[]);
+    router.waiting(1).await;
+    router.fleet.report_health("w1", false);
+    until("it is told", || failed.is_finished()).await;
+    let failed = failed.await.expect("sent");
+    let while_none_is_up = router.send(3, 8_000, &[]).await.expect("sent");
+    assert_eq!(failed.status(), while_none_is_up.status());
+    assert_eq!(text(failed).await, text(while_none_is_up).await);
+    long.abort();
+    until("nothing is left", || router.fleet.is_idle()).await;
+}
+
 /// A conversation of about 5,000 tokens.
 fn long_text() -> String {
     "word ".repeat(4_000)

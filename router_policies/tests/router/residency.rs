@@ -879,6 +879,44 @@ fn what_no_worker_can_take_is_refused_at_once_also_where_others_wait() {
 }
 
 #[test]
+fn what_has_failed_elsewhere_waits_no_longer_than_a_worker_is_up_that_could_take_it() {
+    let world = World::new(2, json!({"growth_turns": 0, "cold_slots": 10}));
+    let large = |from| world.request(&format!("s{from}"), from..from + 80_000);
+    let running = [0, 100_000].map(|from| world.placed(&large(from)));
+    let new = large(200_000);
+    let its_ticket = world.waits(&new);
+    let again = Request {
+        arrived_s: Some(world.now_s()),
+        ..large(300_000)
+    };
+    let exclude = ["w0".to_owned()];
+    let woken = Arc::new(AtomicUsize::new(0));
+    let wakes = Arc::clone(&woken);
+    let wake = move || {
+        wakes.fetch_add(1, Ordering::Relaxed);
+    };
+    let Admit::Waiting(ticket) = world.fleet.admit(&again, &exclude, wake) else {
+        panic!("it does not wait for the other worker");
+    };
+    world.fleet.pump();
+    assert_eq!(woken.load(Ordering::Relaxed), 0);
+    world.fleet.report_health("w1", false);
+    assert_eq!(woken.load(Ordering::Relaxed), 1);
+    match world.fleet.place_ticket(ticket, &again, &exclude) {
+        Admit::Refused(refused) => {
+            assert_eq!(refused, Refused::ByPolicy(Refusal::NoCandidates));
+        }
+        _ => panic!("it waits for a worker that has failed it"),
+    }
+    // One that has failed nowhere has nothing to tell yet, and a worker may come back.
+    world.fleet.report_health("w0", false);
+    let its_ticket = world.fetch(its_ticket, &new);
+    assert!(its_ticket.is_err(), "no worker is up");
+    drop((running, its_ticket));
+    assert!(world.fleet.is_idle());
+}
+
+#[test]
 fn as_much_is_booked_as_all_answers_of_a_request_may_need() {
     let booked = |answers| {
         let world = World::new(1, json!({"growth_turns": 0}));

@@ -163,6 +163,18 @@ impl Residency {
         })
     }
 
+    /// Ends the wait of turns that have failed on a worker where none is left that could take them, by what
+    /// `is_left` says of the workers that they must not go to. Others wait for one to come back.
+    pub fn desert(&mut self, is_left: impl Fn(&[String]) -> bool) {
+        let repeated = self.queue.repeated();
+        let deserted = repeated.filter(|(_, turn)| !is_left(&turn.exclude));
+        let ids: Vec<u64> = deserted.map(|(id, _)| id).collect();
+        for id in ids {
+            let wake = self.queue.settle(id, Progress::Deserted);
+            self.outbox.wakes.extend(wake);
+        }
+    }
+
     /// The first waiting turns whose knowledge of caches is old, and their prompts.
     pub fn stale_waiters(&self, now_s: f64) -> Vec<(u64, Arc<PromptHashes>)> {
         let first = self.queue.waiting().take(LOOKED_AT);

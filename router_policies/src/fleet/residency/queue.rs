@@ -55,6 +55,8 @@ pub enum Progress {
     Admitted(Admitted),
     /// It has waited too long.
     Expired,
+    /// It has failed on a worker, and none is up any more that it could wait for.
+    Deserted,
 }
 
 /// A turn that has no place, as it comes to the queue.
@@ -66,6 +68,8 @@ pub struct WaitingTurn {
     /// Workers, by id, that it must not go to.
     pub exclude: Vec<String>,
     pub arrived_s: f64,
+    /// It has failed on a worker.
+    pub is_repeated: bool,
     pub is_first_turn: bool,
     pub parent: Option<Key>,
     /// Where it has a place that it has outgrown.
@@ -96,6 +100,8 @@ pub struct Queue {
     waiters: StateMap<Waiter>,
     order: BTreeMap<Rank, u64>,
     by_arrival: BTreeSet<(u64, u64)>,
+    /// Of those that wait, which have failed on a worker.
+    repeated: BTreeSet<u64>,
     /// Of all that wait without a place, shared ones counted for each.
     tokens: u64,
     next: u64,
@@ -176,6 +182,9 @@ impl Queue {
             self.tokens += waiter.listed_tokens;
             self.order.insert(waiter.rank, id);
             self.by_arrival.insert((micros(waiter.turn.arrived_s), id));
+            if waiter.turn.is_repeated {
+                self.repeated.insert(id);
+            }
         }
     }
 
@@ -184,6 +193,7 @@ impl Queue {
             self.tokens -= std::mem::take(&mut waiter.listed_tokens);
             self.order.remove(&waiter.rank);
             self.by_arrival.remove(&(micros(waiter.turn.arrived_s), id));
+            self.repeated.remove(&id);
         }
     }
 
@@ -219,6 +229,13 @@ impl Queue {
         self.order
             .values()
             .filter_map(|&id| Some((id, self.waiters.get(&id)?)))
+    }
+
+    /// Those that wait and have failed on a worker.
+    pub fn repeated(&self) -> impl Iterator<Item = (u64, &WaitingTurn)> {
+        self.repeated
+            .iter()
+            .filter_map(|&id| Some((id, &self.waiters.get(&id)?.turn)))
     }
 
     /// Tokens that those want that wait without a place.
@@ -268,6 +285,7 @@ mod tests {
             output_tokens: 0,
             exclude: Vec::new(),
             arrived_s,
+            is_repeated: false,
             is_first_turn,
             parent: None,
             grows_at: None,
