@@ -161,7 +161,7 @@ def answered_turns(arm: str) -> set[tuple[str, int]]:
     }
 
 
-def test_the_run_of_the_day_before_that_was_cut_off() -> None:
+def test_the_run_some_hours_before_that_was_cut_off() -> None:
     found = until("vllm-residency-think-twelve-cut-off", 89)
     late_s = sorted(found["waits_s"])[-2:]
     assert (found["answers"], found["firsts"], found["early"]) == (10, 9, 7)
