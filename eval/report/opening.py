@@ -49,7 +49,7 @@ def _decided_by(searches: Sequence[Search]) -> str:
         level["attainment"] < search.slo.get("attainment", 1.0)
         for search in searches
         for level in search.levels
-        if level.get("meets") is False and isinstance(level.get("attainment"), int | float)
+        if level.get("meets") is False and level.get("attainment") is not None
     ]
     return "stretch_p90" if short and not any(short) else "attainment"
 

@@ -1,7 +1,7 @@
 """Searches for capacity, as `capacity.json` files say them: what an arm carries, and every level.
 
 Owns reading those files, and judging their levels again by another objective. Unknown keys are
-left out, missing ones are unknown.
+left out, missing ones are unknown; what would be read as another kind than it is is refused.
 """
 
 from __future__ import annotations
@@ -13,12 +13,39 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import ValidationError
 
 from deltaserve.errors import InputError
 from eval import search as searching
 from eval.experiment import Slo
+from eval.experiment_files import one_line
 from eval.records import Run
+from eval.run_files import Told
 from eval.search import CAPACITY_FILE
+
+
+class _Level(Told):
+    """What is read of a level; a measure may be unknown."""
+
+    load: float
+    meets: bool | None = None
+    sure: bool | None = None
+    sustained: bool | None = None
+    violations: list[str] | None = None
+    attainment: float | None = None
+    stretch_p90: float | None = None
+    ttft_p90: float | None = None
+    tpot_p90: float | None = None
+    worst_gap_p90: float | None = None
+    throughput_output_tps: float | None = None
+
+
+class _Record(Told):
+    """What is read of a search; of another kind than a number its other figures are unknown."""
+
+    arm: str
+    slo: dict[str, float | None] | None = None
+    levels: list[_Level] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,14 +115,17 @@ def _read(path: Path) -> list[Search]:
     for item in items:
         if not isinstance(item, dict) or "arm" not in item:
             raise InputError(f"{path}: expected objects with arm, agents, low, high and levels")
+        try:
+            _Record.model_validate(item)
+        except ValidationError as error:
+            raise InputError(f"{path}: {one_line(error, item)}") from None
         found.append(_search(item))
     return found
 
 
 def _search(record: Mapping[str, Any]) -> Search:
-    levels = [level for level in record.get("levels") or [] if isinstance(level, dict)]
+    levels = record.get("levels") or []
     unit = "worker" if record.get("per_gpu") is None else "GPU"
-    slo = record.get("slo")
     agents = _number(record.get("agents"))
     workers = _number(record.get("workers")) or math.nan
     per_worker = _number(record.get("per_worker", agents / workers))
@@ -108,7 +138,7 @@ def _search(record: Mapping[str, Any]) -> Search:
         unit=unit,
         what="sessions an hour" if "per_hour" in str(record.get("over")) else "agents",
         over=str(record.get("over") or ""),
-        slo=slo if isinstance(slo, dict) else {},
+        slo=record.get("slo") or {},
         finished=bool(record.get("finished", True)),
         levels=sorted(levels, key=lambda level: _number(level.get("load"))),
     )

@@ -12,7 +12,8 @@ import orjson
 import pytest
 
 from deltaserve.errors import InputError
-from eval.report import find_runs, gather, write_report
+from eval.report import find_runs, find_searches, gather, write_report
+from eval.search import CAPACITY_FILE
 from launch.topology_files import load_topology
 from tests.command_line import deltaserve
 
@@ -68,6 +69,36 @@ PHASES = {
     "start": "mid",
     "recycle": True,
 }
+# What a search for capacity leaves beside its runs.
+SEARCH = {
+    "arm": "a",
+    "over": "replay.max_inflight_sessions",
+    "finished": True,
+    "agents": 4.0,
+    "low": 4.0,
+    "high": 6.0,
+    "gpus": 1,
+    "workers": 1,
+    "per_gpu": 4.0,
+    "per_worker": 4.0,
+    "slo": {"ttft_s": 3.0, "attainment": 0.9, "stretch_p90": 2.0},
+    "alone": "predicted",
+    "levels": [
+        {
+            "load": load,
+            "repeats": 1,
+            "meets": load < 6,
+            "sure": True,
+            "sustained": True,
+            "violations": ["late"],
+            "attainment": 0.95,
+            "stretch_p90": 1.2,
+            "ttft_p90": 1.5,
+            "intervals": {"attainment": [0.9, 1.0]},
+        }
+        for load in (4.0, 6.0)
+    ],
+}
 WRONG: tuple[Any, ...] = ("word", -0.5, True, None, ["word"], {"word": 7})
 
 
@@ -104,19 +135,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_writer: RunWriter) -> P
     made = tmp_path_factory.mktemp("edited")
     run = run_writer(made / "runs", sessions=3, turns=2, manifest=MANIFEST)
     (run / "phases.json").write_bytes(orjson.dumps(PHASES))
+    (run / CAPACITY_FILE).write_bytes(orjson.dumps(SEARCH))
     return run
 
 
 def complaint(folder: Path) -> str | None:
     """What a report on the run is refused with; None where there is one."""
     try:
-        write_report(gather(find_runs([folder]), draws=2), folder.parents[1] / "report")
+        evidence = gather(find_runs([folder]), draws=2, searches=find_searches([folder]))
+        write_report(evidence, folder.parents[1] / "report")
     except InputError as error:
         return str(error)
     return None
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "phases.json", "trace.json"])
+FILES = ("manifest.json", "phases.json", "trace.json", CAPACITY_FILE)
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_a_field_of_another_type_is_named_or_does_no_harm(folder: Path, name: str) -> None:
     path = folder / name
     whole = path.read_bytes()
@@ -143,6 +179,7 @@ def test_a_field_of_another_type_is_named_or_does_no_harm(folder: Path, name: st
         ("manifest.json", ("hardware", "gpus", 0), 1, "hardware.gpus.0: input should be an object"),
         ("phases.json", ("window_start_s",), "1", "window_start_s: input should be a valid number"),
         ("trace.json", ("length_scale",), [], "length_scale: input should be a valid number"),
+        (CAPACITY_FILE, ("slo", "ttft_s"), "3", "slo.ttft_s: input should be a valid number"),
     ],
 )
 def test_the_command_line_names_the_field_in_one_line(

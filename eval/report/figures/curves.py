@@ -164,7 +164,7 @@ def capacity_curves(searches: Sequence[Search], key: str) -> Chart | None:
         points = [
             (float(level["load"]), float(level[key]) * factor)
             for level in search.levels
-            if isinstance(level.get(key), int | float) and level.get("load") is not None
+            if level.get(key) is not None
         ]
         if points:
             x, y = (list(column) for column in zip(*points, strict=True))
