@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,6 +23,12 @@ class Told(BaseModel):
     adds is left alone."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class RunFile(Told):
+    """One file of a run's folder; `IS` names what it holds."""
+
+    IS: ClassVar[str]
 
 
 class _Arm(Told):
@@ -102,8 +108,10 @@ class _Timings(Told):
     fleet_up_s: float | None = None
 
 
-class Manifest(Told):
+class Manifest(RunFile):
     """`manifest.json`."""
+
+    IS = "the manifest of a run"
 
     state: str
     arm: _Arm
@@ -131,8 +139,10 @@ class Manifest(Told):
     analysis: Analysis = Analysis()
 
 
-class Phases(Told):
+class Phases(RunFile):
     """`phases.json`. A run that was killed inside its window has no end of it."""
+
+    IS = "the phases of a run"
 
     window_start_s: float
     window_end_s: float | None = None
@@ -141,8 +151,10 @@ class Phases(Told):
     recycle: bool = False
 
 
-class Trace(Told):
+class Trace(RunFile):
     """`trace.json`."""
+
+    IS = "what is known of a trace"
 
     path: str
     sha256: str
@@ -152,7 +164,7 @@ class Trace(Told):
     last_requests: dict[str, str] = {}
 
 
-_Table = TypeVar("_Table", bound=Told)
+_Table = TypeVar("_Table", bound=RunFile)
 
 
 def read_table(path: Path, table: type[_Table], prefix: str = "") -> tuple[_Table, dict[str, Any]]:
@@ -164,7 +176,7 @@ def read_table(path: Path, table: type[_Table], prefix: str = "") -> tuple[_Tabl
     except orjson.JSONDecodeError as error:
         raise InputError(f"{path}: not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise InputError(f"{path}: {prefix}expected one JSON object")
+        raise InputError(f"{path}: {prefix}expected one JSON object, {table.IS}")
     try:
         return table.model_validate_json(content), document
     except ValidationError as error:
