@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -26,6 +26,7 @@ _PREFIX = "deltaserve-"
 # A socket's path has 107 bytes at most: vLLM's have 37 after the folder's, which has 20 after this.
 _LONGEST_TEMPORARY = 48
 
+_KILLED_AGAIN_S = 5.0
 GRACE_S = 10.0
 """How long a process has to leave after it was asked to."""
 
@@ -237,23 +238,22 @@ def sweep(
 
 def _sweep_marked(mark: str) -> list[int]:
     """Kills what has `mark` in its environment until none is left, for one may come of another that
-    is being looked for; returns the pids that could not be killed."""
+    is being looked for, and a machine may take its time; returns the pids that could not be killed
+    in it."""
     deadline_s = time.monotonic() + guard.GIVE_UP_S
-    left: set[int] = set()
-    while killed := _kill_marked(mark, left):
+    while killed := _kill_marked(mark):
         if time.monotonic() >= deadline_s:
-            return sorted(left.union(process.pid for process in killed))
-        _, alive = psutil.wait_procs(killed, timeout=5.0)
-        left |= {process.pid for process in alive}
-    return sorted(left)
+            return sorted(process.pid for process in killed)
+        psutil.wait_procs(killed, timeout=_KILLED_AGAIN_S)
+    return []
 
 
-def _kill_marked(mark: str, spared: Container[int]) -> list[psutil.Process]:
-    """Kills what has `mark` and is not `spared`; returns what it killed."""
+def _kill_marked(mark: str) -> list[psutil.Process]:
+    """Kills what has `mark`; returns what it killed."""
     killed = []
     for process in psutil.process_iter():
         try:
-            if process.pid not in spared and process.environ().get(_MARK) == mark:
+            if process.environ().get(_MARK) == mark:
                 process.kill()
                 killed.append(process)
         except psutil.Error:

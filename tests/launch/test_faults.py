@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import psutil
 import pytest
@@ -65,6 +65,27 @@ def test_a_process_that_cannot_be_killed_is_given_up_and_named(
     monkeypatch.setattr(supervised, "_are_of", lambda *_: True)
     with pytest.raises(FleetError, match=f"could not be killed: pid {unkillable}"):
         control.down(tmp_path / "run")
+
+
+def test_a_process_that_takes_its_time_to_die_was_killed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that stands still for some seconds."""
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, "DELTASERVE_PROCESS": "slow"})
+    wait_procs = supervised.psutil.wait_procs
+    waited: list[float] = []
+
+    def too_short(processes: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        waited.append(timeout)
+        return ([], processes) if len(waited) == 1 else wait_procs(processes, timeout)
+
+    monkeypatch.setattr(supervised.psutil, "wait_procs", too_short)
+    try:
+        assert supervised.sweep(999_999_999, "", "slow", tmp_path) == []
+        assert waited
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_process_that_goes_just_before_it_is_told_to_leave_has_gone(
