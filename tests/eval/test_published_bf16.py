@@ -31,13 +31,14 @@ from tests.eval.test_published_lanes import MEASURED
 from tests.eval.test_published_lanes import THINKING as THINKING_LINES
 from tests.eval.test_published_residency import rate, share_and_rate
 from tests.eval.test_sessions_a_gpu import RUNS
-from tests.eval.windows import until, worst_gap_s
+from tests.eval.windows import ended, until, worst_gap_s
 
 ARMS = ("vllm", "vllm-residency", "vllm-host", "vllm-host-residency")
 BEHIND = [arm for arm in ARMS if arm.endswith("residency")]
 TIER = ("sglang-host", "sglang-host-residency")
 PACED = "sglang-paced-residency"
-UNPACED = RUNS["sglang-residency", 12, 3][-1]
+UNPACED_OF = ("sglang-residency", 3)
+UNPACED = name(*UNPACED_OF)
 CUT_OFF = "sglang-paced-residency-twelve-cut-off"
 
 
@@ -91,7 +92,7 @@ def test_what_twelve_sessions_want() -> None:
 def test_why_more_are_in_time_than_with_sglang() -> None:
     turns = [line for draw in DRAWS for line in measured("vllm-residency", draw)]
     answered, late, gap, _ = misses(turns)
-    sglang, _, gaps, _ = misses(line for line in lines(UNPACED) if line["phase"] == "measure")
+    sglang, _, gaps, _ = misses(measured(*UNPACED_OF))
     assert (late, gap, len(turns) - answered) == (4, 3, 8)
     says(
         f"of {answered} answered turns three have a gap over 1 s where SGLang's had "
@@ -194,13 +195,13 @@ def test_paced_without_a_tier(runs: Runs, tmp_path: Path) -> None:
     unpaced = run_of(UNPACED, tmp_path / UNPACED)
     plain = [run_of(of, tmp_path / of) for of in RUNS["sglang", 12, 3]]
     ours = [runs[PACED, 3]]
-    of_unpaced, _, gaps, _ = misses(line for line in lines(UNPACED) if line["phase"] == "measure")
+    of_unpaced, _, gaps, _ = misses(measured(*UNPACED_OF))
     assert points(over([unpaced], ours, "attainment")) == "+11 points [−9 to +24]"
     assert in_time(runs, "vllm-residency", PACED) == "−9 points [−28 to +4]"
     says(
         f"The longest gap in these {answered} answers is {max(gaps_s(turns)):.2f} s.",
         f"{gaps} of {of_unpaced} have one over 1 s, of up to "
-        f"{max(gaps_s(line for line in lines(UNPACED) if line['phase'] == 'measure')):.1f} s, "
+        f"{max(gaps_s(measured(*UNPACED_OF))):.1f} s, "
         f"and {share_and_rate(UNPACED)[0]:.0f} % of turns are in time",
         f"paced {times(over([unpaced], ours, 'requests_per_s'))} the requests/s and eleven points",
         f"of the {len(turns) - served} turns not in time eleven had no answer",
@@ -213,7 +214,8 @@ def test_paced_without_a_tier(runs: Runs, tmp_path: Path) -> None:
 
 def test_the_paced_run_that_was_cut_off() -> None:
     found, other = (until(arm, 175) for arm in (CUT_OFF, UNPACED))
-    worst_s = {arm: gaps_s(ended_within(arm, 175)) for arm in (CUT_OFF, UNPACED)}
+    starts_s = {arm: phases(arm)["window_start_s"] for arm in (CUT_OFF, UNPACED)}
+    worst_s = {arm: gaps_s(ended(arm, at_s, at_s + 175)) for arm, at_s in starts_s.items()}
     assert sum(gap_s > 1 for gap_s in worst_s[UNPACED]) == 9
     assert max(worst_s[CUT_OFF]) < 0.45
     says(
@@ -227,13 +229,3 @@ def test_the_paced_run_that_was_cut_off() -> None:
 def gaps_s(turns: Iterable[dict[str, Any]]) -> list[float]:
     """The longest of each answer."""
     return [worst_gap_s(line) for line in turns if not line["error"]]
-
-
-def ended_within(arm: str, seconds: float) -> list[dict[str, Any]]:
-    """Answers that ended in the first seconds of the window."""
-    start_s = phases(arm)["window_start_s"]
-    return [
-        line
-        for line in lines(arm)
-        if line["phase"] != "prime" and start_s <= line["finished_s"] < start_s + seconds
-    ]

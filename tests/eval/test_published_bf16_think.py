@@ -16,7 +16,7 @@ from tests.eval.bf16 import DRAWS, MINUTE, Runs, measured, more, name, read, say
 from tests.eval.differences import answers, longer, times
 from tests.eval.published import RESULTS, decisions, lines, phases, run_of
 from tests.eval.test_published_residency import share_and_rate
-from tests.eval.windows import until
+from tests.eval.windows import ended, until
 
 PLAIN, BEHIND = f"sglang{MINUTE}", f"sglang-residency{MINUTE}"
 VLLM, VLLM_BEHIND = f"vllm{MINUTE}", f"vllm-residency{MINUTE}"
@@ -152,13 +152,8 @@ def test_which_engine(runs: Runs) -> None:
 def answered_turns(arm: str) -> set[tuple[str, int]]:
     """Sessions and their turns whose answers ended in the window of draw 2."""
     window = phases(name(arm, 2))
-    return {
-        (line["session_id"], line["turn"])
-        for line in lines(name(arm, 2))
-        if line["phase"] != "prime"
-        and not line["error"]
-        and window["window_start_s"] <= line["finished_s"] < window["window_end_s"]
-    }
+    answers = ended(name(arm, 2), window["window_start_s"], window["window_end_s"])
+    return {(line["session_id"], line["turn"]) for line in answers}
 
 
 def test_the_run_some_hours_before_that_was_cut_off() -> None:

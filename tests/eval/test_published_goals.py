@@ -16,6 +16,7 @@ from eval.sessions_a_gpu import row_of
 from eval.stats import Estimate, interval
 from eval.waits import waits
 from tests.eval import published
+from tests.eval.bf16 import measured, misses
 from tests.eval.differences import (
     answers,
     by_draw,
@@ -273,16 +274,9 @@ def test_paced_without_a_tier(run: Read) -> None:
     ]
     assert [within_s(each, 0.9) for each in paced] == [math.inf] * 2
     turns = [turns_of(each) for each in paced]
-    unanswered = sum(int((~each["ok"]).sum()) for each in turns)
     in_time = [round(share.value * len(each)) for share, each in zip(shares, turns, strict=True)]
-    late, gap, slow = np.sum(
-        [
-            missed(line)
-            for draw in (3, 2)
-            for line in lines(RUNS["sglang-paced-residency", 12, draw][-1])
-            if line["phase"] == "measure" and not line["error"]
-        ],
-        axis=0,
+    answered, late, gap, slow = misses(
+        line for draw in (3, 2) for line in measured("sglang-paced-residency", draw)
     )
     every = sum(map(len, turns))
     assert (gap, late, slow) == (0, 3, 5)
@@ -295,8 +289,8 @@ def test_paced_without_a_tier(run: Read) -> None:
         "-a-tier), TTFT p90 beyond the run for {:.0f} s and {:.0f} s".format(
             *(within_s(each, 0.9) for each in vllm)
         ),
-        f"of {every} turns of two draws {unanswered} had no answer when the run ended, three a "
-        f"late first token, five over 50 ms a token, and {100 * sum(in_time) / every:.0f} % were",
+        f"of {every} turns of two draws {every - answered} had no answer when the run ended, three "
+        f"a late first token, five over 50 ms a token, and {100 * sum(in_time) / every:.0f} % were",
     )
 
 

@@ -32,7 +32,7 @@ def until(arm: str, seconds: float) -> dict[str, Any]:
 def between(arm: str, start_s: float, end_s: float) -> dict[str, Any]:
     """Answers that ended between two times of a run, and first tokens that came."""
     requests = [r for r in lines(arm) if r["phase"] != "prime"]
-    answers = [r for r in requests if not r["error"] and start_s <= r["finished_s"] < end_s]
+    answers = ended(arm, start_s, end_s)
     firsts = [r for r in requests if start_s <= (r["first_token_s"] or 0.0) < end_s]
     waits_s = [r["first_token_s"] - r["scheduled_s"] for r in firsts]
     return {
@@ -45,6 +45,12 @@ def between(arm: str, start_s: float, end_s: float) -> dict[str, Any]:
         "good": sum(not r["error"] and not any(missed(r)) for r in firsts),
         "sessions": len({r["session_id"] for r in answers}),
     }
+
+
+def ended(arm: str, start_s: float, end_s: float) -> list[dict[str, Any]]:
+    """Answers that ended between two times of a run, but for those of priming."""
+    answers = [r for r in lines(arm) if r["phase"] != "prime" and not r["error"]]
+    return [r for r in answers if start_s <= r["finished_s"] < end_s]
 
 
 def missed(request: dict[str, Any]) -> tuple[bool, bool, bool]:
