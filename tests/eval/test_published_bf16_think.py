@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,28 +10,42 @@ from eval.calibrate import read_steps
 from eval.run_lines import read_rows
 from eval.spans import covered_s
 from eval.steady import State, steadiness
-from tests.eval.bf16 import DRAWS, MINUTE, Runs, measured, more, name, read, says, sessions
-from tests.eval.differences import answers, longer, times
-from tests.eval.published import RESULTS, decisions, lines, phases, run_of
+from tests.eval.bf16 import (
+    DRAWS,
+    MINUTE,
+    Runs,
+    in_time,
+    measured,
+    misses,
+    more,
+    name,
+    read,
+    says,
+    sessions,
+)
+from tests.eval.differences import longer, within_s
+from tests.eval.published import RESULTS, decisions, lines, phases
 from tests.eval.test_published_residency import share_and_rate
 from tests.eval.windows import ended, until
 
 PLAIN, BEHIND = f"sglang{MINUTE}", f"sglang-residency{MINUTE}"
 VLLM, VLLM_BEHIND = f"vllm{MINUTE}", f"vllm-residency{MINUTE}"
 TIER, TIER_BEHIND = f"sglang-host{MINUTE}", f"sglang-host-residency{MINUTE}"
+VLLM_TIER, VLLM_TIER_BEHIND = f"vllm-host{MINUTE}", f"vllm-host-residency{MINUTE}"
 CUT_OFF = "vllm-host-think-twelve-cut-off"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return read(
-        (PLAIN, BEHIND, VLLM, VLLM_BEHIND, TIER, TIER_BEHIND), tmp_path_factory.mktemp("runs")
-    )
+    alone = (PLAIN, BEHIND, VLLM, VLLM_BEHIND)
+    tier = (TIER, TIER_BEHIND, VLLM_TIER, VLLM_TIER_BEHIND)
+    return read((*alone, *tier), tmp_path_factory.mktemp("runs"))
 
 
 def test_which_runs_have_turns_enough_to_be_judged(runs: Runs) -> None:
     for (arm, _), run in runs.items():
-        expected = State.STEADY if arm == TIER_BEHIND else State.NOT_ASSESSED
+        enough = arm in (TIER_BEHIND, VLLM_TIER_BEHIND)
+        expected = State.STEADY if enough else State.NOT_ASSESSED
         assert steadiness(run).state is expected
 
 
@@ -98,22 +110,35 @@ def test_giving_up_places_because_the_gpu_idles() -> None:
 
 
 def test_with_a_tier(runs: Runs) -> None:
-    turns = [len(measured(TIER_BEHIND, draw)) for draw in DRAWS]
-    good = [
-        round(share_and_rate(name(TIER_BEHIND, draw))[0] / 100 * count)
-        for draw, count in zip(DRAWS, turns, strict=True)
-    ]
-    assert [longer(runs[TIER_BEHIND, draw], 120) for draw in DRAWS] == [(1, 53), (1, 47)]
-    (tier_2, late_2), (tier_3, late_3) = (given_up(TIER_BEHIND, draw) for draw in DRAWS)
-    without = [given_up(BEHIND, draw)[0] for draw in DRAWS]
+    behind = (TIER_BEHIND, VLLM_TIER_BEHIND)
+    shares = [in_time_percent(arm) for arm in behind]
+    waited, turns = np.sum(
+        [longer(runs[arm, draw], 120) for arm in behind for draw in DRAWS], axis=0
+    )
+    assert (waited, turns) == (3, 200)
+    places = {arm: [given_up(arm, draw) for draw in (3, 2)] for arm in (BEHIND, *behind)}
+    (all_3, late_3), (all_2, late_2) = places[TIER_BEHIND]
+    (theirs_3, theirs_late_3), (theirs_2, theirs_late_2) = places[VLLM_TIER_BEHIND]
     says(
         f"twice as many**: {more(runs, TIER, TIER_BEHIND)} the requests/s of SGLang",
-        f"{more(runs, PLAIN, TIER_BEHIND)} without a tier either, and "
-        f"{100 * sum(good) / sum(turns):.0f} % in time",
-        f"{tier_3} and {tier_2} were (draws 3 and 2), {late_3} and {late_2} of them of sessions",
-        "without a tier {1} and {0}.".format(*without),
-        f"Alone the tier brings {more(runs, PLAIN, TIER)} the requests/s.",
+        f"{more(runs, PLAIN, TIER_BEHIND)} without a tier either; "
+        f"{more(runs, VLLM_TIER, VLLM_TIER_BEHIND)} and {more(runs, VLLM, VLLM_TIER_BEHIND)} "
+        "before vLLM. {:.0f} and {:.0f} % are in time where nobody".format(*shares),
+        f"SGLang's were {all_3} and {all_2} (draws 3 and 2), {late_3} and {late_2} of them of "
+        "sessions that were not expected back soon, "
+        f"vLLM's {theirs_3} and {theirs_2}, {theirs_late_3} and {theirs_late_2} of them; "
+        "without a tier SGLang's were {} and {}.".format(*(of for of, _ in places[BEHIND])),
+        f"Alone the tier brings {more(runs, PLAIN, TIER)} and {more(runs, VLLM, VLLM_TIER)} the",
     )
+    for arm in (TIER, VLLM_TIER):
+        assert in_time_percent(arm) == 0
+
+
+def in_time_percent(arm: str) -> float:
+    """Of the turns of both draws."""
+    turns = [len(measured(arm, draw)) for draw in DRAWS]
+    shares = [share_and_rate(name(arm, draw))[0] for draw in DRAWS]
+    return float(np.average(shares, weights=turns))
 
 
 def given_up(arm: str, draw: int) -> tuple[int, int]:
@@ -122,16 +147,16 @@ def given_up(arm: str, draw: int) -> tuple[int, int]:
     return len(of), of.count("returns_late")
 
 
-def test_beside_vllm_with_the_same_tier(runs: Runs, tmp_path: Path) -> None:
-    seconds = 147.1
-    theirs, ours = (until(of, seconds) for of in (CUT_OFF, name(TIER_BEHIND, 3)))
-    assert theirs["early"] == 0
-    more_answers = answers(run_of(CUT_OFF, tmp_path / CUT_OFF), runs[TIER_BEHIND, 3], seconds)
+def test_beside_vllm_with_the_same_tier(runs: Runs) -> None:
+    p90_s = {
+        arm: np.array([within_s(runs[arm, draw], 0.9) for draw in DRAWS])
+        for arm in (VLLM_TIER, VLLM_TIER_BEHIND, TIER_BEHIND)
+    }
+    ours, theirs = (p90_s[arm] / p90_s[VLLM_TIER] for arm in (TIER_BEHIND, VLLM_TIER_BEHIND))
     says(
-        f"in the 147 s that it has lines for {ours['answers']} answers for {theirs['answers']}, "
-        f"{times(more_answers)};",
-        f"of its {theirs['firsts']} first tokens none came within 10 s, of SGLang's "
-        f"{ours['firsts']} behind residency {ours['early']}.",
+        f"SGLang behind it has {more(runs, VLLM_TIER, TIER_BEHIND)} the requests/s, and nine",
+        "first token within {:.2f} and {:.2f} times its time; ".format(*ours)
+        + "vLLM behind it within {:.2f} and {:.2f} times.".format(*theirs),
     )
 
 
@@ -149,6 +174,22 @@ def test_which_engine(runs: Runs) -> None:
     )
 
 
+def test_which_engine_with_a_tier(runs: Runs) -> None:
+    sglang, vllm = (
+        misses(line for draw in DRAWS for line in measured(arm, draw))
+        for arm in (TIER_BEHIND, VLLM_TIER_BEHIND)
+    )
+    assert (vllm[2], sglang[2]) == (2, 7)
+    points = in_time(runs, TIER_BEHIND, VLLM_TIER_BEHIND).removesuffix("]").split(" [")
+    assert points[0] == "+11 points"
+    says(
+        f"With the tier behind residency vLLM has {more(runs, TIER_BEHIND, VLLM_TIER_BEHIND)}, "
+        f"and eleven points more in time ({points[1]})",
+        f"of its {vllm[0]} answers two have a gap over 1 s, of SGLang's {sglang[0]} seven; "
+        f"late first tokens are {vllm[1]} and {sglang[1]}.",
+    )
+
+
 def answered_turns(arm: str) -> set[tuple[str, int]]:
     """Sessions and their turns whose answers ended in the window of draw 2."""
     window = phases(name(arm, 2))
@@ -156,11 +197,17 @@ def answered_turns(arm: str) -> set[tuple[str, int]]:
     return {(line["session_id"], line["turn"]) for line in answers}
 
 
-def test_the_run_some_hours_before_that_was_cut_off() -> None:
+def test_the_runs_some_hours_before_that_were_cut_off() -> None:
     found = until("vllm-residency-think-twelve-cut-off", 89)
     late_s = sorted(found["waits_s"])[-2:]
     assert (found["answers"], found["firsts"], found["early"]) == (10, 9, 7)
     says(
         f"ten answers in 89 s, {100 * found['cached']:.0f} % of their prompt tokens",
         "after {:.0f} and {:.0f} s".format(*late_s),
+    )
+    theirs, whole = (until(of, 147.1) for of in (CUT_OFF, name(VLLM_TIER, 3)))
+    assert (theirs["early"], whole["early"]) == (0, 0)
+    says(
+        f"with {theirs['answers']} answers and no first token within 10 s; the whole run has "
+        f"{whole['answers']} in the same seconds."
     )

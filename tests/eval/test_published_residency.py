@@ -125,7 +125,7 @@ TABLES = (
             f"{arm}-think-twelve",
             f"{arm}-residency-think-twelve",
         )
-        for arm in ("sglang", "vllm", "sglang-host")
+        for arm in ("sglang", "vllm", "sglang-host", "vllm-host")
     ),
 )
 # By table of the page without a GPU.

@@ -503,10 +503,12 @@ def of_draw_2(run: Row) -> bool:
     return run["draw"] == "2" and run["sessions"] != "12" and not is_last(run)
 
 
+VLLM_BF16 = ("vllm", "vllm-residency", "vllm-host", "vllm-host-residency")
+
+
 def of_vllm_with_bf16(run: Row) -> bool:
     """Twelve sessions, with a host tier and without, behind residency and not."""
-    arms = ("vllm", "vllm-residency", "vllm-host", "vllm-host-residency")
-    return run["arm"] in arms and run["sessions"] == "12"
+    return run["arm"] in VLLM_BF16 and run["sessions"] == "12"
 
 
 def of_sglang_with_bf16(run: Row) -> bool:
@@ -522,7 +524,7 @@ def of_sglang_with_bf16_that_thinks(run: Row) -> bool:
 
 
 def of_vllm_with_bf16_that_thinks(run: Row) -> bool:
-    return run["arm"] in ("vllm", "vllm-residency")
+    return run["arm"] in VLLM_BF16
 
 
 OTHER_DRAWS = [

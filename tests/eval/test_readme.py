@@ -143,15 +143,17 @@ def test_what_is_said_of_bf16_kv(measured: list[Row]) -> None:
 def test_what_is_said_of_a_minute_of_thinking() -> None:
     rows = read_rows(THINKING)
     more = {}
-    for arm in ("sglang", "vllm", "sglang-host"):
+    for arm in ("sglang", "vllm", "sglang-host", "vllm-host"):
         plain, behind = (newest(rows, of, 12) for of in (arm, f"{arm}-residency"))
         more[arm] = [
             float(behind[draw]["requests_per_s"]) / float(plain[draw]["requests_per_s"])
             for draw in "23"
         ]
     assert max(*more["sglang"], *more["vllm"]) < 1.35  # six answers of 18: not told apart
-    tier = "{:.1f} and {:.1f}".format(*more["sglang-host"])
-    assert f"with it residency brings SGLang {tier} times the requests/s" in README
+    sglang, vllm = (
+        "{:.1f} and {:.1f} times".format(*more[f"{of}-host"]) for of in ("sglang", "vllm")
+    )
+    assert f"with it residency brings SGLang {sglang} and vLLM {vllm} the requests/s" in README
 
 
 def test_what_is_said_of_how_far_the_simulator_is_off() -> None:
