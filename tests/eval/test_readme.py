@@ -137,7 +137,7 @@ def test_what_is_said_of_bf16_kv(measured: list[Row]) -> None:
     vllm = f"[behind residency {shares['vllm']}](docs/results/residency-bf16.md)"
     tier = f"with a tier it is {shares['vllm-host']}, with SGLang {shares['sglang-host']}"
     assert f"{vllm} at {more['vllm']} times the requests/s; {tier}, " in README
-    assert f"at {more['vllm-host']}, {more['sglang-host']} times. Sessions that think" in README
+    assert f"at {more['vllm-host']}, {more['sglang-host']} times.\n" in README
 
 
 def test_what_is_said_of_a_minute_of_thinking() -> None:
@@ -153,7 +153,7 @@ def test_what_is_said_of_a_minute_of_thinking() -> None:
     sglang, vllm = (
         "{:.1f} and {:.1f} times".format(*more[f"{of}-host"]) for of in ("sglang", "vllm")
     )
-    assert f"with it residency brings SGLang {sglang} and vLLM {vllm} the requests/s" in README
+    assert f"residency brings SGLang {sglang} and vLLM {vllm} the requests/s" in README
 
 
 def test_what_is_said_of_how_far_the_simulator_is_off() -> None:
