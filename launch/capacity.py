@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import dataclass
 
+from launch.commands.vllm import OWN_BLOCKS
 from launch.http_calls import FAILURES, call
 
 _TIMEOUT_S = 5.0
@@ -59,8 +60,8 @@ def _of_vllm(metrics: str) -> Holds:
     pages, page_tokens = found.get("num_gpu_blocks", ""), found.get("block_size", "")
     if not (pages.isdecimal() and page_tokens.isdecimal()):
         return Holds()
-    tokens = int(pages) * int(page_tokens)
-    return Holds(tokens, ranks=len(lines)) if tokens else Holds()
+    tokens = (int(pages) - OWN_BLOCKS * len(lines)) * int(page_tokens)
+    return Holds(tokens, ranks=len(lines)) if tokens > 0 else Holds()
 
 
 def _asked(url: str, key: str | None) -> bytes:

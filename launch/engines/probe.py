@@ -19,10 +19,12 @@ def _parser(engine: str) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser()
         ServerArgs.add_cli_args(parser)
         return parser
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    # Through the command line, for where releases keep the function that adds the options changes.
+    from vllm.entrypoints.cli.serve import cmd_init
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    made: argparse.ArgumentParser = make_arg_parser(FlexibleArgumentParser())
+    (serve,) = cmd_init()
+    made: argparse.ArgumentParser = serve.subparser_init(FlexibleArgumentParser().add_subparsers())
     return made
 
 

@@ -100,9 +100,10 @@ sglang:num_queue_reqs 2.0
 """
 
 _CACHE_CONFIG = (
-    'vllm:cache_config_info{{block_size="32",engine="{}",num_gpu_blocks="1250",user="x"}} 1.0\n'
+    'vllm:cache_config_info{{block_size="32",engine="{}",num_gpu_blocks="{}",user="x"}} 1.0\n'
 )
-"""Of each rank; its blocks are those of all, as vLLM adds them up."""
+"""Of each rank; its blocks are those of all, as vLLM adds them up: 1250 for requests, and one a
+rank that it keeps for itself."""
 
 
 _first_transfer = threading.Lock()
@@ -132,7 +133,9 @@ class _Health(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.path == "/metrics":
             ranks = range(int(os.environ.get("FAKE_RANKS", "1")))
-            self.wfile.write("".join([_METRICS, *map(_CACHE_CONFIG.format, ranks)]).encode())
+            blocks = 1250 + len(ranks)
+            lines = [_METRICS, *(_CACHE_CONFIG.format(rank, blocks) for rank in ranks)]
+            self.wfile.write("".join(lines).encode())
             if tokens := os.environ.get("FAKE_HOST_TOKENS"):
                 line = f'sglang:hicache_host_total_tokens{{tp_rank="0"}} {float(tokens)}\n'
                 self.wfile.write(line.encode())

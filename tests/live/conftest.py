@@ -25,6 +25,9 @@ VOCABULARY = 1024
 DEFAULT, NEWER = "0.5.17", "0.5.23"
 """The pinned releases of SGLang."""
 
+NEWER_VLLM = "0.32.0"
+"""The newer of the pinned releases of vLLM."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from tests.live.conftest import DEFAULT, NEWER, installed
+from tests.live.conftest import DEFAULT, NEWER, NEWER_VLLM, installed
 from tests.live.test_router_live import free_port, get, router
 from tests.router_policies.conftest import running_worker
 
@@ -44,7 +44,12 @@ SGLANG, VLLM = "sglang.srt.disaggregation.kv_events", "vllm.distributed.kv_event
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("engine", "version", "module"),
-    [("sglang", DEFAULT, SGLANG), ("sglang", NEWER, SGLANG), ("vllm", None, VLLM)],
+    [
+        ("sglang", DEFAULT, SGLANG),
+        ("sglang", NEWER, SGLANG),
+        ("vllm", None, VLLM),
+        ("vllm", NEWER_VLLM, VLLM),
+    ],
 )
 def test_all_that_was_published_before_it_came_is_known(
     engine: str, version: str | None, module: str

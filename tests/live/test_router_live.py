@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from launch import Fleet, fleet, load_topology
-from tests.live.conftest import generate, worker_of
+from tests.live.conftest import NEWER_VLLM, generate, installed, worker_of
 
 Prompt = Callable[[int], list[int]]
 
@@ -43,11 +43,11 @@ role = "colocated"
 kind = "none"
 """
 
-PAGE_TOKENS = {"sglang": 1, "vllm": 16}
+PAGE_TOKENS = {"sglang": 1, "vllm": 32}
 MORE = {
     "sglang": 'flags = ["--max-running-requests", "16"]',
-    # As in the topology laptop-vllm.
-    "vllm": 'page_size = 16\nenvironment = { TORCHDYNAMO_DISABLE = "1" }',
+    # As in the topology laptop-vllm: on a CPU 0.32 takes pages of 32 tokens and multiples only.
+    "vllm": 'page_size = 32\nenvironment = { TORCHDYNAMO_DISABLE = "1" }',
 }
 
 
@@ -108,15 +108,21 @@ class Publishing:
         return Answer(choice["token_ids"], details["cached_tokens"] if details else 0)
 
 
-@pytest.fixture(scope="module", params=["sglang", "vllm"])
+@pytest.fixture(
+    scope="module",
+    params=["sglang", "vllm", f"vllm {NEWER_VLLM}"],
+    ids=lambda at: at.replace(" ", "-"),
+)
 def worker(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Publishing]:
-    engine = request.param
+    engine, _, version = request.param.partition(" ")
+    environment = installed(engine, version or None)
     folder = tmp_path_factory.mktemp("kv-events")
     path = folder / f"{engine}-kv-events.toml"
     path.write_text(TOPOLOGY.format(engine=engine, more=MORE[engine]))
-    with fleet(load_topology(path), folder, on_progress=print) as running:
+    topology = load_topology(path, [f"engine.version={environment.version}"])
+    with fleet(topology, folder, on_progress=print) as running:
         yield Publishing(running, engine)
 
 

@@ -65,16 +65,19 @@ fn prefixes_of_sglang(info: &Value) -> Option<bool> {
     Some(has_radix && !is_on("disable_radix_cache"))
 }
 
-/// vLLM (0.26.0) tells when its process started.
+/// vLLM (0.26.0 and 0.32.0) tells when its process started. Of its blocks, which it adds up over its
+/// data-parallel ranks with a line each, every rank keeps one for itself.
 fn of_vllm(metrics: &str) -> EngineInfo {
-    let line = |name: &str| metrics.lines().find(|line| line.starts_with(name));
+    const CACHE: &str = "vllm:cache_config_info{";
+    let lines = |name: &'static str| metrics.lines().filter(move |line| line.starts_with(name));
     let capacity = || {
-        let line = line("vllm:cache_config_info{")?;
+        let line = lines(CACHE).next()?;
         let label = |name: &str| -> Option<u64> {
             let (_, rest) = line.split_once(&format!("{name}=\""))?;
             rest.split_once('"')?.0.parse().ok()
         };
-        Some(label("block_size")? * label("num_gpu_blocks")?)
+        let ranks = lines(CACHE).count() as u64;
+        Some(label("block_size")? * label("num_gpu_blocks")?.saturating_sub(ranks))
     };
     EngineInfo {
         kv_capacity_tokens: capacity(),
@@ -173,8 +176,11 @@ mod tests {
         let text = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"10\"} 1.0\n\
                     process_start_time_seconds 1.79527365e+09\n";
         let info = of_vllm(text);
-        assert_eq!(info.kv_capacity_tokens, Some(160));
+        assert_eq!(info.kv_capacity_tokens, Some(144));
         assert!(info.run.is_some());
+        let ranks = "vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"20\"} 1.0\n\
+                     vllm:cache_config_info{block_size=\"16\",engine=\"1\",num_gpu_blocks=\"20\"} 1.0\n";
+        assert_eq!(of_vllm(ranks).kv_capacity_tokens, Some(288));
         assert_ne!(
             info.run,
             run_in_metrics("process_start_time_seconds 1.79527366e+09\n")
