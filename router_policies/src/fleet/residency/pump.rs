@@ -437,7 +437,7 @@ impl Residency {
 
     /// Refuses those that have waited too long.
     fn expire(&mut self, now_s: f64) {
-        while let Some((id, since_s)) = self.queue.oldest() {
+        while let Some((id, since_s)) = self.queue.longest_here() {
             if now_s - since_s < self.settings.max_wait_s {
                 return;
             }
