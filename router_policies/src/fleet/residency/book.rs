@@ -346,8 +346,12 @@ impl Hold {
                 chain = Chain::default();
             }
         }
-        // A chain without a block is nothing that a later prompt could be found to begin with.
-        if !chain.states.is_empty() {
+        let held = occupant.held.as_ref();
+        if served != Served::Yes && held.is_some_and(|held| held.tokens() >= chain.tokens()) {
+            // Another turn has left more meanwhile.
+            self.blocks.release(&chain);
+        } else if !chain.states.is_empty() {
+            // A chain without a block is nothing that a later prompt could be found to begin with.
             self.loose_tokens += chain.tail_tokens;
             if let Some(old) = occupant.held.replace(chain) {
                 self.loose_tokens -= old.tail_tokens;
