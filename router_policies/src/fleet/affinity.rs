@@ -60,7 +60,8 @@ impl State {
         previous
     }
 
-    /// Takes back that a request was a turn of its session.
+    /// Takes back that a request was a turn of its session. Another may have come meanwhile, or the same
+    /// request again to another worker: where the session is then, it stays.
     pub(super) fn retract_session(
         &mut self,
         key: u64,
@@ -75,10 +76,18 @@ impl State {
         if is_moved && let Some(worker) = self.worker_mut(slot) {
             worker.forget_migration(began_s);
         }
-        match before {
-            Some(before) => self.sessions.put(key, before),
-            None => self.sessions.pop(&key),
+        let Some(now) = self.sessions.peek_mut(&key) else {
+            return;
         };
+        let turns_before = before.map_or(0, |before| before.turns);
+        now.turns = now.turns.saturating_sub(1);
+        match before {
+            Some(before) if now.turns == turns_before => *now = before,
+            _ if now.turns == 0 => {
+                self.sessions.pop(&key);
+            }
+            _ => {}
+        }
     }
 }
 

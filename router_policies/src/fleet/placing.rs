@@ -177,6 +177,7 @@ impl Fleet {
             output_tokens,
             exclude: not_on,
             arrived_s,
+            queued_s: now_s,
             is_repeated: request.arrived_s.is_some(),
             parent: asked.parent,
             grows_at,
@@ -271,7 +272,7 @@ impl Fleet {
                     identity: waiter.turn.identity,
                     sites: Some(sites),
                     output_tokens: waiter.turn.output_tokens,
-                    waited_s: now_s - waiter.turn.arrived_s,
+                    waited_s: now_s - waiter.turn.queued_s,
                 };
                 match self.commit(guard, begun, request, choice, entry) {
                     Ok(reservation) => Admit::Placed(reservation),

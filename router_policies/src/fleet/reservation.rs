@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 /// What a decision noted besides: to be taken back if the request was not run.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Noted {
-    /// New to the estimate of the answering and of the prefill worker.
+    /// What is new to the estimate of the answering and of the prefill worker, by name.
     pub prompt: [Option<u64>; 2],
     /// The session, and what was known of it before.
     pub session: Option<(u64, Option<Session>)>,

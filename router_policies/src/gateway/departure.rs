@@ -8,34 +8,56 @@
 //! there: by then the request has been scheduled, and may be aborted.
 
 use std::sync::Arc;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::watch;
 
-/// Whether a request must stay although its client may have left.
+/// Whether a request's client has left, and whether the request must stay all the same.
 #[derive(Clone, Debug)]
-pub(super) struct Stay(Arc<watch::Sender<bool>>);
+pub(super) struct Stay(Arc<watch::Sender<Standing>>);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Standing {
+    has_left: bool,
+    is_held: bool,
+}
 
 /// It stays as long as this lives.
 pub(super) struct Staying<'a>(&'a Stay);
 
+/// The client is there as long as this lives.
+struct Here(Stay);
+
 impl Stay {
     pub fn new() -> Self {
-        Self(Arc::new(watch::Sender::new(false)))
+        Self(Arc::new(watch::Sender::new(Standing::default())))
     }
 
     pub fn hold(&self) -> Staying<'_> {
-        self.0.send_replace(true);
+        self.0.send_modify(|standing| standing.is_held = true);
         Staying(self)
     }
 
-    async fn is_free(&self) {
+    /// Whether the client has left: what is begun for it now, nobody gets.
+    pub fn has_left(&self) -> bool {
+        self.0.borrow().has_left
+    }
+
+    /// Waits until the client has left and nothing keeps the request.
+    async fn is_over(&self) {
+        let is_over = |standing: &Standing| standing.has_left && !standing.is_held;
         // The sender lives as long as this does.
-        let _ = self.0.subscribe().wait_for(|is_held| !is_held).await;
+        let _ = self.0.subscribe().wait_for(is_over).await;
     }
 }
 
 impl Drop for Staying<'_> {
     fn drop(&mut self) {
-        self.0.0.send_replace(false);
+        self.0.0.send_modify(|standing| standing.is_held = false);
+    }
+}
+
+impl Drop for Here {
+    fn drop(&mut self) {
+        self.0.0.send_modify(|standing| standing.has_left = true);
     }
 }
 
@@ -44,19 +66,14 @@ pub(super) async fn outlive<T: Send + 'static>(
     stay: Stay,
     serving: impl Future<Output = T> + Send + 'static,
 ) -> T {
-    let (_here, left) = oneshot::channel::<()>();
+    let _here = Here(stay.clone());
     // Boxed here: a task is copied several times on its way to the runtime.
     let serving = Box::pin(serving);
     let task = tokio::spawn(async move {
-        let gone = async {
-            // It is never sent anything: its other end goes with the client.
-            let _ = left.await;
-            stay.is_free().await;
-        };
         tokio::select! {
             biased;
             answer = serving => Some(answer),
-            () = gone => None,
+            () = stay.is_over() => None,
         }
     });
     match task.await {

@@ -246,6 +246,10 @@ impl Exchange<'_> {
         let mut permit = Some(permit);
         let arrived_s = fleet.now_s();
         loop {
+            if self.context.stay.as_ref().is_some_and(Stay::has_left) {
+                // It was kept for the worker's sake alone: whoever runs it ends it now.
+                return std::future::pending().await;
+            }
             let is_over = attempts > retries
                 || suspects.broken() >= MAX_BROKEN
                 || (has_lost_transfer && suspects.count() >= MAX_ERRORS_OF_SEPARATED);

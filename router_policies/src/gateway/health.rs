@@ -27,6 +27,7 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked
         let Some(healthy) = gateway.fleet.health(&spec) else {
             gateway.models.forget(&spec);
             gateway.vocabulary.forget(&spec);
+            gateway.ranks.forget(&spec);
             return;
         };
         is_up &= healthy;

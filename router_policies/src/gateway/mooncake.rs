@@ -22,6 +22,7 @@ pub(super) struct Rank {
 }
 
 struct Asked {
+    spec: Arc<WorkerSpec>,
     at: Instant,
     incarnation: Option<u64>,
     ranks: Arc<[Rank]>,
@@ -30,6 +31,29 @@ struct Asked {
 /// What bootstrap servers have answered of late, by worker id.
 #[derive(Default)]
 pub(crate) struct Ranks(Mutex<HashMap<String, Asked>>);
+
+impl Ranks {
+    /// Those of this registration, where it was asked of late; another that took its id has its own.
+    fn kept(&self, prefill: &Arc<WorkerSpec>, incarnation: Option<u64>) -> Option<Arc<[Rank]>> {
+        let asked = self.0.lock();
+        let asked = asked.get(&prefill.id)?;
+        let is_present = Arc::ptr_eq(&asked.spec, prefill)
+            && asked.incarnation == incarnation
+            && asked.at.elapsed() < KEPT;
+        is_present.then(|| Arc::clone(&asked.ranks))
+    }
+
+    /// A registration has left the fleet.
+    pub fn forget(&self, spec: &Arc<WorkerSpec>) {
+        let mut asked = self.0.lock();
+        if asked
+            .get(&spec.id)
+            .is_some_and(|known| Arc::ptr_eq(&known.spec, spec))
+        {
+            asked.remove(&spec.id);
+        }
+    }
+}
 
 /// The address of a prefill worker's bootstrap server.
 pub(super) fn bootstrap(prefill: &WorkerSpec) -> String {
@@ -50,20 +74,21 @@ pub(super) async fn choose_rank(
     prefill: &Arc<WorkerSpec>,
 ) -> Result<Rank, String> {
     let incarnation = gateway.fleet.incarnation(prefill);
-    let kept = gateway.ranks.0.lock().get(&prefill.id).and_then(|asked| {
-        let is_present = asked.incarnation == incarnation && asked.at.elapsed() < KEPT;
-        is_present.then(|| Arc::clone(&asked.ranks))
-    });
-    let ranks = match kept {
+    let ranks = match gateway.ranks.kept(prefill, incarnation) {
         Some(ranks) => ranks,
         None => {
             let ranks: Arc<[Rank]> = ask(gateway, prefill).await?.into();
-            let asked = Asked {
+            let new = Asked {
+                spec: Arc::clone(prefill),
                 at: Instant::now(),
                 incarnation,
                 ranks: Arc::clone(&ranks),
             };
-            gateway.ranks.0.lock().insert(prefill.id.clone(), asked);
+            let mut asked = gateway.ranks.0.lock();
+            // Nobody would forget those of one that has left.
+            if gateway.fleet.health(prefill).is_some() {
+                asked.insert(prefill.id.clone(), new);
+            }
             ranks
         }
     };

@@ -153,8 +153,9 @@ impl Answer {
 
 impl Drop for Answer {
     fn drop(&mut self) {
-        if self.progress.is_done() {
-            // The client has all of it, and left without waiting for the connection's own end.
+        if self.progress.is_done() || self.progress.has_error() {
+            // The client has all of it, or knows that no more comes, and left without waiting for the
+            // connection's own end.
             self.end();
         } else if let Some(cut_off) = self.client.cut_off() {
             let (outcome, message) = cut_off.told();

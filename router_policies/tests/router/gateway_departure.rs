@@ -73,6 +73,32 @@ async fn vllm_with_a_host_tier_keeps_a_request_until_its_first_token() {
 }
 
 #[tokio::test]
+async fn who_has_left_is_tried_on_no_other_worker() {
+    let mocks = [MockWorker::start().await, MockWorker::start().await];
+    let workers = mocks.iter().zip(["a", "b"]).map(|(mock, id)| {
+        mock.set_fault(Fault::Stall);
+        WorkerSpec {
+            id: id.to_owned(),
+            ..spec(mock, "vllm", None)
+        }
+    });
+    let router = Router::with(Config {
+        workers: workers.collect(),
+        ..Config::default()
+    })
+    .await;
+    let all = || mocks.iter().map(running).sum::<usize>();
+    leave_once(&router, completion(true), "it runs", || all() == 1).await;
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert_eq!(all(), 1, "it is kept");
+    // The engine dies; the other would answer nobody.
+    let (its, others): (Vec<_>, Vec<_>) = mocks.into_iter().partition(|mock| running(mock) == 1);
+    drop(its);
+    router.idle().await;
+    assert_eq!(others[0].bodies().len(), 0);
+}
+
+#[tokio::test]
 async fn an_answer_in_one_piece_is_kept_whole() {
     let mock = MockWorker::start().await;
     mock.behaviour

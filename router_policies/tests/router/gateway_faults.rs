@@ -589,20 +589,9 @@ async fn where_the_local_fallback_is_refused_other_workers_are_asked() {
     assert!(body.contains("[DONE]"));
 }
 
-#[tokio::test]
-async fn a_client_that_leaves_after_the_end_has_had_an_answer() {
+/// Sends a streamed request whose client closes its connection as soon as the answer has `last`.
+async fn leave_after(router: &Router, last: &str) {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let mock = MockWorker::start().await;
-    mock.set_fault(Fault::Raw(
-        &[
-            "data: {\"text\":\"a\"}\n\ndata: [DONE]\n\n",
-            ": ping\n\n",
-            ": ping\n\n",
-            ": ping\n\n",
-        ],
-        End::Properly,
-    ));
-    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
     let mut socket = tokio::net::TcpStream::connect(router.url.trim_start_matches("http://"))
         .await
         .expect("a connection");
@@ -616,18 +605,59 @@ async fn a_client_that_leaves_after_the_end_has_had_an_answer() {
         .await
         .expect("sent");
     let mut read = Vec::new();
-    while !String::from_utf8_lossy(&read).contains("[DONE]") {
+    while !String::from_utf8_lossy(&read).contains(last) {
         let mut some = [0; 1024];
         let count = socket.read(&mut some).await.expect("an answer");
         read.extend_from_slice(&some[..count]);
     }
-    drop(socket);
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_after_the_end_has_had_an_answer() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Raw(
+        &[
+            "data: {\"text\":\"a\"}\n\ndata: [DONE]\n\n",
+            ": ping\n\n",
+            ": ping\n\n",
+            ": ping\n\n",
+        ],
+        End::Properly,
+    ));
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    leave_after(&router, "[DONE]").await;
     router.idle().await;
     let metrics = router.get("/metrics").await.1;
     assert!(
         metrics.contains("deltaserve_requests_total{outcome=\"ok\"} 1"),
         "{metrics}"
     );
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_after_an_error_has_met_a_worker_that_failed() {
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Raw(
+        &[
+            "data: {\"text\":\"a\"}\n\n",
+            "data: {\"error\":{\"message\":\"m\",\"code\":500}}\n\n",
+            ": ping\n\n",
+            ": ping\n\n",
+            ": ping\n\n",
+        ],
+        End::Properly,
+    ));
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    for _ in 0..5 {
+        leave_after(&router, "\"error\"").await;
+    }
+    router.idle().await;
+    let metrics = router.get("/metrics").await.1;
+    assert!(
+        metrics.contains("deltaserve_requests_total{outcome=\"worker_error\"} 5"),
+        "{metrics}"
+    );
+    assert!(router.fleet.snapshot()[0].circuit_open);
 }
 
 #[tokio::test]

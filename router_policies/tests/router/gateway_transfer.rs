@@ -116,3 +116,41 @@ async fn a_decode_worker_of_sglang_is_not_sent_whole_requests() {
     assert_eq!(d.bodies().len(), 1);
     until("nothing is reserved", || router.fleet.is_idle()).await;
 }
+
+fn mooncake(mock: &MockWorker, id: &str, role: &str) -> Value {
+    let (_, port) = mock.url.rsplit_once(':').expect("a port");
+    json!({
+        "url": mock.url, "id": id, "role": role, "engine": "vllm", "kv_connector": "mooncake",
+        "bootstrap_port": port.parse::<u16>().expect("a number"),
+    })
+}
+
+#[tokio::test]
+async fn kv_is_pulled_from_the_worker_that_took_the_id_of_a_removed_one() {
+    let [old, new, d] = [(); 3].map(|()| MockWorker::start());
+    let (old, new, d) = (old.await, new.await, d.await);
+    new.behaviour.dp_ranks.store(3, Ordering::SeqCst);
+    let workers = [mooncake(&old, "p", "prefill"), mooncake(&d, "d", "decode")];
+    let workers = workers.map(|spec| serde_json::from_value(spec).expect("a worker"));
+    let router = Router::start("pd", workers.to_vec()).await;
+    let body = || json!({"prompt": [1, 2, 3], "max_tokens": 9});
+    assert_eq!(
+        router.post("/v1/completions", body()).await.0,
+        StatusCode::OK
+    );
+    assert!(router.fleet.remove_worker("p"));
+    let (status, said) = router
+        .post_json("/workers", mooncake(&new, "p", "prefill"))
+        .await;
+    assert_eq!(status, StatusCode::ACCEPTED, "{said}");
+    until("it is up", || {
+        router.fleet.snapshot().iter().all(|worker| worker.healthy)
+    })
+    .await;
+    assert_eq!(
+        router.post("/v1/completions", body()).await.0,
+        StatusCode::OK
+    );
+    assert_eq!(new.behaviour.queries.load(Ordering::SeqCst), 1);
+    router.idle().await;
+}

@@ -20,3 +20,4 @@ mod gateway_transfer;
 mod mock;
 mod policies;
 mod residency;
+mod taken_back;

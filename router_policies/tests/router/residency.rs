@@ -14,6 +14,8 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+mod overlaps;
+mod retries;
 mod slices;
 
 const CAPACITY: u64 = 100_000;

@@ -36,8 +36,17 @@ type NodeId = u32;
 
 struct Node {
     states: Vec<u64>,
-    /// Who holds the whole node, and its place in their [`Recency`].
-    holders: SmallVec<[(u32, Place); 2]>,
+    /// Who holds the whole node.
+    holders: SmallVec<[Holder; 2]>,
+}
+
+#[derive(Clone, Copy)]
+struct Holder {
+    worker: u32,
+    /// The node's in the worker's [`Recency`].
+    place: Place,
+    /// Prompts that were sent there since it holds the node, and begin with it.
+    prompts: u32,
 }
 
 #[derive(Default)]
@@ -137,14 +146,17 @@ pub struct EstimateTree {
 }
 
 impl EstimateTree {
-    /// Blocks of `states` that each worker holds, written to `held` by slot.
+    /// Blocks of `states` that each worker holds, written to `held` by slot, where zeros are.
     pub fn matched(&self, states: &[u64], held: &mut [u32]) {
         let mut at = 0;
         while let Some(&(id, blocks)) = states.get(at).and_then(|state| self.starts.get(state)) {
             let node = &self.nodes[id as usize];
             let common = common_blocks(&node.states, &states[at..]);
-            for &(worker, _) in &node.holders {
-                if let Some(entry) = held.get_mut(worker as usize) {
+            for holder in &node.holders {
+                // What was taken back is not held, whatever is left behind it.
+                if let Some(entry) = held.get_mut(holder.worker as usize)
+                    && *entry as usize == at
+                {
                     *entry = (at + common) as u32;
                 }
             }
@@ -157,10 +169,9 @@ impl EstimateTree {
 
     /// Notes that `worker` now holds the prompt. What no longer fits there is evicted by
     /// [`EstimateTree::evict_excess`], which is left for when no request waits for a decision. Returns
-    /// the name of the node that nobody held before, for [`EstimateTree::retract`].
+    /// the name of the first node that the worker did not hold before, for [`EstimateTree::retract`].
     pub fn insert(&mut self, worker: usize, states: &[u64]) -> Option<u64> {
         self.ensure(worker);
-        let mut new = None;
         let mut path: SmallVec<[NodeId; 32]> = SmallVec::new();
         let mut at = 0;
         while at < states.len() {
@@ -172,31 +183,36 @@ impl EstimateTree {
                     }
                     id
                 }
-                None => {
-                    new = Some(states[at]);
-                    self.add(states[at..].to_vec())
-                }
+                None => self.add(states[at..].to_vec()),
             };
             path.push(id);
             at += self.nodes[id as usize].states.len();
         }
+        let mut new = None;
         for id in path.into_iter().rev() {
-            self.touch(worker, id);
+            if self.touch(worker, id) {
+                new = Some(self.nodes[id as usize].states[0]);
+            }
         }
         new
     }
 
-    /// Takes back a node that [`EstimateTree::insert`] made: its prompt was not run. Nodes that other
-    /// prompts have put behind it meanwhile are out of reach then, and age.
+    /// Takes back the node that [`EstimateTree::insert`] named: its prompt was not run. What lies behind it
+    /// is out of reach then, and ages. Where another prompt that begins with the node has been sent there
+    /// since, all of it stays: that one may run.
     pub fn retract(&mut self, worker: usize, start: u64) {
         let Some(&(id, _)) = self.starts.get(&start) else {
             return;
         };
-        let holders = &self.nodes[id as usize].holders;
-        let held = holders.iter().find(|(holder, _)| *holder == worker as u32);
-        if let (Some(&(_, place)), Some(state)) = (held, self.workers.get_mut(worker)) {
-            state.recency.remove(place);
-            self.release(worker, id);
+        let mut holders = self.nodes[id as usize].holders.iter_mut();
+        let held = holders.find(|holder| holder.worker == worker as u32);
+        match (held, self.workers.get_mut(worker)) {
+            (Some(held), _) if held.prompts > 1 => held.prompts -= 1,
+            (Some(held), Some(state)) => {
+                state.recency.remove(held.place);
+                self.release(worker, id);
+            }
+            _ => {}
         }
     }
 
@@ -270,24 +286,30 @@ impl EstimateTree {
         self.starts.insert(node.states[0], (id, blocks as u32));
         let mut holders = node.holders.clone();
         let new = self.add(tail);
-        for (worker, place) in &mut holders {
-            let recency = &mut self.workers[*worker as usize].recency;
-            *place = recency.insert_before(*place, new);
+        for holder in &mut holders {
+            let recency = &mut self.workers[holder.worker as usize].recency;
+            holder.place = recency.insert_before(holder.place, new);
         }
         self.nodes[new as usize].holders = holders;
     }
 
-    fn touch(&mut self, worker: usize, id: NodeId) {
+    /// The worker holds the node; whether it did not before.
+    fn touch(&mut self, worker: usize, id: NodeId) -> bool {
         let node = &mut self.nodes[id as usize];
         let state = &mut self.workers[worker];
-        match node.holders.iter().find(|h| h.0 == worker as u32) {
-            Some(&(_, place)) => state.recency.make_newest(place),
-            None => {
-                let place = state.recency.push_newest(id);
-                node.holders.push((worker as u32, place));
-                state.held_blocks += node.states.len() as u64;
-            }
+        let mut holders = node.holders.iter_mut();
+        if let Some(holder) = holders.find(|holder| holder.worker == worker as u32) {
+            holder.prompts = holder.prompts.saturating_add(1);
+            state.recency.make_newest(holder.place);
+            return false;
         }
+        node.holders.push(Holder {
+            worker: worker as u32,
+            place: state.recency.push_newest(id),
+            prompts: 1,
+        });
+        state.held_blocks += node.states.len() as u64;
+        true
     }
 
     fn evict_one(&mut self, worker: usize) -> bool {
@@ -303,7 +325,7 @@ impl EstimateTree {
         let state = &mut self.workers[worker];
         let node = &mut self.nodes[id as usize];
         state.held_blocks -= node.states.len() as u64;
-        node.holders.retain(|h| h.0 != worker as u32);
+        node.holders.retain(|holder| holder.worker != worker as u32);
         if node.holders.is_empty() {
             self.starts.remove(&node.states[0]);
             node.states = Vec::new();

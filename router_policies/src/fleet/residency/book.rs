@@ -36,8 +36,8 @@ pub struct Occupant {
     pub returns_s: Option<f64>,
     /// It said that no further turn comes.
     pub ended: bool,
-    /// Its next turn waits for room to grow: [`Hold::set_waits`].
-    waits: bool,
+    /// Turns of it that wait for room to grow.
+    waiting: u32,
     /// Why it gives up its place when its turn ends, if it does.
     pub marked: Option<GiveUp>,
     /// It passed one that had waited for longer, and keeps its place only until that one can go.
@@ -50,11 +50,12 @@ pub struct Occupant {
 
 impl Occupant {
     pub fn is_idle(&self) -> bool {
-        self.turns.is_empty() && !self.waits
+        self.turns.is_empty() && !self.waits()
     }
 
+    /// Whether any turn of it waits for room to grow.
     pub fn waits(&self) -> bool {
-        self.waits
+        self.waiting > 0
     }
 
     /// Tokens of its turns in flight, what is booked for their answers included.
@@ -104,8 +105,8 @@ pub struct Hold {
     in_flight: usize,
     in_flight_tokens: u64,
     idle_tokens: u64,
-    /// Occupants whose next turns wait for room to grow.
-    growing: usize,
+    /// Turns of occupants that wait for room to grow.
+    growing: u32,
     pub cold_in_flight: u32,
     pub given_up: u64,
     changes: u64,
@@ -152,15 +153,27 @@ impl Hold {
         self.occupants.len()
     }
 
-    /// Notes whether the next turn of `key`, if it has a place, waits for room to grow.
-    pub fn set_waits(&mut self, key: Key, waits: bool) {
+    /// A turn of `key` waits for room to grow, if that has a place.
+    pub fn begin_wait(&mut self, key: Key) {
         self.note_change();
         if let Some(occupant) = self.occupants.get_mut(&key) {
-            self.growing -= usize::from(occupant.waits);
-            self.growing += usize::from(waits);
             self.idle_tokens -= occupant.idle_tokens();
-            occupant.waits = waits;
-            self.idle_tokens += occupant.idle_tokens();
+            occupant.waiting += 1;
+            self.growing += 1;
+        }
+    }
+
+    /// A turn of `key` waits no longer for that: it may go, or has left.
+    pub fn end_wait(&mut self, key: Key) {
+        self.note_change();
+        let Some(occupant) = self.occupants.get_mut(&key).filter(|o| o.waits()) else {
+            return;
+        };
+        occupant.waiting -= 1;
+        self.growing -= 1;
+        self.idle_tokens += occupant.idle_tokens();
+        if occupant.is_idle() && occupant.held.is_none() {
+            self.remove(key);
         }
     }
 
@@ -254,7 +267,6 @@ impl Hold {
         }
         self.loose_tokens += chain.tail_tokens + output_tokens;
         self.growth_tokens -= std::mem::take(&mut occupant.growth_tokens);
-        self.growing -= usize::from(std::mem::take(&mut occupant.waits));
         occupant.returns_s = None;
         occupant.ended = false;
         self.in_flight += 1;
@@ -346,8 +358,12 @@ impl Hold {
                 chain = Chain::default();
             }
         }
-        // A chain without a block is nothing that a later prompt could be found to begin with.
-        if !chain.states.is_empty() {
+        let held = occupant.held.as_ref();
+        if served != Served::Yes && held.is_some_and(|held| held.tokens() >= chain.tokens()) {
+            // Another turn has left more meanwhile.
+            self.blocks.release(&chain);
+        } else if !chain.states.is_empty() {
+            // A chain without a block is nothing that a later prompt could be found to begin with.
             self.loose_tokens += chain.tail_tokens;
             if let Some(old) = occupant.held.replace(chain) {
                 self.loose_tokens -= old.tail_tokens;
@@ -358,7 +374,7 @@ impl Hold {
             occupant.idle_since_s = now_s;
             self.idle_tokens += occupant.idle_tokens();
             let is_gone = served == Served::Failed || occupant.lost;
-            if (occupant.held.is_none() || is_gone) && !occupant.waits {
+            if (occupant.held.is_none() || is_gone) && !occupant.waits() {
                 self.remove(key);
             }
         }
@@ -370,7 +386,7 @@ impl Hold {
     pub fn remove(&mut self, key: Key) -> Option<u64> {
         let occupant = self.occupants.remove(&key)?;
         self.note_change();
-        self.growing -= usize::from(occupant.waits);
+        self.growing -= occupant.waiting;
         self.in_flight -= occupant.turns.len();
         self.idle_tokens -= occupant.idle_tokens();
         let before = self.firm_tokens();
@@ -510,7 +526,8 @@ mod tests {
         Lengthen(usize),
         Remove(Key),
         Reserve(Key),
-        Waits(Key, bool),
+        BeginWait(Key),
+        EndWait(Key),
         Trim,
         LoseAll,
     }
@@ -527,7 +544,8 @@ mod tests {
             1 => any::<usize>().prop_map(Step::Lengthen),
             1 => key().prop_map(Step::Remove),
             1 => key().prop_map(Step::Reserve),
-            1 => (key(), any::<bool>()).prop_map(|(key, waits)| Step::Waits(key, waits)),
+            1 => key().prop_map(Step::BeginWait),
+            1 => key().prop_map(Step::EndWait),
             1 => Just(Step::Trim),
             1 => Just(Step::LoseAll),
         ]
@@ -563,7 +581,8 @@ mod tests {
                         hold.remove(key);
                     }
                     Step::Reserve(key) => hold.reserve_growth(key, 500, BUDGET_TOKENS),
-                    Step::Waits(key, waits) => hold.set_waits(key, waits),
+                    Step::BeginWait(key) => hold.begin_wait(key),
+                    Step::EndWait(key) => hold.end_wait(key),
                     Step::Trim => hold.trim_growth(BUDGET_TOKENS / 2),
                     Step::LoseAll => {
                         for key in hold.lose_all() {

@@ -322,6 +322,7 @@ impl Residency {
 
     /// The worker's cache is gone.
     pub fn lose_all(&mut self, slot: usize, spec: &Arc<WorkerSpec>) {
+        self.wait_like_others(slot, None);
         for key in self.hold(slot).lose_all() {
             self.give_up(slot, spec, key, GiveUp::WorkerGone, 0.0);
         }

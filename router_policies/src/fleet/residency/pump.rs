@@ -1,6 +1,6 @@
 //! The queue's side of the gate: turns that wait, are let in when there is room, or leave.
 
-use super::book::{Hold, Occupant};
+use super::book::Hold;
 use super::cached::Cached;
 use super::footprint::Coarse;
 use super::gate::{Asked, Go};
@@ -81,7 +81,7 @@ impl Residency {
         }
         if let Some(slot) = new.grows_at {
             let key = new.identity.key;
-            self.hold(slot).set_waits(key, true);
+            self.hold(slot).begin_wait(key);
         }
         self.outbox.events.push(Event::Wait(WaitRecord {
             ts_unix_s: unix_now_s(),
@@ -102,8 +102,8 @@ impl Residency {
 
     /// Takes a turn out of the queue, and gives its room back if it was let in and not placed.
     pub fn leave(&mut self, id: u64, is_placed: bool, now_s: f64) -> Option<Waiter> {
+        self.stop_growing(id);
         let waiter = self.queue.remove(id)?;
-        self.stop_growing(&waiter);
         let known = self.sessions.of(waiter.turn.identity.key);
         known.waiting = known.waiting.saturating_sub(1);
         if let (Progress::Admitted(admitted), false) = (&waiter.progress, is_placed) {
@@ -117,19 +117,29 @@ impl Residency {
         Some(waiter)
     }
 
-    fn stop_growing(&mut self, waiter: &Waiter) {
-        let Some(hold) = waiter
-            .turn
-            .grows_at
-            .and_then(|slot| self.holds.get_mut(slot))
-        else {
+    /// The turn waits for room to grow no longer.
+    fn stop_growing(&mut self, id: u64) {
+        let Some(Waiter { turn, .. }) = self.queue.get_mut(id) else {
             return;
         };
-        let key = waiter.turn.identity.key;
-        hold.set_waits(key, false);
-        let is_empty = |o: &Occupant| o.held.is_none() && o.turns.is_empty();
-        if hold.occupant(key).is_some_and(is_empty) {
-            hold.remove(key);
+        let hold = turn.grows_at.take();
+        if let Some(hold) = hold.and_then(|slot| self.holds.get_mut(slot)) {
+            hold.end_wait(turn.identity.key);
+        }
+    }
+
+    /// Turns that wait for room to grow on a worker, those of `key` or all, wait like any other from now on.
+    pub(super) fn wait_like_others(&mut self, slot: usize, key: Option<Key>) {
+        let ranking = self.ranking();
+        let is_meant = |turn: &WaitingTurn| {
+            turn.grows_at == Some(slot) && key.is_none_or(|key| turn.identity.key == key)
+        };
+        let waiting = self.queue.waiting();
+        let meant = waiting.filter(|(_, waiter)| is_meant(&waiter.turn));
+        let ids: Vec<u64> = meant.map(|(id, _)| id).collect();
+        for id in ids {
+            self.stop_growing(id);
+            self.queue.enlist(id, ranking);
         }
     }
 
@@ -143,7 +153,6 @@ impl Residency {
             Progress::Admitted(admitted) => Some((admitted.slot, admitted.turn)),
             _ => None,
         };
-        waiter.turn.grows_at = None;
         waiter
             .turn
             .exclude
@@ -397,6 +406,7 @@ impl Residency {
         };
         let state = go.state(site.slot);
         let give_up = go.give_up(site.slot);
+        self.stop_growing(id);
         let (turn, gave_up) = self.take_place(asked, identity, site, sites, state, give_up, now_s);
         if self.has_parents {
             round.forget_all();
@@ -437,7 +447,7 @@ impl Residency {
 
     /// Refuses those that have waited too long.
     fn expire(&mut self, now_s: f64) {
-        while let Some((id, since_s)) = self.queue.oldest() {
+        while let Some((id, since_s)) = self.queue.longest_here() {
             if now_s - since_s < self.settings.max_wait_s {
                 return;
             }
@@ -612,18 +622,7 @@ impl Residency {
     /// Takes a place away whose session may be waiting to grow: it then waits like any other.
     pub fn lose_place(&mut self, site: &Site, key: Key, reason: GiveUp, now_s: f64) {
         self.give_up(site.slot, &site.spec, key, reason, now_s);
-        let ranking = self.ranking();
-        let grows = |waiter: &Waiter| {
-            waiter.turn.grows_at == Some(site.slot) && waiter.turn.identity.key == key
-        };
-        let waiting = self.queue.waiting().filter(|(_, waiter)| grows(waiter));
-        let ids: Vec<u64> = waiting.map(|(id, _)| id).collect();
-        for id in ids {
-            if let Some(waiter) = self.queue.get_mut(id) {
-                waiter.turn.grows_at = None;
-            }
-            self.queue.enlist(id, ranking);
-        }
+        self.wait_like_others(site.slot, Some(key));
     }
 
     /// Tells the rule what was seen, as often as it wants, and takes the places that it takes away.

@@ -67,7 +67,9 @@ pub struct WaitingTurn {
     pub output_tokens: u64,
     /// Workers, by id, that it must not go to.
     pub exclude: Vec<String>,
+    /// When it came to the router, and to the queue: later, where it has failed on a worker meanwhile.
     pub arrived_s: f64,
+    pub queued_s: f64,
     /// It has failed on a worker.
     pub is_repeated: bool,
     pub is_first_turn: bool,
@@ -100,6 +102,8 @@ pub struct Queue {
     waiters: StateMap<Waiter>,
     order: BTreeMap<Rank, u64>,
     by_arrival: BTreeSet<(u64, u64)>,
+    /// Those that wait, as they came to the queue.
+    listed: BTreeSet<u64>,
     /// Of those that wait, which have failed on a worker.
     repeated: BTreeSet<u64>,
     /// Of all that wait without a place, shared ones counted for each.
@@ -143,7 +147,7 @@ impl Ranking {
 impl Queue {
     pub fn push(&mut self, turn: WaitingTurn, ranking: Ranking) -> u64 {
         if self.order.is_empty() {
-            self.skip_until(turn.arrived_s);
+            self.skip_until(turn.queued_s);
         }
         self.next += 1;
         let id = self.next;
@@ -182,6 +186,7 @@ impl Queue {
             self.tokens += waiter.listed_tokens;
             self.order.insert(waiter.rank, id);
             self.by_arrival.insert((micros(waiter.turn.arrived_s), id));
+            self.listed.insert(id);
             if waiter.turn.is_repeated {
                 self.repeated.insert(id);
             }
@@ -193,6 +198,7 @@ impl Queue {
             self.tokens -= std::mem::take(&mut waiter.listed_tokens);
             self.order.remove(&waiter.rank);
             self.by_arrival.remove(&(micros(waiter.turn.arrived_s), id));
+            self.listed.remove(&id);
             self.repeated.remove(&id);
         }
     }
@@ -257,7 +263,13 @@ impl Queue {
         self.waiters.is_empty()
     }
 
-    /// Since when the one waits that has waited longest.
+    /// The one that has been here longest, and since when.
+    pub fn longest_here(&self) -> Option<(u64, f64)> {
+        let &id = self.listed.first()?;
+        Some((id, self.waiters.get(&id)?.turn.queued_s))
+    }
+
+    /// The one that came to the router first, and when.
     pub fn oldest(&self) -> Option<(u64, f64)> {
         let &(_, id) = self.by_arrival.first()?;
         Some((id, self.waiters.get(&id)?.turn.arrived_s))
@@ -285,6 +297,7 @@ mod tests {
             output_tokens: 0,
             exclude: Vec::new(),
             arrived_s,
+            queued_s: arrived_s,
             is_repeated: false,
             is_first_turn,
             parent: None,
