@@ -122,9 +122,13 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     target: Any = document
     for depth, part in enumerate(parts[:-1]):
         if isinstance(target, list):
-            target = next(
-                (e for e in target if isinstance(e, dict) and e.get("name") == part), None
-            )
+            entries = {e["name"]: e for e in target if isinstance(e, dict) and "name" in e}
+            if part not in entries:
+                raise InputError(
+                    f"--set {override}: {'.'.join(parts[: depth + 1])}: no such entry; there are "
+                    f"{', '.join(map(str, entries)) or 'none'}"
+                )
+            target = entries[part]
         elif isinstance(target, dict):
             target = target.setdefault(part, {})
         if not isinstance(target, dict | list):

@@ -88,7 +88,9 @@ def violations(run: Run, rules: ValidityRules) -> list[Violation]:
     state = run.manifest.get("state")
     if state != "complete":
         # Its runner would have said how it ended; it was killed, or is still at it.
-        unfinished = "it was interrupted" if state == "running" else f"state is {state!r}"
+        unfinished = f"state is {state!r}"
+        if state == "running":
+            unfinished = "it is still at work, or it was interrupted"
         reason = run.manifest.get("reason") or unfinished
         return [Violation("failed", str(reason))]
     table = run.requests

@@ -153,8 +153,10 @@ def status(run_dir: Path) -> FleetStatus:
         state = "abandoned" if alive else "dead"
         reason = f"its supervisor (pid {supervisor['pid']}) was killed"
     since_unix_s = record.get("ended_unix_s")
-    if state in ("planned", "starting", "ready"):
+    if state in ("planned", "starting"):
         since_unix_s = record["made_unix_s"]
+    elif state == "ready":
+        since_unix_s = record.get("ready_unix_s")
     return FleetStatus(
         name=record["topology"]["name"],
         run_dir=str(run_dir),

@@ -95,6 +95,7 @@ class Fleet:
         self._state: State = "planned"
         self._has_come_up = False
         self._made_unix_s = time.time()
+        self._ready_unix_s: float | None = None
         self._ended_unix_s: float | None = None
         self._reason: str | None = None
         self._sampler: Sampler | None = None
@@ -171,7 +172,7 @@ class Fleet:
         self.timings["start_s"] = time.monotonic() - began_s
         if interval_s := self.plan.topology.sample_interval_s:
             self._sampler = self._sample_every(interval_s)
-        self._state = "ready"
+        self._state, self._ready_unix_s = "ready", time.time()
         self._write()
         self._has_come_up = True
         self._tell(f"{self.plan.topology.name} ready in {self.timings['start_s']:.0f} s")
@@ -473,6 +474,7 @@ class Fleet:
             "state": self._state,
             "reason": self._reason,
             "made_unix_s": self._made_unix_s,
+            "ready_unix_s": self._ready_unix_s,
             "ended_unix_s": self._ended_unix_s,
             "router_url": self.router_url,
             "timings": self.timings,

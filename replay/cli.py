@@ -110,7 +110,7 @@ def convert(
 def synth(
     output: OutputTrace,
     profile: Annotated[
-        str, typer.Option(help="glm-agentic, or a JSON file of a profile.")
+        str, typer.Option(help="glm-agentic, coding-sessions, or a JSON file of a profile.")
     ] = "glm-agentic",
     fit: Annotated[
         Path | None, typer.Option(help="A trace to take the profile from, in place of --profile.")

@@ -257,16 +257,24 @@ def _open_folder(options: RunOptions, plan: Plan) -> tuple[dict[str, Any], NDArr
     return record, left
 
 
+def _difference(flag: str, had: Any, has: Any) -> str:
+    """How a flag differs from what it was, in words that can be typed."""
+    if had is None or has is None or isinstance(has, bool):
+        given = f"no {flag}" if has in (None, False) else flag if has is True else f"{flag} {has}"
+        wanted = "none" if had in (None, False) else flag if had is True else f"{flag} {had}"
+        return f"{given}: expected {wanted}"
+    return f"{flag} {has}: expected {had}"
+
+
 def _clock_to_resume(record_file: Path, record: dict[str, Any]) -> tuple[float, list[float]]:
     """When the run of a record began and was resumed; that run must be the one of `record`."""
     try:
         before = orjson.loads(record_file.read_bytes())
         for name in SAME_ON_RESUME:
-            if before["arguments"].get(name) != record["arguments"][name]:
-                raise InputError(
-                    f"--{name.replace('_', '-')} {record['arguments'][name]}: expected "
-                    f"{before['arguments'][name]}, as in {record_file}"
-                )
+            had, has = before["arguments"].get(name), record["arguments"][name]
+            if had != has:
+                flag = "--text" if name == "as_text" else f"--{name.replace('_', '-')}"
+                raise InputError(f"{_difference(flag, had, has)}, as in {record_file}")
         if before["trace"]["sha256"] != record["trace"]["sha256"]:
             raise InputError(f"{record['trace']['path']}: expected the trace of {record_file}")
         return before["clock"]["unix_origin_s"], before["resumed_at_s"]

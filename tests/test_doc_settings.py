@@ -28,11 +28,11 @@ from eval.experiment_files import packaged_experiments
 from eval.imports import FORMATS, REPLAY
 from eval.simulate import read_calibration
 from launch.engines import ENVIRONMENTS
-from launch.topology_files import catalog
+from launch.topology_files import catalog, load_topology
 from replay.synth import PROFILES
 from router_policies import _core
 from tests.doc_command_lines import parsed
-from tests.doc_pages import Command, commands, inline
+from tests.doc_pages import Command, blocks, commands, inline
 from tests.doc_settings import check_experiment, check_topology, own_file
 
 
@@ -99,6 +99,22 @@ def test_every_command_names_what_is_known(tmp_path: Path) -> None:
         pages.setdefault(command.where.partition(":")[0], []).append(command)
     found = [line for page in pages.values() for line in wrong(page, own_file(tmp_path))]
     assert not found, "\n".join(found)
+
+
+def test_a_fleet_that_agents_are_to_ask_has_a_worker_that_serves_alone() -> None:
+    # The router refuses these APIs where only a prefill and a decode worker together serve.
+    asked = {block.where for block in blocks() if re.search(r"/v1/messages|ANTHROPIC_", block.text)}
+    fleets = [
+        (command, load_topology(str(given["name"])))
+        for command in commands()
+        if command.where in asked
+        for path, given in [parsed(command)]
+        if path == "launch up"
+    ]
+    assert fleets
+    for command, topology in fleets:
+        roles = {group.role for group in topology.workers}
+        assert roles & {"colocated", "elastic"}, f"{command}: only {sorted(roles)} workers"
 
 
 def named_on(page: Path) -> list[str]:

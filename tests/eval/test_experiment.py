@@ -191,7 +191,7 @@ def test_overrides_reach_tables_arms_and_typed_values(tmp_path: Path) -> None:
     ("override", "said"),
     [
         ("repeats", "expected key=value"),
-        ("arms.nobody.policy=x", "arms.nobody is not a table"),
+        ("arms.nobody.policy=x", "arms.nobody: no such entry; there are one, two, three$"),
         ("name.x=1", "name is not a table"),
         ("replay.speed=2", "replay.speed: unknown key"),
     ],

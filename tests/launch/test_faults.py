@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -619,6 +620,19 @@ def test_an_exit_status_that_no_signal_has_is_not_called_one() -> None:
     assert fleets._status(128 + 9) == "signal 9"
     assert fleets._status(255) == "exit status 255"
     assert fleets._status(3) == "exit status 3"
+
+
+def test_status_says_since_when_a_fleet_is_ready_and_not_since_when_it_starts(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    began_s = time.time()
+    with fleet(fakes("serve"), run_dir) as running:
+        took_s = running.timings["start_s"]
+        shown = control.status(run_dir)
+    assert shown.state == "ready"
+    assert shown.since_unix_s is not None
+    assert began_s + took_s - 0.01 <= shown.since_unix_s <= time.time()
 
 
 def test_status_says_what_died_why_and_since_when_and_exits_1(fakes: Fakes, tmp_path: Path) -> None:

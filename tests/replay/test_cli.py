@@ -15,6 +15,7 @@ from deltaserve.errors import InputError
 from replay.cli import app
 from replay.options import RunOptions
 from replay.results import read_results
+from replay.synth import PROFILES
 from replay.trace import Request, read_trace, write_trace
 from tests.command_line import deltaserve
 
@@ -30,6 +31,11 @@ def _cli(*arguments: object) -> str:
 @pytest.mark.parametrize("command", ["convert", "synth", "sample", "stats", "run"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     assert f"deltaserve replay {command}" in _cli(command, "--help")
+
+
+def test_help_of_synth_names_every_profile() -> None:
+    shown = _cli("synth", "--help")
+    assert [name for name in PROFILES if name not in shown] == []
 
 
 def test_a_trace_is_made_described_and_sampled(tmp_path: Path) -> None:

@@ -414,6 +414,29 @@ def test_a_run_is_not_resumed_with_other_arrivals(
         run(replace(options, resume=True, sessions_per_hour=2e6), quiet=True)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({}, {"request_limit": 3}, "--request-limit 3: expected none, as in "),
+        ({"request_limit": 3}, {}, "no --request-limit: expected --request-limit 3, as in "),
+        ({}, {"as_text": True}, "--text: expected none, as in "),
+        ({"as_text": True}, {}, "no --text: expected --text, as in "),
+    ],
+)
+def test_what_a_resumed_run_misses_or_has_too_much_is_named_as_it_is_given(
+    tmp_path: Path,
+    trace_of: TraceOf,
+    engine: StartEngine,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    said: str,
+) -> None:
+    options = _options(tmp_path, trace_of(4, requests=6), engine("sglang").url)
+    run(replace(options, **before), quiet=True)
+    with pytest.raises(InputError, match=f"^{said}.*replay.json$"):
+        run(replace(options, resume=True, **now), quiet=True)
+
+
 def _start_cli(
     tmp_path: Path, trace: list[Request], url: str, processes: int = 1
 ) -> subprocess.Popen[bytes]:
