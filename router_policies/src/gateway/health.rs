@@ -1,6 +1,6 @@
 //! Watches one registration of a worker until it leaves the fleet.
 
-use super::{Gateway, engine_info};
+use super::{Gateway, engine_info, kv_events};
 use crate::config::WorkerSpec;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -14,9 +14,15 @@ const FAILURES: u32 = 3;
 const ENGINE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Checks the worker's health every `health_interval_s`, more often while it is down; `unasked` is dropped
-/// after the first check.
-pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked: Arc<()>) {
-    let mut unasked = Some(unasked);
+/// after the first check. From then on its KV events are followed, if it has any; `unread` is dropped when
+/// those of before have been read.
+pub(super) async fn watch(
+    gateway: Weak<Gateway>,
+    spec: Arc<WorkerSpec>,
+    unasked: Arc<()>,
+    unread: Arc<()>,
+) {
+    let mut not_begun = Some((unasked, unread));
     let mut failures = 0;
     let mut is_up = false;
     let mut asked = Instant::now();
@@ -54,7 +60,13 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked
                 failures += 1;
             }
         }
-        drop(unasked.take());
+        if let Some((_asked, unread)) = not_begun.take()
+            && let Some(endpoint) = spec.kv_events.clone()
+        {
+            let fleet = Arc::downgrade(&gateway.fleet);
+            let spec = Arc::clone(&spec);
+            tokio::spawn(kv_events::follow(fleet, spec, endpoint, unread));
+        }
         if failures == FAILURES && !is_up {
             log::warn!("worker {}: {} does not answer /health", spec.id, spec.url);
         }

@@ -22,8 +22,15 @@ const REPLAY_SILENCE: Duration = Duration::from_secs(1);
 /// The batch number that ends a replay: −1.
 const END_OF_REPLAY: u64 = u64::MAX;
 
-/// Subscribes whenever the worker is up.
-pub(super) async fn follow(fleet: Weak<Fleet>, spec: Arc<WorkerSpec>, endpoint: String) {
+/// Subscribes whenever the worker is up. `unread` is dropped when what it published before has been read, or
+/// there is nothing to read it from.
+pub(super) async fn follow(
+    fleet: Weak<Fleet>,
+    spec: Arc<WorkerSpec>,
+    endpoint: String,
+    unread: Arc<()>,
+) {
+    let mut unread = Some(unread);
     let mut last: Option<Follower<'_>> = None;
     loop {
         let incarnation = {
@@ -44,11 +51,12 @@ pub(super) async fn follow(fleet: Weak<Fleet>, spec: Arc<WorkerSpec>, endpoint: 
                 last_published: None,
                 has_begun: false,
             });
-            if let Err(error) = follower.run(&endpoint).await {
+            if let Err(error) = follower.run(&endpoint, &mut unread).await {
                 log::warn!("worker {}: KV events: {error}", spec.id);
             }
             last = Some(follower);
         }
+        drop(unread.take());
         tokio::time::sleep(LOOK_AROUND).await;
     }
 }
@@ -66,8 +74,8 @@ struct Follower<'a> {
 }
 
 impl Follower<'_> {
-    /// Runs until the worker goes down or comes back as another.
-    async fn run(&mut self, endpoint: &str) -> Result<(), String> {
+    /// Runs until the worker goes down or comes back as another; drops `unread` once it has caught up.
+    async fn run(&mut self, endpoint: &str, unread: &mut Option<Arc<()>>) -> Result<(), String> {
         let mut socket = SubSocket::new();
         let connect = socket.connect(endpoint);
         tokio::time::timeout(REPLAY_PATIENCE, connect)
@@ -83,6 +91,7 @@ impl Follower<'_> {
             true => self.replay().await,
             false => self.restart().await,
         }
+        drop(unread.take());
         while let Some(fleet) = self.current() {
             drop(fleet);
             let message = match tokio::time::timeout(LOOK_AROUND, socket.recv()).await {

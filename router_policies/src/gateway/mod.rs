@@ -103,6 +103,8 @@ const DRAIN_LOOK: Duration = Duration::from_millis(50);
 /// For so long a router that has just started waits for workers that have not answered yet before it says
 /// that it is ready.
 const FIRST_CHECKS: Duration = Duration::from_secs(5);
+/// For so long it waits for what workers' KV events told before it came: ten thousand batches, as engines keep.
+const FIRST_REPLAYS: Duration = Duration::from_secs(15);
 /// Events that wait for the decision log's disk, at most: some ten MB, and minutes of a busy router.
 const MAX_UNWRITTEN_EVENTS: usize = 1 << 16;
 /// What a worker may say of itself, at most: metrics of large engines are some hundred kB.
@@ -133,6 +135,8 @@ pub(crate) struct Gateway {
     began: Instant,
     /// Held by all that watch a worker which they have not asked yet.
     unasked: Arc<()>,
+    /// Held by all that read what a worker's KV events told before this router came.
+    unread: Arc<()>,
 }
 
 /// Bodies that the gateway answers with.
@@ -277,15 +281,21 @@ impl Gateway {
             is_pumping: waiting::IsPumping::default(),
             began: Instant::now(),
             unasked: Arc::default(),
+            unread: Arc::default(),
         }))
     }
 
     /// Whether clients may come: the policy could place a request, and, when the router has just started,
-    /// every worker has been asked once. Before that the first worker to answer would get requests
-    /// for models that only another serves, and all sessions would begin on it.
+    /// every worker has been asked once, and what its KV events told before has been read. Before the
+    /// first, the first worker to answer would get requests for models that only another serves, and all
+    /// sessions would begin on it; before the second, it would be believed to hold what it evicted since.
     pub fn is_ready(&self) -> bool {
-        let all_asked = Arc::strong_count(&self.unasked) == 1;
-        (all_asked || self.began.elapsed() >= FIRST_CHECKS) && self.fleet.is_ready()
+        let is_over = |held: &Arc<()>, within: Duration| {
+            Arc::strong_count(held) == 1 || self.began.elapsed() >= within
+        };
+        is_over(&self.unasked, FIRST_CHECKS)
+            && is_over(&self.unread, FIRST_REPLAYS)
+            && self.fleet.is_ready()
     }
 
     /// Waits until the router waits no longer for what runs.
@@ -338,15 +348,8 @@ impl Gateway {
         if self.config.load_interval_s > 0.0 {
             tokio::spawn(load::watch(Arc::downgrade(self), Arc::clone(&spec)));
         }
-        if let Some(endpoint) = spec.kv_events.clone() {
-            tokio::spawn(kv_events::follow(
-                Arc::downgrade(&self.fleet),
-                Arc::clone(&spec),
-                endpoint,
-            ));
-        }
-        let unasked = Arc::clone(&self.unasked);
-        tokio::spawn(health::watch(Arc::downgrade(self), spec, unasked));
+        let (unasked, unread) = (Arc::clone(&self.unasked), Arc::clone(&self.unread));
+        tokio::spawn(health::watch(Arc::downgrade(self), spec, unasked, unread));
         Ok(())
     }
 

@@ -2,6 +2,7 @@
 
 use crate::mock::MockWorker;
 use crate::mock::router::{Router, until, worker};
+use hyper::StatusCode;
 use rmpv::Value;
 use router_policies::config::Config;
 use serde_json::json;
@@ -151,6 +152,44 @@ async fn a_replay_that_is_cut_short_is_asked_for_again_from_where_it_broke_off()
     assert_eq!(asked, [0, 3, 4]);
     publisher.send(stored(7, 7_000)).await.expect("sent");
     until_cached(&router, 7_000).await;
+}
+
+#[tokio::test]
+async fn a_router_that_comes_late_is_ready_when_it_has_read_what_was_published_before() {
+    // What the first answer tells may have been evicted by what the second does.
+    let (replay, _questions) = replay_socket(vec![(vec![0, 1], false), (vec![2, 3], true)]).await;
+    let (_publisher, router, _mock) = followed(Some(replay)).await;
+    let is_up = || router.fleet.snapshot().iter().all(|w| w.healthy);
+    until("the worker is up", is_up).await;
+    assert_eq!(
+        router.get("/readyz").await.0,
+        StatusCode::SERVICE_UNAVAILABLE
+    );
+    while router.get("/readyz").await.0 != StatusCode::OK {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(cached(&router, 3_000).await, u64::from(PAGE));
+}
+
+#[tokio::test]
+async fn a_worker_that_is_down_has_nothing_to_be_read_before_the_router_is_ready() {
+    let (up, down) = (MockWorker::start().await, MockWorker::start().await);
+    down.behaviour.healthy.store(false, Ordering::SeqCst);
+    let mut specs = vec![
+        worker(&up, "up", "colocated"),
+        worker(&down, "down", "colocated"),
+    ];
+    specs[1].kv_events = Some("tcp://127.0.0.1:9".to_owned());
+    let router = Router::begin(Config {
+        workers: specs,
+        ..Config::default()
+    })
+    .await;
+    let began = std::time::Instant::now();
+    while router.get("/readyz").await.0 != StatusCode::OK {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(began.elapsed() < Duration::from_secs(3));
 }
 
 #[tokio::test]
