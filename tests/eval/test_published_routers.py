@@ -61,6 +61,15 @@ def test_every_figure_of_a_run_comes_from_its_lines(runs: dict[str, Run]) -> Non
         show("in the engine's queue, p50", f"{np.quantile(queued_s, 0.5):.2f} s")
         show("in the engine's queue, p90", f"{np.quantile(queued_s, 0.9):.1f} s")
     assert {label: _cells(label) for label in found} == found
+    best = [_best_cached(run) for run in runs.values()]
+    says(PAGE, "{:.3f}, {:.3f}, {:.3f} and {:.3f} of their prompt tokens".format(*best))
+
+
+def _best_cached(run: Run) -> float:
+    """The share of prompt tokens of answered turns that a cache without end would have had."""
+    answered = turns_of(run)[turns_of(run)["ok"]]
+    best = np.minimum(answered["best_cached_tokens"], answered["prompt_tokens"])
+    return float(best.sum() / answered["prompt_tokens"].sum())
 
 
 def test_intervals_are_those_of_reports(runs: dict[str, Run]) -> None:
