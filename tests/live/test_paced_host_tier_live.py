@@ -25,6 +25,7 @@ OVERRIDES = [
 """Room for four of the prompts that fill the device; the host tier holds all of the test."""
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("version", [DEFAULT, NEWER])
 def test_a_short_turn_whose_prefix_is_in_host_memory_does_not_wait_for_a_long_prompt(
