@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 import numpy as np
 import pytest
 
 from eval.experiment import Slo
 from eval.metrics import measure, session_bootstrap
-from eval.outcomes import good, recomputed_tokens
+from eval.outcomes import good
 from eval.records import Run
 from eval.run_lines import figures, read_rows, turns_of
 from tests.eval.differences import longer, longest_s, over, points, times
 from tests.eval.published import RESULTS, decisions, lines, phases, row, run_of, says, steps
+from tests.eval.windows import recomputed_percent, within_slo
 
 FOLDER = "routers"
 RUNS = ("stock-24", "priced-24", "stock-32", "priced-32")
@@ -31,10 +31,6 @@ def _cells(label: str) -> list[str]:
     return row(0, label, PAGE)
 
 
-def _within(run: Run) -> np.ndarray[Any, Any]:
-    return np.asarray(good(turns_of(run), Slo()))
-
-
 def test_every_figure_of_a_run_comes_from_its_lines(runs: dict[str, Run]) -> None:
     found: dict[str, list[str]] = {}
 
@@ -45,14 +41,14 @@ def test_every_figure_of_a_run_comes_from_its_lines(runs: dict[str, Run]) -> Non
         told = {key: float(value) for key, value in figures(run).items()}
         turns, start_s, end_s = turns_of(run), *run.span_s
         answered = turns[turns["ok"]]
-        show("turns in time a second", f"{_within(run).sum() / (end_s - start_s):.3f}")
+        in_time = good(turns, Slo()).sum()
+        show("turns in time a second", f"{in_time / (end_s - start_s):.3f}")
         show("TTFT p90 of turns", f"{told['ttft_p90_s']:.1f} s")
         show("TPOT p50", f"{1e3 * told['tpot_p50_s']:.1f} ms")
         # What has four digits is not rounded a second time.
         show("worst gap p90", f"{told['worst_gap_p90_s'] + 1e-6:.3f} s")
         show("prompt tokens from cache", f"{told['cached_share']:.3f}")
-        again = recomputed_tokens(answered).sum() / answered["prompt_tokens"].sum()
-        show("recomputed, of prompt tokens", f"{100 * again:.1f} %")
+        show("recomputed, of prompt tokens", f"{recomputed_percent(run):.1f} %")
         show("turns without an answer", f"{len(turns) - len(answered)} of {len(turns)}")
         show("sessions that got an answer", str(answered["session_id"].nunique()))
         show("turns that waited over 30 s", "{} of {}".format(*longer(run, 30.0)))
@@ -128,7 +124,7 @@ def test_what_residency_adds(runs: dict[str, Run]) -> None:
 
 
 def test_what_other_pages_say_of_it(runs: dict[str, Run]) -> None:
-    within = {name: f"{100 * _within(run).mean():.0f}" for name, run in runs.items()}
+    within = {name: f"{within_slo(run):.0f}" for name, run in runs.items()}
     rates = (float(figures(runs[name])["requests_per_s"]) for name in ("priced-32", "stock-32"))
     ratio = f"at {next(rates) / next(rates):.2f} times the requests/s"
     queued = [
@@ -196,7 +192,7 @@ def test_what_was_simulated_is_what_was_predicted(runs: dict[str, Run]) -> None:
         arm, sessions = name.split("-")
         line = by_key[arm, sessions]
         rates = float(line["requests_per_s"]), float(figures(run)["requests_per_s"])
-        shares = 100 * float(line["within_objective"]), 100 * float(_within(run).mean())
+        shares = 100 * float(line["within_objective"]), within_slo(run)
         cells = f"{rates[0]:.3f}; {rates[1]:.3f} | {shares[0]:.0f}; {shares[1]:.0f} %"
         assert f"| `{arm}`, {sessions} | {cells} |" in PAGE
         off.append(100 * (rates[0] / rates[1] - 1))

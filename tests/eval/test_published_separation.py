@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.experiment import Slo
 from eval.interference import interference
 from eval.metrics import session_bootstrap
-from eval.outcomes import good, recomputed_tokens
 from eval.records import Run
 from eval.run_lines import figures, turns_of
 from tests.eval.published import RESULTS, decisions, lines, number, phases, run_of, steps
-from tests.eval.windows import worst_gap_s
+from tests.eval.windows import recomputed_percent, within_slo, worst_gap_s
 
 PAGE = RESULTS / "separation.md"
 RUNS = ("paced-three", "elastic-three", "pd-three", "paced-six", "elastic-six")
@@ -62,19 +60,7 @@ def _shows(run: Run, at: int, prefix: str, rows: Iterable[Shown], share_digits: 
         shown = number(row(f"{prefix}{label}")[at])
         assert shown == pytest.approx(scale * float(found[key]), abs=0.51 * 10**-digits), label
     shown = number(row(f"{prefix}turns within the SLO")[at])
-    assert shown == pytest.approx(_within_slo(run), abs=0.51 * 10**-share_digits)
-
-
-def _within_slo(run: Run) -> float:
-    """Turns within the objective, in percent."""
-    return 100 * float(good(turns_of(run), Slo()).mean())
-
-
-def _recomputed(run: Run) -> float:
-    """Of the prompt tokens of answered turns, in percent."""
-    turns = turns_of(run)
-    turns = turns[turns["ok"]]
-    return 100 * float(recomputed_tokens(turns).sum() / turns["prompt_tokens"].sum())
+    assert shown == pytest.approx(within_slo(run), abs=0.51 * 10**-share_digits)
 
 
 def _check_run(name: str, at: int, tmp_path: Path, prefix: str, share_digits: int) -> None:
@@ -94,7 +80,7 @@ def _check_run(name: str, at: int, tmp_path: Path, prefix: str, share_digits: in
         worst_s, abs=5.1e-4
     )
     recomputed = number(row(f"{prefix}recomputed, of prompt tokens")[at])
-    assert recomputed == pytest.approx(_recomputed(run), abs=0.051)
+    assert recomputed == pytest.approx(recomputed_percent(run), abs=0.051)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +232,7 @@ def test_every_figure_of_the_profile_comes_from_its_lines(
     _shows(run, at, "profile: ", rows, share_digits=1)
     assert int(row("profile: turns that failed")[at]) == int(turns_of(run)["failed"].sum())
     recomputed = number(row("profile: recomputed, of prompt tokens")[at])
-    assert recomputed == pytest.approx(_recomputed(run), abs=0.051)
+    assert recomputed == pytest.approx(recomputed_percent(run), abs=0.051)
 
 
 def _kinds(name: str) -> dict[str, str]:
@@ -313,7 +299,7 @@ def test_how_far_off_the_simulated_profile_is(tmp_path: Path) -> None:
                 ratio = 100 * (values[1] / values[0] - 1)
                 assert float(said[1].replace("−", "-")) == pytest.approx(ratio, abs=0.51)
         in_time = [number(part) for part in cells["turns within the objective"][at].split(", ")]
-        within = _within_slo(run)
+        within = within_slo(run)
         assert in_time == pytest.approx(
             [within, 100 * float(expected["within_objective"])], abs=0.051
         )

@@ -6,7 +6,23 @@ from typing import Any
 
 import numpy as np
 
+from eval.experiment import Slo
+from eval.outcomes import good, recomputed_tokens
+from eval.records import Run
+from eval.run_lines import turns_of
 from tests.eval.published import lines, phases
+
+
+def within_slo(run: Run) -> float:
+    """Turns within the objective, in percent."""
+    return 100 * float(good(turns_of(run), Slo()).mean())
+
+
+def recomputed_percent(run: Run) -> float:
+    """Of the prompt tokens of answered turns."""
+    turns = turns_of(run)
+    turns = turns[turns["ok"]]
+    return 100 * float(recomputed_tokens(turns).sum() / turns["prompt_tokens"].sum())
 
 
 def has_rows(page: str, columns: list[dict[str, Any]], *further: tuple[str, str]) -> None:
