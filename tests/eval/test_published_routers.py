@@ -63,7 +63,8 @@ def test_every_figure_of_a_run_comes_from_its_lines(runs: dict[str, Run]) -> Non
 
 def _best_cached(run: Run) -> float:
     """The share of prompt tokens of answered turns that a cache without end would have had."""
-    answered = turns_of(run)[turns_of(run)["ok"]]
+    turns = turns_of(run)
+    answered = turns[turns["ok"]]
     best = np.minimum(answered["best_cached_tokens"], answered["prompt_tokens"])
     return float(best.sum() / answered["prompt_tokens"].sum())
 

@@ -14,15 +14,9 @@ const FAILURES: u32 = 3;
 const ENGINE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Checks the worker's health every `health_interval_s`, more often while it is down; `unasked` is dropped
-/// after the first check. From then on its KV events are followed, if it has any; `unread` is dropped when
-/// those of before have been read.
-pub(super) async fn watch(
-    gateway: Weak<Gateway>,
-    spec: Arc<WorkerSpec>,
-    unasked: Arc<()>,
-    unread: Arc<()>,
-) {
-    let mut not_begun = Some((unasked, unread));
+/// after the first check, from which on its KV events are followed, if it has any.
+pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked: Arc<()>) {
+    let mut unasked = Some(unasked);
     let mut failures = 0;
     let mut is_up = false;
     let mut asked = Instant::now();
@@ -60,13 +54,14 @@ pub(super) async fn watch(
                 failures += 1;
             }
         }
-        if let Some((_asked, unread)) = not_begun.take()
+        if unasked.is_some()
             && let Some(endpoint) = spec.kv_events.clone()
         {
             let fleet = Arc::downgrade(&gateway.fleet);
-            let spec = Arc::clone(&spec);
+            let (spec, unread) = (Arc::clone(&spec), Arc::clone(&gateway.unread));
             tokio::spawn(kv_events::follow(fleet, spec, endpoint, unread));
         }
+        drop(unasked.take());
         if failures == FAILURES && !is_up {
             log::warn!("worker {}: {} does not answer /health", spec.id, spec.url);
         }

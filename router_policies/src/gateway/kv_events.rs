@@ -4,6 +4,8 @@
 //! it has come. Where the engine no longer has it, gives no answer, or sends what cannot be read, the index of this
 //! worker starts anew: it then knows less than the worker holds, never more, and the estimate counts beside it. A count that starts anew
 //! means that the engine did so too: it then holds nothing of what it held.
+//! While a replay is read, what was evicted later is believed to be there: a router that has just started does
+//! not call itself ready until then.
 
 use crate::config::WorkerSpec;
 use crate::fleet::prefix::events::decode;

@@ -348,8 +348,8 @@ impl Gateway {
         if self.config.load_interval_s > 0.0 {
             tokio::spawn(load::watch(Arc::downgrade(self), Arc::clone(&spec)));
         }
-        let (unasked, unread) = (Arc::clone(&self.unasked), Arc::clone(&self.unread));
-        tokio::spawn(health::watch(Arc::downgrade(self), spec, unasked, unread));
+        let unasked = Arc::clone(&self.unasked);
+        tokio::spawn(health::watch(Arc::downgrade(self), spec, unasked));
         Ok(())
     }
 

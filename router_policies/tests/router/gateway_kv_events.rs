@@ -193,6 +193,31 @@ async fn a_worker_that_is_down_has_nothing_to_be_read_before_the_router_is_ready
 }
 
 #[tokio::test]
+async fn a_worker_that_never_answers_holds_the_router_up_no_longer_than_its_check() {
+    let silent = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .expect("binds");
+    let up = MockWorker::start().await;
+    let mut specs = vec![
+        worker(&up, "up", "colocated"),
+        worker(&up, "silent", "colocated"),
+    ];
+    let address = silent.local_addr().expect("bound");
+    specs[1].url = format!("http://{address}");
+    specs[1].kv_events = Some("tcp://127.0.0.1:9".to_owned());
+    let router = Router::begin(Config {
+        workers: specs,
+        ..Config::default()
+    })
+    .await;
+    let began = std::time::Instant::now();
+    while router.get("/readyz").await.0 != StatusCode::OK {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(began.elapsed() < Duration::from_secs(9));
+}
+
+#[tokio::test]
 async fn events_are_followed_though_the_replay_fails() {
     // Batch 2 never comes, here and when the first batch that is published shows that others were missed.
     let (replay, mut questions) = replay_socket(vec![(vec![0, 1, 3], true); 5]).await;
