@@ -56,7 +56,8 @@ def rule_row(run: Run, arm: str, sessions: int) -> Row:
     ttft_s = turns["ttft_s"].to_numpy(dtype=float)
     every = run.all_requests
     every = every[every["phase"].ne("prime") & (every["ok"] | every["failed"])]
-    waited_until_s = every["first_token_s"].where(every["ok"], every["finished_s"])
+    # A turn whose answer the run's end cut off has waited no longer than to its first token.
+    waited_until_s = every["first_token_s"].fillna(every["finished_s"])
     there = every[every["scheduled_s"].lt(end_s) & every["finished_s"].ge(start_s)]
     answered = there[there["ok"] & there["finished_s"].lt(end_s)]
     waits_s = (waited_until_s - every["scheduled_s"])[there.index]

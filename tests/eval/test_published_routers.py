@@ -7,14 +7,12 @@ import statistics
 import numpy as np
 import pytest
 
-from eval.experiment import Slo
-from eval.metrics import measure, session_bootstrap
-from eval.outcomes import good
 from eval.records import Run
-from eval.run_lines import figures, read_rows, turns_of
-from tests.eval.differences import longer, longest_s, over, points, times
-from tests.eval.published import RESULTS, decisions, lines, phases, row, run_of, says, steps
-from tests.eval.windows import recomputed_percent, within_slo
+from eval.run_lines import figures, read_rows
+from tests.eval.differences import over, points, times
+from tests.eval.published import RESULTS, decisions, lines, phases, row, run_of, says
+from tests.eval.run_cells import best_cached, cells, interval_cells, queued
+from tests.eval.windows import within_slo
 
 FOLDER = "routers"
 RUNS = ("stock-24", "priced-24", "stock-32", "priced-32")
@@ -32,87 +30,27 @@ def _cells(label: str) -> list[str]:
 
 
 def test_every_figure_of_a_run_comes_from_its_lines(runs: dict[str, Run]) -> None:
-    found: dict[str, list[str]] = {}
-
-    def show(label: str, cell: str) -> None:
-        found.setdefault(label, []).append(cell)
-
+    found = interval_cells(list(runs.values()))
     for name, run in runs.items():
-        told = {key: float(value) for key, value in figures(run).items()}
-        turns, start_s, end_s = turns_of(run), *run.span_s
-        answered = turns[turns["ok"]]
-        in_time = good(turns, Slo()).sum()
-        show("turns in time a second", f"{in_time / (end_s - start_s):.3f}")
-        show("TTFT p90 of turns", f"{told['ttft_p90_s']:.1f} s")
-        show("TPOT p50", f"{1e3 * told['tpot_p50_s']:.1f} ms")
-        # What has four digits is not rounded a second time.
-        show("worst gap p90", f"{told['worst_gap_p90_s'] + 1e-6:.3f} s")
-        show("prompt tokens from cache", f"{told['cached_share']:.3f}")
-        show("recomputed, of prompt tokens", f"{recomputed_percent(run):.1f} %")
-        show("turns without an answer", f"{len(turns) - len(answered)} of {len(turns)}")
-        show("sessions that got an answer", str(answered["session_id"].nunique()))
-        show("turns that waited over 30 s", "{} of {}".format(*longer(run, 30.0)))
-        show("longest wait", f"{longest_s(run):.0f} s")
-        queued_s = [wait_s for _, wait_s in _queued(name)]
-        show("in the engine's queue, p50", f"{np.quantile(queued_s, 0.5):.2f} s")
-        show("in the engine's queue, p90", f"{np.quantile(queued_s, 0.9):.1f} s")
+        queued_s = [wait_s for _, wait_s in queued(name, FOLDER)]
+        waits = {
+            "in the engine's queue, p50": f"{np.quantile(queued_s, 0.5):.2f} s",
+            "in the engine's queue, p90": f"{np.quantile(queued_s, 0.9):.1f} s",
+        }
+        for label, cell in (cells(run) | waits).items():
+            found.setdefault(label, []).append(cell)
     assert {label: _cells(label) for label in found} == found
-    best = [_best_cached(run) for run in runs.values()]
+    best = [best_cached(run) for run in runs.values()]
     says(PAGE, "{:.3f}, {:.3f}, {:.3f} and {:.3f} of their prompt tokens".format(*best))
-
-
-def _best_cached(run: Run) -> float:
-    """The share of prompt tokens of answered turns that a cache without end would have had."""
-    turns = turns_of(run)
-    answered = turns[turns["ok"]]
-    best = np.minimum(answered["best_cached_tokens"], answered["prompt_tokens"])
-    return float(best.sum() / answered["prompt_tokens"].sum())
-
-
-def test_intervals_are_those_of_reports(runs: dict[str, Run]) -> None:
-    boot = session_bootstrap(list(runs.values()), 1000)
-    found: dict[str, list[str]] = {}
-    for run in runs.values():
-        told = measure([run], boot, Slo()).measures
-        for label, key, scale, digits, unit in (
-            ("requests/s", "requests_per_s", 1, 3, ""),
-            ("turns within the objective", "attainment", 100, 1, " %"),
-            ("TTFT p50 of turns", "ttft_p50", 1, 3, " s"),
-        ):
-            of = told[key]
-            value, low, high = (f"{scale * at:.{digits}f}" for at in (of.value, of.low, of.high))
-            found.setdefault(label, []).append(f"{value}{unit} [{low}–{high}]")
-    assert {label: _cells(label) for label in found} == found
-
-
-def _queued(name: str) -> list[tuple[str, float]]:
-    """Of the requests that came to an engine in the window: to which, and how long they waited in
-    its queue. The workers' clock is placed by the request that was there soonest after it was
-    sent."""
-    sent_s = {line["request_id"]: line["sent_s"] for line in lines(name, FOLDER)}
-    found = []
-    for event in steps(name, FOLDER):
-        if event["event"] == "request":
-            request = event["engine_request_id"].rpartition("~")[0]
-            at = event["phases"]
-            waited_s = at["prefill_started_s"] - at["queued_s"]
-            found.append((event["worker_id"], waited_s, at["queued_s"], sent_s[request]))
-    origin_s = min(queued_s - was_sent_s for _, _, queued_s, was_sent_s in found)
-    window = phases(name, FOLDER)
-    return [
-        (worker, waited_s)
-        for worker, waited_s, queued_s, _ in found
-        if window["window_start_s"] <= queued_s - origin_s < window["window_end_s"]
-    ]
 
 
 def test_what_is_said_of_the_queue() -> None:
     by_worker: dict[str, list[float]] = {}
-    for worker, waited_s in _queued("stock-24"):
+    for worker, waited_s in queued("stock-24", FOLDER):
         by_worker.setdefault(worker, []).append(waited_s)
     low_s, high_s = sorted(statistics.median(of) for of in by_worker.values())
     assert f"on the fuller worker {high_s:.1f} s, on the other {low_s:.1f} s" in PAGE
-    ours_s = [wait_s for name in ("priced-24", "priced-32") for _, wait_s in _queued(name)]
+    ours_s = [wait_s for name in ("priced-24", "priced-32") for _, wait_s in queued(name, FOLDER)]
     assert np.quantile(ours_s, 0.9) <= 0.25
 
 
@@ -128,8 +66,8 @@ def test_what_other_pages_say_of_it(runs: dict[str, Run]) -> None:
     within = {name: f"{within_slo(run):.0f}" for name, run in runs.items()}
     rates = (float(figures(runs[name])["requests_per_s"]) for name in ("priced-32", "stock-32"))
     ratio = f"at {next(rates) / next(rates):.2f} times the requests/s"
-    queued = [
-        float(np.quantile([wait_s for _, wait_s in _queued(name)], 0.5))
+    waited = [
+        float(np.quantile([wait_s for _, wait_s in queued(name, FOLDER)], 0.5))
         for name in ("stock-32", "priced-32")
     ]
     readme = (RESULTS.parents[1] / "README.md").read_text()
@@ -137,7 +75,7 @@ def test_what_other_pages_say_of_it(runs: dict[str, Run]) -> None:
         f"{within['priced-24']} % of turns are in time behind residency and {within['stock-24']} % "
         "behind [SGLang's own router](docs/results/routers.md), with 32 "
         f"{within['priced-32']} and {within['stock-32']} %, {ratio}; there half of the turns wait "
-        f"{queued[0]:.1f} s in SGLang's queue, here {queued[1]:.2f} s."
+        f"{waited[0]:.1f} s in SGLang's queue, here {waited[1]:.2f} s."
     ) in readme
     assert (
         f"{within['priced-32']} % where [SGLang's own router](routers.md) has "
