@@ -28,6 +28,10 @@ def cells(run: Run) -> dict[str, str]:
         # What has four digits is not rounded a second time.
         return f"{float(told[key]) + 1e-6:.{digits}f} s" if told[key] else "∞"
 
+    def within(limit_s: float) -> str:
+        later, of = longer(run, limit_s)
+        return f"{100 * (1 - later / of):.0f} %"
+
     return {
         "turns in time a second": f"{in_time / (end_s - start_s):.3f}",
         "TTFT p90 of turns": seconds("ttft_p90_s", 1),
@@ -37,7 +41,8 @@ def cells(run: Run) -> dict[str, str]:
         "recomputed, of prompt tokens": f"{recomputed_percent(run):.1f} %",
         "turns without an answer": f"{len(turns) - len(answered)} of {len(turns)}",
         "sessions that got an answer": str(answered["session_id"].nunique()),
-        "turns that waited over 30 s": "{} of {}".format(*longer(run, 30.0)),
+        "first token within 10 s": within(10.0),
+        "first token within 30 s": within(30.0),
         "longest wait": f"{longest_s(run):.0f} s",
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from dataclasses import replace
@@ -45,6 +46,22 @@ def made(arm: str, sessions: int, draw: int = 1, **figures: str) -> Row:
         "sessions_answered": "9",
         **figures,
     }
+
+
+def test_a_turn_that_the_end_cut_off_waited_for_its_first_token_only(tmp_path: Path) -> None:
+    write_run(tmp_path, Recipe(arm="off", load="8", ttft_s=0.2, sessions=4, turns=4))
+    (file,) = tmp_path.glob("*/r1/requests.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    cut_off = max(lines, key=lambda line: float(line["finished_s"]))
+    late_s = cut_off["finished_s"] + 500
+    cut_off |= {"finished_s": late_s, "error": {"kind": "timeout", "message": "no answer"}}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = rows_in(tmp_path)
+    assert 0 < float(found["longest_wait_s"]) < 5
+    cut_off["first_token_s"] = None
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = rows_in(tmp_path)
+    assert float(found["longest_wait_s"]) > 500
 
 
 def test_a_run_says_who_waited_longest_and_who_got_no_answer(tmp_path: Path) -> None:
