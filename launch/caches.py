@@ -2,6 +2,10 @@
 
 SGLang has a call for that; vLLM has one where it was started in development mode, as launch starts
 it on a loopback address.
+
+Both publish the KV event of it (``AllBlocksCleared``), SGLang (0.5.17) as soon as its scheduler
+idles, vLLM (0.26.0) only with its next step (``Scheduler.update_from_output``). A router that comes
+in between would believe what was there before, so vLLM is made to take one.
 """
 
 from __future__ import annotations
@@ -10,9 +14,13 @@ import json
 import time
 
 from launch.http_calls import FAILURES, call, reason, told
+from launch.vllm_calls import COMPLETIONS, completion
 
 FLUSH_TIMEOUT_S = 10.0
 _POLL_S = 0.2
+_STEP_S = 60.0
+_TOKEN = 16
+_UNTOLD = "its cache is empty, but the step failed with which its KV events would tell so"
 
 
 class FlushError(Exception):
@@ -20,10 +28,18 @@ class FlushError(Exception):
 
 
 def flush(
-    engine: str, url: str, key: str | None = None, timeout_s: float = FLUSH_TIMEOUT_S
+    engine: str,
+    url: str,
+    key: str | None = None,
+    timeout_s: float = FLUSH_TIMEOUT_S,
+    *,
+    model_with_kv_events: str | None,
 ) -> None:
     """Empties the cache of the worker of `engine` at `url`, which asks for `key`; waits up to
-    `timeout_s` for requests and transfers that still hold it. Raises `FlushError`."""
+    `timeout_s` for requests and transfers that still hold it. Raises `FlushError`.
+
+    `model_with_kv_events` is the name of the model of a worker that publishes KV events: when this
+    returns, they tell that its cache is empty."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -31,6 +47,8 @@ def flush(
         except FAILURES as error:
             raise FlushError(f"flushing its cache: {reason(error)}") from error
         if refused is None:
+            if engine == "vllm" and model_with_kv_events is not None:
+                _step(url, key, model_with_kv_events)
             return
         if time.monotonic() >= deadline_s:
             raise FlushError(f"flushing its cache: {refused}")
@@ -64,3 +82,15 @@ def _vllm(url: str, key: str | None, timeout_s: float) -> str | None:
     # Releases before 0.20 answer with an empty body where it was done.
     done = not isinstance(said, dict) or said.get("success", True)
     return None if done else f"{path}: requests or transfers still hold KV"
+
+
+def _step(url: str, key: str | None, model: str) -> None:
+    """One token of vLLM, with which its KV events go out; of a prompt that is no whole block, so
+    that nothing of it is kept."""
+    content = json.dumps(completion(model, [_TOKEN], 1)).encode()
+    try:
+        status, answer = call("POST", url + COMPLETIONS, content, timeout_s=_STEP_S, key=key)
+    except FAILURES as error:
+        raise FlushError(f"{_UNTOLD}: {COMPLETIONS}: {reason(error)}") from error
+    if status != 200:
+        raise FlushError(f"{_UNTOLD}: {told(COMPLETIONS, status, answer)}")

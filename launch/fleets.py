@@ -140,9 +140,15 @@ class Fleet:
     def flush_caches(self) -> None:
         """Empties every worker's prefix cache and host tier, attached workers' too, so that a run
         after another starts cold. Raises `FleetError` where a worker cannot."""
+        model = self.plan.topology.model_with_kv_events
         for worker in self.plan.workers:
             try:
-                flush(self.plan.engine.name, worker.url, worker.keys.to_change)
+                flush(
+                    self.plan.engine.name,
+                    worker.url,
+                    worker.keys.to_change,
+                    model_with_kv_events=model,
+                )
             except FlushError as error:
                 raise FleetError(f"{worker.id} ({worker.url}): {error}") from error
         self._transcript.tell("caches flushed")

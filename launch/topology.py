@@ -402,6 +402,12 @@ class Topology(KvKeys, PacingKeys):
         return self.served_model_name or name
 
     @property
+    def model_with_kv_events(self) -> str | None:
+        """The name of the model whose workers publish KV events; None where none of them does."""
+        publish = self.kv_events or any(group.kv_events for group in self.workers)
+        return self.model_name if publish else None
+
+    @property
     def parser_of_tool_calls(self) -> str | None:
         """What the engine calls the form in which the model writes tool calls; None: nobody said,
         or the engine reads no text."""

@@ -26,6 +26,7 @@ from deltaserve.step_sizes import step_sizes
 from launch.caches import FlushError, flush
 from launch.http_calls import FAILURES, call, reason, told
 from launch.planning import Plan, Process
+from launch.vllm_calls import COMPLETIONS, completion
 
 _NO_TRANSFER = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 """SGLang's own word for a separated request whose KV goes nowhere
@@ -63,7 +64,7 @@ def warm_up(plan: Plan, meanwhile: Callable[[], None]) -> float:
     steps = (
         [partial(_compile, requests, w, sizes) for w in own if w.role in _PREFILLING],
         [partial(_connect, requests, w, receiving) for w in own if w.role == "prefill"],
-        [partial(_empty, plan.engine.name, w) for w in own if requests.can_flush(w)],
+        [partial(_empty, plan, w) for w in own if requests.can_flush(w)],
     )
     for jobs in steps:
         _run_all(jobs, meanwhile)
@@ -104,9 +105,14 @@ def _connect(requests: _SGLang | _VLLM, prefill: Process, receiving: Sequence[Pr
                     raise
 
 
-def _empty(engine: str, worker: Process) -> None:
+def _empty(plan: Plan, worker: Process) -> None:
     try:
-        flush(engine, worker.url, worker.keys.to_change)
+        flush(
+            plan.engine.name,
+            worker.url,
+            worker.keys.to_change,
+            model_with_kv_events=plan.topology.model_with_kv_events,
+        )
     except FlushError as error:
         raise WarmUpError(worker, str(error)) from error
 
@@ -159,7 +165,7 @@ class _VLLM:
             asked = {"do_remote_decode": True, "do_remote_prefill": False}
             told = self._complete(prefill, prompt, 1, asked).get("kv_transfer_params")
             if not told:
-                raise WarmUpError(prefill, "/v1/completions: no kv_transfer_params in the answer")
+                raise WarmUpError(prefill, f"{COMPLETIONS}: no kv_transfer_params in the answer")
             self._complete(to, prompt, _ANSWER_TOKENS, told)
             return
         bootstrap = f"http://{urlsplit(prefill.url).hostname}:{prefill.ports['bootstrap']}"
@@ -189,11 +195,10 @@ class _VLLM:
     def _complete(
         self, worker: Process, prompt: list[int], tokens: int, transfer: dict[str, Any]
     ) -> dict[str, Any]:
-        body = {"model": self._model, "prompt": prompt, "max_tokens": tokens}
-        body |= {"temperature": 0, "ignore_eos": True}
+        body = completion(self._model, prompt, tokens)
         if transfer:
             body["kv_transfer_params"] = transfer
-        answer: dict[str, Any] = orjson.loads(_post(worker, "/v1/completions", body) or b"{}")
+        answer: dict[str, Any] = orjson.loads(_post(worker, COMPLETIONS, body) or b"{}")
         return answer
 
 

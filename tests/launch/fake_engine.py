@@ -79,6 +79,7 @@ _VLLM_FLAGS = (
     "--num-gpu-blocks-override",
     "--max-num-batched-tokens",
     "--kv-transfer-config",
+    "--kv-events-config",
     "--tool-call-parser",
     "--api-key",
 )
@@ -157,7 +158,7 @@ class _Health(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, body: bytes) -> "tuple[int, bytes]":
         behaviour = os.environ.get("FAKE")
-        if behaviour == "refuse" and self.path == "/generate":
+        if behaviour == "refuse" and self.path in ("/generate", "/v1/completions"):
             return 500, b"out of memory"
         if behaviour == "die-asked" and self.path == "/generate":
             os._exit(3)

@@ -163,6 +163,44 @@ def test_the_caches_of_attached_workers_are_emptied_between_runs(
             assert len(flushes) == 2
 
 
+def test_vllms_kv_events_tell_at_once_that_its_cache_is_empty(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0"]
+    fake += ["served_model_name=mine"]
+    step = {"model": "mine", "prompt": [16], "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    group = "workers=[{{ urls = {}, kv_events = {} }}]"
+    with fleet(load_topology("laptop-vllm", fake), tmp_path / "theirs") as theirs:
+        theirs.flush_caches()
+        urls = [worker.url for worker in theirs.workers]
+        for worker in theirs.workers:
+            # Where it publishes none, there is nothing to tell.
+            assert [path.partition("?")[0] for path, _ in asked(worker.log)] == [
+                "/reset_prefix_cache"
+            ]
+        endpoints = ["tcp://127.0.0.1:9"] * len(urls)
+        attached = group.format(json.dumps(urls), json.dumps(endpoints))
+        ours = load_topology("laptop-vllm", [attached, "router.kind=none", *fake[3:]])
+        with fleet(ours, tmp_path / "ours") as running:
+            running.flush_caches()
+        for worker in theirs.workers:
+            _, (emptied, _), (path, body) = asked(worker.log)
+            assert emptied.startswith("/reset_prefix_cache")
+            assert (path, body) == ("/v1/completions", step)
+
+
+def test_a_cache_of_which_vllms_kv_events_do_not_tell_that_it_is_empty_is_an_error(
+    fake_python: Path, tmp_path: Path
+) -> None:
+    fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0", "kv_events=true"]
+    fake += ["environment.FAKE=refuse"]
+    untold = pytest.raises(
+        FleetError, match=r"colocated-0 .* KV events .*/v1/completions: 500 out of memory"
+    )
+    with fleet(load_topology("laptop-vllm", fake), tmp_path / "run") as running, untold:
+        running.flush_caches()
+
+
 def test_a_cache_that_cannot_be_emptied_is_an_error(
     fakes: Fakes, fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

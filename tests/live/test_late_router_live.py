@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import subprocess
 import urllib.request
+from pathlib import Path
 
 import pytest
 
-from tests.live.conftest import DEFAULT, NEWER, NEWER_VLLM, installed
+from launch import KeptWorkers
+from launch.topology_files import load_topology
+from tests.live.conftest import DEFAULT, NEWER, NEWER_VLLM, cached_of, installed
 from tests.live.test_router_live import free_port, get, router
 from tests.router_policies.conftest import running_worker
 
@@ -90,3 +94,38 @@ def _knows_all(flags: str) -> None:
         assert believed(BATCHES - 1) == TOKENS
         unknown = [batch for batch in range(0, BATCHES, 100) if believed(batch) < TOKENS]
         assert unknown == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("engine", "version"),
+    [("sglang", DEFAULT), ("sglang", NEWER), ("vllm", None), ("vllm", NEWER_VLLM)],
+)
+def test_of_workers_whose_caches_were_emptied_it_believes_nothing(
+    engine: str, version: str | None, tmp_path: Path
+) -> None:
+    installed(engine, version)
+    overrides = ["base_port=0", "kv_events=true"]
+    if version is not None:
+        overrides.append(f"engine.version={json.dumps(version)}")
+    topology = load_topology(f"laptop-{engine}-1", overrides)
+    kept = KeptWorkers(tmp_path / "workers")
+    prompt = random.Random(1).choices(range(16, 1000), k=600)
+
+    def believed_and_found(run: str) -> list[tuple[int, int]]:
+        """Of the prompt, asked twice of a router of its own."""
+        told = []
+        with kept.fleet(topology, tmp_path / run) as running:
+            for _ in range(2):
+                found = cached_of(running, prompt)
+                (decision,) = get(f"{running.router_url}/decisions?limit=1")["decisions"]
+                told.append((sum(decision["cached_tokens"].values()), found))
+        return told
+
+    try:
+        first, second = believed_and_found("first"), believed_and_found("second")
+    finally:
+        kept.close()
+    for (believed, found), (_, again) in (first, second):
+        assert (believed, found) == (0, 0)
+        assert again > 500

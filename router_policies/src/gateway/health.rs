@@ -59,7 +59,8 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked
         {
             let fleet = Arc::downgrade(&gateway.fleet);
             let (spec, unread) = (Arc::clone(&spec), Arc::clone(&gateway.unread));
-            tokio::spawn(kv_events::follow(fleet, spec, endpoint, unread));
+            let ready_at = gateway.began + super::FIRST_REPLAYS;
+            tokio::spawn(kv_events::follow(fleet, spec, endpoint, unread, ready_at));
         }
         drop(unasked.take());
         if failures == FAILURES && !is_up {

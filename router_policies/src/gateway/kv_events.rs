@@ -7,30 +7,33 @@
 //! While a replay is read, what was evicted later is believed to be there: a router that has just started does
 //! not call itself ready until then.
 
+mod replay;
+
 use crate::config::WorkerSpec;
 use crate::fleet::prefix::events::decode;
 use crate::fleet::{EventsBegin, Fleet};
-use bytes::Bytes;
+use replay::{Replayed, parts};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use zeromq::{Socket, SocketRecv, SubSocket};
 
 /// How often a quiet subscription looks whether the worker is still the same.
 const LOOK_AROUND: Duration = Duration::from_millis(500);
-/// For a connection, and for the first batch of a replay.
-const REPLAY_PATIENCE: Duration = Duration::from_secs(10);
-/// For each that follows: the rest has been dropped on its way.
-const REPLAY_SILENCE: Duration = Duration::from_secs(1);
-/// The batch number that ends a replay: −1.
-const END_OF_REPLAY: u64 = u64::MAX;
+/// For a connection, and for the first batch of an answer of the replay socket.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Batches of a replay that have been read and not applied, at most.
+const READ_AHEAD: usize = 1024;
 
 /// Subscribes whenever the worker is up. `unread` is dropped when what it published before has been read, or
-/// there is nothing to read it from.
+/// there is nothing to read it from; the router waits for that until `ready_at`.
 pub(super) async fn follow(
     fleet: Weak<Fleet>,
     spec: Arc<WorkerSpec>,
     endpoint: String,
     unread: Arc<()>,
+    ready_at: Instant,
 ) {
     let mut unread = Some(unread);
     let mut last: Option<Follower<'_>> = None;
@@ -53,7 +56,7 @@ pub(super) async fn follow(
                 last_published: None,
                 has_begun: false,
             });
-            if let Err(error) = follower.run(&endpoint, &mut unread).await {
+            if let Err(error) = follower.run(&endpoint, &mut unread, ready_at).await {
                 log::warn!("worker {}: KV events: {error}", spec.id);
             }
             last = Some(follower);
@@ -77,10 +80,16 @@ struct Follower<'a> {
 
 impl Follower<'_> {
     /// Runs until the worker goes down or comes back as another; drops `unread` once it has caught up.
-    async fn run(&mut self, endpoint: &str, unread: &mut Option<Arc<()>>) -> Result<(), String> {
+    async fn run(
+        &mut self,
+        endpoint: &str,
+        unread: &mut Option<Arc<()>>,
+        ready_at: Instant,
+    ) -> Result<(), String> {
+        let is_waited_for = unread.is_some() && Instant::now() < ready_at;
         let mut socket = SubSocket::new();
         let connect = socket.connect(endpoint);
-        tokio::time::timeout(REPLAY_PATIENCE, connect)
+        tokio::time::timeout(PATIENCE, connect)
             .await
             .map_err(|_| format!("{endpoint}: no connection"))?
             .map_err(|error| format!("{endpoint}: {error}"))?;
@@ -88,11 +97,7 @@ impl Follower<'_> {
             .subscribe("")
             .await
             .map_err(|error| format!("{endpoint}: {error}"))?;
-        match self.has_begun {
-            // Of what was missed meanwhile.
-            true => self.replay().await,
-            false => self.restart().await,
-        }
+        self.catch_up(is_waited_for.then_some(ready_at)).await;
         drop(unread.take());
         while let Some(fleet) = self.current() {
             drop(fleet);
@@ -130,6 +135,33 @@ impl Follower<'_> {
         Ok(())
     }
 
+    /// Reads what came before the subscription; says so where that takes longer than until `ready_at`.
+    async fn catch_up(&mut self, ready_at: Option<Instant>) {
+        let spec = self.spec;
+        let mut reading = std::pin::pin!(async {
+            match self.has_begun {
+                // Of what was missed meanwhile.
+                true => self.replay().await,
+                false => self.restart().await,
+            }
+        });
+        if let Some(ready_at) = ready_at {
+            if tokio::time::timeout_at(ready_at, &mut reading)
+                .await
+                .is_ok()
+            {
+                return;
+            }
+            log::warn!(
+                "worker {}: KV events: not all that it published before has been read yet; the router is \
+                 waiting for it no longer, and until it has been read, what the worker evicted since may be \
+                 believed to be cached",
+                spec.id
+            );
+        }
+        reading.await;
+    }
+
     fn current(&self) -> Option<Arc<Fleet>> {
         let fleet = self.fleet.upgrade()?;
         (fleet.incarnation(self.spec) == Some(self.incarnation)).then_some(fleet)
@@ -150,67 +182,27 @@ impl Follower<'_> {
     }
 
     /// Applies what the engine still has from the next batch on; anew, if that is not all of it.
-    ///
-    /// Engines send all of it at once, and their sockets drop what is more than they queue (a thousand
-    /// messages), the end of the replay among it. So what lacks is asked for again, as long as something comes.
     async fn replay(&mut self) {
         let Some(endpoint) = &self.spec.kv_events_replay else {
             return;
         };
-        loop {
-            let asked = self.next;
-            let error = match self.replay_once(endpoint).await {
-                Ok(true) => return,
-                _ if self.next > asked => continue,
-                Ok(false) => format!("{endpoint}: batch {asked} is missing from its replay"),
-                Err(error) => error,
-            };
+        let (sender, mut replayed) = mpsc::channel(READ_AHEAD);
+        // What is not read at once is dropped by the engine, and applying takes longer than reading.
+        let reading = tokio::spawn(replay::read(endpoint.clone(), self.next, sender));
+        while let Some(part) = replayed.recv().await {
+            match part {
+                Replayed::Batch(number, payload) => self.take(number, &payload),
+                Replayed::Lost { next } => {
+                    self.begin(EventsBegin::Partial);
+                    self.next = next;
+                }
+            }
+            // Requests go between any two batches.
+            tokio::task::yield_now().await;
+        }
+        if let Err(error) = reading.await.unwrap_or_else(|e| Err(e.to_string())) {
             log::warn!("worker {}: KV events: {error}", self.spec.id);
             self.begin(EventsBegin::Partial);
-            return;
-        }
-    }
-
-    /// Asks for all batches from the next on and applies those that come before the first that is missing.
-    /// True if none is.
-    async fn replay_once(&mut self, endpoint: &str) -> Result<bool, String> {
-        let fail = |error: zeromq::ZmqError| format!("{endpoint}: {error}");
-        let silence = || format!("{endpoint}: no replay");
-        // Whatever is still to come of an earlier answer goes to the socket that asked for it.
-        let mut socket = DealerSocket::new();
-        let mut ask = ZmqMessage::from(Bytes::new());
-        ask.push_back(Bytes::copy_from_slice(&self.next.to_be_bytes()));
-        let begin = async {
-            socket.connect(endpoint).await.map_err(fail)?;
-            socket.send(ask).await.map_err(fail)?;
-            socket.recv().await.map_err(fail)
-        };
-        let mut message = tokio::time::timeout(REPLAY_PATIENCE, begin)
-            .await
-            .map_err(|_| silence())??;
-        let mut is_first = true;
-        let mut is_whole = true;
-        loop {
-            let Some((number, payload)) = parts(&message) else {
-                return Err(format!("{endpoint}: a message of a wrong shape"));
-            };
-            if number == END_OF_REPLAY {
-                return Ok(is_whole);
-            }
-            if is_first && number > self.next {
-                // The engine no longer has what was before.
-                self.begin(EventsBegin::Partial);
-                self.next = number;
-            }
-            is_first = false;
-            is_whole &= number <= self.next;
-            if is_whole && number == self.next {
-                self.take(number, &payload);
-            }
-            message = tokio::time::timeout(REPLAY_SILENCE, socket.recv())
-                .await
-                .map_err(|_| silence())?
-                .map_err(fail)?;
         }
     }
 
@@ -231,14 +223,4 @@ impl Follower<'_> {
             }
         }
     }
-}
-
-/// The batch number and the payload: the last two frames, whatever delimiters or topics precede.
-fn parts(message: &ZmqMessage) -> Option<(u64, Bytes)> {
-    let payload = message.get(message.len().checked_sub(1)?)?.clone();
-    let number = message.get(message.len().checked_sub(2)?)?;
-    Some((
-        u64::from_be_bytes(number.as_ref().try_into().ok()?),
-        payload,
-    ))
 }

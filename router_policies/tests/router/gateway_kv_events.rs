@@ -1,6 +1,7 @@
 //! KV events as they come over ZMQ: gaps, counts that begin anew, pages that nobody configured.
 
 use crate::mock::MockWorker;
+use crate::mock::logged;
 use crate::mock::router::{Router, until, worker};
 use hyper::StatusCode;
 use rmpv::Value;
@@ -52,11 +53,19 @@ async fn followed_beside(
     replay: Option<String>,
     prefix_cache: bool,
 ) -> (PubSocket, Router, MockWorker) {
+    followed_as("w", replay, prefix_cache).await
+}
+
+async fn followed_as(
+    id: &str,
+    replay: Option<String>,
+    prefix_cache: bool,
+) -> (PubSocket, Router, MockWorker) {
     let mut publisher = PubSocket::new();
     let endpoint = publisher.bind("tcp://127.0.0.1:0").await.expect("binds");
     let mock = MockWorker::start().await;
     mock.behaviour.started.store(1, Ordering::SeqCst);
-    let mut spec = worker(&mock, "w", "colocated");
+    let mut spec = worker(&mock, id, "colocated");
     spec.kv_events = Some(endpoint.to_string());
     spec.kv_events_replay = replay;
     spec.prefix_cache = prefix_cache;
@@ -73,6 +82,14 @@ async fn followed_beside(
 /// batches that arrive (batch `n` has the page at token `1_000 * n`), and whether the end of the replay does.
 /// Sends on what it was asked for.
 async fn replay_socket(answers: Vec<(Vec<u64>, bool)>) -> (String, mpsc::UnboundedReceiver<u64>) {
+    slow_replay_socket(answers, Duration::ZERO).await
+}
+
+/// As [`replay_socket`], with each answer a `pause` after its question.
+async fn slow_replay_socket(
+    answers: Vec<(Vec<u64>, bool)>,
+    pause: Duration,
+) -> (String, mpsc::UnboundedReceiver<u64>) {
     let mut socket = RouterSocket::new();
     let endpoint = socket.bind("tcp://127.0.0.1:0").await.expect("binds");
     let (asked, questions) = mpsc::unbounded_channel();
@@ -81,6 +98,7 @@ async fn replay_socket(answers: Vec<(Vec<u64>, bool)>) -> (String, mpsc::Unbound
             let question = socket.recv().await.expect("a question");
             let from = question.get(2).expect("a number").as_ref().try_into();
             let _ = asked.send(u64::from_be_bytes(from.expect("eight bytes")));
+            tokio::time::sleep(pause).await;
             let mut messages: Vec<_> = numbers
                 .iter()
                 .map(|&number| stored(number, 1_000 * number as u32))
@@ -157,7 +175,8 @@ async fn a_replay_that_is_cut_short_is_asked_for_again_from_where_it_broke_off()
 #[tokio::test]
 async fn a_router_that_comes_late_is_ready_when_it_has_read_what_was_published_before() {
     // What the first answer tells may have been evicted by what the second does.
-    let (replay, _questions) = replay_socket(vec![(vec![0, 1], false), (vec![2, 3], true)]).await;
+    let answers = vec![(vec![0, 1], false), (vec![2, 3], true)];
+    let (replay, _questions) = slow_replay_socket(answers, Duration::from_millis(300)).await;
     let (_publisher, router, _mock) = followed(Some(replay)).await;
     let is_up = || router.fleet.snapshot().iter().all(|w| w.healthy);
     until("the worker is up", is_up).await;
@@ -169,6 +188,44 @@ async fn a_router_that_comes_late_is_ready_when_it_has_read_what_was_published_b
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(cached(&router, 3_000).await, u64::from(PAGE));
+}
+
+#[tokio::test]
+async fn a_long_history_takes_no_longer_though_its_engine_drops_most_of_each_answer() {
+    const QUEUED: u64 = 600;
+    let mut answers: Vec<_> = (0..6)
+        .map(|n| ((n * QUEUED..(n + 1) * QUEUED).collect(), false))
+        .collect();
+    // Dropped in the middle: what follows is of no use.
+    answers.push((vec![6 * QUEUED, 6 * QUEUED + 2], false));
+    answers.push((vec![6 * QUEUED + 1], true));
+    let (replay, _questions) = replay_socket(answers).await;
+    let began = std::time::Instant::now();
+    let (_publisher, router, _mock) = followed(Some(replay)).await;
+    while router.get("/readyz").await.0 != StatusCode::OK {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // A second of silence after each answer is what it took before.
+    assert!(began.elapsed() < Duration::from_secs(4));
+    assert_eq!(cached(&router, 1_000 * 3_601).await, u64::from(PAGE));
+}
+
+#[tokio::test]
+async fn a_history_that_is_not_read_in_time_is_told_of_and_waited_for_no_longer() {
+    logged::begin();
+    let answers = (0..14).map(|number| (vec![number], false)).collect();
+    let (replay, _questions) = slow_replay_socket(answers, Duration::from_millis(1500)).await;
+    let began = std::time::Instant::now();
+    let (_publisher, router, _mock) = followed_as("slow-to-tell", Some(replay), false).await;
+    while router.get("/readyz").await.0 != StatusCode::OK {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(began.elapsed() > Duration::from_secs(14));
+    until("it is told of", || {
+        let told = logged::lines_of("slow-to-tell");
+        matches!(&told[..], [line] if line.contains("not all that it published before"))
+    })
+    .await;
 }
 
 #[tokio::test]
