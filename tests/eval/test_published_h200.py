@@ -12,7 +12,16 @@ from eval.records import Run
 from eval.run_lines import figures, read_rows
 from eval.steady import State, steadiness
 from tests.eval.differences import longer, longest_s, over, points, times
-from tests.eval.published import RESULTS, plan_text, row, run_of, says
+from tests.eval.published import (
+    RESULTS,
+    decisions,
+    lines,
+    phases,
+    plan_text,
+    row,
+    run_of,
+    says,
+)
 from tests.eval.run_cells import cells, interval_cells, queued
 from tests.eval.windows import recomputed_percent, within_slo
 
@@ -222,6 +231,23 @@ def test_the_ranges_that_were_predicted(run: Read) -> None:
         held += low <= within_slo(run(name)) <= high
     assert held == 2 * len(RUNS)
     says(PAGE, f"{held} ranges of these seventeen runs, and all held")
+
+
+def test_what_the_router_believed_at_first() -> None:
+    """Primings that were placed at a run's beginning on KV of the run before."""
+    found = {}
+    for name in RUNS:
+        was_cached = {line["request_id"]: line["cached_tokens"] for line in lines(name, FOLDER)}
+        placed = [e for e in decisions(name, FOLDER) if e["event"] == "decision"]
+        found[name] = sum(
+            e["cached_tokens"].get(e["worker"], 0) > 0 == was_cached.get(e["request_id"])
+            for e in placed
+            if e["ts_unix_s"] - placed[0]["ts_unix_s"] < 0.1
+        )
+    misled = [name for name, primings in found.items() if primings]
+    assert misled == ["vllm-4096-24-draw2", "vllm-4096-24-draw3", "vllm-4-draw2", "vllm-8-draw3"]
+    least_s = min(phases(name, FOLDER)["window_start_s"] for name in misled)
+    says(PAGE, f"the window began {least_s:.0f} s later at the earliest")
 
 
 def test_what_other_pages_say_of_it(run: Read) -> None:

@@ -100,7 +100,7 @@ def test_the_longest_waits_with_a_short_bound() -> None:
         for arm in ("bound-20-fill-0.85", "priced")
         for level in (16, 24)
     ]
-    assert found == [189, 289, 379, 595]
+    assert found == [166, 284, 379, 595]
 
 
 def test_what_the_page_says_of_its_tables_follows_from_their_lines() -> None:
