@@ -28,7 +28,7 @@ import importlib, sys
 importlib.import_module(sys.argv[1] + ".launch_router").parse_router_args(sys.argv[2:])
 """
 
-_CHECKED = ("id", "role", "engine", "kv_connector", "bootstrap_port", "page_size")
+_CHECKED = ("id", "role", "engine", "kv_connector", "page_size")
 """What our router is told of a worker when it is only asked whether it could serve it."""
 
 STOCK_PORTS = {"http": 0, "metrics": 1}
@@ -57,6 +57,8 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
                 [
                     f"http://127.0.0.1:{port}",
                     *(f"{key}={worker[key]}" for key in _CHECKED if key in worker),
+                    # Which port it is decides nothing, and is another in each plan of a topology.
+                    *([f"bootstrap_port={port}"] if "bootstrap_port" in worker else ()),
                 ]
             )
             for port, worker in enumerate(config["workers"], 1)
@@ -132,16 +134,14 @@ def stock(topology: Topology, workers: Sequence[tuple[Role, str, int | None]]) -
 def stock_refusal(router: RouterChoice, argv: Sequence[str]) -> str | None:
     """What a stock router's own argument parser finds wrong with its command `argv`, after the key
     of the topology that says so; None where it takes it."""
-    environment = ENVIRONMENTS[router.kind]
-    flags = argv[argv.index("--host") :]
-    parse: list[str | Path] = [
-        environment.python,
-        "-c",
-        _PARSE,
-        router.kind.replace("-", "_"),
-        *flags,
+    # Which ports they are decides nothing, and is another in each plan of a topology.
+    end = len(argv) - len(router.flags)
+    ours = [
+        re.sub(r"(^|:)\d+$", rf"\g<1>{at}", flag)
+        for at, flag in enumerate(argv[argv.index("--host") : end], 1)
     ]
-    said = refusal(parse, silent="it does not run")
+    environment = ENVIRONMENTS[router.kind]
+    said = _said_by_stock(router.kind, environment.python, (*ours, *router.flags))
     if said is None:
         return None
     reason = said.partition("error: ")[2] or said
@@ -150,3 +150,9 @@ def stock_refusal(router: RouterChoice, argv: Sequence[str]) -> str | None:
     if is_policy and not policy:
         return f"router.policy: {about} has no policy {choices}"
     return f"router.flags: {about}: {reason}"
+
+
+@lru_cache(maxsize=256)
+def _said_by_stock(kind: str, python: Path, flags: tuple[str, ...]) -> str | None:
+    parse = [python, "-c", _PARSE, kind.replace("-", "_"), *flags]
+    return refusal(parse, silent="it does not run")

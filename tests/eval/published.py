@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shlex
 import shutil
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,15 @@ def served_percent(rows: Iterable[Row]) -> float:
     return 100 * answered / there
 
 
+def _bytes(folder: str, name: str) -> bytes:
+    packed = (RESULTS / folder / name).read_bytes()
+    return zstandard.ZstdDecompressor().decompressobj().decompress(packed)
+
+
+# A test asks for the same few runs again and again; all of them would not fit in memory.
+@lru_cache(maxsize=12)
 def _unpacked(folder: str, name: str) -> list[dict[str, Any]]:
-    with (RESULTS / folder / name).open("rb") as packed:
-        found = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(packed))
-        return [orjson.loads(line) for line in found]
+    return [orjson.loads(line) for line in _bytes(folder, name).splitlines()]
 
 
 def row(table: int, label: str, text: str | None = None) -> list[str]:
@@ -99,13 +104,10 @@ def run_of(
     folder.mkdir()
     manifest = {"arm": {"name": name}, "state": "complete", "repeat": 1}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "requests.jsonl").write_bytes(
-        b"".join(orjson.dumps(line) + b"\n" for line in lines(name, results))
-    )
+    (folder / "requests.jsonl").write_bytes(_bytes(results, f"{name}.requests.jsonl.zst"))
     shutil.copy(RESULTS / results / f"{name}.phases.json", folder / "phases.json")
     if with_decisions:
-        logged = b"".join(orjson.dumps(event) + b"\n" for event in decisions(name, results))
-        (folder / "decisions.jsonl").write_bytes(logged)
+        (folder / "decisions.jsonl").write_bytes(_bytes(results, f"{name}.decisions.jsonl.zst"))
     return read_run(folder)
 
 

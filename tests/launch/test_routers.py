@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from deltaserve.errors import InputError
+from launch.commands import routers
 from launch.commands.routers import our_refusal
 from launch.engines import ENVIRONMENTS, Engine
 from launch.planning import layout, plan, router_config
@@ -152,3 +155,24 @@ def test_a_stock_router_is_held_against_its_own_parser(
     with pytest.raises(InputError, match=rf"^topology laptop-sglang: {said}") as error:
         plan(load_topology("laptop-sglang", [*good, f"router.{more}"]), tmp_path / "run")
     assert "\n" not in str(error.value)
+
+
+def test_plans_that_differ_in_their_ports_alone_are_asked_about_once(
+    stock: list[str], fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sequence[str | Path]] = []
+
+    def refusal(argv: Sequence[str | Path], *_: object, **__: object) -> None:
+        asked.append(argv)
+
+    monkeypatch.setattr(routers, "refusal", refusal)
+    ours = [f"engine.python={fake_python}", f"router.python_path={json.dumps([str(tmp_path)])}"]
+    for name, overrides in (
+        ("laptop-sglang-pd", ours),
+        ("laptop-sglang", [*stock, "router.policy=random"]),
+    ):
+        asked.clear()
+        for base_port in (21000, 22000):
+            made = load_topology(name, [*overrides, f"base_port={base_port}"])
+            plan(made, tmp_path / "run")
+        assert len(asked) == 1
