@@ -154,5 +154,5 @@ def stock_refusal(router: RouterChoice, argv: Sequence[str]) -> str | None:
 
 @lru_cache(maxsize=256)
 def _said_by_stock(kind: str, python: Path, flags: tuple[str, ...]) -> str | None:
-    parse = [python, "-c", _PARSE, kind.replace("-", "_"), *flags]
+    parse: list[str | Path] = [python, "-c", _PARSE, kind.replace("-", "_"), *flags]
     return refusal(parse, silent="it does not run")

@@ -190,6 +190,8 @@ def test_what_was_simulated_is_what_was_predicted(run: Read) -> None:
         VLLM: [4, 7, 13, 14],
         "vllm": [-3, 0, 0, 1, 3],
     }
+    twelve = [float(simulated[ARMS[OURS][0], "12", of]["within_objective"]) for of in "23"]
+    says(PAGE, "edge of it: ours {:.0f} and {:.0f} %".format(*(100 * each for each in twelve)))
     assert apart.pop("vllm-4096-16-draw2") == 11
     assert max(map(abs, apart.values())) == 4
 
