@@ -73,7 +73,7 @@ fn places_of_sessions_that_ended_long_ago_are_no_reason_to_leave_workers_idle() 
 
 #[test]
 fn sessions_stay_where_the_host_tier_holds_them() {
-    let folder = folder("host-tier");
+    let folder = folder("residency-host-tier");
     sessions(&folder.join("planned.jsonl"), 60, 60, 60_000, 5.0);
     // Six on a worker whose device holds four of them, and whose host tier holds eight.
     let because = "they compute anew elsewhere what their home holds";
