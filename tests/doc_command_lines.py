@@ -127,9 +127,11 @@ def _of_argparse(
         _need_nothing(parser)
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             return vars(parser.parse_args(words))
-    except SystemExit:
+    except SystemExit as ended:
+        if not ended.code:  # --help
+            return {}
         raise Refused(said.getvalue().strip().splitlines()[-1]) from None
 
 

@@ -31,7 +31,7 @@ PAGES = sorted(
         ["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split()
 )
-ROOMS = ("eval", "launch", "policy", "replay", "route")
+ROOMS = ("doctor", "eval", "launch", "policy", "replay", "route")
 
 _FENCED = re.compile(r"(?ms)^( *)```(\w*)\n(.*?)^ *```")
 _SHELL = ("", "sh", "bash")

@@ -52,8 +52,7 @@ def test_commands_are_taken_out_of_the_shell_around_them() -> None:
         ("deltaserve replay run a --url u --output o --mode often", True, "'often' is not one of"),
         ("deltaserve route --decode a b", True, "expected one URL"),
         ("python -m eval.nothing", True, "no module eval.nothing"),
-        ("python -m eval.weights show", True, "Missing argument"),
-        ("python -m eval.simulated_scale --hours 1", True, "No such option"),
+        ("deltaserve eval simulate", True, "Missing argument"),
         ("python -m sglang_ext.bench report --into x", True, "required: --output"),
     ],
 )

@@ -1,0 +1,207 @@
+"""Writes the tables of the docs that follow from the code, between their markers.
+
+Owns which table stands on which page; a table's facts are the router's (`policies()`,
+`residency_rules()`) and the shape that is measured. `--check` writes nothing and ends with 1
+where a page is not what this would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))
+
+from pydantic import BaseModel  # noqa: E402
+from pydantic.fields import FieldInfo  # noqa: E402
+
+from launch.pacing_keys import PacingKeys  # noqa: E402
+from launch.topology import (  # noqa: E402
+    EngineChoice,
+    KvKeys,
+    Placement,
+    RouterChoice,
+    Topology,
+    WorkerGroup,
+)
+from router_policies import _core  # noqa: E402
+
+PROMPT_TOKENS = 70_000
+"""A coding session's last prompt, on average over the recorded sessions that are replayed."""
+GPUS = {"H100 80 GB": 85.5, "H20 96 GB": 102.6, "H200 141 GB": 150.8}
+"""Memory in GB (10⁹ bytes), as the driver says."""
+WEIGHTS = {"bf16": 61.1, "FP8": 31.2}
+"""GB of a checkpoint of Qwen3-Coder-30B-A3B: 30.5 billion parameters, embeddings in bf16."""
+USABLE = 0.85
+"""The share of a GPU's memory that weights and KV get; engines keep the rest."""
+MOST_SESSIONS = 10
+"""No arm met the objective with 16 sessions, whatever memory there was; all did with some ten."""
+
+
+def kv_bytes_per_token(bytes_per_value: int) -> int:
+    """Of the shipped shape: layers × (K, V) × KV heads × head dimension × bytes."""
+    path = DOCS.parent / "launch/models/qwen3-coder-30b-a3b.toml"
+    shape = tomllib.loads(path.read_text())
+    values = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * shape["head_dim"]
+    return int(values * bytes_per_value)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table; a bar inside a cell is escaped."""
+    lines = [[str(cell).replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def sizing() -> str:
+    def row(gpu: str, checkpoint: str) -> list[object]:
+        free = USABLE * GPUS[gpu] * 1e9 - WEIGHTS[checkpoint] * 1e9
+        bf16, fp8 = (round(free / kv_bytes_per_token(size), -4) for size in (2, 1))
+        sessions = min(int(fp8 // PROMPT_TOKENS), MOST_SESSIONS)
+        tier_tokens = max(sessions * PROMPT_TOKENS / 0.8, 1.5 * fp8)  # below the GPU's it is none
+        host_gb = tier_tokens * kv_bytes_per_token(1) / 1e9
+        return [gpu, checkpoint, f"{bf16:,.0f}", f"{fp8:,.0f}", sessions, f"{host_gb:.0f}"]
+
+    head = (
+        "GPU",
+        "checkpoint",
+        "KV tokens, bf16 KV",
+        "KV tokens, FP8 KV",
+        "sessions, FP8 KV and a host tier",
+        "host tier for them, GB",
+    )
+    return table(head, (row(gpu, checkpoint) for gpu in GPUS for checkpoint in WEIGHTS))
+
+
+def policies() -> str:
+    known: list[dict[str, Any]] = json.loads(_core.policies())
+    return table(
+        ("policy", "what it does"), ((f"`{each['name']}`", each["summary"]) for each in known)
+    )
+
+
+def _parameters(of: Iterable[dict[str, Any]]) -> str:
+    rows = ((f"`{each['name']}`", each["default"], each["meaning"]) for each in of)
+    return table(("setting", "default", "meaning"), rows)
+
+
+def admission_settings() -> str:
+    return _parameters(json.loads(_core.residency_rules())["settings"])
+
+
+def admission_rules() -> str:
+    rules = json.loads(_core.residency_rules())["rules"]
+    return table(
+        ("rule", "what it does"), ((f"`{each['name']}`", each["summary"]) for each in rules)
+    )
+
+
+def topology_keys() -> str:
+    """Keys of a topology file, with what `launch/topology.py` says of each."""
+
+    def rows(of: type[BaseModel], prefix: str, leave_out: Iterable[str]) -> Iterable[list[str]]:
+        for name, field in of.model_fields.items():
+            if name not in leave_out:
+                yield [f"`{prefix}{name}`", default(field), meaning(field)]
+
+    def meaning(field: FieldInfo) -> str:
+        said = " ".join((field.description or "").split())
+        choices = [
+            choice
+            for part in (field.annotation, *get_args(field.annotation))
+            if get_origin(part) is Literal
+            for choice in get_args(part)
+        ]
+        return f"{said} One of {', '.join(f'`{each}`' for each in choices)}." if choices else said
+
+    def default(field: FieldInfo) -> str:
+        if field.is_required():
+            return "required"
+        empty = field.default is None or field.default in ((), {}, "")
+        return "" if empty else f"`{json.dumps(field.default).strip(chr(34))}`"
+
+    shared = {*KvKeys.model_fields, *PacingKeys.model_fields, "chunk_tokens", "flags"}
+    own = {"name", "engine", "placement", "workers", "router"}
+    return table(
+        ("key", "default", "meaning"),
+        [
+            *rows(EngineChoice, "engine.", ()),
+            *rows(Topology, "", own),
+            *rows(WorkerGroup, "workers.", {*shared, "environment"}),
+            *rows(RouterChoice, "router.", ()),
+            *rows(Placement, "placement.", ()),
+        ],
+    )
+
+
+ARMS = {
+    "vLLM, FP8 KV, host tier, chunks of 4,096": "vLLM, chunks of 4,096",
+    "SGLang, FP8 KV, host tier, mixed chunks of 4,096": "SGLang, mixed chunks of 4,096",
+    "deltaserve: SGLang, FP8 KV, host tier, paced prefill, residency": "deltaserve before SGLang",
+}
+MEASURES = (
+    "turns within the SLO, %",
+    "first tokens/s",
+    "waiting sessions",
+    "longest wait, s",
+    "starved sessions",
+)
+
+
+def measured() -> str:
+    """24 sessions with all the memory of an H200, trace seed 2, as the results' page has them."""
+    page = (DOCS.parent / "results/agents-a-gpu.md").read_text()
+    section = page[page.index("## All the memory of an H200") :]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    head, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    found = [dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head)]
+    of = {
+        each["arm"]: each for each in found if (each["sessions"], each["trace seed"]) == ("24", "2")
+    }
+    return table(
+        ("24 sessions on one H200", *ARMS.values()),
+        ((measure, *(of[arm][measure] for arm in ARMS)) for measure in MEASURES),
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "measured": measured,
+    "sizing": sizing,
+    "policies": policies,
+    "admission-settings": admission_settings,
+    "admission-rules": admission_rules,
+    "topology-keys": topology_keys,
+}
+_BLOCK = re.compile(r"(?ms)^(<!-- generated: ([a-z-]+) -->\n).*?^(<!-- end -->)$")
+
+
+def written(text: str) -> str:
+    """A page with every table between its markers made again."""
+    return _BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the docs' generated tables.")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page is stale")
+    check = parser.parse_args(arguments).check
+    stale = False
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
+        text = page.read_text()
+        if (now := written(text)) != text:
+            stale = True
+            if check:
+                print(f"{page.name}: not what the code says; run: python docs/generate.py")
+            else:
+                page.write_text(now)
+    return int(stale and check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What was measured: runs as data, and the pages generated from them."""
