@@ -3,4 +3,4 @@
 The rooms (`launch`, `router_policies`, `sglang_ext`, `replay`, `eval`) hold everything else.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

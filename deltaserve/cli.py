@@ -26,6 +26,7 @@ _ROOMS: dict[str, tuple[str, str, str]] = {
     "route": ("router_policies.cli", "route_app", "Run the router."),
     "policy": ("router_policies.cli", "policy_app", "Routing policies: list and explain."),
     "eval": ("eval.cli", "app", "Experiments: run, report, microbenchmarks."),
+    "doctor": ("launch.doctor", "app", "What is installed here, and what would fail."),
 }
 
 # What a machine may refuse any program at any time; every other error of the system is our defect.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from deltaserve.errors import InputError
+from eval.reach import QUANTITIES
 from replay.trace import numbered_lines
 
 # A step that is further from the formula than this share is not of the kind that it describes (a
@@ -39,7 +40,8 @@ class Fit:
     """Constants of one kind of step, and how well they describe it.
 
     `errors` are relative, one a step (`predicted / taken - 1`), of the steps left out as well;
-    `predicted_share` is all predicted time over all time taken.
+    `predicted_share` is all predicted time over all time taken; `most` the largest second and third
+    term of the steps that count: beyond them the formula is extrapolated.
     """
 
     constants: tuple[float, ...]
@@ -47,6 +49,7 @@ class Fit:
     left_out: int
     errors: FloatArray
     predicted_share: float
+    most: tuple[float, float]
 
     @property
     def median_error(self) -> float:
@@ -203,6 +206,7 @@ def fit_rows(rows: list[Row], trim: float) -> Fit | None:
         left_out=int((~kept).sum()),
         errors=errors,
         predicted_share=float((terms @ constants).sum() / took_s.sum()),
+        most=(float(terms[kept, 1].max()), float(terms[kept, 2].max())),
     )
 
 
@@ -224,5 +228,9 @@ def to_toml(calibration: Calibration, name: str, sources: list[str]) -> str:
             f"p90_relative_error = {fitted.p90_error:.4f}",
             f"predicted_share_of_time = {fitted.predicted_share:.4f}",
         ]
+        if title == "decode":
+            lines += [
+                f"{name} = {value:.0f}" for name, value in zip(QUANTITIES, fitted.most, strict=True)
+            ]
     shown = ", ".join(f'"{source}"' for source in sources)
     return "\n".join([*lines, "", "[of]", f"runs = [{shown}]", ""])

@@ -18,39 +18,41 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
-from eval.stats import UNKNOWN, Array, Estimate, row_quantiles
+from eval.experiment import Slo
+from eval.judged import not_met, product_limit
+from eval.stats import (
+    UNKNOWN,
+    Array,
+    Estimate,
+    quantile_points,
+    row_quantiles,
+    with_order_statistics,
+)
 
 CONFIDENCE = 0.99
 """Of one level's verdict, each side. The search tests several levels beside the capacity, and its
 interval is wrong when any of them is: in simulated searches 0.99 each left 98 % for all."""
 _DRAWS = 400
-_ENDLESS = 1e9
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What "carries" means: this share of turns within the SLO, and sessions not stretched.
-
-    A session's stretch is its completion time over what it takes alone; without a bound on it,
-    serving a few sessions well while the others wait for minutes would count as carrying all.
-    """
-
-    attainment: float = 0.9
-    stretch_p90: float | None = 2.0
 
 
 @dataclass(frozen=True)
 class SessionOutcome:
-    """One session at one level: turns that met the SLO, turns judged, and its stretch (NaN where
-    the session did not end inside the window, which says nothing about it). Outcomes of one
-    `session`, played again or in a repeat of the level, are no more independent than its turns;
-    one without a name is a session of its own."""
+    """One session at one level: turns in time, turns judged, its stretch (NaN: unknown; `at_least`
+    so large where the run's end cut it off), turns that waited beyond patience, the share of its
+    time in which it was late, whether it starved. Outcomes of one `session`, played again or in a
+    repeat of the level, are no more independent than its turns; one without a name is a session of
+    its own."""
 
     met: int
     turns: int
     stretch: float = float("nan")
     session: str | None = None
+    at_least: bool = False
+    over_patience: int = 0
+    late_share: float = 0.0
+    starved: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,25 @@ class Level:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A level against the objective. `meets` is the point verdict; `sure` where both bounds of
-    the intervals agree with it. Where the objective bounds stretch and no session's is known, the
-    turns alone were judged: a level that meets by them is `unjudged`, however sure of them it is.
+    """A level against the objective. `not_met` says why the point verdict is that it misses it, and
+    is empty where it meets it; `sure` where both bounds of the intervals agree with that. Where the
+    objective bounds stretch and no session's is known, the turns alone were judged: a level that
+    meets by them is `unjudged`, however sure of them it is.
     """
 
     load: float
     attainment: Estimate
     stretch_p90: Estimate
-    meets: bool
+    not_met: Sequence[str]
     sure: bool
     unjudged: bool = False
+    late_share_p90: Estimate = UNKNOWN
+    starved: int = 0
+
+    @property
+    def meets(self) -> bool:
+        """Whether the level meets the objective, by its point estimates."""
+        return not self.not_met
 
     @property
     def surely_meets(self) -> bool:
@@ -113,45 +123,68 @@ class Capacity:
     judgements: Sequence[Judgement]
 
     @property
+    def missed(self) -> Judgement | None:
+        """The lowest load that missed the objective."""
+        return next((judgement for judgement in self.judgements if not judgement.meets), None)
+
+    @property
     def unjudged(self) -> list[float]:
         """The loads that met the objective by their turns alone, without a known stretch."""
         return [judgement.load for judgement in self.judgements if judgement.unjudged]
 
 
-def judge(level: Level, objective: Objective, seed: int = 0) -> Judgement:
+def judge(level: Level, slo: Slo, seed: int = 0) -> Judgement:
     """The level's verdict, from a bootstrap that resamples sessions (their turns share a fate, and
     so do their plays)."""
     met = np.array([s.met for s in level.sessions], dtype=float)
     turns = np.array([s.turns for s in level.sessions], dtype=float)
     stretch = np.array([s.stretch for s in level.sessions], dtype=float)
+    at_least = np.array([s.at_least for s in level.sessions], dtype=np.bool_)
+    late = np.array([s.late_share for s in level.sessions], dtype=float)
     names = [at if s.session is None else s.session for at, s in enumerate(level.sessions)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     unit = np.array([numbers[name] for name in names], dtype=np.int64)
+    starved = sum(s.starved for s in level.sessions)
     if len(turns) == 0 or turns.sum() == 0:
-        return Judgement(level.load, UNKNOWN, UNKNOWN, meets=False, sure=False)
-    attained, stretched = _intervals(
+        nothing = ["no turn was judged"]
+        return Judgement(level.load, UNKNOWN, UNKNOWN, nothing, sure=False, starved=starved)
+    attained, stretched, lateness = _intervals(
         met.tobytes(),
         turns.tobytes(),
         stretch.tobytes(),
+        at_least.tobytes(),
+        late.tobytes(),
         unit.tobytes(),
         (seed, round(level.load * 1000)),
     )
-    bound = objective.stretch_p90 if stretched.n else None
-    meets = (
-        level.sustained
-        and attained.value >= objective.attainment
-        and (bound is None or stretched.value <= bound)
+    reasons = not_met(
+        {
+            "starved_sessions": starved,
+            "in_time_share": attained.value,
+            "late_share_p90": lateness.value,
+            "wait_over_patience": sum(s.over_patience for s in level.sessions) / turns.sum(),
+        },
+        slo,
+        stretched.value,
     )
-    if meets:
-        sure = attained.low >= objective.attainment and (bound is None or stretched.high <= bound)
-    else:
+    if not level.sustained:
+        reasons.append("the load was not sustained")
+    if reasons:
         sure = (
             not level.sustained
-            or attained.high < objective.attainment
-            or (bound is not None and stretched.low > bound)
+            or starved > 0
+            or attained.high < slo.attainment
+            or lateness.low > slo.late_share_p90
+            or stretched.low > slo.stretch_p90
         )
-    unjudged = meets and bound != objective.stretch_p90
-    return Judgement(level.load, attained, stretched, meets, sure, unjudged)
+    else:
+        sure = (
+            attained.low >= slo.attainment
+            and lateness.high <= slo.late_share_p90
+            and not stretched.high > slo.stretch_p90
+        )
+    unjudged = not reasons and not stretched.n and math.isfinite(slo.stretch_p90)
+    return Judgement(level.load, attained, stretched, reasons, sure, unjudged, lateness, starved)
 
 
 # A search judges every level again after each run, and only one of them has changed. Sessions come
@@ -161,12 +194,17 @@ def _intervals(
     met_bytes: bytes,
     turns_bytes: bytes,
     stretch_bytes: bytes,
+    at_least_bytes: bytes,
+    late_bytes: bytes,
     unit_bytes: bytes,
     seed: tuple[int, int],
-) -> tuple[Estimate, Estimate]:
-    """Attainment and the 90 % quantile of stretch of a level's sessions; `unit_bytes` are their
-    numbers, the same for outcomes of the same session."""
-    met, turns, stretch = map(np.frombuffer, (met_bytes, turns_bytes, stretch_bytes))
+) -> tuple[Estimate, Estimate, Estimate]:
+    """Attainment and the 90 % quantiles of stretch and of the late share of a level's sessions;
+    `unit_bytes` are their numbers, the same for outcomes of the same session."""
+    met, turns, stretch, late = map(
+        np.frombuffer, (met_bytes, turns_bytes, stretch_bytes, late_bytes)
+    )
+    at_least = np.frombuffer(at_least_bytes, dtype=np.bool_)
     unit = np.frombuffer(unit_bytes, dtype=np.int64)
     rng = np.random.default_rng(seed)
     met, turns = (np.bincount(unit, of).astype(np.float64) for of in (met, turns))
@@ -182,20 +220,33 @@ def _intervals(
     known = ~np.isnan(stretch)
     stretched = UNKNOWN
     if known.any():
-        # A session with a failed turn never completes: its stretch is endless, not unknown.
-        values = np.minimum(stretch[known], _ENDLESS)
-        order = np.argsort(values, kind="stable")
-        of, which = np.unique(unit[known][order], return_inverse=True)
-        drawn = rng.integers(0, len(of), (_DRAWS, len(of))) + len(of) * np.arange(_DRAWS)[:, None]
-        times = np.bincount(drawn.ravel(), minlength=_DRAWS * len(of)).reshape(_DRAWS, len(of))
-        counted = np.cumsum(times[:, which], axis=1, dtype=np.float64)
-        draws = row_quantiles(counted, values[order], [0.9])[:, 0]
-        stretched = _interval(float(np.quantile(values, 0.9)), draws, len(values))
-    return attained, stretched
+        times = _times(rng, unit[known])
+        draws = product_limit(stretch[known], at_least[known], 0.9, times)
+        [point] = product_limit(stretch[known], at_least[known], 0.9)
+        stretched = _interval(float(point), draws, int(known.sum()))
+    order = np.argsort(late, kind="stable")
+    counted = np.cumsum(_times(rng, unit)[:, order], axis=1)
+    draws = row_quantiles(counted, late[order], [0.9])[:, 0]
+    lateness = with_order_statistics(
+        _interval(float(np.quantile(late, 0.9)), draws, len(late)),
+        late,
+        len(np.unique(unit)),
+        0.9,
+        level=2 * CONFIDENCE - 1,
+    )
+    return attained, stretched, lateness
+
+
+def _times(rng: np.random.Generator, unit: npt.NDArray[np.int64]) -> Array:
+    """How often each outcome counts in each resample of the sessions: draws × outcomes."""
+    of, which = np.unique(unit, return_inverse=True)
+    drawn = rng.integers(0, len(of), (_DRAWS, len(of))) + len(of) * np.arange(_DRAWS)[:, None]
+    times = np.bincount(drawn.ravel(), minlength=_DRAWS * len(of)).reshape(_DRAWS, len(of))
+    return times[:, which].astype(np.float64)
 
 
 def _interval(point: float, draws: Array, n: int) -> Estimate:
-    low, high = np.quantile(draws, [1 - CONFIDENCE, CONFIDENCE])
+    low, high = quantile_points(draws[~np.isnan(draws)], [1 - CONFIDENCE, CONFIDENCE])
     return Estimate(point, float(low), float(high), n)
 
 
@@ -235,11 +286,11 @@ def _widened(
     )
 
 
-def next_load(levels: Sequence[Level], search: Search, objective: Objective) -> float | None:
+def next_load(levels: Sequence[Level], search: Search, slo: Slo) -> float | None:
     """The load to run next (again, where it was run before); None when the search is over."""
     if not levels:
         return _on_grid(search.start, search)
-    judged = {level.load: (level, judge(level, objective)) for level in levels}
+    judged = {level.load: (level, judge(level, slo)) for level in levels}
     holds, fails = _bracket([verdict for _, verdict in judged.values()])
     if fails is None:
         if holds is None or holds >= search.high:
@@ -282,9 +333,9 @@ def _on_grid(load: float, search: Search) -> float:
     return float(max(1, math.floor(load))) if search.whole else load
 
 
-def capacity(levels: Sequence[Level], search: Search, objective: Objective) -> Capacity:
+def capacity(levels: Sequence[Level], search: Search, slo: Slo) -> Capacity:
     """What the levels measured so far say."""
-    judgements = sorted((judge(level, objective) for level in levels), key=lambda j: j.load)
+    judgements = sorted((judge(level, slo) for level in levels), key=lambda j: j.load)
     holds, _ = _bracket(judgements)
     surely_fails = min((j.load for j in judgements if not j.meets and j.sure), default=math.inf)
     surely_holds = max(

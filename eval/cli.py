@@ -13,7 +13,7 @@ import orjson
 import typer
 
 from deltaserve.errors import InputError
-from eval.cli_options import AsJson, Given, Only, Overrides, bounds, interruptible
+from eval.cli_options import AsJson, Given, Only, OtherSlo, Overrides, bounds, interruptible
 from eval.experiment_files import load_experiment, packaged_experiments
 from eval.micro.cli import app as micro_app
 
@@ -94,7 +94,7 @@ def run_command(
         )
     if as_json:
         typer.echo(orjson.dumps({"output": str(folder), **vars(summary)}).decode())
-    raise typer.Exit(1 if summary.failed else 0)
+    raise typer.Exit(1 if summary.failed or summary.invalid or summary.skipped else 0)
 
 
 @app.command(
@@ -114,13 +114,7 @@ def report_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every figure and table as one JSON object.")
     ] = False,
-    slo: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE,…",
-            help="Judge by another objective than that of the runs, as in ttft_s=5,tpot_s=0.05.",
-        ),
-    ] = None,
+    slo: OtherSlo = None,
     csv: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write each table as a CSV file.")
     ] = None,
@@ -269,7 +263,7 @@ def _simulate_experiment(
         f"simulated, not measured: {summary.complete + summary.kept} runs complete, "
         f"{len(summary.invalid)} of them invalid, {len(summary.failed)} failed; {output}"
     )
-    raise typer.Exit(1 if summary.failed else 0)
+    raise typer.Exit(1 if summary.failed or summary.invalid or summary.skipped else 0)
 
 
 @app.command(
@@ -290,9 +284,7 @@ def plan_command(
     calibration: Annotated[
         str, typer.Option(help="Model and GPU: a packaged calibration's name, or a file.")
     ] = "qwen3-coder-30b-a3b-h200-sglang",
-    slo: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE,…", help="As in ttft_s=5,tpot_s=0.05.")
-    ] = None,
+    slo: OtherSlo = None,
     max_think_s: Annotated[
         float | None, typer.Option(min=0, help="Cut think times to so much.")
     ] = 10.0,

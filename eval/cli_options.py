@@ -10,15 +10,26 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deltaserve.errors import InputError
+from eval.experiment import OBJECTIVES
 
 if TYPE_CHECKING:
     from eval.progress import Progress
 
+# Of every command that judges by another objective than a file's.
+OtherSlo = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--slo",
+        metavar="NAME|KEY=VALUE,…",
+        help="Judge by another objective: agentperf or agentx (docs/eval.md), or other bounds, as "
+        "in ttft_s=5,tpot_s=0.05.",
+    ),
+]
 # Of every command that executes an experiment.
 Overrides = Annotated[
     list[str] | None,
@@ -88,15 +99,21 @@ def interruptible(given: Given) -> Iterator[Progress]:
         raise typer.Exit(130) from None
 
 
-def bounds(words: list[str]) -> dict[str, float]:
-    """`["ttft_s=5,tpot_s=0.05"]` → `{"ttft_s": 5.0, "tpot_s": 0.05}`."""
-    found = {}
+def bounds(words: list[str]) -> dict[str, Any]:
+    """`["agentperf,ttft_s=5"]` → `{"preset": "agentperf", "ttft_s": 5.0}`."""
+    found: dict[str, Any] = {}
     for pair in ",".join(words).split(",") if words else []:
         key, sign, value = pair.partition("=")
+        if pair.strip() in OBJECTIVES:
+            found["preset"] = pair.strip()
+            continue
         try:
             found[key.strip()] = float(value)
         except ValueError:
             sign = ""
         if not sign:
-            raise InputError(f"--slo {pair}: expected key=number, as in ttft_s=5,tpot_s=0.05")
+            raise InputError(
+                f"--slo {pair}: expected key=number, as in ttft_s=5,tpot_s=0.05, or one of "
+                f"{', '.join(OBJECTIVES)}"
+            )
     return found

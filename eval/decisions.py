@@ -63,6 +63,10 @@ def decision_table(events: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
 
 def join_decisions(requests: pd.DataFrame, decisions: pd.DataFrame) -> pd.DataFrame:
+    # A stream that the router began while its turn waited has no header with its decision's id.
+    of_request = decisions.drop_duplicates("request_id", keep="last").set_index("request_id")
+    known = requests["decision_id"].fillna(requests["request_id"].map(of_request["decision_id"]))
+    requests = requests.assign(decision_id=known)
     joined = requests.merge(
         decisions.drop(columns=["request_id"]), on="decision_id", how="left", validate="m:1"
     )

@@ -6,12 +6,13 @@ nothing of what the words and tables say.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 import deltaserve
@@ -102,12 +103,6 @@ def write_document(document: Document, output: Path) -> list[Path]:
     """
     stem = stem_of(output)
     make_folder(stem.parent)
-    environment = Environment(
-        loader=PackageLoader("eval"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     context = {
         **{name: getattr(document, name) for name in Document.__dataclass_fields__},
         "made": provenance.now(),
@@ -115,12 +110,24 @@ def write_document(document: Document, output: Path) -> list[Path]:
         "manifest": orjson.dumps(document.manifest, option=orjson.OPT_INDENT_2).decode(),
     }
     contents = {}
-    for suffix, escape in (("html", True), ("md", False)):
-        template = environment.overlay(autoescape=escape).get_template(f"report.{suffix}.j2")
-        contents[stem.with_name(f"{stem.name}.{suffix}")] = template.render(**context)
+    for suffix in ("html", "md"):
+        contents[stem.with_name(f"{stem.name}.{suffix}")] = _template(suffix).render(**context)
     for path, text in contents.items():
         write_whole(path, text.encode("utf-8"))
     return list(contents)
+
+
+@functools.cache
+def _template(suffix: str) -> Template:
+    """Of `html` (which escapes) or `md`; compiled once a process."""
+    environment = Environment(
+        autoescape=suffix == "html",
+        loader=PackageLoader("eval"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(f"report.{suffix}.j2")
 
 
 def write_whole(path: Path, content: bytes, option: str = "--output") -> None:

@@ -7,10 +7,12 @@ checked by their own rooms.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from deltaserve.quantities import (
     Factor,
@@ -32,12 +34,18 @@ Scalar = str | int | float | bool
 # What measured seconds are held against. It may be as long as one likes: nothing waits for it.
 Limit = Annotated[float, Field(gt=0)]
 _LATENCY_NAMES = ("ttft", "tpot", "worst_gap", "e2e")
-_RATE_NAMES = ("throughput_output_tps", "requests_per_s", "goodput_rps")
+_RATE_NAMES = ("throughput_output_tps", "requests_per_s", "first_tokens_per_s", "in_time_per_s")
 MEASURE_NAMES = (
     *(f"{name}_p{percent}" for name in _LATENCY_NAMES for percent in (50, 90, 99)),
     *_RATE_NAMES,
     *(f"{name}_per_gpu" for name in _RATE_NAMES),
-    "attainment",
+    "in_time_share",
+    "wait_mean_s",
+    *(f"wait_over_{seconds}" for seconds in (10, 30, 60, 180)),
+    "waiting_sessions",
+    "late_share_mean",
+    "late_share_p50",
+    "late_share_p90",
     "session_completion_p50",
     "session_completion_p90",
     "stretch_p90",
@@ -267,28 +275,72 @@ class Arm(_Table):
         return self
 
 
+def _unbounded(value: Any) -> Any:
+    return math.inf if value is None else value
+
+
+# JSON has no infinity: a manifest says null of a bound that is none.
+Bound = Annotated[float, Field(gt=0), BeforeValidator(_unbounded)]
+
+_NO_BOUND_ON_SESSIONS = {"late_share_p90": 1.0, "stretch_p90": math.inf, "patience_s": math.inf}
+OBJECTIVES: Mapping[str, Mapping[str, float]] = {
+    "sessions": {},
+    "agentperf": {
+        "ttft_s": 10.0,
+        "ttft_s_per_new_token": 0.0,
+        "tpot_s": 0.05,
+        "worst_gap_s": math.inf,
+        **_NO_BOUND_ON_SESSIONS,
+    },
+    "agentx": {
+        "ttft_s": math.inf,
+        "ttft_s_per_new_token": 0.0,
+        "tpot_s": math.inf,
+        "worst_gap_s": math.inf,
+        **_NO_BOUND_ON_SESSIONS,
+    },
+}
+"""Objectives by name, as what each replaces of the default, `sessions`. AgentPerf bounds a turn's
+first token and pace; AgentX bounds no latency, so that every turn that is answered is good."""
+
+
 class Slo(_Table):
     """What a turn must keep to count as good: it did not fail, its first token came within
     `ttft_s` + `ttft_s_per_new_token` × new tokens (of its prompt, those that an endless cache would
     not hold), its tokens at `tpot_s` each on average and never further apart than `worst_gap_s`.
 
-    A load is carried where the share of good turns is at least `attainment` and the p90 of the
-    sessions' stretch at most `stretch_p90`.
+    A load is carried where the share of turns in time is at least `attainment`, at most 1 % of
+    turns wait longer than `patience_s`, the p90 over sessions of the share of their time in which
+    they are late is at most `late_share_p90`, no session starves, and the p90 of the sessions'
+    stretch is at most `stretch_p90`. `preset` names one of `OBJECTIVES`, whose bounds stand where
+    no key says otherwise; infinity is no bound.
     """
 
-    ttft_s: Limit = 3.0
+    ttft_s: Bound = 3.0
     ttft_s_per_new_token: Annotated[float, Field(ge=0)] = 0.0001
-    tpot_s: Limit = 0.05
-    worst_gap_s: Limit = 1.0
+    tpot_s: Bound = 0.05
+    worst_gap_s: Bound = 1.0
     attainment: Annotated[float, Field(gt=0, le=1)] = 0.9
-    stretch_p90: Annotated[PositiveFactor, Field(ge=1)] = 2.0
+    late_share_p90: Annotated[float, Field(gt=0, le=1)] = 0.1
+    stretch_p90: Annotated[Bound, Field(ge=1)] = 2.0
+    patience_s: Bound = 60.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or "preset" not in given:
+            return given
+        if given["preset"] not in OBJECTIVES:
+            raise ValueError(f"preset: expected one of {', '.join(OBJECTIVES)}")
+        own = {key: value for key, value in given.items() if key != "preset"}
+        return {**OBJECTIVES[given["preset"]], **own}
 
 
 class Analysis(_Table):
     """How runs are compared: the few measures that the experiment is about, to which the correction
     for many comparisons applies, and what is drawn anew in every round (the same for all arms)."""
 
-    primary: list[str] = Field(default_factory=lambda: ["ttft_p90", "tpot_p90", "goodput_rps"])
+    primary: list[str] = Field(default_factory=lambda: ["ttft_p90", "tpot_p90", "in_time_per_s"])
     vary: list[Literal["trace.seed", "replay.seed"]] = Field(default_factory=list)
 
     @model_validator(mode="after")

@@ -119,6 +119,8 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
         if isinstance(table, dict):
             for other in set(TRACE_SOURCES) - {parts[1]}:
                 table.pop(other, None)
+    if parts == ["slo", "preset"]:
+        document["slo"] = {}
     target: Any = document
     for depth, part in enumerate(parts[:-1]):
         if isinstance(target, list):

@@ -7,14 +7,22 @@ Owns every definition behind a reported number; each function says its own. Know
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
 
 from eval.experiment import Slo
 from eval.interference import INTERFERING_PREFILL_TOKENS, Interference, interference
-from eval.outcomes import LATENCY_QUANTILES, MEASURES, alike, by_session, estimates, sample
+from eval.judged import not_met, product_limit
+from eval.outcomes import (
+    LATENCY_QUANTILES,
+    MEASURES,
+    Outcome,
+    alike,
+    estimates,
+    sample,
+)
 from eval.records import Run
 from eval.serving import (
     DecisionRow,
@@ -26,6 +34,7 @@ from eval.serving import (
     quantile_of,
     worker_rows,
 )
+from eval.settled import unsettled
 from eval.stats import UNKNOWN, Array, Estimate, SessionBootstrap
 from eval.steady import Steadiness, not_sustained, steadiness
 from eval.stretch import Alone, alone_from
@@ -45,7 +54,18 @@ __all__ = [
 QUANTILES = LATENCY_QUANTILES
 LATENCIES = ("ttft", "tpot", "worst_gap", "itl", "e2e")
 # Counts and shares that mean the same whether or not the state was a steady one.
-ALWAYS_KNOWN = ("attainment", "apc", "recomputed_share")
+ALWAYS_KNOWN = (
+    "in_time_share",
+    "wait_over_10",
+    "wait_over_30",
+    "wait_over_60",
+    "wait_over_180",
+    "late_share_mean",
+    "late_share_p50",
+    "late_share_p90",
+    "apc",
+    "recomputed_share",
+)
 CLASS_BOUNDS_TOKENS = (5_000, 20_000, 50_000)
 _REQUESTS_PER_S = next(m for m in MEASURES if m.key == "requests_per_s")
 
@@ -70,6 +90,9 @@ class Cell:
     counts failures by kind, `failed` those that the servers made. `measures` has every measure that
     arms are compared by, by its key (`eval.outcomes.MEASURES`); `latency` the quantiles by name. Of
     a cell that did not sustain its load (`unsustained` says why) no latency and no rate is known.
+    `unsettled` says by run why its window shows the load's start (`eval.settled`).
+    `felt` has what has no interval (`eval.judged.measures`), over all runs; `not_met` says why the
+    objective is not met, and is empty where it is.
     `one_arrival_share` is of answers that came all at once, `first_chunk_share` of output tokens
     that came with the first arrival.
     """
@@ -84,6 +107,7 @@ class Cell:
     failed: int
     steadiness: list[Steadiness]
     unsustained: str | None
+    unsettled: list[str]
     slo: Slo
     gpus: int | None
     alone: Alone | None
@@ -99,8 +123,8 @@ class Cell:
     input_tps: float
     output_tps: float
     request_rps_by_run: list[float]
-    goodput_rps: float
-    goodput_share: Estimate
+    felt: dict[str, float]
+    not_met: list[str]
     lag_p99_s: float
     cached_tokens: float
     prompt_tokens: float
@@ -144,16 +168,20 @@ def measure(
     asked = table[table["ok"] | table["failed"]]
     scale = runs[0].length_scale
     unsustained = not_sustained(runs)
-    sessions = [by_session(run, alone, slo) for run in runs]
+    outcomes = [Outcome(run, slo, alone) for run in runs]
     measures: dict[str, Estimate] = {}
     for group in alike(MEASURES):
         found = [UNKNOWN for _ in group]
         if unsustained is None or group[0].key in ALWAYS_KNOWN:
-            samples = [
-                sample(run, group[0], slo, table) for run, table in zip(runs, sessions, strict=True)
-            ]
+            samples = [sample(outcome, group[0]) for outcome in outcomes]
             found = estimates(boot, samples, group)
         measures |= {m.key: value for m, value in zip(group, found, strict=True)}
+    every = pd.concat([outcome.sessions for outcome in outcomes], ignore_index=True)
+    [stretch_p90] = product_limit(
+        every["stretch"].to_numpy(dtype=float), every["at_least"].to_numpy(dtype=bool), 0.9
+    )
+    measures["stretch_p90"] = replace(measures["stretch_p90"], value=float(stretch_p90))
+    felt = _felt([outcome.measures for outcome in outcomes], every, measures)
     latency = {
         name: [measures[f"{name}_p{round(q * 100)}"] for q in QUANTILES]
         for name in LATENCIES
@@ -179,6 +207,11 @@ def measure(
         failed=int(table["failed"].sum()),
         steadiness=[steadiness(run) for run in runs],
         unsustained=unsustained,
+        unsettled=[
+            f"{outcome.run.cell}/r{outcome.run.repeat}: {'; '.join(signs)}"
+            for outcome in outcomes
+            if (signs := unsettled(outcome))
+        ],
         slo=slo,
         gpus=runs[0].gpus,
         alone=alone,
@@ -205,11 +238,11 @@ def measure(
         input_tps=sum(prefilled) / sum(spans) if sum(spans) else float("nan"),
         output_tps=measures["throughput_output_tps"].value,
         request_rps_by_run=[
-            estimates(boot, [sample(run, _REQUESTS_PER_S, slo)], [_REQUESTS_PER_S])[0].value
-            for run in runs
+            estimates(boot, [sample(outcome, _REQUESTS_PER_S)], [_REQUESTS_PER_S])[0].value
+            for outcome in outcomes
         ],
-        goodput_rps=measures["goodput_rps"].value,
-        goodput_share=measures["attainment"],
+        felt=felt,
+        not_met=not_met(felt, slo, measures["stretch_p90"].value),
         lag_p99_s=quantile_of(table["lag_s"], 0.99),
         cached_tokens=float(ok["cached_tokens"].sum()),
         prompt_tokens=float(ok["prompt_tokens"].sum()),
@@ -223,6 +256,28 @@ def measure(
         decisions=decision_rows(ok),
         engines=_engines(runs),
     )
+
+
+def _felt(
+    by_run: Sequence[Mapping[str, float]], sessions: pd.DataFrame, measures: Mapping[str, Estimate]
+) -> dict[str, float]:
+    """What the sessions of all runs felt: counts are sums, waits the longest, shares of all."""
+    turns = float(sessions["turns"].sum())
+    return {
+        key: sum(found[key] for found in by_run)
+        for key in (
+            "starved_sessions",
+            "served_sessions",
+            "sessions",
+            "judged_turns",
+            "undecided_turns",
+        )
+    } | {
+        "longest_wait_s": float(np.nanmax([found["longest_wait_s"] for found in by_run])),
+        "wait_over_patience": float(sessions["over_patience"].sum()) / turns if turns else np.nan,
+        "in_time_share": measures["in_time_share"].value,
+        "late_share_p90": measures["late_share_p90"].value,
+    }
 
 
 def apc(boot: SessionBootstrap, ok: pd.DataFrame) -> Estimate:

@@ -1,23 +1,27 @@
-"""What became of a run's requests and sessions: good or not, how long, how much longer than alone.
+"""What became of a run's requests and sessions: in time or not, how long, how much longer than
+alone.
 
-Owns the definition of a good turn under a stated SLO, of a session's completion and of every
-measure that arms are compared by, as what one run contributes to it. Knows tables of
+Owns the definition of a session's completion and of every measure that arms are compared by, as
+what one run contributes to it; which turns are judged, and how, is `eval.judged`'s. Knows tables of
 `eval.records`; not arms, noise or verdicts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from eval.experiment import Slo
+from eval.judged import WAITS_S, Window, judged, measures_of, over, waited_s
+from eval.judged import sessions as sessions_in
 from eval.records import Run
-from eval.stats import UNKNOWN, Array, Estimate, SessionBootstrap
+from eval.stats import UNKNOWN, Array, Estimate, SessionBootstrap, with_order_statistics
 from eval.stretch import Alone
 from replay.plays import in_the_plan
 
@@ -29,7 +33,8 @@ class Measure:
     """A quantity that is compared: its name, which way is better, and what it is made of.
 
     `kind`: a `quantile` of a column of requests, or of `sessions`; a `rate` (a sum over the
-    window's seconds), per GPU where `per_gpu`; or a `share`, compared in points, not as a ratio.
+    window's seconds), per GPU where `per_gpu`; a `mean` (a sum over a count); or a `share`. Shares
+    (`points`, where they are quantiles of shares) are compared in points, not as a ratio.
     """
 
     key: str
@@ -37,18 +42,20 @@ class Measure:
     lower_is_better: bool
     column: str
     quantile: float | None = None
-    kind: Literal["quantile", "sessions", "rate", "share"] = "quantile"
+    kind: Literal["quantile", "sessions", "rate", "share", "mean"] = "quantile"
     per_gpu: bool = False
+    points: bool = False
 
     @property
     def in_points(self) -> bool:
-        return self.kind == "share"
+        return self.kind == "share" or self.points
 
 
 _RATES = (
     ("throughput_output_tps", "Output tokens / s", "window_tokens"),
     ("requests_per_s", "Requests / s", "completed"),
-    ("goodput_rps", "Goodput", "good"),
+    ("first_tokens_per_s", "First tokens / s", "first_tokens"),
+    ("in_time_per_s", "Turns in time / s", "in_time"),
 )
 MEASURES = (
     *(
@@ -69,7 +76,20 @@ MEASURES = (
         )
         for key, label, column in _RATES
     ),
-    Measure("attainment", "Turns within the SLO", False, "good", kind="share"),
+    Measure("in_time_share", "Turns in time", False, "in_time", kind="share"),
+    Measure("wait_mean_s", "Mean wait for a first token", True, "waited_s", kind="mean"),
+    *(
+        Measure(f"wait_over_{limit}", f"Turns that wait over {limit} s", True, f"over_{limit}",
+                kind="share")
+        for limit in WAITS_S
+    ),
+    Measure("waiting_sessions", "Sessions waiting at a time", True, "waiting_s", kind="rate"),
+    Measure("late_share_mean", "Late share of sessions, mean", True, "late_share", kind="share"),
+    *(
+        Measure(f"late_share_p{round(q * 100)}", f"Late share of sessions p{round(q * 100)}", True,
+                "late_share", q, "sessions", points=True)
+        for q in (0.5, 0.9)
+    ),
     *(
         Measure(
             f"session_completion_p{round(q * 100)}",
@@ -85,6 +105,8 @@ MEASURES = (
     Measure("apc", "APC", False, "cached_tokens", kind="share"),
     Measure("recomputed_share", "Tokens recomputed", True, "recomputed_tokens", kind="share"),
 )  # fmt: skip
+
+BY_KEY = {measure.key: measure for measure in MEASURES}
 
 
 @dataclass(frozen=True)
@@ -107,22 +129,101 @@ def new_tokens(requests: pd.DataFrame) -> pd.Series[float]:
     return new.clip(lower=0)
 
 
-def missed(requests: pd.DataFrame, slo: Slo) -> dict[str, npt.NDArray[np.bool_]]:
-    """Which requests missed which bound of the SLO: `ttft`, `tpot` or `worst_gap`. A request whose
-    tokens all came at once has no pace or gap to keep; one that failed missed all that it has."""
-    bound_s = slo.ttft_s + slo.ttft_s_per_new_token * new_tokens(requests)
-    found = {"ttft": ~requests["ttft_s"].le(bound_s)}
-    for name, most_s in (("tpot", slo.tpot_s), ("worst_gap", slo.worst_gap_s)):
-        found[name] = requests[f"{name}_s"].gt(most_s)
-    return {name: of.to_numpy(dtype=bool) for name, of in found.items()}
+def as_turns(run: Run) -> pd.DataFrame:
+    """A run's turns as `eval.judged` takes them: without priming requests and faults of the client
+    itself; `conversation` is beside its columns."""
+    table = run.all_requests
+    counted = table["ok"] | table["failed"] | table["error_kind"].eq("cancelled")
+    table = table[counted & table["phase"].ne("prime") & table["scheduled_s"].notna()]
+    return pd.DataFrame(
+        {
+            "session": table["session_id"],
+            "conversation": table["conversation"],
+            "due_s": table["scheduled_s"],
+            "first_token_s": table["first_token_s"],
+            "finished_s": table["finished_s"],
+            "error": table["error_kind"],
+            "new_tokens": new_tokens(table),
+            "tpot_s": table["received_tpot_s"],
+            "worst_gap_s": table["received_gap_s"],
+            "output_tokens": table["output_tokens"],
+            "last_token_s": table["last_token_s"],
+        }
+    )
 
 
-def good(requests: pd.DataFrame, slo: Slo) -> npt.NDArray[np.bool_]:
-    """Which requests kept the SLO; one that failed is never good."""
-    kept = requests["ok"].to_numpy(dtype=bool)
-    for of in missed(requests, slo).values():
-        kept = kept & ~of
-    return kept
+def window_of(run: Run) -> Window:
+    """Where a run's turns are judged: its window, or all of it where it has none."""
+    start_s, end_s = run.span_s
+    seen_s = run.all_requests[["finished_s", "scheduled_s"]].max().max()
+    over_s = max(end_s, seen_s) if np.isfinite(seen_s) else end_s
+    # What ends a run without a window is inside it.
+    end_s = end_s if run.window is not None else float(np.nextafter(end_s, np.inf))
+    return Window(start_s, end_s, float(over_s))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run by an objective; its turns are judged once, for all its measures."""
+
+    run: Run
+    slo: Slo = field(default_factory=Slo)
+    alone: Alone | None = None
+
+    @cached_property
+    def window(self) -> Window:
+        """Where the run's turns are judged."""
+        return window_of(self.run)
+
+    @cached_property
+    def turns(self) -> pd.DataFrame:
+        """The turns under way in the window, as `eval.judged` judges them, with `conversation`."""
+        return judged(self._all_turns, self.window, self.slo)
+
+    @cached_property
+    def measures(self) -> dict[str, float]:
+        """The measures of `eval.judged`."""
+        return measures_of(self.turns, self._sessions, self.window, self.slo)
+
+    @cached_property
+    def sessions(self) -> pd.DataFrame:
+        """One row a session and play that was in flight in the window: `conversation`, `turns`
+        (judged and decided), `met` (in time), `over_patience`, `late_share`, `there_s`,
+        `waiting_s`, `starved`, `first_tokens` (as `eval.judged` defines them), `completion_s`,
+        `stretch`, `at_least`.
+
+        Completion: from when the first measured turn was due to the end of the last; unknown for a
+        session that the window cuts (it has turns before or after, sent or not), infinite for one
+        with a failed turn. Stretch: the time that its judged turns took over what they would take
+        alone, their think times as they were; infinite where one failed, and `at_least` so large
+        where the end of the run cut one off.
+        """
+        of = self.turns
+        found = self._sessions.rename(columns={"waited_s": "waiting_s"})
+        decided = of[of["decided"]]
+        groups = decided.groupby("session")
+        found["conversation"] = self._all_turns.groupby("session")["conversation"].first()
+        found["turns"] = groups.size()
+        found["met"] = groups["in_time"].sum()
+        impatient = over(decided, self.slo.patience_s)
+        found["over_patience"] = impatient.groupby(decided["session"]).sum()
+        counts = ["turns", "met", "over_patience"]
+        found[counts] = found[counts].fillna(0)
+        found["completion_s"] = _completion_s(self.run)
+        found["stretch"], found["at_least"] = np.nan, False
+        if self.alone is not None and len(of):
+            known = _stretch(self.run, of, self.alone)
+            found["stretch"] = known["stretch"]
+            found["at_least"] = known["at_least"].reindex(found.index, fill_value=False)
+        return found.reset_index(drop=True)
+
+    @cached_property
+    def _all_turns(self) -> pd.DataFrame:
+        return as_turns(self.run)
+
+    @cached_property
+    def _sessions(self) -> pd.DataFrame:
+        return sessions_in(self._all_turns, self.window, self.slo)
 
 
 def recomputed_tokens(requests: pd.DataFrame) -> pd.Series[float]:
@@ -133,43 +234,31 @@ def recomputed_tokens(requests: pd.DataFrame) -> pd.Series[float]:
     return (best - requests["cached_tokens"]).clip(lower=0)
 
 
-def by_session(run: Run, alone: Alone | None = None, slo: Slo | None = None) -> pd.DataFrame:
-    """One row a session and play: `conversation`, `turns` (measured, but for the client's own
-    faults), `met` (those of them that kept the SLO), `completion_s`, `stretch`.
+def _completion_s(run: Run) -> pd.Series[float]:
+    requests = run.requests[run.requests["scheduled_s"].notna()]
+    sessions = requests.groupby("session_id")
+    took_s = sessions["finished_s"].max() - sessions["scheduled_s"].min()
+    failed = sessions["failed"].any()
+    whole = (requests["ok"] | requests["failed"]).groupby(requests["session_id"]).all()
+    took_s = took_s.where(~failed, np.inf).where(whole)
+    known: pd.Series[float] = took_s.where(~took_s.index.isin(list(_cut(run))))
+    return known
 
-    Completion: from when the first measured turn was due to the end of the last; unknown for a
-    session that the window cuts (it has turns before or after, sent or not). Stretch: the same time
-    (of measured turns, cut or not) over what those turns would take alone, their think times as
-    they were. A session with a failed turn was never completed: both are infinite.
-    """
-    requests = run.requests[run.requests["scheduled_s"].notna()].sort_values("scheduled_s")
-    columns = ["conversation", "turns", "met", "completion_s", "stretch"]
-    if requests.empty:
-        return pd.DataFrame({name: pd.Series(dtype=float) for name in columns})
-    requests = requests.assign(met=good(requests, slo or Slo()))
-    sessions = requests.groupby("session_id", sort=True)
-    found = pd.DataFrame(
-        {
-            "conversation": sessions["conversation"].first(),
-            "took_s": sessions["finished_s"].max() - sessions["scheduled_s"].min(),
-            "failed": sessions["failed"].any(),
-            "turns": sessions["ok"].sum() + sessions["failed"].sum(),
-            "met": sessions["met"].sum(),
-        }
-    )
-    found["known"] = found["turns"] == sessions.size()
-    took_s = found["took_s"].where(~found["failed"], np.inf).where(found["known"])
-    found["completion_s"] = took_s.where(~found.index.isin(list(_cut(run))))
-    found["stretch"] = np.nan
-    if alone is not None:
-        before_s = sessions["finished_s"].shift(1)
-        think_s = (requests["scheduled_s"] - before_s).clip(lower=0).fillna(0.0)
-        alone_s = think_s + alone.service_s(requests)
-        total_s = alone_s.groupby(requests["session_id"]).sum(min_count=1)
-        # Of failed turns the service alone need not be known.
-        stretch = (took_s / total_s).where(~found["failed"], np.inf)
-        found["stretch"] = stretch.where(found["known"] & (total_s.gt(0) | found["failed"]))
-    return found[columns].reset_index(drop=True)
+
+def _stretch(run: Run, of: pd.DataFrame, alone: Alone) -> pd.DataFrame:
+    """`stretch` and `at_least` of the sessions of judged turns, by session."""
+    requests = run.all_requests.loc[of.index]
+    of = of.assign(service_s=alone.service_s(requests)).sort_values("due_s", kind="stable")
+    sessions = of.groupby("session")
+    think_s = (of["due_s"] - sessions["finished_s"].shift(1)).clip(lower=0).fillna(0.0)
+    ends = of["error"].isna() | of["cut"]
+    failed = (~ends).groupby(of["session"]).any()
+    took_s = sessions["finished_s"].max() - sessions["due_s"].min()
+    # Of failed turns the service alone need not be known.
+    unknown = (of["service_s"].isna() & ends).groupby(of["session"]).any()
+    total_s = (think_s + of["service_s"].fillna(0.0)).groupby(of["session"]).sum()
+    stretch = (took_s / total_s).where(~unknown & total_s.gt(0)).where(~failed, np.inf)
+    return pd.DataFrame({"stretch": stretch, "at_least": sessions["cut"].any() & ~failed})
 
 
 def _cut(run: Run) -> set[str]:
@@ -186,32 +275,21 @@ def _cut(run: Run) -> set[str]:
     return cut | (set(table["session_id"]) - set(table.loc[ends, "session_id"]))
 
 
-def sample(
-    run: Run,
-    measure: Measure,
-    slo: Slo,
-    sessions: pd.DataFrame | None = None,
-    requests: frozenset[str] | None = None,
-) -> Sample:
-    """What `run` contributes to `measure`; from those of `requests` only where they are given and
-    the measure is of single requests. `sessions` is the run's table of them (`by_session`), made
-    here where it is not given."""
-    if measure.kind == "sessions":
-        return _known(by_session(run) if sessions is None else sessions, measure.column)
+def sample(outcome: Outcome, measure: Measure, requests: frozenset[str] | None = None) -> Sample:
+    """What a run contributes to `measure`; from those of `requests` only where they are given and
+    the measure is of single requests."""
+    run = outcome.run
+    if measure.column in OF_SESSIONS:
+        return _of_sessions(run, measure, outcome.sessions)
+    if measure.column in _OF_JUDGED:
+        return _of_judged(outcome, measure, requests)
     if measure.kind == "rate":
-        return _rate(run, measure, slo)
+        return _rate(run, measure)
     table = run.requests
     if requests is not None:
         table = table[table["request_id"].isin(requests)]
     if measure.kind == "quantile":
         return _known(table, measure.column)
-    if measure.key == "attainment":
-        counted = table[table["ok"] | table["failed"]]
-        return Sample(
-            counted["conversation"].tolist(),
-            np.asarray(good(counted, slo), dtype=np.float64),
-            np.ones(len(counted)),
-        )
     counted = table[table["ok"]]
     tokens = (
         recomputed_tokens(counted) if measure.key == "recomputed_share" else counted[measure.column]
@@ -237,17 +315,70 @@ def _sessions(table: pd.DataFrame, kept: npt.NDArray[np.bool_]) -> list[str]:
     return found
 
 
-def _rate(run: Run, measure: Measure, slo: Slo) -> Sample:
-    """A sum over the seconds in which it was made. Tokens and completed requests count where they
-    fell inside the window, whenever the request was scheduled; tokens of an answer that failed do
-    not. Goodput counts the requests scheduled inside the window."""
+OF_SESSIONS = ("late_share", "waiting_s", "completion_s", "stretch")
+_OF_JUDGED = ("first_tokens", "in_time", "waited_s", *(f"over_{limit}" for limit in WAITS_S))
+
+
+def _of_sessions(run: Run, measure: Measure, sessions: pd.DataFrame) -> Sample:
+    """A measure of sessions: the values themselves (their quantile), over the window's seconds, or
+    over how many there are."""
+    if measure.column == "stretch":
+        # Where arms are compared, a session that was cut off counts as endless.
+        endless = sessions["stretch"].mask(
+            sessions["at_least"] & sessions["stretch"].notna(), np.inf
+        )
+        return _known(sessions.assign(stretch=endless), "stretch")
+    known = _known(sessions, measure.column)
+    if measure.kind == "rate":
+        return Sample(known.sessions, known.values, _seconds(run, measure))
+    if measure.kind == "share":
+        return Sample(known.sessions, known.values, np.ones(len(known.values)))
+    return known
+
+
+def _of_judged(
+    outcome: Outcome, measure: Measure, requests: frozenset[str] | None = None
+) -> Sample:
+    """A measure of the turns judged, as `eval.judged.measures` has it."""
+    run, of = outcome.run, outcome.turns
+    if requests is not None:
+        of = of[run.all_requests.loc[of.index, "request_id"].isin(requests)]
+    inside = of["first_inside"]
+    if measure.kind == "rate":
+        counted = inside if measure.column == "first_tokens" else inside & of["in_time"]
+        return Sample(_names(of), _numbers(counted), _seconds(run, measure))
+    if measure.kind == "mean":
+        return Sample(_names(of), _numbers(waited_s(of, outcome.window)), _numbers(inside))
+    of = of[of["decided"]]
+    if measure.column == "in_time":
+        counted = of["in_time"]
+    else:
+        counted = over(of, float(measure.column.removeprefix("over_")))
+    return Sample(_names(of), _numbers(counted), np.ones(len(of)))
+
+
+def _names(of: pd.DataFrame) -> list[str]:
+    return [str(name) for name in of["conversation"]]
+
+
+def _numbers(of: pd.Series[Any]) -> Array:
+    return np.asarray(of, dtype=np.float64)
+
+
+def _seconds(run: Run, measure: Measure) -> float:
     start_s, end_s = run.span_s
     seconds = end_s - start_s
     if measure.per_gpu:
         seconds *= run.gpus if run.gpus is not None else float("nan")
-    if measure.column == "good":
-        values = np.asarray(good(run.requests, slo), dtype=np.float64)
-        return Sample(run.requests["conversation"].tolist(), values, float(seconds))
+    return float(seconds)
+
+
+def _rate(run: Run, measure: Measure) -> Sample:
+    """A sum over the seconds in which it was made. Tokens and completed requests count where they
+    fell inside the window, whenever the request was scheduled; tokens of an answer that failed do
+    not."""
+    start_s, end_s = run.span_s
+    seconds = _seconds(run, measure)
     table = run.all_requests
     answered = table["ok"] | table["error_kind"].eq("cancelled")
     counted = (answered & table["phase"].ne("prime")).to_numpy(dtype=bool)
@@ -257,7 +388,7 @@ def _rate(run: Run, measure: Measure, slo: Slo) -> Sample:
         values = np.asarray(done, dtype=np.float64)[counted]
     else:
         values = np.asarray(table["window_tokens"], dtype=np.float64)[counted]
-    return Sample(_sessions(table, counted), values, float(seconds))
+    return Sample(_sessions(table, counted), values, seconds)
 
 
 def estimates(
@@ -269,7 +400,14 @@ def estimates(
     values = np.concatenate([part.values for part in samples])
     quantiles = [measure.quantile for measure in measures if measure.quantile is not None]
     if quantiles:
-        return boot.quantiles(sessions, values, quantiles)
+        found = boot.quantiles(sessions, values, quantiles)
+        if not measures[0].points:
+            return found
+        independent = len(set(sessions))
+        return [
+            with_order_statistics(each, values, independent, quantile)
+            for each, quantile in zip(found, quantiles, strict=True)
+        ]
     over = [part.over for part in samples]
     if measures[0].kind == "rate":
         seconds = float(sum(part for part in over if isinstance(part, float)))

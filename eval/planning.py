@@ -17,6 +17,8 @@ import orjson
 from deltaserve.errors import InputError
 from eval.experiment_files import load_experiment
 from eval.progress import Progress
+from eval.provenance import MANIFEST, read_manifest
+from eval.reach import in_words
 from eval.report import find_searches
 from eval.report.searches import Search
 from eval.run_lines import Row, cell, write_rows
@@ -59,7 +61,7 @@ class Asked:
     tolerance: float = 0.05
     only: tuple[str, ...] = ()
     calibration_spread: bool = False
-    slo: dict[str, float] = field(default_factory=dict)
+    slo: dict[str, Any] = field(default_factory=dict)
 
 
 def experiment_text(asked: Asked, hardware: Hardware) -> str:
@@ -70,7 +72,7 @@ def experiment_text(asked: Asked, hardware: Hardware) -> str:
         "" if asked.max_input_tokens is None else f"max_input_tokens = {asked.max_input_tokens}\n"
     )
     first = "" if asked.sessions is None else f"session_limit = {asked.sessions}\n"
-    slo = "".join(f"{key} = {value:g}\n" for key, value in asked.slo.items())
+    slo = "".join(f"{key} = {_toml(value)}\n" for key, value in asked.slo.items())
     gpus = hardware.gpus
     run_minutes = (asked.measure_s + asked.warm_up_s) / 60 + 3
     head = f"""# Written by deltaserve eval plan: eval simulate and eval run take it as it is.
@@ -204,7 +206,8 @@ def plan(
         raise InputError(f"{output / RUNS_FOLDER}: {summary.failed[0]} failed; see its manifest")
     found = sorted(find_searches([output / RUNS_FOLDER]), key=_best_first)
     write_rows(output / LINES_FILE, (line(search, asked, hardware) for search in found))
-    return found, answer(found, str(calibration["name"]), path)
+    beyond = _extrapolated(output / RUNS_FOLDER)
+    return found, answer(found, str(calibration["name"]), path, beyond)
 
 
 def line(search: Search, asked: Asked, hardware: Hardware) -> Row:
@@ -253,8 +256,18 @@ def _best_first(search: Search) -> tuple[float, float]:
     return (-search.agents if math.isfinite(search.agents) else 0.0, -search.low)
 
 
-def answer(found: Sequence[Search], calibration: str, path: Path) -> str:
-    """The table of arms, what decides between them, and the command that measures it."""
+def _extrapolated(runs: Path) -> list[str]:
+    """What runs had beyond what the calibration was fitted on."""
+    manifests = (read_manifest(path.parent) or {} for path in runs.rglob(MANIFEST))
+    return in_words([(each.get("simulated") or {}).get("beyond") or {} for each in manifests])
+
+
+def answer(
+    found: Sequence[Search], calibration: str, path: Path, beyond: Sequence[str] = ()
+) -> str:
+    """The table of arms, what decides between them, and the command that measures it. `beyond` is
+    what the calibration was extrapolated to. Engines that were simulated with one calibration are
+    not told apart by it: the best arm of either is measured."""
     lines = [
         f"Simulated, not measured; calibration: {calibration}.",
         "",
@@ -269,7 +282,16 @@ def answer(found: Sequence[Search], calibration: str, path: Path) -> str:
         return "\n".join([*lines, "no arm could be simulated"])
     if words := _not_counted(found):
         lines += ["", words]
+    lines += [f"Extrapolated: {words}." for words in beyond]
     best, rivals = found[0], [s for s in found[1:] if _overlap(s, found[0])]
+    others = [search for search in found if _engine(search) != _engine(best)]
+    if others:
+        lines += [
+            "",
+            "Both engines have the same step times: this does not choose between SGLang and vLLM.",
+        ]
+        if others[0] not in rivals:
+            rivals.append(others[0])
     lines += ["", _measure_next(best, rivals, path)]
     return "\n".join(lines)
 
@@ -291,6 +313,10 @@ def _not_counted(found: Sequence[Search]) -> str:
     return f"{words}."
 
 
+def _engine(search: Search) -> str:
+    return "vllm" if search.arm.startswith("vllm") else "sglang"
+
+
 def _overlap(one: Search, other: Search) -> bool:
     return not (one.high < other.low or other.high < one.low)
 
@@ -306,7 +332,7 @@ def _measure_next(best: Search, rivals: Sequence[Search], path: Path) -> str:
         )
     names = [best.arm, *(rival.arm for rival in rivals)]
     why = (
-        f"their intervals overlap, and the simulation does not choose: {', '.join(names)}"
+        f"the simulation does not choose between them: {', '.join(names)}"
         if rivals
         else f"{best.arm} is ahead of every other arm; whether it carries that is not measured"
     )

@@ -19,6 +19,7 @@ import pandas as pd
 
 from deltaserve.errors import InputError
 from eval.decisions import DECISION_FILES, decision_table, join_decisions
+from eval.judged import BROKEN_OFF
 from eval.provenance import MANIFEST
 from eval.run_files import Manifest, Phases, Trace, read_table
 from eval.telemetry import events, read_json_lines, step_table, transfer_table
@@ -70,6 +71,8 @@ _FLOATS = (
     "first_chunk_tokens",
     "worst_gap_s",
     "tpot_s",
+    "received_gap_s",
+    "received_tpot_s",
 )
 LATENCY_COLUMNS = ("ttft_s", "tpot_s", "worst_gap_s", "e2e_s")
 # Whose fault an error is. These are of the client or the machine it runs on; all others are what
@@ -226,7 +229,7 @@ def read_run(folder: Path) -> Run:
     logs = [read_json_lines(folder / name) for name in DECISION_FILES]
     decisions = itertools.chain.from_iterable(events for events, _ in logs)
     broken_lines = sum(broken for _, broken in logs)
-    table = request_table(results)
+    table = _with_what_came(request_table(results), window)
     table["window_tokens"] = _tokens_within(results, window)
     table = join_decisions(table, decision_table(decisions))
     if trace is not None:
@@ -255,7 +258,8 @@ def request_table(results: Iterable[Result]) -> pd.DataFrame:
     TTFT and E2E count from the scheduled time, so the client's own lateness is inside them and
     stands apart as `lag_s`. `tpot_s`, `worst_gap_s` and `first_chunk_tokens` are as
     `replay.results` defines them. `ok` requests were answered; `failed` ones the servers did not
-    answer whole or in time, and their latencies are infinite; the rest failed by the client's or
+    answer whole or in time, and their latencies are infinite (`received_tpot_s` and
+    `received_gap_s` are of what was received, of those too); the rest failed by the client's or
     the machine's fault, and their latencies are unknown. `conversation` is the session, the same in
     every play of it.
     """
@@ -269,6 +273,8 @@ def request_table(results: Iterable[Result]) -> pd.DataFrame:
         record["first_chunk_tokens"] = result.first_chunk_tokens()
         record["worst_gap_s"] = result.worst_gap_s()
         record["tpot_s"] = result.tpot_s()
+        record["received_gap_s"] = record["worst_gap_s"]
+        record["received_tpot_s"] = record["tpot_s"]
         records.append(record)
     columns = [
         *_REQUEST_COLUMNS,
@@ -278,6 +284,8 @@ def request_table(results: Iterable[Result]) -> pd.DataFrame:
         "first_chunk_tokens",
         "worst_gap_s",
         "tpot_s",
+        "received_gap_s",
+        "received_tpot_s",
     ]
     table = pd.DataFrame.from_records(records, columns=columns)
     table["row"] = np.arange(len(table))
@@ -301,6 +309,21 @@ def request_table(results: Iterable[Result]) -> pd.DataFrame:
     table["prompt_tokens"] = table["prompt_tokens"].fillna(table["input_length"])
     table["new_tokens"] = table["prompt_tokens"] - table["cached_tokens"]
     return table
+
+
+def _with_what_came(requests: pd.DataFrame, window: Window | None) -> pd.DataFrame:
+    """The requests, with the wait and the pace of answers that the end of the run cut off: of those
+    what came is known, and how they ended says nothing of the server."""
+    if window is None:
+        return requests
+    by_us = requests["error_kind"].isin(BROKEN_OFF) & requests["finished_s"].ge(window.end_s)
+    came = by_us & requests["first_token_s"].notna()
+    known = {
+        "ttft_s": requests["first_token_s"] - requests["scheduled_s"],
+        "tpot_s": requests["received_tpot_s"],
+        "worst_gap_s": requests["received_gap_s"],
+    }
+    return requests.assign(**{name: requests[name].mask(came, of) for name, of in known.items()})
 
 
 def _arrivals(results: Sequence[Result]) -> Arrivals:

@@ -103,6 +103,14 @@ class _Imported(Told):
     duration_s: float = math.nan
 
 
+class _Simulated(Told):
+    beyond: dict[str, tuple[float, float]] | None = None
+
+
+class _Violation(Told):
+    rule: str
+
+
 class _Timings(Told):
     replay_s: float | None = None
     fleet_up_s: float | None = None
@@ -133,7 +141,8 @@ class Manifest(RunFile):
     replay_command: list[Any] | None = None
     policy_params: dict[str, Any] | None = None
     workers: list[Worker | str] | None = None
-    simulated: dict[str, Any] | None = None
+    simulated: _Simulated | None = None
+    violations: list[_Violation] | None = None
     slo: Slo = Slo()
     validity: ValidityRules = ValidityRules()
     analysis: Analysis = Analysis()

@@ -1,23 +1,40 @@
-"""One CSV line a run: what is kept of many simulated runs, and what tables follow from."""
+"""A CSV line for each run of a folder: `python -m eval.run_lines FOLDER CSV`.
+
+Owns what is kept of a run when its turns are not: what was served, what sessions felt, and whether
+the objective is met. How that is judged is `eval.judged`'s.
+"""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
-import pandas as pd
 import typer
 
-from deltaserve.errors import InputError
+from deltaserve.errors import InputError, told_in_one_line
+from eval.experiment import OBJECTIVES, Slo
+from eval.judged import not_met, product_limit
+from eval.metrics import alone_by_arm
+from eval.outcomes import Outcome
 from eval.records import Run
-from eval.stats import quantile_points
+from eval.report import find_runs
+from eval.steady import steadiness
 from launch.cache import make_folder
 
 Row = dict[str, str]
+FELT: Mapping[str, str] = {
+    "first_tokens_per_s": ".4f",
+    "in_time_share": ".4f",
+    "late_share_p90": ".4f",
+    "waiting_sessions": ".3f",
+    "wait_mean_s": ".4g",
+    "longest_wait_s": ".4g",
+    "starved_sessions": ".0f",
+}
+"""What sessions felt, as `eval.judged` measures it, and how it is written."""
 
 
 def cell(value: float, form: str = ".4f") -> str:
@@ -25,40 +42,32 @@ def cell(value: float, form: str = ".4f") -> str:
     return f"{value:{form}}" if math.isfinite(value) else ""
 
 
-def turns_of(run: Run) -> pd.DataFrame:
-    """The turns scheduled in a run's window that were answered or failed."""
-    table = run.requests
-    return table[table["ok"] | table["failed"]]
-
-
-def figures(run: Run) -> Row:
-    """The figures of a run that every page of many runs wants, of turns scheduled in its window
-    (requests/s: of those that ended in it). Times in seconds; quantiles are of turns that have the
-    measured time, with those that failed beyond every bound."""
-    counted = turns_of(run)
-    answered = counted[counted["ok"]]
-    start_s, end_s = run.span_s
-
-    def quantile(column: str, share: float) -> str:
-        # An answer of one token, or that came all at once, has no time a token and no gap: it is
-        # left out, as in reports. Counted as 0 it would make the others look faster.
-        known = np.asarray(counted[column].dropna(), dtype=np.float64)
-        return cell(float(quantile_points(known, [share])[0]) if len(known) else math.nan, ".4g")
-
-    # Where an engine does not say what it found, that is unknown, and not nothing.
-    told = answered[answered["cached_tokens"].notna()]
-    cached, prompt = told["cached_tokens"].sum(), told["prompt_tokens"].sum()
-    ended = run.all_requests["finished_s"].between(start_s, end_s) & run.all_requests["ok"]
-    ended &= run.all_requests["phase"].ne("prime")
-    return {
-        "measured_turns": str(len(counted)),
-        "requests_per_s": cell(float(ended.sum()) / (end_s - start_s)),
-        "cached_share": cell(cached / prompt if prompt else math.nan),
-        "ttft_p50_s": quantile("ttft_s", 0.5),
-        "ttft_p90_s": quantile("ttft_s", 0.9),
-        "tpot_p50_s": quantile("tpot_s", 0.5),
-        "worst_gap_p90_s": quantile("worst_gap_s", 0.9),
-    }
+def rows_of(runs: Sequence[Run], slo: Slo) -> Iterator[Row]:
+    """A row a run: arm, load, trace seed, what sessions felt, stretch, whether the window was
+    steady, and why it misses the objective (`not_met`; empty where it meets it). Stretch is against
+    what the arm's runs at one session in flight took, where there are any."""
+    by_arm: dict[str, list[Run]] = {}
+    for run in runs:
+        by_arm.setdefault(run.arm, []).append(run)
+    alone = alone_by_arm(by_arm)
+    for run in runs:
+        outcome = Outcome(run, slo, alone[run.arm])
+        sessions = outcome.sessions
+        [stretch_p90] = product_limit(
+            sessions["stretch"].to_numpy(dtype=float),
+            sessions["at_least"].to_numpy(dtype=bool),
+            0.9,
+        )
+        reasons = not_met(outcome.measures, slo, float(stretch_p90))
+        yield {
+            "arm": run.arm,
+            "load": run.load or "",
+            "trace_seed": str((run.manifest.get("identity") or {}).get("seed", "")),
+            **{name: cell(outcome.measures[name], form) for name, form in FELT.items()},
+            "stretch_p90": cell(float(stretch_p90), ".4g"),
+            "state": str(steadiness(run).state),
+            "not_met": "; ".join(reasons),
+        }
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
@@ -90,13 +99,19 @@ def read_rows(path: Path, columns: Iterable[str] = ()) -> list[Row]:
     return rows
 
 
-def add_lines_command(app: typer.Typer, rows_in: Callable[[Path], Iterable[Row]]) -> None:
-    """Gives an app the command `lines`, which writes the rows of a folder's runs to a CSV."""
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder of `eval run` or `eval simulate`.")],
+    output: Annotated[Path, typer.Argument(help="CSV to write, a line a run.")],
+    objective: Annotated[
+        str, typer.Option(help=f"What is judged by: {', '.join(OBJECTIVES)}.")
+    ] = "sessions",
+) -> None:
+    """Keep a line of each run."""
+    if objective not in OBJECTIVES:
+        raise InputError(f"--objective {objective}: expected one of {', '.join(OBJECTIVES)}")
+    write_rows(output, rows_of(find_runs([folder]), Slo.model_validate({"preset": objective})))
 
-    @app.command("lines")
-    def lines_command(
-        folder: Annotated[Path, typer.Argument(help="Folder of `eval run` or `eval simulate`.")],
-        output: Annotated[Path, typer.Argument(help="CSV to write, a line a run.")],
-    ) -> None:
-        """Keep a line of each run of the experiment."""
-        write_rows(output, rows_in(folder))
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        typer.run(main)

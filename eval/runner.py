@@ -198,7 +198,7 @@ def _search_all(
     arms: Sequence[PlannedRun],
 ) -> Summary:
     """Each arm's search, in the file's order."""
-    from eval.search import by_turns_alone, search_arm
+    from eval.search import by_turns_alone, search_arm, why_no_more
 
     for arm in dict.fromkeys(run.arm.name for run in sorted(arms, key=_in_order(experiment))):
         told = next(run.arm for run in arms if run.arm.name == arm)
@@ -225,7 +225,9 @@ def _search_all(
         if found is not None:
             words = f"{arm}: carries {found.value:g} ({found.low:g} to {found.high:g})"
             doubt = f"; {by_turns_alone(found.unjudged)}" if found.unjudged else ""
-            progress.say(words + doubt)
+            missed = found.missed
+            why = f"; {why_no_more(missed.load, missed.not_met)}" if missed else ""
+            progress.say(words + doubt + why)
     return matrix.summary
 
 

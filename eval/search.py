@@ -19,7 +19,6 @@ import orjson
 from eval.capacity import (
     Capacity,
     Level,
-    Objective,
     Search,
     SessionOutcome,
     capacity,
@@ -27,7 +26,7 @@ from eval.capacity import (
 )
 from eval.experiment import WHOLE_LOADS, Arm, Experiment, Slo
 from eval.matrix import PlannedRun, level_run
-from eval.outcomes import MEASURES, by_session, estimates, sample
+from eval.outcomes import MEASURES, Outcome, estimates, sample
 from eval.records import Run, read_run
 from eval.stats import Estimate, SessionBootstrap
 from eval.steady import not_sustained
@@ -40,6 +39,9 @@ Execute = Callable[[PlannedRun], bool]
 CAPACITY_FILE = "capacity.json"
 _DRAWS = 200
 _SHOWN = (
+    "first_tokens_per_s",
+    "wait_mean_s",
+    "wait_over_60",
     "ttft_p50",
     "ttft_p90",
     "ttft_p99",
@@ -61,17 +63,20 @@ class Tried:
     violations: list[str]
     """The rules of validity that they broke, by name."""
     figures: Mapping[str, Estimate]
+    longest_wait_s: float
 
 
 def tried(runs: Sequence[Run], slo: Slo) -> Tried:
     """What the repeats of one load say together."""
+    outcomes = [Outcome(run, slo) for run in runs]
     return Tried(
         runs,
         sustained=not_sustained(runs) is None,
         violations=sorted(
             {v["rule"] for run in runs for v in run.manifest.get("violations") or []}
         ),
-        figures=_figures(runs, slo),
+        figures=_figures(outcomes),
+        longest_wait_s=max(outcome.measures["longest_wait_s"] for outcome in outcomes),
     )
 
 
@@ -85,11 +90,11 @@ def search_arm(experiment: Experiment, arm: Arm, output: Path, execute: Execute)
     found: Capacity | None = None
     while True:
         levels, alone = levels_of(done, slo)
-        load = next_load(levels, search, objective(slo))
+        load = next_load(levels, search, slo)
         if load is None and experiment.search.measures_alone and 1.0 not in done:
             load = 1.0  # what every session's stretch is held against
         if levels:
-            found = capacity(levels, search, objective(slo))
+            found = capacity(levels, search, slo)
             head = {"arm": arm.name, "over": over, "finished": load is None}
             _write(output / arm.name, head | _record(found, done, slo, alone))
         if load is None:
@@ -115,11 +120,6 @@ def bounds(experiment: Experiment) -> Search:
     )
 
 
-def objective(slo: Slo) -> Objective:
-    """What it means to carry a load."""
-    return Objective(slo.attainment, slo.stretch_p90)
-
-
 def levels_of(done: Mapping[float, Tried], slo: Slo) -> tuple[list[Level], Alone | None]:
     """The runs of each load as levels, and what their sessions' stretch is held against."""
     alone = alone_from([run for level in done.values() for run in level.runs])
@@ -129,13 +129,20 @@ def levels_of(done: Mapping[float, Tried], slo: Slo) -> tuple[list[Level], Alone
 
 def level_of(level: Tried, load: float, slo: Slo, alone: Alone | None) -> Level:
     """The outcomes of all repeats of one load, session by session."""
-    tables = [by_session(run, alone, slo) for run in level.runs]
+    tables = [Outcome(run, slo, alone).sessions for run in level.runs]
     sessions = [
-        SessionOutcome(int(met), int(turns), float(stretch), str(session))
-        for table in tables
-        for met, turns, stretch, session in zip(
-            *(table[name] for name in ("met", "turns", "stretch", "conversation")), strict=True
+        SessionOutcome(
+            met=int(row["met"]),
+            turns=int(row["turns"]),
+            stretch=float(row["stretch"]),
+            session=str(row["conversation"]),
+            at_least=bool(row["at_least"]),
+            over_patience=int(row["over_patience"]),
+            late_share=float(row["late_share"]),
+            starved=bool(row["starved"]),
         )
+        for table in tables
+        for row in table.to_dict("records")
     ]
     return Level(load, sessions, level.sustained, repeats=len(level.runs))
 
@@ -146,6 +153,11 @@ def by_turns_alone(loads: Sequence[float]) -> str:
     return f"no session's stretch is known at {names}: judged by turns alone"
 
 
+def why_no_more(load: float, not_met: Sequence[str]) -> str:
+    """What is said of the lowest level that missed the objective."""
+    return f"with {load:g}: {not_met[0]}"
+
+
 def judged_again(
     arm: str, over: str, runs: Mapping[float, Sequence[Run]], slo: Slo
 ) -> dict[str, Any]:
@@ -154,7 +166,7 @@ def judged_again(
     done = {load: tried(level, slo) for load, level in runs.items()}
     levels, alone = levels_of(done, slo)
     # Of a search's bounds the answer rests on the grid of loads alone.
-    found = capacity(levels, Search(start=1.0, whole=over in WHOLE_LOADS), objective(slo))
+    found = capacity(levels, Search(start=1.0, whole=over in WHOLE_LOADS), slo)
     return {"arm": arm, "over": over, "finished": False} | _record(found, done, slo, alone)
 
 
@@ -178,11 +190,18 @@ def _record(
                 "load": verdict.load,
                 "repeats": len(level.runs),
                 "meets": verdict.meets,
+                "not_met": verdict.not_met,
                 "sure": verdict.sure and not verdict.unjudged,
                 "sustained": level.sustained,
+                "starved_sessions": verdict.starved,
+                "longest_wait_s": _finite(level.longest_wait_s),
                 "violations": level.violations,
                 **_told(
-                    {"attainment": verdict.attainment, "stretch_p90": verdict.stretch_p90}
+                    {
+                        "in_time_share": verdict.attainment,
+                        "stretch_p90": verdict.stretch_p90,
+                        "late_share_p90": verdict.late_share_p90,
+                    }
                     | dict(level.figures)
                 ),
             }
@@ -200,14 +219,14 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
     )
 
 
-def _figures(runs: Sequence[Run], slo: Slo) -> dict[str, Estimate]:
+def _figures(outcomes: Sequence[Outcome]) -> dict[str, Estimate]:
     """The measures that are shown of a level, by name."""
-    names = [name for run in runs for name in run.all_requests["conversation"]]
+    names = [name for of in outcomes for name in of.run.all_requests["conversation"]]
     boot = SessionBootstrap(names, draws=_DRAWS)
     found = {}
     for measure in MEASURES:
         if measure.key in _SHOWN:
-            samples = [sample(run, measure, slo) for run in runs]
+            samples = [sample(outcome, measure) for outcome in outcomes]
             [found[measure.key]] = estimates(boot, samples, [measure])
     return found
 

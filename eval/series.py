@@ -6,6 +6,7 @@ measures; not noise or verdicts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from eval.experiment import Slo
-from eval.outcomes import Measure, Sample, alike, by_session, sample
+from eval.outcomes import Measure, Outcome, Sample, alike, sample
 from eval.records import Run
 from eval.stats import Array, SessionBootstrap, quantile_points
 from eval.stretch import Alone
@@ -55,7 +56,7 @@ class SeriesOf:
         self._slo = slo
         self._known: dict[tuple[object, ...], dict[str, Series]] = {}
         self._largest: dict[tuple[Path, str], float] = {}
-        self._sessions: dict[Path, pd.DataFrame] = {}
+        self._outcomes: dict[Path, Outcome] = {}
         self._asked: dict[tuple[Path, str], frozenset[str]] = {}
 
     def common(self, runs: Sequence[Run], measure: Measure) -> Common:
@@ -66,7 +67,7 @@ class SeriesOf:
         if any(run.window is not None for run in runs):
             return Common(None, min(len(run.requests) for run in runs))
         names = frozenset.intersection(*(self._having(run, measure) for run in runs))
-        single = measure.kind in ("quantile", "share")
+        single = measure.kind in ("quantile", "share", "mean")
         return Common(names if single else None, len(names))
 
     def _having(self, run: Run, measure: Measure) -> frozenset[str]:
@@ -75,7 +76,7 @@ class SeriesOf:
         of = "any"
         if measure.kind == "quantile":
             of = measure.column
-        elif measure.kind == "share" and measure.key != "attainment":
+        elif measure.key in ("apc", "recomputed_share"):
             of = "cached_tokens"
         if (run.folder, of) not in self._asked:
             known = table["ok"] | table["failed"]
@@ -96,8 +97,7 @@ class SeriesOf:
         for run in runs:
             key = (run.folder, measure.column)
             if key not in self._largest:
-                sessions = self._sessions_of(run, measure, alone)
-                values = sample(run, measure, self._slo, sessions).values
+                values = sample(self._outcome(run, alone), measure).values
                 answered = values[np.isfinite(values)]
                 self._largest[key] = float(answered.max()) if len(answered) else 0.0
             largest = max(largest, self._largest[key])
@@ -115,64 +115,62 @@ class SeriesOf:
         of = measure.column if measure.quantile is not None else measure.key
         key = (run.folder, of, measure.kind, requests, ceiling)
         if key not in self._known:
-            sessions = self._sessions_of(run, measure, alone)
-            taken = sample(run, measure, self._slo, sessions, requests)
+            taken = sample(self._outcome(run, alone), measure, requests)
             group = next(group for group in alike(self._measures) if measure in group)
-            self._known[key] = self._resample(taken, group, ceiling)
+            self._known[key] = series_of(self._boot, taken, group, ceiling)
         return self._known[key][measure.key]
 
-    def _sessions_of(
-        self, run: Run, measure: Measure, alone: Mapping[str, Alone | None]
-    ) -> pd.DataFrame | None:
-        if measure.kind != "sessions":
-            return None
-        if run.folder not in self._sessions:
-            self._sessions[run.folder] = by_session(run, alone.get(run.arm), self._slo)
-        return self._sessions[run.folder]
+    def _outcome(self, run: Run, alone: Mapping[str, Alone | None]) -> Outcome:
+        if run.folder not in self._outcomes:
+            self._outcomes[run.folder] = Outcome(run, self._slo, alone.get(run.arm))
+        return self._outcomes[run.folder]
 
-    def _resample(
-        self, taken: Sample, measures: Sequence[Measure], ceiling: float
-    ) -> dict[str, Series]:
-        first, boot = measures[0], self._boot
-        values = np.minimum(taken.values, ceiling)
-        sessions = frozenset(taken.sessions)
-        codes = boot.codes(taken.sessions)
-        none = False
-        if first.quantile is not None:
-            quantiles = [m.quantile for m in measures if m.quantile is not None]
-            if len(values):
-                points = quantile_points(values, quantiles)
-                beyond = np.isinf(quantile_points(taken.values, quantiles))
-                draws = boot.quantile_draws(codes, values, quantiles)
-            else:
-                points = np.full(len(quantiles), np.nan)
-                beyond = np.zeros(len(quantiles), dtype=np.bool_)
-                draws = np.full((boot.draws, len(quantiles)), np.nan)
+
+def series_of(
+    boot: SessionBootstrap, taken: Sample, measures: Sequence[Measure], ceiling: float = math.inf
+) -> dict[str, Series]:
+    """What a run contributes to measures of the same values, with its draws, by the measure's key;
+    values beyond `ceiling` count as that."""
+    first = measures[0]
+    values = np.minimum(taken.values, ceiling)
+    sessions = frozenset(taken.sessions)
+    codes = boot.codes(taken.sessions)
+    none = False
+    if first.quantile is not None:
+        quantiles = [m.quantile for m in measures if m.quantile is not None]
+        if len(values):
+            points = quantile_points(values, quantiles)
+            beyond = np.isinf(quantile_points(taken.values, quantiles))
+            draws = boot.quantile_draws(codes, values, quantiles)
         else:
-            beyond = np.zeros(1, dtype=np.bool_)
-            none = float(values.sum()) == 0
-            if isinstance(taken.over, np.ndarray):
-                total = float(taken.over.sum())
-                draws = boot.ratio_draws(codes, values, taken.over)[:, None]
-            else:
-                total = float(taken.over or 0.0)
-                sums = np.maximum(boot.sum_draws(codes, values), _HALF_AN_EVENT)
-                draws = sums[:, None] / (total if total > 0 else np.nan)
-            least = 0.0 if first.in_points else _HALF_AN_EVENT
-            points = np.array([max(values.sum(), least) / total if total > 0 else np.nan])
-        if not first.in_points:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                points, draws = np.log(points), np.log(draws)
-        return {
-            m.key: Series(
-                float(points[i]) if np.isfinite(points[i]) else float("nan"),
-                np.where(np.isfinite(draws[:, i]), draws[:, i], np.nan),
-                sessions,
-                bool(beyond[i]),
-                none,
-            )
-            for i, m in enumerate(measures)
-        }
+            points = np.full(len(quantiles), np.nan)
+            beyond = np.zeros(len(quantiles), dtype=np.bool_)
+            draws = np.full((boot.draws, len(quantiles)), np.nan)
+    else:
+        beyond = np.zeros(1, dtype=np.bool_)
+        none = float(values.sum()) == 0
+        if isinstance(taken.over, np.ndarray):
+            total = float(taken.over.sum())
+            draws = boot.ratio_draws(codes, values, taken.over)[:, None]
+        else:
+            total = float(taken.over or 0.0)
+            sums = np.maximum(boot.sum_draws(codes, values), _HALF_AN_EVENT)
+            draws = sums[:, None] / (total if total > 0 else np.nan)
+        least = 0.0 if first.in_points else _HALF_AN_EVENT
+        points = np.array([max(values.sum(), least) / total if total > 0 else np.nan])
+    if not first.in_points:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            points, draws = np.log(points), np.log(draws)
+    return {
+        m.key: Series(
+            float(points[i]) if np.isfinite(points[i]) else float("nan"),
+            np.where(np.isfinite(draws[:, i]), draws[:, i], np.nan),
+            sessions,
+            bool(beyond[i]),
+            none,
+        )
+        for i, m in enumerate(measures)
+    }
 
 
 def better_share(

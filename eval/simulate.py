@@ -136,6 +136,12 @@ def read_calibration(name: str) -> dict[str, Any]:
     return {key: value for key, value in table.items() if not isinstance(value, dict)}
 
 
+def calibration_ranges(name: str) -> dict[str, Any]:
+    """Up to what of each quantity a calibration's decode steps were fitted, where it says so."""
+    found: dict[str, Any] = _calibration_table(name).get("fit", {}).get("decode", {})
+    return found
+
+
 def named_calibration(name: str) -> str:
     """A calibration's name as runs are told apart by: of a file with a digest of what it holds, for
     it may be fitted anew under its name."""

@@ -24,8 +24,16 @@ from eval.execution import Assignment, begin_manifest, conclude, identity
 from eval.experiment import Experiment, Simulate
 from eval.matrix import plan_runs
 from eval.progress import Progress
+from eval.reach import beyond, in_words
+from eval.records import read_run
 from eval.runner import Summary, load_topologies, run_experiment
-from eval.simulate import named_calibration, read_calibration, simulate, write_planned
+from eval.simulate import (
+    calibration_ranges,
+    named_calibration,
+    read_calibration,
+    simulate,
+    write_planned,
+)
 from eval.simulated_fleet import (
     calibration_name,
     fleet_plan,
@@ -149,6 +157,11 @@ def execute_simulated(assignment: Assignment, progress: Progress) -> dict[str, A
         progress.detail("simulating")
         report = simulate(plan, folder)
         manifest["simulated"]["seconds"] = report["end_s"]
+        ranges = calibration_ranges(calibration_name(topology, experiment.simulate))
+        extrapolated = beyond(read_run(folder).all_requests, ranges)
+        manifest["simulated"]["beyond"] = extrapolated
+        for told in in_words([extrapolated]):
+            progress.say(f"{run.folder}: extrapolated: {told}")
     except Exception as error:  # the matrix goes on; the reason is kept
         failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     manifest["timings"]["total_s"] = time.monotonic() - began_s

@@ -73,6 +73,8 @@ class _Member:
     reason: str | None = None
     """What it failed of."""
     ended_unix_s: float | None = None
+    served: bool = True
+    """Whether it was ready since it was last started; true of one that was not started yet."""
     holds: Holds = field(default_factory=Holds)
     silence: str | None = None
     """Why it does not count as ready yet."""
@@ -232,7 +234,7 @@ class Fleet:
                 member.running.unbind()
             if member.plan.kind == "worker":
                 self._freeze([member.plan])
-            member.state = "ready"
+            member.state, member.served = "ready", True
             self._write()
             return True
         waited_s = time.monotonic() - member.started_s
@@ -431,8 +433,10 @@ class Fleet:
                 self.plan.topology.log_max_bytes,
                 # One that is killed leaves sockets and files; a placed one has them on its node.
                 own_temporary=process.node is None and "TMPDIR" not in process.environment,
+                # Of a series of starts that fail the log before is that of what served.
+                keeps_previous_log=member.served,
             )
-        member.state = "starting"
+        member.state, member.served = "starting", False
         self._write()
 
     def _look(self, member: _Member) -> None:
@@ -445,7 +449,7 @@ class Fleet:
             self._check_whose(member)
             if member.plan.unbind and member.running:
                 member.running.unbind()
-            member.state = "ready"
+            member.state, member.served = "ready", True
             member.ready_after_s = self.timings[f"ready_s.{member.plan.id}"] = waited_s
             self._tell(f"{member.plan.id}: ready after {waited_s:.0f} s")
             self._write()

@@ -2,7 +2,7 @@
 
 Its scheduler has 800,000 objects after its imports. Whenever a quarter as many new ones have stayed
 for a while, Python looks at all of them, and no step is launched meanwhile: 0.4 to 1 s on a CPU,
-and part of what held up decode steps for 0.3 to 0.95 s on GPUs (docs/results/separation.md). SGLang
+and part of what held up decode steps for 0.3 to 0.95 s on GPUs (results/separation.md). SGLang
 has a call for that, `/freeze_gc`, which it never makes itself; vLLM freezes when it starts.
 """
 

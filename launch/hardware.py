@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +29,16 @@ class GpuSample:
     """One GPU at one moment. NVLink counts are since the driver started; None where it has none.
 
     `sm_clock_mhz` is the clock now; `throttled_by` names what keeps it down beside idleness and
-    settings (`power`, `thermal`, …), joined by "+", empty where nothing does. Both are None where
-    the driver does not say.
+    settings (`power`, `thermal`, …), joined by "+", empty where nothing does. These, `sm_percent`
+    and `power_w` are None where the driver does not say.
     """
 
     index: int
     name: str
-    sm_percent: int
+    sm_percent: int | None
     memory_used_bytes: int
     memory_total_bytes: int
-    power_w: float
+    power_w: float | None
     nvlink_sent_bytes: int | None
     nvlink_received_bytes: int | None
     sm_clock_mhz: int | None = None
@@ -189,10 +189,10 @@ def _sample(nvml: Any, index: int) -> GpuSample:
     return GpuSample(
         index=index,
         name=name.decode() if isinstance(name, bytes) else name,
-        sm_percent=nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        sm_percent=_read(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
         memory_used_bytes=memory.used,
         memory_total_bytes=memory.total,
-        power_w=nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        power_w=_read(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
         nvlink_sent_bytes=_nvlink(nvml, handle, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
         nvlink_received_bytes=_nvlink(nvml, handle, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
         sm_clock_mhz=_clock_mhz(nvml, handle),
@@ -212,11 +212,19 @@ _THROTTLES = (
 )
 
 
-def _clock_mhz(nvml: Any, handle: Any) -> int | None:
+def _read(nvml: Any, reading: Callable[[], Any]) -> Any:
+    """A reading that some GPUs do not have (virtual ones, some in virtual machines): None there."""
     try:
-        return int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+        return reading()
     except nvml.NVMLError:
         return None
+
+
+def _clock_mhz(nvml: Any, handle: Any) -> int | None:
+    clock: int | None = _read(
+        nvml, lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+    )
+    return clock
 
 
 def _throttled_by(nvml: Any, handle: Any) -> str | None:

@@ -24,7 +24,7 @@ KV is sent and tiers are copied page by page, and pages of one token make that s
 GB/s between two GPUs with pages of 64 and 17 with pages of one. Events are made page by page, by
 the scheduler itself: for a prompt of 100,000 tokens that takes 0.13 to 0.8 s with pages of one
 token, and no step is launched meanwhile, with pages of 64 3 to 15 ms
-(docs/results/separation.md). On a CPU, whose pools are small, pages stay at one token."""
+(results/separation.md). On a CPU, whose pools are small, pages stay at one token."""
 
 _DEFAULT_PAGE_TOKENS = {"sglang": 1, "vllm": 16}
 _DTYPE_BYTES = {

@@ -24,19 +24,21 @@ _SINCE = {"prefill_decode_interval": (0, 5, 23), "prefill_decode_interval_min_bs
 class PacingKeys(BaseModel):
     """Of all colocated workers where the topology has them, of a group's where the group has.
 
-    `paced` sizes prefill chunks by what they cost the requests that decode beside them. A step
-    prefills up to `max_prefill_tokens` of at most `prefill_max_requests` prompts. After a step that
-    prefilled, `prefill_decode_interval` steps only decode, where at least
-    `prefill_decode_interval_min_bs` requests do. None leaves the engine its own default.
+    None leaves the engine its own default.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     paced: bool | None = None
+    """Size prefill chunks by what they cost the requests that decode beside them."""
     max_prefill_tokens: PositiveTokens | None = None
+    """A step prefills at most so many tokens."""
     prefill_max_requests: PositiveCount | None = None
+    """A step prefills at most so many prompts."""
     prefill_decode_interval: Count | None = None
+    """SGLang 0.5.23: so many steps only decode after a step that prefilled."""
     prefill_decode_interval_min_bs: Count | None = None
+    """SGLang 0.5.23: the interval applies from so many decoding requests on."""
 
     @property
     def given(self) -> tuple[str, ...]:

@@ -13,9 +13,14 @@ HIDDEN = "***"
 
 # The last word of the name decides: HF_TOKEN and --api-key are secrets, max_total_tokens is not.
 _SECRET = re.compile(
-    r"secret|passw(or)?d|credential|(^|[^a-z])(api_?keys?|token|key|auth|authorization)$", re.I
+    r"secret|passw(or)?d|credential|(^|[^a-z])(api_?keys?|token|key|auth|authorization|pat)$", re.I
 )
 _ASSIGNED = re.compile(r"""([\w.-]+)("?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,}'"]+)""")
+# A scheme before the secret, as in "Authorization: Bearer abc".
+_SCHEME = re.compile(
+    r"((?:authorization|auth)\"?\s*[=:]\s*[\"']?(?:bearer|basic|token)\s+)[^\s,}'\"]+", re.I
+)
+_URL = re.compile(r"(\w://)[^\s/@:'\"]*:[^\s/@'\"]+@")
 _VALUE = r"""(?:"(?!-)[^"]*"|'(?!-)[^']*')"""
 # Several values too: vLLM's --api-key takes as many keys as follow it.
 _LISTED = re.compile(rf"""(--?[\w-]+)(["']\s*,\s*)({_VALUE}(?:\s*,\s*{_VALUE})*)""")
@@ -46,7 +51,10 @@ def redacted(value: Any) -> Any:
             if is_flag:
                 after_secret_flag = "=" not in item and is_secret(item)
         return hidden
-    return _LISTED.sub(_hide, _ASSIGNED.sub(_hide, value)) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    value = _URL.sub(rf"\1{HIDDEN}@", _SCHEME.sub(rf"\1{HIDDEN}", value))
+    return _LISTED.sub(_hide, _ASSIGNED.sub(_hide, value))
 
 
 def _hide(found: re.Match[str]) -> str:

@@ -46,11 +46,13 @@ class Supervised:
         stop_signal: int = signal.SIGTERM,
         log_max_bytes: int = 0,
         own_temporary: bool = False,
+        keeps_previous_log: bool = True,
     ) -> None:
         """Starts `argv` in `folder` with exactly `environment`; both outputs go to `log`. It will
         be asked to leave by `stop_signal`. Of its log, `log_max_bytes` are kept at most, in two
         files (`guard.bound_log`); 0 keeps all. With `own_temporary` it has a folder of its own for
-        temporary files (``TMPDIR``), which goes when it has ended."""
+        temporary files (``TMPDIR``), which goes when it has ended. What `log` holds is moved
+        away first (`keep_previous`), or, where that is not to be kept, dropped."""
         self.mark = uuid.uuid4().hex
         self.temporary_folder = _temporary_folder() if own_temporary else None
         given = {**environment, _MARK: self.mark}
@@ -63,8 +65,11 @@ class Supervised:
         if log_max_bytes:
             how += [str(log), str(log_max_bytes)]
         try:
-            keep_previous(Path(guard.older_log(str(log))))
-            keep_previous(log)
+            for part in (Path(guard.older_log(str(log))), log):
+                if keeps_previous_log:
+                    keep_previous(part)
+                else:
+                    part.unlink(missing_ok=True)
             # Appended to: what is cut while it is written to then goes on at its new end.
             with log.open("ab") as output:
                 self._guardian = subprocess.Popen(
@@ -159,7 +164,9 @@ def _temporary_folder() -> Path | None:
         user = getpass.getuser()
         for kept in (user, f"torchinductor_{user}"):
             (system / kept).mkdir(mode=0o700, exist_ok=True)
-            (folder / kept).symlink_to(system / kept)
+            # Compiled code is loaded from there: only from a folder that nobody else wrote.
+            if (system / kept).lstat().st_uid == os.getuid():
+                (folder / kept).symlink_to(system / kept)
     return folder
 
 

@@ -91,32 +91,42 @@ _Url = Annotated[str, AfterValidator(_http_url)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class EngineChoice(_Strict):
     """Which engine, and its Python: the project's own environment unless `python` names another."""
 
     name: Literal["sglang", "vllm"]
+    """The engine."""
     version: _Text | None = None
+    """A pinned release (`launch install sglang-0.5.23`); with `python`, the release that
+    must be found there. Without it the default release.
+    """
     python: Path | None = None
+    """The Python of an environment of yours, in place of the project's."""
 
 
 class KvKeys(_Strict):
     """Keys of a worker's KV cache: of all workers where the topology has them, of a group's where
-    the group has. None leaves the engine its own default; a host tier of 0 is none.
-
-    `max_total_tokens` are on the worker's GPUs, `host_kv_tokens` or `host_kv_gb` (GB of 10^9 bytes)
-    in its host's memory. `radix_eviction_policy` and `schedule_policy` are SGLang's.
-    """
+    the group has. None leaves the engine its own default."""
 
     max_total_tokens: PositiveTokens | None = None
+    """KV capacity of a worker on its GPUs, in tokens. Without it what the memory holds."""
     page_size: PositiveTokens | None = None
+    """Tokens a page of the KV cache. Without it 16 on vLLM; on SGLang 1, and 64 on GPUs
+    with a host tier, with `kv_events` and on workers that send each other KV.
+    """
     host_kv_tokens: Tokens | None = None
+    """Host tier of a worker in tokens; 0 is none."""
     host_kv_gb: Gigabytes | None = None
+    """Host tier of a worker in GB of 10⁹ bytes; 0 is none."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] | None = None
+    """FP8 holds twice the tokens in the same memory. FlashAttention 3 takes `fp8_e4m3` only."""
     radix_eviction_policy: _Text | None = None
+    """SGLang: `lru`, `lfu`, `slru` or `priority`."""
     schedule_policy: _Text | None = None
+    """SGLang: `fcfs`, `lpm`, …."""
 
     @model_validator(mode="after")
     def _check_host_tier(self) -> Self:
@@ -126,24 +136,30 @@ class KvKeys(_Strict):
 
 
 class WorkerGroup(KvKeys, PacingKeys):
-    """Workers that are alike. Each takes `tensor_parallel` GPUs, from `gpus` where given.
-
-    With `urls` (one a worker) they are attached instead: workers that run already, here or on
-    another machine, and that a fleet neither starts nor ends. `kv_events` and `kv_events_replay`
-    are then the ZMQ endpoints (``tcp://HOST:PORT``) that they publish at, one a worker.
-    """
+    """Workers that are alike. A fleet neither starts nor ends those with `urls`."""
 
     role: Role = "colocated"
+    """What the workers do."""
     count: PositiveCount = 1
+    """How many workers."""
     urls: tuple[_Url, ...] = ()
+    """Attached workers, which run already: `http://HOST:PORT`, one a worker."""
     bootstrap_ports: tuple[_Port, ...] = ()
+    """Of attached prefill workers of SGLang and workers of vLLM over Mooncake, one a worker."""
     kv_events: tuple[_Text, ...] = ()
+    """Where attached workers publish KV events: `tcp://HOST:PORT`, one a worker."""
     kv_events_replay: tuple[_Text, ...] = ()
+    """Where attached workers replay KV events, one a worker."""
     gpus: tuple[_Gpu, ...] = ()
+    """The group's GPUs by NVML's numbers."""
     tensor_parallel: Gpus = 1
+    """GPUs a worker."""
     chunk_tokens: PositiveTokens | None = None
+    """Prefill chunk of the group's workers."""
     flags: tuple[str, ...] = ()
+    """Flags of the engine. They come after the topology's and win."""
     environment: dict[str, _Setting] = {}
+    """Variables of the workers. They win over the topology's."""
 
     @property
     def size(self) -> int:
@@ -156,82 +172,121 @@ class WorkerGroup(KvKeys, PacingKeys):
 
 
 class Placement(_Strict):
-    """Which machines workers run on: this one, or the nodes of a Ray cluster.
-
-    `address` is the cluster's (``HOST:PORT`` of its head, or ``auto`` on one of its nodes);
-    `python` has the cluster's version of Ray where that is not the pinned one.
-    """
+    """Which machines workers run on: this one, or the nodes of a Ray cluster."""
 
     kind: Literal["local", "ray"] = "local"
+    """`ray` places workers on the nodes of a Ray cluster."""
     address: _Text = "auto"
+    """The cluster: `HOST:PORT` of its head, or `auto` on one of its nodes."""
     python: Path | None = None
+    """A Python with the cluster's version of Ray, where that is not the pinned one."""
 
 
 class RouterChoice(_Strict):
-    """The router in front; `none` leaves the workers to be called directly.
-
-    `params` are of our policies, `flags` of the stock routers. `residency` is the ``[residency]``
-    table of our router's configuration (its rule and the rule's parameters), which the router
-    checks. `python_path` is where a policy that is a Python class (``package.module:Class``) is
-    looked for. `tokenizer` is the model's, for text prompts: a ``tokenizer.json`` or a folder with
-    one; ``auto`` is that of the model's folder or download where it has one, ``none`` leaves text
-    to be compared by its bytes.
-    """
+    """The router in front."""
 
     kind: Literal["deltaserve", "sglang-router", "smg", "none"] = "deltaserve"
+    """The router in front; `none` leaves the workers to be called directly."""
     policy: _Text = "round_robin"
+    """A policy of that router."""
     params: dict[str, Any] = {}
+    """Parameters of a deltaserve policy (`deltaserve policy explain NAME`)."""
     residency: dict[str, Any] = {}
+    """The `[residency]` table of `router.toml`: the admission rule and its parameters."""
     python_path: tuple[Path, ...] = ()
+    """Where a policy that is a Python class (`module:Class`) is looked for. Without it the
+    working folder and `PYTHONPATH`.
+    """
     tokenizer: _Text = "auto"
+    """Counts text prompts: a `tokenizer.json` or a folder with one. `auto` takes the
+    model's, `none` counts bytes.
+    """
     flags: tuple[str, ...] = ()
+    """Flags of a stock router."""
 
 
 class Topology(KvKeys, PacingKeys):
-    """A whole topology. Keys that are None leave the engine its own default.
-
-    `gpus` are those that its workers take, in order: how several topologies share one machine.
-    `text` says whether engines load the model's tokenizer (None: where it has one), and
-    `tool_call_parser` and `reasoning_parser` what they call the form in which the model writes tool
-    calls and thoughts. `log_max_mb` bounds each process's log and the decision log (MB of 10^6
-    bytes; 0: not at all).
-    """
+    """A whole topology. Keys that are None leave the engine its own default."""
 
     name: _Text
+    """What the fleet is called. A file's name by default."""
     description: str = ""
+    """Shown by `launch list`."""
     engine: EngineChoice
     device: Literal["cpu", "cuda"]
+    """Where the engines run."""
     hardware: _Hardware = AUTO
+    """The profile of the GPUs (`launch/profiles/*.toml`). `auto` asks NVML."""
     model: _Text
+    """A shipped shape (`tiny-qwen3-moe`, `qwen3-coder-30b-a3b`; random weights), a folder,
+    or a hub name.
+    """
     load_format: _Text | None = None
+    """How the engine loads weights; `dummy` for shapes."""
     dtype: _Text = "bfloat16"
+    """The type of the weights."""
     served_model_name: _Text | None = None
+    """The model's name in answers. Without it the shape, the hub name or the folder's last name."""
     text: bool | None = None
+    """Whether engines load the tokenizer and take text. Without it `true` where the model
+    has one.
+    """
     tool_call_parser: _Text | None = None
+    """The engine's parser of the model's tool calls (`qwen3_coder`). Shapes have theirs."""
     reasoning_parser: _Text | None = None
+    """The engine's parser of the model's thoughts (`qwen3`). Shapes have theirs."""
     context_tokens: PositiveTokens | None = None
+    """The longest prompt and answer together."""
     chunk_tokens: PositiveTokens | None = None
+    """The prefill chunk."""
     mixed_chunk: bool = False
+    """SGLang: prefill chunks ride in decode batches."""
     graphs: bool = True
+    """CUDA graphs."""
     transfer_backend: Literal["nixl", "mooncake"] = "nixl"
+    """What moves KV between workers. Mooncake: 0.3.13 or later."""
     rdma_devices: tuple[_Text, ...] = ()
+    """RDMA devices for transfers: `["mlx5_0"]`."""
     decode_radix_cache: bool = True
+    """SGLang: decode workers keep KV and are sent only what is missing."""
     kv_connector: bool = False
+    """vLLM: colocated workers carry the transfer connector (`kv_both`)."""
     kv_events: bool = False
+    """Workers publish what their caches hold, and the router reads it."""
     telemetry: bool = False
+    """SGLang: a line a step and a request into `RUN/steps`."""
     incremental_streaming_output: bool = True
+    """SGLang: a stream's events carry new tokens only."""
     warm_up: bool | None = None
+    """Compile kernels and connect pairs before the router starts. Without it on GPUs only."""
     freeze_gc: bool = True
+    """SGLang: take warm workers out of Python's garbage collection, which stops them for
+    0.4 to 1 s.
+    """
     host: _Host = "127.0.0.1"
+    """A name or an IPv4 address that the fleet listens on."""
     base_port: Annotated[int, Field(ge=0, le=60000)] = 30000
+    """The router's port; workers have blocks of 20 after it. 0 takes free ports."""
     gpus: tuple[_Gpu, ...] = ()
+    """The workers' GPUs by NVML's numbers, in order. Without it the first that no other
+    fleet has.
+    """
     cpu_threads: Processes | None = None
+    """Threads a worker. Without it cores / (workers + 1), at most 8 beside a GPU."""
     parallel_starts: Processes | None = None
+    """Workers that start at the same time. Without it a third of the cores; for SGLang on a
+    CPU as many as cores.
+    """
     sample_interval_s: Seconds = 2.0
+    """Seconds between samples of processes and GPUs; 0 takes none."""
     log_max_mb: _LogMb | None = None
+    """MB of 10⁶ bytes kept of each log; 0 keeps all. Without it 400, in experiments 0."""
     ready_timeout_s: PositiveSeconds = 900.0
+    """How long workers may take to start."""
     flags: tuple[str, ...] = ()
+    """Flags of the engine, for every worker."""
     environment: dict[str, _Setting] = {}
+    """Variables of every worker."""
     placement: Placement = Placement()
     workers: Annotated[tuple[WorkerGroup, ...], Field(min_length=1)]
     router: RouterChoice = RouterChoice()

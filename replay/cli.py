@@ -192,7 +192,11 @@ def sample(
         float, typer.Option(help="Conversations begin within a window of this length.")
     ] = 600.0,
     window_start: Annotated[
-        float | None, typer.Option(help="When the window begins; default: drawn by the seed.")
+        float | None,
+        typer.Option(
+            help="When the window begins, in seconds from the first request; default: drawn by "
+            "the seed."
+        ),
     ] = None,
     sample_ratio: Annotated[
         float, typer.Option(help="Share of the window's conversations to keep.")

@@ -123,6 +123,18 @@ class _Events:
             else:
                 yield payload
 
+    def last(self) -> bytes:
+        """The line that the stream's end left without a line end, given one: whole where it is the
+        end of the answer or JSON, nothing where the stream was cut off inside it."""
+        line, self._rest = self._rest.strip(), b""
+        payload = line.removeprefix(_DATA).strip()
+        if payload != _DONE:
+            try:
+                orjson.loads(payload)
+            except orjson.JSONDecodeError:
+                return b""
+        return line + b"\n"
+
 
 @dataclass(slots=True)
 class SGLangParser:
@@ -168,6 +180,7 @@ class SGLangParser:
             self._ids.extend(new)
 
     def close(self) -> Answer:
+        self.feed(self._events.last())
         answer = self.answer
         if not self._last:
             return answer
@@ -224,7 +237,8 @@ class OpenAIParser:
         """Counts an event without usage, if it holds text."""
         try:
             record = orjson.loads(event)
-            if "error" in record:
+            # Some servers name the key in every chunk, without a value.
+            if record.get("error"):
                 raise StreamError(_error_message(event))
             for choice in record["choices"]:
                 delta = choice.get("delta") or {}
@@ -242,6 +256,7 @@ class OpenAIParser:
             self._usage = record.get("usage")
 
     def close(self) -> Answer:
+        self.feed(self._events.last())
         answer = self.answer
         answer.has_usage = self._usage is not None
         if self._chunks or (answer.has_usage and not answer.tokens):

@@ -84,12 +84,13 @@ def sample(
     of which at most `max_single_turn_ratio` have a single turn. With `thin="families"` neighbours
     in the tree of prefixes are kept together, and of many draws with families of different sizes
     the one is taken whose block sharing and mean input are nearest to the source's; with
-    `"sessions"` each is kept or dropped by itself. `random`: the same share of all conversations,
-    drawn evenly: what destroys reuse, kept so that this can be shown.
+    `"sessions"` each is kept or dropped by itself. `window_start_s` counts from the source's first
+    request. `random`: the same share of all conversations, drawn evenly: what destroys reuse, kept
+    so that this can be shown.
     """
     _check(window_s, sample_ratio, max_single_turn_ratio)
     on_progress("first pass: sessions and statistics of the source")
-    conversations, end_s, source_stats = _first_pass(source)
+    conversations, span_s, source_stats = _first_pass(source)
     generator = random.Random(seed)
     begin_s: float | None = None
     if method == "random":
@@ -98,11 +99,12 @@ def sample(
     else:
         begin_s = window_start_s
         if begin_s is None:
-            begin_s = generator.uniform(0.0, max(0.0, end_s - window_s))
+            begin_s = generator.uniform(0.0, max(0.0, span_s - window_s))
         eligible = [c for c in conversations if begin_s <= c.begin_s < begin_s + window_s]
         if not eligible:
             raise InputError(
-                f"{source}: no session begins within {begin_s:g} and {begin_s + window_s:g} s"
+                f"{source}: no session begins within {begin_s:g} and {begin_s + window_s:g} s of "
+                "the first request"
             )
         multi, single = _quotas(eligible, sample_ratio, max_single_turn_ratio)
         if not multi + single:
@@ -145,13 +147,17 @@ def _check(window_s: float, sample_ratio: float, max_single_turn_ratio: float) -
 
 
 def _first_pass(source: Path) -> tuple[list[_Conversation], float, dict[str, Any]]:
-    """The source's conversations in the order in which they begin, its end and its statistics."""
+    """The source's conversations in the order in which they begin (in seconds from the first
+    request), the span of its requests and its statistics."""
     stats = TraceStats()
     request_hashes = array("q")
     request_sessions = array("l")
     links: list[tuple[int, int]] = []
-    end_s = 0.0
+    origin_s, end_s = None, 0.0
     for request in read_trace(source):
+        if origin_s is None:
+            origin_s = request.timestamp_s
+        request.timestamp_s -= origin_s
         stats.add(request)
         number = stats.sessions[request.session_id].number
         request_hashes.append(hash(request.request_id))
@@ -294,11 +300,13 @@ def _distance(draw: list[_Conversation], aim: _Aim) -> float:
 def _second_pass(source: Path, output: Path, chosen: list[_Conversation]) -> dict[str, Any]:
     """Writes the chosen conversations, from time 0, and returns their statistics."""
     names = {name for conversation in chosen for name in conversation.names}
-    begin_s = min(conversation.begin_s for conversation in chosen)
+    begin_s = None
     stats = TraceStats()
     with TraceWriter(output) as writer:
         for request in read_trace(source):
             if request.session_id in names:
+                if begin_s is None:
+                    begin_s = request.timestamp_s
                 request.timestamp_s = round(request.timestamp_s - begin_s, 6)
                 writer.write(request)
                 stats.add(request)

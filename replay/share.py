@@ -270,6 +270,9 @@ class _Share:
             except asyncio.CancelledError:
                 return stopped
             finally:
+                # A loop that ends closes what signals wake it by before it forgets the signals: one
+                # that came in between would be a complaint of Python's.
+                signal.set_wakeup_fd(-1)
                 gc.enable()
                 gc.unfreeze()
                 for helper in helpers:

@@ -6,9 +6,11 @@ Owns validation of a trace file and nothing else; it must not know engines, prom
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import io
 import tempfile
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +26,10 @@ from deltaserve.errors import InputError
 
 _READ_BYTES = 1 << 20
 _READ_PACKED_BYTES = 1 << 17
+_GZIP = b"\x1f\x8b"
+_ZSTANDARD = b"\x28\xb5\x2f\xfd"
+_NOT_READ = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip", b"PAR1": "Parquet"}
+_SUFFIXES_NOT_WRITTEN = (".gz", ".bz2", ".xz", ".zip")
 MAX_INTEGER = 2**63 - 1
 """The largest that a trace has, of lengths and of ids of blocks."""
 _INT = {int}
@@ -94,7 +100,7 @@ def _refuse_double_ids(path: Path, hashes: set[int]) -> None:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines of a plain or `.zst` file that are not empty, each with its number."""
+    """Lines of a plain or compressed file that are not empty, each with its number."""
     number = 0
     try:
         with open_binary(path) as stream:
@@ -102,17 +108,21 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 if line.strip():
                     yield number, line
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; expected a trace (.jsonl or .jsonl.zst)") from None
+        raise InputError(f"{path}: no such file; expected a trace ({_EXPECTED})") from None
     except IsADirectoryError:
-        raise InputError(
-            f"{path}: is a folder; expected a trace file (.jsonl or .jsonl.zst)"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
-    except CutOffError as error:
-        raise InputError(f"{path}:{number + 1}: {error}") from None
+        raise InputError(f"{path}: is a folder; expected a trace file ({_EXPECTED})") from None
+    except (CutOffError, EOFError):
+        # The second is gzip's.
+        raise InputError(f"{path}:{number + 1}: the compressed file is cut off here") from None
     except zstandard.ZstdError as error:
         raise InputError(f"{path}: expected Zstandard data, found: {error}") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{path}: expected gzip data, found: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+
+
+_EXPECTED = ".jsonl, .jsonl.zst or .jsonl.gz"
 
 
 class CutOffError(zstandard.ZstdError):
@@ -138,7 +148,7 @@ class _Frames(io.RawIOBase):
             packed = self._ahead or self._packed.read(_READ_PACKED_BYTES)
             if not packed:
                 if self._inside:
-                    raise CutOffError("the compressed file is cut off here")
+                    raise CutOffError
                 return 0
             self._text = memoryview(self._frame.decompress(packed))
             self._ahead, self._inside = self._frame.unused_data, not self._frame.eof
@@ -152,11 +162,20 @@ class _Frames(io.RawIOBase):
 
 @contextmanager
 def open_binary(path: Path) -> Iterator[BinaryIO]:
-    """Opens a plain or `.zst` file for reading bytes, in bounded memory."""
+    """Opens a file for reading bytes, in bounded memory: plain, or compressed by Zstandard or gzip,
+    which its first bytes tell. Raises `InputError` for another compression."""
     with path.open("rb") as raw:
-        if path.suffix == ".zst":
+        begin = raw.peek(4)[:4]
+        if path.suffix == ".zst" or begin == _ZSTANDARD:
             yield io.BufferedReader(_Frames(raw), _READ_BYTES)
+        elif begin.startswith(_GZIP):
+            with gzip.GzipFile(fileobj=raw) as stream:
+                # Typeshed has it as a kind of its own.
+                yield io.BufferedReader(stream, _READ_BYTES)
         else:
+            for magic, name in _NOT_READ.items():
+                if begin.startswith(magic):
+                    raise InputError(f"{path}: is {name} data; expected {_EXPECTED}")
             yield raw
 
 
@@ -167,6 +186,8 @@ class TraceWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.requests = 0
+        if path.suffix in _SUFFIXES_NOT_WRITTEN:
+            raise InputError(f"{path}: {path.suffix} is not written; expected .jsonl or .jsonl.zst")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._part = path.with_name(path.name + ".part")
@@ -221,7 +242,8 @@ class TraceWriter:
 
 
 class SortingTraceWriter:
-    """Writes requests that come in any order as a trace sorted by time (equal times: as they came).
+    """Writes requests that come in any order as a trace sorted by time (equal times: as they came),
+    which counts from the first of them: a source may count from midnight, or from 1970.
 
     Lines wait in a temporary file; memory holds an index entry a request.
     """
@@ -255,10 +277,16 @@ class SortingTraceWriter:
                 self._writer.__exit__(failed)
                 return
             self._index.sort()
+            origin_s = self._index[0][0] if self._index else 0.0
             with self._writer:
-                for _, _, begin, length in self._index:
+                for timestamp_s, _, begin, length in self._index:
                     self._spool.seek(begin)
-                    self._writer.write_line(self._spool.read(length))
+                    line = self._spool.read(length)
+                    if origin_s:
+                        record = orjson.loads(line)
+                        record["timestamp_s"] = round(timestamp_s - origin_s, 6)
+                        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+                    self._writer.write_line(line)
 
 
 def write_trace(path: Path, requests: Iterable[Request]) -> int:

@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from eval.compare import Comparison, Verdict
 from eval.formatting import effect, number, percent, seconds
 from eval.metrics import Cell
-from eval.outcomes import MEASURES
+from eval.outcomes import BY_KEY
 from eval.report.evidence import Evidence
 from eval.report.facts import simulated
 from eval.report.searches import Search
-from eval.search import by_turns_alone
+from eval.search import by_turns_alone, why_no_more
 from eval.tables import enough
 
 _MOST_ARMS = 4
-_BY_KEY = {measure.key: measure for measure in MEASURES}
 # How rates and shares are named after their value.
 _RATES = {
     "throughput_output_tps": "output tokens/s",
     "requests_per_s": "requests/s",
-    "goodput_rps": "good requests/s",
+    "first_tokens_per_s": "first tokens/s",
+    "in_time_per_s": "turns in time/s",
 }
 _SHARES = {
-    "attainment": "of turns within the objective",
+    "in_time_share": "of turns in time",
     "apc": "of prompt tokens from cache",
     "recomputed_share": "of prompt tokens recomputed",
 }
@@ -53,7 +53,7 @@ def _answer(evidence: Evidence) -> str:
 
 
 def _capacities(evidence: Evidence) -> str:
-    return "; ".join(_capacity(search) for search in evidence.searches) + "."
+    return " ".join(f"{_capacity(search)}." for search in evidence.searches)
 
 
 def _capacity(search: Search) -> str:
@@ -66,6 +66,8 @@ def _capacity(search: Search) -> str:
         *([f"a rule of validity was broken at {invalid}"] if invalid else []),
     ]
     after = f", {'; '.join(doubts)}" if doubts else ""
+    if search.missed is not None:
+        after += f"; {why_no_more(search.missed['load'], search.missed['not_met'])}"
     if math.isfinite(search.per_unit):
         value, interval = f"{search.per_unit:.3g}", search.interval
     else:
@@ -89,13 +91,13 @@ def _figures(cell: Cell, primary: Sequence[str]) -> str:
 def _figure(cell: Cell, key: str) -> str:
     """One measure in words; a p50 in place of a higher quantile that too few answers lie beyond.
     Empty where it is unknown."""
-    measure = _BY_KEY[key]
+    measure = BY_KEY[key]
     value = cell.measures[key]
     if measure.quantile is not None and not enough(value.n, measure.quantile):
         key = f"{key.rpartition('_')[0]}_p50"
-        if key not in _BY_KEY or not enough(cell.measures[key].n, 0.5):
+        if key not in BY_KEY or not enough(cell.measures[key].n, 0.5):
             return ""
-        measure, value = _BY_KEY[key], cell.measures[key]
+        measure, value = BY_KEY[key], cell.measures[key]
     if not value.known:
         return ""
     if measure.kind == "share":

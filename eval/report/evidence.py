@@ -85,12 +85,13 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
 def gather(
     runs: Sequence[Run],
     draws: int = DRAWS,
-    slo: Mapping[str, float] | None = None,
+    slo: Mapping[str, Any] | None = None,
     searches: Sequence[Search] = (),
 ) -> Evidence:
     """Sorts out invalid runs, measures each cell from its valid ones and compares the arms.
 
-    `slo` replaces bounds of the objective that the runs are judged by (`{"ttft_s": 5.0}`); searches
+    `slo` replaces bounds of the objective that the runs are judged by (`{"ttft_s": 5.0}`), or all
+    of it (`{"preset": "agentperf"}`); searches
     under another one are judged again. Raises `InputError` where some runs are simulated and others
     measured, or runs have different objectives.
     """
@@ -181,7 +182,7 @@ def _carries(item: Comparison, cells: Mapping[str, Cell]) -> bool:
     return enough(min(counts), quantile)
 
 
-def _objective(runs: Sequence[Run], replaced: Mapping[str, float] | None) -> Slo:
+def _objective(runs: Sequence[Run], replaced: Mapping[str, Any] | None) -> Slo:
     """The one objective of all runs that say theirs, with bounds replaced. Raises `InputError`
     where they differ: shares of good turns under different bounds are not of one measure."""
     told = [run for run in runs if run.manifest.get("slo")] or list(runs[:1])
@@ -207,9 +208,12 @@ def _judged_otherwise(search: Search, slo: Slo) -> bool:
         return True
 
 
-def slo_of(run: Run, replaced: Mapping[str, float] | None = None) -> Slo:
+def slo_of(run: Run, replaced: Mapping[str, Any] | None = None) -> Slo:
     """The objective that `run` was made with, with bounds replaced. Raises `InputError`."""
-    given: dict[str, Any] = {**run.manifest.get("slo", {}), **(replaced or {})}
+    replaced = replaced or {}
+    # A preset is a whole objective.
+    own = {} if "preset" in replaced else run.manifest.get("slo", {})
+    given: dict[str, Any] = {**own, **replaced}
     try:
         return Slo.model_validate(given)
     except ValidationError as error:

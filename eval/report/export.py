@@ -13,6 +13,7 @@ import pandas as pd
 from deltaserve.errors import InputError
 from eval.document import write_whole
 from eval.metrics import QUANTILES
+from eval.outcomes import BY_KEY, MEASURES
 from eval.report import facts
 from eval.report.answer import answer
 from eval.report.arms import arms_table
@@ -57,7 +58,15 @@ def summary_json(evidence: Evidence) -> dict[str, Any]:
                 "best_apc": _finite(cell.best_apc),
                 "request_rps": _finite(cell.request_rps),
                 "output_tps": _finite(cell.output_tps),
-                "goodput_share": estimate(cell.goodput_share),
+                **{
+                    measure.key: estimate(cell.measures[measure.key])
+                    for measure in MEASURES
+                    if measure.quantile is None or measure.points
+                },
+                **{key: _finite(value) for key, value in cell.felt.items() if key not in BY_KEY},
+                "meets_objective": not cell.not_met,
+                "not_met": cell.not_met,
+                "unsettled": cell.unsettled,
                 "hotspot_index": _finite(cell.hotspot),
                 "interference_index": estimate(cell.interference.index),
                 "engines": cell.engines,

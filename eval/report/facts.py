@@ -5,6 +5,7 @@ Owns those words, read from manifests. Knows nothing of what was measured.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from eval.experiment import Slo, ValidityRules
 from eval.formatting import DASH, Entry
 from eval.metrics import INTERFERING_PREFILL_TOKENS
+from eval.reach import in_words
 from eval.records import Run
 from eval.report.evidence import DRAWS, Evidence
 from eval.secrets import text_without_secrets
@@ -37,6 +39,8 @@ def banner(evidence: Evidence) -> list[str]:
             "The router's decisions are its own. How far such figures were off where that was "
             "checked: docs/simulator.md."
         )
+        beyond = [(run.manifest.get("simulated") or {}).get("beyond") for run in evidence.runs]
+        lines += [f"Extrapolated: {told}." for told in in_words([of for of in beyond if of])]
     places = machines(evidence.runs)
     scales = {run.length_scale for run in evidence.runs if run.trace is not None}
     if scales and scales != {1.0}:
@@ -96,9 +100,9 @@ def slo_words(slo: Slo) -> str:
     parts = [
         words.format(value)
         for key, words in known.items()
-        if isinstance(value := getattr(slo, key, None), int | float) and value
+        if 0 < (value := getattr(slo, key)) < math.inf
     ]
-    return ", ".join(parts).replace(", +", " +")
+    return ", ".join(parts).replace(", +", " +") or "an answer"
 
 
 def definitions(evidence: Evidence) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from eval.document import Figure, Opening
@@ -11,16 +12,22 @@ from eval.records import Run
 from eval.report import facts, loads
 from eval.report.answer import answer
 from eval.report.arms import arms_table
+from eval.report.best import best, both_sides
 from eval.report.evidence import Evidence
 from eval.report.figures import latency
 from eval.report.figures.curves import capacity_curves, curve
 from eval.report.searches import Search
 
+_MOST_SIGNS = 3
+
 
 def opening(evidence: Evidence) -> Opening:
-    """What a reader should know after ten seconds."""
+    """What a reader should know after ten seconds: one sentence by the objective where arms are
+    compared, whose figures are then among the facts."""
+    judged = best(evidence)
+    basis = "Simulated, not measured: " if judged and facts.simulated(evidence.runs) else ""
     return Opening(
-        answer=answer(evidence),
+        answer=basis + judged or answer(evidence),
         facts=[(name, words) for name, words in _facts(evidence) if words],
         arms=arms_table(evidence.cells) if evidence.cells else None,
         picture=_picture(evidence),
@@ -28,12 +35,16 @@ def opening(evidence: Evidence) -> Opening:
 
 
 def _picture(evidence: Evidence) -> Figure | None:
-    """Of a search what decided it over load, else TTFT over load, else TTFT by arm."""
+    """Of a search what decided it over load; else what is served against what sessions suffer;
+    of one arm TTFT."""
     if not evidence.cells:
         return None
     searched = capacity_curves(evidence.searches, _decided_by(evidence.searches))
     if searched is not None:
         return Figure("opening", f"{searched.title} over load, by arm", searched)
+    sides = both_sides(evidence.cells)
+    if sides is not None and len({cell.arm for cell in evidence.cells}) > 1:
+        return Figure("opening", "What is served against what sessions suffer, by arm", sides)
     if len(evidence.by_load) > 1:
         over_load = curve(evidence.cells, "ttft_p90")
         if over_load is not None:
@@ -46,12 +57,12 @@ def _decided_by(searches: Sequence[Search]) -> str:
     """The measure for which levels missed the objective: stretch where all of them had enough good
     turns, else those."""
     short = [
-        level["attainment"] < search.slo.get("attainment", 1.0)
+        level["in_time_share"] < search.slo.get("attainment", 1.0)
         for search in searches
         for level in search.levels
-        if level.get("meets") is False and level.get("attainment") is not None
+        if level.get("meets") is False and level.get("in_time_share") is not None
     ]
-    return "stretch_p90" if short and not any(short) else "attainment"
+    return "stretch_p90" if short and not any(short) else "in_time_share"
 
 
 def _facts(evidence: Evidence) -> list[tuple[str, str]]:
@@ -62,6 +73,8 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
         ("Lengths", _lengths(first)),
         ("Load", _load(evidence, first)),
         ("Measured", loads.window_words(first)),
+        ("Not settled", _unsettled(evidence.cells)),
+        ("Compared", answer(evidence) if best(evidence) else ""),
         ("Objective", _objective(evidence)),
         ("Model", ", ".join(sorted(facts.models(evidence.runs)))),
         ("Machine", "; ".join(sorted(facts.machines(evidence.runs)))),
@@ -83,15 +96,24 @@ def _trace(runs: Sequence[Run]) -> str:
 
 
 def _objective(evidence: Evidence) -> str:
-    """What makes a turn good and, where capacity was searched for, what makes a load carried."""
-    words = facts.slo_words(evidence.slo)
-    if not evidence.searches:
-        return words
+    """What makes a turn good, and what meets the objective."""
     slo = evidence.slo
-    return (
-        f"{words}; a load is carried where {slo.attainment * 100:g} % of turns keep that and the "
-        f"p90 of session stretch is at most {slo.stretch_p90:g}"
-    )
+    parts = [f"{slo.attainment * 100:g} % of turns keep that", "no session starves"]
+    if math.isfinite(slo.patience_s):
+        parts.append(f"at most 1 % of turns wait over {slo.patience_s:g} s")
+    if slo.late_share_p90 < 1:
+        share = f"{slo.late_share_p90:.0%}"
+        parts.append(f"one session in ten at most is late for over {share} of its time")
+    if math.isfinite(slo.stretch_p90):
+        parts.append(f"stretch p90 is at most {slo.stretch_p90:g}")
+    return f"{facts.slo_words(slo)}; met where {', '.join(parts)}"
+
+
+def _unsettled(cells: Sequence[Cell]) -> str:
+    """Which windows show the start of the load, and by what signs; those named are the first."""
+    signs = [words for cell in cells for words in cell.unsettled]
+    more = f"; and {len(signs) - _MOST_SIGNS} more runs" if len(signs) > _MOST_SIGNS else ""
+    return "; ".join(signs[:_MOST_SIGNS]) + more
 
 
 def _requests(evidence: Evidence, run: Run) -> str:

@@ -29,10 +29,14 @@ class _Level(Told):
 
     load: float
     meets: bool | None = None
+    not_met: list[str] | None = None
     sure: bool | None = None
     sustained: bool | None = None
     violations: list[str] | None = None
-    attainment: float | None = None
+    in_time_share: float | None = None
+    late_share_p90: float | None = None
+    longest_wait_s: float | None = None
+    starved_sessions: float | None = None
     stretch_p90: float | None = None
     ttft_p90: float | None = None
     tpot_p90: float | None = None
@@ -84,6 +88,11 @@ class Search:
     def invalid(self) -> list[dict[str, Any]]:
         """The levels with a run that broke a rule of validity: the capacity rests on them too."""
         return [level for level in self.levels if level.get("violations")]
+
+    @property
+    def missed(self) -> dict[str, Any] | None:
+        """The lowest level that is known to have missed the objective, where it says why."""
+        return next((level for level in self.levels if level.get("not_met")), None)
 
     @property
     def unjudged(self) -> list[float]:

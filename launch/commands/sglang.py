@@ -165,7 +165,7 @@ def _graphs(topology: Topology, role: Role) -> list[str]:
 
     SGLang leaves those out in decode mode, elastic workers included. There an eager step of 48
     layers takes 62 ms to launch, whatever its size: no ITL below it could be kept
-    (`docs/results/elastic-worker.md`). Chunks that carry decodes along are below 4,096 tokens.
+    (`results/elastic-worker.md`). Chunks that carry decodes along are below 4,096 tokens.
     """
     argv = [] if topology.graphs else ["--disable-cuda-graph"]
     if not topology.graphs or role == "decode":

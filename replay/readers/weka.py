@@ -7,10 +7,12 @@ block, so that the started last block gets an id of its own here, which nothing 
 
 from __future__ import annotations
 
+import gzip
 import io
 import math
 import random
 import tarfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,10 +146,11 @@ def _documents(inputs: list[Path]) -> Iterator[tuple[str, bytes]]:
         if path.is_dir():
             for file in sorted(path.rglob("*.json")):
                 yield str(file), file.read_bytes()
-        elif path.name.endswith((".tar", ".tar.zst")):
+        elif path.name.endswith((".tar", ".tar.zst", ".tar.gz", ".tgz")):
             yield from _tar_members(path)
         else:
-            yield str(path), path.read_bytes()
+            with open_binary(path) as stream:
+                yield str(path), stream.read()
 
 
 def _tar_members(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -157,7 +160,7 @@ def _tar_members(path: Path) -> Iterator[tuple[str, bytes]]:
                 if member.isfile() and member.name.endswith(".json"):
                     content = archive.extractfile(member)
                     yield f"{path}:{member.name}", (content or io.BytesIO()).read()
-    except (tarfile.TarError, zstandard.ZstdError) as error:
+    except (tarfile.TarError, zstandard.ZstdError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(
             f"{path}: expected a tar archive of session files, found: {error}"
         ) from None

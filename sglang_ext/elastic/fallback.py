@@ -39,6 +39,7 @@ REASONS = (
 _GIVEN_UP = "deltaserve_given_up"
 _ABORTED = "deltaserve_aborted"
 _ENTRY = "deltaserve_entry"
+_COMMITTED = "deltaserve_committed"
 
 
 def reason_of(message: str, stage: str) -> str:
@@ -231,31 +232,35 @@ def _room(entry: Any) -> int:
 
 
 def commit(worker: ElasticWorker, original: Callable[..., None], queue: Any, entry: Any) -> None:
-    """Commits a transfer that succeeded; remembers the queue's entry of one that was given up."""
+    """Commits a transfer that succeeded, and remembers the queue's entry until it is sorted out."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     req = entry.req
     if getattr(req, _GIVEN_UP, None) is None:
         original(queue, entry)
         if isinstance(req.finished_reason, FINISH_ABORT):
-            # A late write has changed the metadata since `give_up_failed` looked at it.
-            if sglang.current().parallel(worker.scheduler).attention_tensor > 1:
-                raise RuntimeError(
-                    f"{req.rid}: {req.finished_reason.message}, on this rank and after the ranks "
-                    "agreed that it was good: they no longer hold the same requests"
-                )
+            # A late write has changed the metadata since `give_up_failed` looked at it. Another
+            # rank may have committed it: `sort_out` asks.
             setattr(req, _GIVEN_UP, ("metadata", str(req.finished_reason.message)))
             req.finished_reason = None
-    if getattr(req, _GIVEN_UP, None) is not None:
-        setattr(req, _ENTRY, entry)
+        else:
+            setattr(req, _COMMITTED, True)
+    setattr(req, _ENTRY, entry)
 
 
 def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[Any]:
     """Of the requests that the transfer queue hands on, those whose KV is here.
 
     The others lose their pages and metadata buffers to the quarantine. Then they fall back, or end
-    with an error.
+    with an error: so does one that any rank has committed while another gave it up.
     """
+    entries = {id(req): vars(req).pop(_ENTRY, None) for req in handed_on}
+    committed = {id(req) for req in handed_on if vars(req).pop(_COMMITTED, False)}
+    kept = worker.agree([int(getattr(req, _GIVEN_UP, None) is None) for req in handed_on])
+    for req, is_kept in zip(handed_on, kept, strict=True):
+        if not is_kept and getattr(req, _GIVEN_UP, None) is None:
+            message = "its metadata changed on another rank while it was committed"
+            setattr(req, _GIVEN_UP, ("metadata", message))
     given_up = [req for req in handed_on if getattr(req, _GIVEN_UP, None) is not None]
     if not given_up:
         return handed_on
@@ -263,11 +268,13 @@ def sort_out(worker: ElasticWorker, queue: Any, handed_on: list[Any]) -> list[An
 
     from sglang.srt.disaggregation.utils import prepare_abort
 
-    verdicts = worker.agree([int(may_fall_back(worker, req)) for req in given_up])
+    verdicts = worker.agree(
+        [int(id(req) not in committed and may_fall_back(worker, req)) for req in given_up]
+    )
     for req, verdict in zip(given_up, verdicts, strict=True):
         stage, message = getattr(req, _GIVEN_UP)
         setattr(req, _GIVEN_UP, None)
-        entry = vars(req).pop(_ENTRY)
+        entry = entries[id(req)]
         worker.host_tier.let_go(queue, entry)
         worker.quarantine.hold(
             entry,

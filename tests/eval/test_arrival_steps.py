@@ -14,27 +14,13 @@ from typer.testing import CliRunner
 from deltaserve.errors import InputError
 from eval.arrival_steps import (
     alone_prefills,
-    fit_alone,
     fit_arrivals,
-    found_token_s,
     read_requests,
-    returns,
 )
 from eval.calibrate import to_toml
 from eval.cli import app
-from eval.simulate import read_calibration
-from tests.eval.published import RESULTS
 
 CHUNK = 8_192
-FP8_RUNS = (
-    *(
-        f"vllm-4096-{run}"
-        for run in ("ten", "residency-sixteen", "sixteen-cut-off", "think-twelve")
-    ),
-    *(f"vllm-fp8-host-{run}" for run in ("eight", "ten", "twelve", "residency-twelve")),
-    "vllm-fp8-host-residency-twentyfour",
-    *(f"vllm-fp8-host-twentyfour-{run}" for run in ("cut-off", "cut-off-again")),
-)
 OVERHEAD_S, PAIRS_PER_S = 0.1, 7e8
 BASE_S, REQUEST_S, CONTEXT_TOKEN_S = 0.003, 0.0012, 1.5e-8
 
@@ -209,57 +195,6 @@ def test_too_few_prefills_alone_or_turns_that_return_say_nothing_of_found_tokens
     none = fit_arrivals([primes(80, 0.01) + later(returning, 1_000.0)], CHUNK).constants()
     assert "found_token_s" not in none
     assert none["prefill_overhead_s"] == pytest.approx(0.01, rel=0.05)
-
-
-def test_the_packaged_constants_of_vllm_are_what_its_runs_say() -> None:
-    folder = RESULTS / "residency"
-    packaged = read_calibration("qwen3-coder-30b-a3b-h200-vllm-fp8")
-    run = folder / "vllm-fp8-host-eight.requests.jsonl.zst"
-    fitted = fit_arrivals(read_requests([run]), CHUNK)
-    for name, value in fitted.constants().items():
-        if not name.startswith("prefill"):
-            assert packaged[name] == pytest.approx(value, rel=1e-4), name
-
-    # The others are of all runs of draw 3 with FP8 KV and a tier that there were then.
-    alone, turns = [], []
-    for name in FP8_RUNS:
-        [lines] = read_requests([folder / f"{name}.requests.jsonl.zst"])
-        alone += alone_prefills(lines, 4_096 if "4096" in name else CHUNK)
-        turns += returns(lines)
-    prefill = fit_alone(alone)
-    assert prefill is not None
-    assert fitted.decode is not None
-    overhead_s, token_s, pair_s = prefill.constants
-    assert packaged["prefill_overhead_s"] == pytest.approx(overhead_s, rel=1e-4)
-    assert packaged["prefill_tokens_per_s"] == pytest.approx(1 / token_s, rel=1e-4)
-    assert packaged["prefill_pairs_per_s"] == pytest.approx(1 / pair_s, rel=1e-4)
-    found_s = found_token_s(turns, prefill, fitted.decode)
-    assert packaged["found_token_s"] == pytest.approx(found_s, rel=1e-4)
-    assert (len(alone), len(turns)) == (83, 152)
-    page = (RESULTS.parent / "simulator.md").read_text()
-    assert f"{1e3 * overhead_s:.1f} ms + n / {1 / token_s:,.0f}" in page
-    assert f"(83 prefills of eleven runs, median error {100 * prefill.median_error:.1f} %)" in page
-    assert f"{1e6 * packaged['found_token_s']:.2f} µs for each token that it finds" in page
-
-
-def test_of_sglang_they_are_near_those_of_its_telemetry() -> None:
-    runs = [RESULTS / "residency" / f"fp8-eight-{run}.requests.jsonl.zst" for run in (1, 2)]
-    found = fit_arrivals(read_requests(runs), CHUNK).constants()
-    known = read_calibration("qwen3-coder-30b-a3b-h200-sglang-fp8")
-
-    def takes_s(constants: dict[str, Any]) -> tuple[float, float]:
-        new, cached, requests, context = 2_000, 70_000, 5, 350_000
-        return (
-            constants["prefill_overhead_s"]
-            + new / constants["prefill_tokens_per_s"]
-            + new * (cached + new / 2) / constants["prefill_pairs_per_s"],
-            constants["decode_base_s"]
-            + requests * constants["decode_per_request_s"]
-            + context * constants["decode_per_context_token_s"],
-        )
-
-    for by_arrivals_s, by_steps_s in zip(takes_s(found), takes_s(known), strict=True):
-        assert 0.95 < by_arrivals_s / by_steps_s < 1.15
 
 
 def test_too_few_answers_give_no_constants() -> None:

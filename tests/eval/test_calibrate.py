@@ -105,6 +105,10 @@ def test_the_file_has_what_a_plan_takes(tmp_path: Path) -> None:
     assert table["name"] == "test"
     assert TRUE.keys() <= table.keys()
     assert table["fit"]["decode"]["steps"] > 1_000
+    decodes = [x for x in made_steps(3, 0.02, True) if x["forward_mode"] == "decode"]
+    most = max(x["decode_requests"] for x in decodes), max(x["kv_used_tokens"] for x in decodes)
+    found = (table["fit"]["decode"][name] for name in ("most_requests", "most_context_tokens"))
+    assert tuple(found) == pytest.approx(most, rel=0.01)
 
 
 def test_too_few_steps_give_no_constants() -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from deltaserve.errors import InputError
-from eval.experiment import Experiment
+from eval.experiment import Experiment, Slo
 from eval.experiment_files import load_experiment, packaged_experiments
 from eval.matrix import plan_runs
 
@@ -328,3 +329,12 @@ def test_a_search_whose_levels_would_not_be_its_loads_is_refused(
         load_experiment(str(path))
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_an_objective_is_named_in_the_file_or_in_place_of_the_one_there(tmp_path: Path) -> None:
+    named = load(tmp_path, GOOD + '[slo]\npreset = "agentperf"\nattainment = 0.95\n').slo
+    assert (named.ttft_s, named.stretch_p90, named.attainment) == (10, math.inf, 0.95)
+    stated = GOOD + "[slo]\nttft_s = 1.0\n"
+    assert load(
+        tmp_path, stated, "slo.preset=agentperf", "slo.tpot_s=0.1"
+    ).slo == Slo.model_validate({"preset": "agentperf", "tpot_s": 0.1})

@@ -84,7 +84,7 @@ def test_failed_requests_are_slower_than_all_that_were_answered(make_run: MakeRu
 def test_faults_of_the_client_are_no_latency_of_the_servers(make_run: MakeRun) -> None:
     cell = cell_of(make_run(errors=6, error_kind="client_bug"))
     assert np.isfinite(cell.latency["ttft"][2].value)
-    assert cell.measures["attainment"].n == 114
+    assert cell.measures["in_time_share"].n == 114
 
 
 def test_rates_and_shares_are_sums_over_the_raw_lines(make_run: MakeRun) -> None:
@@ -106,8 +106,8 @@ def test_rates_and_shares_are_sums_over_the_raw_lines(make_run: MakeRun) -> None
         assert gap_s <= 1.0
         good += line["first_token_s"] - line["scheduled_s"] <= 0.6 and tpot_s <= 0.03
     assert 0 < good < len(ok)
-    assert cell.goodput_share.value == pytest.approx(good / len(lines))
-    assert cell.goodput_rps == pytest.approx(good / span_s)
+    assert cell.measures["in_time_share"].value == pytest.approx(good / len(lines))
+    assert cell.measures["in_time_per_s"].value == pytest.approx(good / span_s)
 
 
 def test_repeats_are_pooled_request_by_request(make_run: MakeRun) -> None:
@@ -207,6 +207,18 @@ def test_cached_tokens_that_a_decode_worker_was_only_sent_are_unknown(make_run: 
     assert after.loc[~changed, "cached_tokens"].tolist() == (
         before.loc[~changed, "cached_tokens"].tolist()
     )
+
+
+def test_a_stream_that_began_before_its_decision_is_joined_by_its_requests_id(
+    make_run: MakeRun,
+) -> None:
+    run = make_run()
+    path = run.folder / "requests.jsonl"
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | {"decision_id": None}) + "\n" for line in results))
+    after = read_run(run.folder).requests
+    for column in ("decision_id", "reason", "decode_worker"):
+        assert after[column].tolist() == run.requests[column].tolist()
 
 
 def test_the_older_half_of_a_bounded_decision_log_is_read_too(make_run: MakeRun) -> None:

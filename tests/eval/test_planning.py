@@ -179,3 +179,20 @@ def test_a_bound_that_is_none_is_named(tmp_path: Path) -> None:
     path.write_text(experiment_text(asked, hardware()))
     with pytest.raises(InputError, match=r"slo\.ttft"):
         load_experiment(str(path))
+
+
+def test_engines_that_share_a_calibration_are_both_to_be_measured() -> None:
+    """vLLM's best arm is behind, by step times that are SGLang's."""
+    found = [search("host", 10.0, 9.0, 11.0), search("vllm-host", 4.0, 3.0, 5.0)]
+    words = answer(found, "SGLang", Path("p.toml"))
+    assert "does not choose between SGLang and vLLM" in words
+    assert "--only host --only vllm-host" in words
+    alone = answer([found[0], search("off", 4.0, 3.0, 5.0)], "SGLang", Path("p.toml"))
+    assert "does not choose between SGLang" not in alone
+    assert "--only off" not in alone
+
+
+def test_what_a_calibration_was_extrapolated_to_is_in_the_answer() -> None:
+    beyond = ["32 requests that decode at a time, fitted up to 9"]
+    words = answer([search("host", 10.0, 9.0, 11.0)], "SGLang", Path("p.toml"), beyond)
+    assert f"Extrapolated: {beyond[0]}." in words

@@ -15,6 +15,8 @@ import pandas as pd
 import pytest
 
 from deltaserve.errors import InputError
+from eval.cli_options import bounds
+from eval.experiment import Slo
 from eval.experiment_files import load_experiment, packaged_experiments
 from eval.formatting import change, number, seconds, size
 from eval.plot import Rule, svg
@@ -296,14 +298,14 @@ def test_every_column_of_a_table_has_one_type_which_parquet_needs(
 ) -> None:
     evidence = evidence_of_three
     kinds = {bool: "truth value", int: "number", float: "number", str: "text"}
-    for name, rows in summary_json(evidence)["tables"].items():
+    tables_told = summary_json(evidence)["tables"]
+    for name, rows in tables_told.items():
         for column in rows[0] if rows else []:
             found = {kinds[type(row[column])] for row in rows if row[column] is not None}
             assert len(found) <= 1, f"{name}.{column}: {found}"
     pytest.importorskip("pyarrow")
     for path in write_parquet(evidence, tmp_path / "parquet"):
-        rows = summary_json(evidence)["tables"][path.stem]
-        assert len(pd.read_parquet(path)) == len(rows)
+        assert len(pd.read_parquet(path)) == len(tables_told[path.stem])
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -375,8 +377,8 @@ def test_the_objective_can_be_changed_after_the_fact(make_run: MakeRun, tmp_path
         gather(runs, draws=20, slo={"ttft_s": bound_s, "ttft_s_per_new_token": 0.0})
         for bound_s in (1000.0, 0.001)
     )
-    assert lax.cells[0].goodput_share.value == pytest.approx(1.0, abs=0.05)
-    assert strict.cells[0].goodput_share.value == 0.0
+    assert lax.cells[0].measures["in_time_share"].value == pytest.approx(1.0, abs=0.05)
+    assert strict.cells[0].measures["in_time_share"].value == 0.0
     with pytest.raises(InputError, match="--slo: nonsense"):
         gather(runs, draws=20, slo={"nonsense": 1.0})
 
@@ -409,6 +411,9 @@ def test_runs_with_different_objectives_are_judged_by_one_that_is_named(
     assert (found.slo.ttft_s, found.slo.tpot_s) == (5.0, 0.1)
     alike = gather([run for run in runs if run.arm != "a"], draws=20)
     assert alike.slo.ttft_s == 5.0
+    # A named objective is a whole one, whatever the runs were made with.
+    named = gather(runs, draws=20, slo=bounds(["agentperf,tpot_s=0.1"])).slo
+    assert named == Slo.model_validate({"preset": "agentperf", "tpot_s": 0.1})
 
 
 def test_a_report_that_cannot_be_written_leaves_the_one_before(
@@ -429,7 +434,7 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(
 
 
 def test_a_search_for_capacity_is_the_answer(three_arms: Path, tmp_path: Path) -> None:
-    levels = [{"load": n, "attainment": 1 - n / 100, "ttft_p90": n / 10, "sustained": n < 9}
+    levels = [{"load": n, "in_time_share": 1 - n / 100, "ttft_p90": n / 10, "sustained": n < 9}
               for n in (4, 8, 16)]  # fmt: skip
     found = {"arm": "x", "agents": 12, "low": 8, "high": 16, "per_gpu": 6, "levels": levels}
     (tmp_path / "capacity.json").write_text(json.dumps(found))
@@ -438,7 +443,7 @@ def test_a_search_for_capacity_is_the_answer(three_arms: Path, tmp_path: Path) -
     html, markdown = write_report(evidence, tmp_path / "report")
     assert "**x carries 6 agents a GPU (4–8).**" in markdown.read_text()
     assert "| x | 16 | 84.0 % |" in markdown.read_text()
-    assert 'id="plot-capacity-attainment"' in html.read_text()
+    assert 'id="plot-capacity-in_time_share"' in html.read_text()
     (tmp_path / "capacity.json").write_text("[1]")
     with pytest.raises(InputError, match=r"capacity\.json: expected objects"):
         find_searches([tmp_path])
@@ -476,10 +481,10 @@ def test_the_first_picture_of_a_search_is_of_what_decided_it(
     make_run(arm="b")
     make_run(arm="a")
     slo = {"attainment": 0.9, "stretch_p90": 2.0}
-    for attainment, title in ((1.0, "Stretch of sessions p90"), (0.5, "Turns that met the")):
+    for attainment, title in ((1.0, "Stretch of sessions p90"), (0.5, "Turns in time")):
         levels = [
-            {"load": 1, "meets": True, "attainment": 1.0, "stretch_p90": 1.0},
-            {"load": 2, "meets": False, "attainment": attainment, "stretch_p90": 3.0},
+            {"load": 1, "meets": True, "in_time_share": 1.0, "stretch_p90": 1.0},
+            {"load": 2, "meets": False, "in_time_share": attainment, "stretch_p90": 3.0},
         ]
         found = [{"arm": arm, "agents": 1, "slo": slo, "levels": levels} for arm in ("a", "b")]
         (tmp_path / "capacity.json").write_text(json.dumps(found))
@@ -494,16 +499,16 @@ def test_the_first_picture_of_a_search_is_of_what_decided_it(
 
 
 def test_the_line_of_the_objective_is_the_searchs_own(tmp_path: Path) -> None:
-    levels = [{"load": n, "attainment": 1.0, "stretch_p90": 1.0 + n} for n in (1, 2)]
+    levels = [{"load": n, "in_time_share": 1.0, "stretch_p90": 1.0 + n} for n in (1, 2)]
     found = {"arm": "x", "agents": 2, "slo": {"attainment": 0.8, "stretch_p90": 4.0}}
     (tmp_path / "capacity.json").write_text(json.dumps({**found, "levels": levels}))
     searches = find_searches([tmp_path])
-    for key, at in (("attainment", 80.0), ("stretch_p90", 4.0)):
+    for key, at in (("in_time_share", 80.0), ("stretch_p90", 4.0)):
         chart = capacity_curves(searches, key)
         assert chart is not None
         assert [mark.y for mark in chart.marks if isinstance(mark, Rule)] == [at]
     without = [replace(search, slo={}) for search in searches]
-    chart = capacity_curves(without, "attainment")
+    chart = capacity_curves(without, "in_time_share")
     assert chart is not None
     assert not any(isinstance(mark, Rule) for mark in chart.marks)
 

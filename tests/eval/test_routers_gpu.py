@@ -11,12 +11,10 @@ from eval.experiment_files import load_experiment
 from eval.matrix import plan_runs
 from eval.progress import Progress
 from eval.report import find_runs
-from eval.run_lines import Row, read_rows
 from eval.runner import load_topologies
 from eval.simulated_runs import simulate_experiment
 from eval.site import launch_site
 from tests.eval.conftest import write_growing
-from tests.eval.published import RESULTS
 
 ARMS = ("stock", "off", "priced")
 STAND_IN = (
@@ -25,7 +23,7 @@ STAND_IN = (
     "arms.stock.policy_params={overload_factor=1000000.0, alpha=0.0}",
     'arms.stock.set={router={residency={rule="off"}}}',
 )
-"""Of the stock router in the simulator (docs/results/plan.md)."""
+"""Of the stock router in the simulator."""
 
 
 @pytest.fixture
@@ -92,20 +90,3 @@ def test_it_is_simulated_with_a_policy_of_ours_in_the_stock_routers_place(
         assert run.simulated
         assert run.gpus == 2
         assert len(run.requests) > 20
-
-
-def test_what_is_said_to_be_simulated_follows_from_the_lines() -> None:
-    rows = read_rows(RESULTS / "simulated" / "routers-two-gpus.csv")
-    by_key = {(row["arm"], row["sessions"], row["draw"]): row for row in rows}
-
-    def shown(row: Row) -> str:
-        return f"{float(row['requests_per_s']):.3f}; {100 * float(row['within_objective']):.0f} %"
-
-    # Predictions move from one page to the other when they have been measured.
-    text = "".join((RESULTS / page).read_text() for page in ("plan.md", "predictions.md"))
-    for sessions in ("20", "24", "32"):
-        for arm in ("stock", "stock-by-score", "off", "priced"):
-            figures = " | ".join(shown(by_key[arm, sessions, draw]) for draw in ("2", "3"))
-            assert f"\n| `{arm}`, {sessions} | {figures} |\n" in text
-    with_twelve = [float(row["within_objective"]) for row in rows if row["sessions"] == "12"]
-    assert (round(min(with_twelve), 2), round(max(with_twelve), 2)) == (0.93, 0.99)

@@ -22,9 +22,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from deltaserve.errors import InputError
 from eval import provenance
+from eval.cli import app
 from eval.execution import replay_command
 from eval.experiment import (
     Analysis,
@@ -631,6 +633,35 @@ def test_runs_that_the_budget_cannot_hold_are_skipped_last_rounds_first(
     assert len(fakes.up) == summary.complete == 6
     assert sorted(summary.skipped) == ["one/r4", "two/r4"]
     assert "one/r4: skipped, about 0.2 min but only 0.0 min of the budget are left" in said
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "keys", "said", "status"),
+    [
+        ({}, ("repeats=2",), "4 runs complete, 0 of them invalid, 0 failed, 0 skipped", 0),
+        ({"one": "warm"}, ("repeats=2",), "2 of them invalid, 0 failed, 0 skipped", 1),
+        ({}, ("repeats=4", "budget_minutes=1"), "0 of them invalid, 0 failed, 2 skipped", 1),
+    ],
+    ids=["whole", "invalid", "skipped"],
+)
+def test_eval_run_ends_with_1_where_runs_are_invalid_or_skipped(
+    behaviour: dict[str, str],
+    keys: Sequence[str],
+    said: str,
+    status: int,
+    tmp_path: Path,
+    small_trace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (small_trace.parent / "behave.json").write_text(json.dumps(behaviour))
+    path = tmp_path / "matrix.toml"
+    path.write_text(TEXT.format(trace=small_trace))
+    fakes = FakeSite(run_s=10.0)
+    monkeypatch.setattr("eval.site.launch_site", fakes.site)
+    words = [word for key in keys for word in ("--set", key)]
+    done = CliRunner().invoke(app, ["run", str(path), "--output", str(tmp_path / "out"), *words])
+    assert said in " ".join(done.output.split())
+    assert done.exit_code == status
 
 
 def test_a_plan_counts_what_is_complete_measured_and_beyond_the_budget(

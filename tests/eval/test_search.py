@@ -86,7 +86,7 @@ def test_the_known_capacity_is_found_with_its_curve(
     loads = {level["load"]: level for level in found["levels"]}
     assert loads[11.0]["meets"]
     assert not loads[12.0]["meets"]
-    assert loads[12.0]["attainment"] < 0.9 < loads[11.0]["attainment"]
+    assert loads[12.0]["in_time_share"] < 0.9 < loads[11.0]["in_time_share"]
     assert loads[4.0]["requests_per_s"] > 0
     assert 1.0 in loads, "one session alone, which stretch is held against"
     assert found["alone"].startswith("measured at one session in flight")
@@ -117,7 +117,7 @@ def test_a_report_names_invalid_levels_and_judges_all_again_by_another_objective
     assert strict.agents == 0
     assert strict.slo["ttft_s"] == 0.05
     for again, before in zip(strict.levels, levels, strict=True):
-        assert (again["ttft_p90"], again["attainment"]) == (before["ttft_p90"], 0.0)
+        assert (again["ttft_p90"], again["in_time_share"]) == (before["ttft_p90"], 0.0)
     assert not strict.finished, "by that objective other levels might have been tried"
     (output / "one" / "capacity.json").write_text('{"arm": "another", "levels": []}')
     with pytest.raises(InputError, match="--slo: the runs of another's search"):

@@ -18,6 +18,7 @@ from eval.experiment_files import load_experiment
 from eval.progress import Progress
 from eval.records import read_run
 from eval.report import find_runs, find_searches, gather, write_report
+from eval.report.answer import answer
 from eval.simulate import packaged_calibrations, read_calibration, simulate
 from eval.simulated_runs import simulate_experiment
 from eval.validation import read_lines
@@ -199,6 +200,29 @@ def test_a_search_finds_what_each_arm_carries(experiment: Path, tmp_path: Path) 
     assert found.per_unit > 0
     levels = {read_run(path.parent).load for path in output.rglob("manifest.json")}
     assert len(levels) >= 3
+
+
+def test_a_search_over_a_rule_that_starves_carries_no_more_than_it_lets_in_and_says_why(
+    experiment: Path, tmp_path: Path
+) -> None:
+    """`cap` lets two sessions in until they end, which is after the window."""
+    output = tmp_path / "out"
+    text = experiment.read_text().replace(
+        "[simulate]",
+        '[search]\nover = "replay.max_inflight_sessions"\nstart = 2\nhigh = 4\nrepeats = 1\n'
+        '[[arms]]\nname = "cap"\ntopology = "sglang:1"\npolicy = "unified"\n'
+        'set = { router = { residency = { rule = "cap", sessions = 2 } } }\n'
+        "[simulate]",
+    )
+    experiment.write_text(text)
+    keys = ("phases.start=cold", "phases.warm_up_s=1", "phases.measure_s=8")
+    lax = ("slo.attainment=0.5", "slo.stretch_p90=inf", "slo.late_share_p90=0.5")
+    run(experiment, output, *keys, *lax, only=["cap"])
+    [found] = find_searches([output])
+    starved = {level["load"]: level["starved_sessions"] for level in found.levels}
+    assert (found.agents, starved) == (2, {1: 0, 2: 0, 3: 1, 4: 2})
+    evidence = gather(find_runs([output]), draws=20, searches=[found])
+    assert "with 3: 1 session gets nothing all the window" in answer(evidence)
 
 
 def test_a_search_over_arrivals_has_no_level_of_one_session_an_hour(

@@ -163,7 +163,7 @@ def test_what_was_not_sustained_has_no_averages_and_no_verdict(tmp_path: Path) -
     assert found.unsustained.startswith("b/r1 did not sustain its load: ")
     assert not found.measures["ttft_p90"].known
     assert not found.measures["throughput_output_tps"].known
-    assert found.measures["attainment"].value < 0.7
+    assert found.measures["in_time_share"].value < 0.7
     assert measure(cells["a"], boot, Slo()).measures["ttft_p90"].known
     ttft = [m for m in MEASURES if m.key == "ttft_p90"]
     compared = compare_cells(cells, [("a", "b")], boot, ttft)[0]

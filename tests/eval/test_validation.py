@@ -17,6 +17,7 @@ from eval.validation import measures, read_lines
 
 def line(turn: int, sent_s: float, ttft_s: float, **changes: Any) -> dict[str, Any]:
     return {
+        "session_id": f"s{sent_s:g}",
         "turn": turn,
         "scheduled_s": sent_s,
         "sent_s": sent_s,
@@ -46,6 +47,25 @@ def test_later_turns_of_the_window_count() -> None:
     assert found["ttft_p50"] == pytest.approx(3.0)
     assert found["tpot_p50"] == pytest.approx(1.0)
     assert found["worst_gap_p90"] == pytest.approx(3.0)
+
+
+def test_what_sessions_felt_is_of_turns_under_way_when_the_run_was_cut_off() -> None:
+    """Both files are cut at the same moment: what the simulation answers later still waits."""
+    lines = [
+        line(1, 20.0, 1.0, session_id="served", arrivals=[[21.0, 1], [21.1, 5]], finished_s=21.1),
+        line(1, 0.0, 95.0, session_id="left"),
+        line(1, 200.0, 1.0, session_id="later"),
+    ]
+    cut = line(1, 0.0, 0.0, session_id="left", first_token_s=None, finished_s=90.0, arrivals=[])
+    cut |= {"error": {"kind": "cancelled", "message": ""}, "cached_tokens": None}
+    simulated, measured = (
+        measures(found, 10.0, 70.0, 90.0) for found in (lines, [lines[0], cut, lines[2]])
+    )
+    for found in (simulated, measured):
+        assert (found["starved_sessions"], found["longest_wait_s"]) == (1, 90)
+        assert found["in_time_share"] == 0.5
+        assert found["waiting_sessions"] == pytest.approx((60 + 1) / 60)
+        assert found["first_tokens_per_s"] == pytest.approx(1 / 60)
 
 
 def test_a_line_may_say_its_worst_gap() -> None:

@@ -477,6 +477,17 @@ def test_an_error_of_nvml_is_told_as_one_line(monkeypatch: pytest.MonkeyPatch) -
         hardware.allowed_gpus()
 
 
+def test_a_gpu_without_readings_of_power_and_use_is_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml = Nvml(1)
+    for reading in ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage"):
+        monkeypatch.setattr(nvml, reading, nvml._not_supported, raising=False)
+    monkeypatch.setattr(hardware, "_nvml", lambda: nvml)
+    [gpu] = hardware.sample_gpus()
+    assert (gpu.sm_percent, gpu.power_w, gpu.memory_total_bytes) == (None, None, 140 * 2**30)
+
+
 def test_a_gpu_that_is_lost_does_not_keep_a_fleet_from_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -529,6 +540,25 @@ def test_secrets_are_hidden_wherever_they_stand() -> None:
     assert shown["flags"][0] == f'flags=["--api-key", {HIDDEN}]'
     assert shown["tokens"] == 5
     assert redacted('flags=["--api-key", "--port"]') == 'flags=["--api-key", "--port"]'
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        f"Authorization: Bearer {SECRET}",
+        f"OTEL_EXPORTER_OTLP_HEADERS=authorization=Bearer {SECRET}",
+        ["--header", f"Authorization: Basic {SECRET}"],
+        {"GITHUB_PAT": SECRET},
+        f"GITHUB_PAT={SECRET}",
+        f"https://somebody:{SECRET}@host/path",
+    ],
+)
+def test_a_secret_behind_a_scheme_or_in_an_address_is_hidden(shown: object) -> None:
+    assert SECRET not in json.dumps(redacted(shown))
+
+
+def test_an_address_without_a_password_stays() -> None:
+    assert redacted("http://host:8000/v1") == "http://host:8000/v1"
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,22 @@ def test_caches_that_compilers_keep_among_the_temporary_files_outlive_a_process(
     assert all((system / name).is_dir() for name in kept)
 
 
+def test_a_folder_of_somebody_else_is_no_cache_of_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "_LONGEST_TEMPORARY", len(str(tmp_path)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("LOGNAME", "somebody")
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    folder = supervised._temporary_folder()
+    assert folder is not None
+    assert list(folder.iterdir()) == []
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid)
+    folder = supervised._temporary_folder()
+    assert folder is not None
+    assert {kept.name for kept in folder.iterdir()} == {"somebody", "torchinductor_somebody"}
+
+
 def test_the_folder_for_temporary_files_is_the_topologys_where_it_names_one(
     fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from .conftest import Fakes
 
 def routed(topology: Topology, policy: str = "unified") -> Topology:
     router = topology.router.model_copy(update={"kind": "deltaserve", "policy": policy})
-    return topology.model_copy(update={"router": router, "kv_events": True})
+    return topology.model_copy(update={"router": router})
 
 
 def test_the_same_workers_serve_behind_one_router_after_the_other(
@@ -40,7 +40,6 @@ def test_the_same_workers_serve_behind_one_router_after_the_other(
         config = tomllib.loads((run_dir / "router.toml").read_text())
         assert config["policy"] == policy
         assert [worker["url"] for worker in config["workers"]]
-        assert all(worker["kv_events"].startswith("tcp://") for worker in config["workers"])
         assert working_in(run_dir) == []
         assert (run_dir / "processes.csv").read_text().count("unix_s") == 1
     assert pids[0] == pids[1]

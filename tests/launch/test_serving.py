@@ -117,6 +117,37 @@ def test_a_worker_that_is_killed_serves_again_at_its_address(fakes: Fakes, tmp_p
     assert working_in(run_dir) == []
 
 
+def test_the_log_of_what_served_outlives_starts_that_fail(fakes: Fakes, tmp_path: Path) -> None:
+    """A worker crashes; three starts end before they are ready, and the fourth serves. When that
+    one crashes its log is the one to keep."""
+    with fleet(fakes("serve"), tmp_path / "run") as running:
+        [worker] = running.workers
+        with worker.log.open("a") as log:
+            log.write("the cause of the crash\n")
+
+        def crash() -> None:
+            engine_of(running, 0).kill()
+            wait_until(lambda: worker.id in running.died())
+
+        def serves() -> bool:
+            running.died()
+            return running.is_ready_again(worker.id)
+
+        crash()
+        before = worker.log.with_name(f"{worker.log.name}.1")
+        for _ in range(3):
+            running.restart(worker.id)
+            assert "the cause of the crash" in before.read_text()
+            wait_until(lambda: "fake engine" in worker.log.read_text())
+            engine_of(running, 0).kill()
+            wait_until(lambda: worker.id in running.died())
+        running.restart(worker.id)
+        wait_until(serves)
+        crash()
+        running.restart(worker.id)
+        assert "the cause of the crash" not in before.read_text()
+
+
 @pytest.mark.parametrize(("overrides", "calls"), [((), 1), (("freeze_gc=false",), 0)])
 def test_a_worker_that_serves_again_is_frozen_as_at_the_fleets_start(
     fakes: Fakes, tmp_path: Path, overrides: tuple[str, ...], calls: int

@@ -168,7 +168,8 @@ def test_vllms_kv_events_tell_at_once_that_its_cache_is_empty(
 ) -> None:
     fake = [f"engine.python={fake_python}", "router.kind=none", "base_port=0"]
     fake += ["served_model_name=mine"]
-    step = {"model": "mine", "prompt": [16], "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    step = {"model": "mine", "prompt": [16] * 9, "max_tokens": 1, "temperature": 0}
+    step |= {"ignore_eos": True}
     group = "workers=[{{ urls = {}, kv_events = {} }}]"
     with fleet(load_topology("laptop-vllm", fake), tmp_path / "theirs") as theirs:
         theirs.flush_caches()

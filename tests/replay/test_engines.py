@@ -183,3 +183,39 @@ def test_usage_in_every_chunk_is_not_marked() -> None:
 def test_what_is_no_chunk_is_an_error(event: bytes) -> None:
     with pytest.raises(StreamError):
         OpenAIParser(False).feed(b"data: " + event + b"\n\n")
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
+@pytest.mark.parametrize("usage", [False, True])
+def test_the_last_event_counts_whatever_ends_its_line(usage: bool, end: str) -> None:
+    events = [orjson.dumps(_text("x", True)) for _ in range(3)]
+    if usage:
+        events.append(orjson.dumps({"choices": [], "usage": _USAGE}))
+    for last in (events, [*events, b"[DONE]"]):
+        parser = OpenAIParser(False)
+        parser.feed(b"\n\n".join(b"data: " + event for event in last) + end.encode())
+        answer = parser.close()
+        assert answer.tokens == (7 if usage else 3)
+        assert answer.done is (last is not events)
+    stream = _sglang_stream(False, [2, 6])
+    for whole in (stream.removesuffix(b"\n\n"), stream.removesuffix(b"\n\ndata: [DONE]\n\n")):
+        reader = SGLangParser(True)
+        reader.feed(whole + end.encode())
+        assert reader.close().output_ids == _IDS
+
+
+def test_a_stream_that_is_cut_off_inside_an_event_has_what_came_before_it() -> None:
+    for cut in (b'data: {"choices": [{"te', b"data: [DO", b"dat"):
+        parser = OpenAIParser(False)
+        parser.feed(b"data: " + orjson.dumps(_text("x", True)) + b"\n\n" + cut)
+        answer = parser.close()
+        assert (answer.tokens, answer.done) == (1, False)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("value", [None, {}, ""])
+def test_an_error_without_a_value_is_none(chat: bool, value: Any) -> None:
+    parser = OpenAIParser(False)
+    for piece in _chunks(*(_text("x", chat) | {"error": value} for _ in range(3))):
+        parser.feed(piece)
+    assert parser.close().tokens == 3

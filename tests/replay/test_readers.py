@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 from collections.abc import Callable
@@ -156,9 +157,11 @@ def test_weka_reads_an_archive_like_a_folder(tmp_path: Path) -> None:
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.add(folder, "dev")
     (tmp_path / "t.tar.zst").write_bytes(zstandard.compress(packed.getvalue()))
-    for source, name in ((folder, "a.jsonl"), (tmp_path / "t.tar.zst", "b.jsonl")):
-        weka.convert([source], tmp_path / name)
-    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    (tmp_path / "t.tar.gz").write_bytes(gzip.compress(packed.getvalue()))
+    weka.convert([folder], tmp_path / "a.jsonl")
+    for name in ("t.tar.zst", "t.tar.gz"):
+        weka.convert([tmp_path / name], tmp_path / "b.jsonl")
+        assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -235,6 +238,17 @@ def test_mooncake_requests_are_sessions_of_one_turn(tmp_path: Path) -> None:
         wide = _lines(tmp_path / "w.jsonl", {**record, "hash_ids": [0, beyond]})
         with pytest.raises(InputError, match=r"w\.jsonl:1: field hash_ids: expected integers from"):
             mooncake.convert([wide], tmp_path / "u.jsonl")
+
+
+@pytest.mark.parametrize("begin", [3_000, 1_751_300_000])
+def test_times_of_a_source_count_from_its_first_request(tmp_path: Path, begin: int) -> None:
+    ids = [{"input_length": 600, "output_length": 9, "hash_ids": [0, n]} for n in range(3)]
+    records = [{**record, "timestamp": 1000 * (begin + n)} for n, record in enumerate(ids)]
+    mooncake.convert([_lines(tmp_path / "m.jsonl", *records)], tmp_path / "m")
+    chats = [_chat(n, -1, begin + n, [1]) for n in range(3)]
+    bailian.convert([_lines(tmp_path / "b.jsonl", *chats)], tmp_path / "b")
+    for name in "mb":
+        assert [request.timestamp_s for request in read_trace(tmp_path / name)] == [0.0, 1.0, 2.0]
 
 
 def _chat(chat: int, parent: int, at_s: float, ids: list[int], length: int | None = None) -> Any:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -787,3 +788,27 @@ def test_a_key_reaches_the_server_and_no_file(
     assert b"s3cret" not in written
     assert b'"Authorization"' in written
     assert b"agents" not in written
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_comes_while_a_run_ends_is_no_complaint(
+    tmp_path: Path, trace_of: TraceOf, engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event loop closes what a signal wakes it by before it forgets the signal."""
+    complaints: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    closes = BaseSelectorEventLoop._close_self_pipe  # type: ignore[attr-defined]
+
+    def close_and_be_signalled(loop: BaseSelectorEventLoop) -> None:
+        closes(loop)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(BaseSelectorEventLoop, "_close_self_pipe", close_and_be_signalled)
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        url = engine("sglang").url
+        assert run(_options(tmp_path, trace_of(5, requests=3), url), quiet=True)["ok"] == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert complaints == []

@@ -47,6 +47,30 @@ def test_whole_conversations_of_the_window_are_kept_in_order_from_time_0(
     assert all(50 <= begin_s < 150 for begin_s in begins.values())
 
 
+@pytest.mark.parametrize("origin_s", [3_000.0, 1_751_300_000.0])
+def test_a_trace_that_does_not_begin_at_0_is_sampled_as_one_that_does(
+    tmp_path: Path, origin_s: float
+) -> None:
+    samples = []
+    for begin_s in (0.0, origin_s):
+        source = tmp_path / f"{begin_s}.jsonl"
+        write_trace(
+            source,
+            [
+                Request(f"r{n}", f"s{n // 3}", n % 3, begin_s + 5.0 * n, 64, 4, 64, [n // 3])
+                for n in range(120)
+            ],
+        )
+        for seed, start_s in ((1, None), (2, None), (3, None), (1, 100.0)):
+            output = tmp_path / f"{begin_s}-{seed}-{start_s}"
+            report = sample(
+                source, output, window_s=200, window_start_s=start_s, sample_ratio=0.5, seed=seed
+            )
+            chosen = [request.request_id for request in read_trace(output)]
+            samples.append((chosen, report["window_start_s"]))
+    assert samples[:4] == samples[4:]
+
+
 def test_single_turns_are_at_most_the_share_that_was_asked_for(
     source: Path, tmp_path: Path
 ) -> None:

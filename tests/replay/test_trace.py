@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -70,6 +74,7 @@ def test_a_sorting_writer_writes_any_order_sorted_and_keeps_ties(
     tmp_path: Path, trace_of: Callable[..., list[Request]]
 ) -> None:
     trace = trace_of(1)
+    trace[0] = replace(trace[0], timestamp_s=0.0)
     shuffled = trace[::2] + trace[1::2]
     with SortingTraceWriter(tmp_path / "t.jsonl") as writer:
         for request in shuffled:
@@ -170,14 +175,17 @@ def test_a_missing_file_a_folder_and_false_zst_are_named(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("requests", [3, 3000])
 @pytest.mark.parametrize("left", [0.3, 0.6, 0.9999])
-def test_a_zst_file_that_was_cut_off_is_said_to_be(
-    tmp_path: Path, requests: int, left: float
+@pytest.mark.parametrize("suffix", [".zst", ".gz"])
+def test_a_compressed_file_that_was_cut_off_is_said_to_be(
+    tmp_path: Path, requests: int, left: float, suffix: str
 ) -> None:
-    path = tmp_path / "t.jsonl.zst"
     write_trace(
-        path, [Request(f"r{n}", "s", n, n, 4, 1, 2, [n, -n % 7919]) for n in range(requests)]
+        tmp_path / "t.jsonl",
+        [Request(f"r{n}", "s", n, n, 4, 1, 2, [n, -n % 7919]) for n in range(requests)],
     )
-    whole = path.read_bytes()
+    path = tmp_path / f"t.jsonl{suffix}"
+    pack = gzip.compress if suffix == ".gz" else zstandard.compress
+    whole = pack((tmp_path / "t.jsonl").read_bytes())
     path.write_bytes(whole[: int(len(whole) * left)])
     with pytest.raises(InputError, match=rf"^{re.escape(str(path))}:\d+: .*cut off"):
         list(read_trace(path))
@@ -188,6 +196,55 @@ def test_frames_of_zst_put_one_after_the_other_are_one_trace(tmp_path: Path) -> 
     path = tmp_path / "t.jsonl.zst"
     path.write_bytes(b"".join(map(zstandard.compress, lines)))
     assert len(list(read_trace(path))) == 2
+
+
+@pytest.mark.parametrize("name", ["t.jsonl.gz", "t.jsonl", "t.zst.gz"])
+def test_gzip_is_read_whatever_the_name_and_however_many_members(tmp_path: Path, name: str) -> None:
+    lines = [orjson.dumps(_GOOD | {"request_id": name}) + b"\n" for name in "rs"]
+    path = tmp_path / name
+    path.write_bytes(b"".join(map(gzip.compress, lines)))
+    assert [request.request_id for request in read_trace(path)] == ["r", "s"]
+
+
+def test_zst_is_read_whatever_the_name(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(zstandard.compress(orjson.dumps(_GOOD)))
+    assert len(list(read_trace(tmp_path / "t"))) == 1
+
+
+def test_compressed_data_that_is_broken_or_of_another_kind_is_named(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(orjson.dumps(_GOOD) * 100))
+    packed[20] ^= 0xFF
+    for name, content, found in (
+        ("t.jsonl.gz", bytes(packed), "expected gzip data"),
+        ("t.jsonl.bz2", bz2.compress(b"x"), r"is bzip2 data; expected \.jsonl, \.jsonl\.zst or"),
+        ("t.jsonl.xz", lzma.compress(b"x"), "is xz data; expected"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match=rf"{re.escape(name)}: {found}"):
+            list(read_trace(tmp_path / name))
+
+
+def test_a_trace_is_not_written_under_the_name_of_a_compression_that_it_has_not(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(InputError, match=r"t\.jsonl\.gz: \.gz is not written; expected \.jsonl or"):
+        write_trace(tmp_path / "t.jsonl.gz", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sorting_writer_counts_from_the_first_request(
+    tmp_path: Path, trace_of: Callable[..., list[Request]]
+) -> None:
+    trace = trace_of(1)
+    epoch_s = 1_751_300_000.0
+    with SortingTraceWriter(tmp_path / "t.jsonl") as writer:
+        for request in reversed(trace):
+            writer.write(replace(request, timestamp_s=request.timestamp_s + epoch_s))
+    first_s = trace[0].timestamp_s
+    moved = list(read_trace(tmp_path / "t.jsonl"))
+    assert moved[0].timestamp_s == 0.0
+    for request, before in zip(moved, trace, strict=True):
+        assert request.timestamp_s == pytest.approx(before.timestamp_s - first_s, abs=1e-5)
 
 
 def test_a_failed_write_leaves_no_file(

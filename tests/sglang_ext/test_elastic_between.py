@@ -1,6 +1,6 @@
 """The elastic worker's verbs for the releases between 0.5.17 and 0.5.23.
 
-That these releases really look like this was shown by live runs (docs/sglang-releases.md).
+That these releases really look like this was shown by live runs (docs/support.md).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from sglang_ext.settings import ElasticSettings as Settings
 from sglang_ext.settings import Interference
 from tests.sglang_ext.fake_sglang import (
     FAILED,
+    FINISH_ABORT,
     SUCCESS,
     Batch,
     Entry,
@@ -388,6 +389,38 @@ def test_metadata_that_is_wrong_on_one_rank_is_dealt_with_on_both(
         assert scheduler.deltaserve_elastic.counts["fallback_metadata"] == 1
     assert asked["good"] == asked["bad"]
     assert fell_back["good"] == fell_back["bad"] == ["A1"]
+
+
+def test_metadata_that_changes_on_one_rank_while_it_is_committed_ends_that_request_on_both(
+    make_scheduler: MakeScheduler,
+) -> None:
+    """The ranks had agreed that all three are good. The scheduler, and the others, go on."""
+    asked = {}
+    for rank in ("good", "bad"):
+        scheduler = make_scheduler()
+        scheduler.ps.attn_tp_size = 2
+        ranks = Ranks(scheduler.deltaserve_elastic, lambda values: [1] * len(values))
+        reqs = arrived(scheduler, 3, None)
+        ranks.asked.clear()
+        # What the other rank says: all good; what it committed; whether the request may fall back.
+        told = iter([[1, 1, 1], [1, 0, 1] if rank == "good" else [1, 1, 1]])
+
+        def other(
+            values: list[int], told: Any = told, rank: str = rank, rooms: Any = scheduler.rooms
+        ) -> list[int]:
+            if rank == "bad":
+                rooms.written[1] = 77  # the late write
+            return next(told, [int(rank == "good")] * len(values))
+
+        ranks._other = other
+        step(scheduler)
+        asked[rank] = ranks.asked
+        assert [req.output_ids for req in (reqs[0], reqs[2])] == [[99], [99]], rank
+        assert isinstance(reqs[1].finished_reason, FINISH_ABORT), rank
+        assert reqs[1] not in scheduler.waiting_queue, rank
+        assert scheduler.deltaserve_elastic.counts["fallback_refused_metadata"] == 1
+        step(scheduler)
+    assert asked["good"] == asked["bad"]
 
 
 def test_on_a_single_rank_wrong_metadata_falls_back(make_scheduler: MakeScheduler) -> None:

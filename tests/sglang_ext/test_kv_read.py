@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +17,6 @@ from sglang_ext.kv_read.run import MAPPED_WAYS, Plan, table
 from sglang_ext.kv_read.ways import mapped
 
 LAYOUT = Layout(regions=4, row_bytes=64, pool_tokens=1_000)
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
-
-
-def published() -> list[dict[str, Any]]:
-    """The samples that docs/results/kv-read.md is about."""
-    return [json.loads(line) for line in (RESULTS / "kv-read.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
@@ -161,37 +153,3 @@ def test_memory_is_mapped_by_the_gpu_that_is_to_read_it() -> None:
     processor: Any = SimpleNamespace(type="cpu", index=None)
     assert mapped(offer, gpu) == [(3, 1, "handle")]
     assert mapped(offer, processor) == mapped(offer) == [(3, 0, "handle")]
-
-
-def test_the_published_table_follows_from_its_lines() -> None:
-    said = (RESULTS / "kv-read.md").read_text().splitlines()
-    samples = published()
-    assert [line for line in table(samples) if line not in said] == []
-    assert all(sample.get("right", True) for sample in samples)
-
-
-def test_what_is_said_of_each_way_follows_from_the_published_lines() -> None:
-    """In GB/s, by pages of 64, 16 and 1 tokens."""
-    rates: dict[tuple[str, str, int, int], list[float]] = {}
-    for of in published():
-        key = of["way"], " ".join(of["settings"]), of["page_tokens"], of["tokens"]
-        if not of["warm_up"]:
-            rates.setdefault(key, []).append(of["bytes"] / of["read_s"] / 1e9)
-    page = (RESULTS / "kv-read.md").read_text()
-
-    def said(way: str, *of: tuple[str, str, int, int]) -> None:
-        cells = " | ".join(f"{statistics.median(rates[key]):.3g}" for key in of)
-        assert f"| {way} | {cells}" in page, cells
-
-    for way, tokens, label in (
-        ("mapped-kernel", 64_000, "`mapped-kernel`, 64,000 tokens"),
-        ("mapped-kernel", 2_000, "`mapped-kernel`, 2,000 tokens (0.7 ms)"),
-        ("mapped-staged", 64_000, "`mapped-staged`, 64,000 tokens"),
-    ):
-        said(label, *((way, "", page_tokens, tokens) for page_tokens in (64, 16, 1)))
-    said(
-        "`nixl`, 64,000 tokens; of 16: 16,000; of 1: 2,000",
-        ("nixl", "", 64, 64_000),
-        ("nixl", "", 16, 16_000),
-    )
-    said("the same with `UCX_RNDV_SCHEME=get_zcopy`", ("nixl", "UCX_RNDV_SCHEME", 64, 64_000))

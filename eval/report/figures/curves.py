@@ -52,8 +52,11 @@ MEASURED: tuple[Measured, ...] = (
     Measured("stretch_p90", "Session stretch p90", "×", _of("stretch_p90")),
     Measured("throughput_output_tps", "Output tokens/s", "", _of("throughput_output_tps"),
              shared=True),
-    Measured("goodput_rps", "Goodput, requests/s", "", _of("goodput_rps"), shared=True),
-    Measured("attainment", "Turns within the objective", "%", _of("attainment"), 100.0),
+    Measured("first_tokens_per_s", "First tokens/s", "", _of("first_tokens_per_s"), shared=True),
+    Measured("in_time_per_s", "Turns in time/s", "", _of("in_time_per_s"), shared=True),
+    Measured("in_time_share", "Turns in time", "%", _of("in_time_share"), 100.0),
+    Measured("late_share_p90", "Late share of sessions p90", "%", _of("late_share_p90"), 100.0),
+    Measured("wait_mean_s", "Mean wait for a first token", "s", _of("wait_mean_s")),
     Measured("apc", "Prompt tokens from cache", "%", _of("apc"), 100.0),
     Measured("recomputed_share", "Tokens recomputed", "%", _of("recomputed_share"), 100.0),
 )  # fmt: skip
@@ -144,7 +147,8 @@ def pareto(cells: Sequence[Cell]) -> Chart | None:
 
 # Keys of a level in capacity.json: what it is, unit, factor, the objective's bound.
 _LEVEL_MEASURES = {
-    "attainment": ("Turns that met the objective", "%", 100.0),
+    "in_time_share": ("Turns in time", "%", 100.0),
+    "late_share_p90": ("Late share of sessions p90", "%", 100.0),
     "stretch_p90": ("Stretch of sessions p90", "×", 1.0),
     "ttft_p90": ("TTFT p90", "s", 1.0),
     "tpot_p90": ("TPOT p90", "s", 1.0),
@@ -152,7 +156,7 @@ _LEVEL_MEASURES = {
     "throughput_output_tps": ("Output tokens/s", "", 1.0),
 }
 # Of these the objective says where the line is.
-JUDGED = ("attainment", "stretch_p90")
+JUDGED = ("in_time_share", "late_share_p90", "stretch_p90")
 
 
 def capacity_curves(searches: Sequence[Search], key: str) -> Chart | None:
@@ -171,7 +175,8 @@ def capacity_curves(searches: Sequence[Search], key: str) -> Chart | None:
             marks.append(Line(search.arm, x, y, PALETTE[i % len(PALETTE)], dots=True))
     if not marks:
         return None
-    bounds = {search.slo[key] for search in searches if search.slo.get(key) is not None}
+    of_slo = {"in_time_share": "attainment"}.get(key, key)
+    bounds = {search.slo[of_slo] for search in searches if search.slo.get(of_slo) is not None}
     if key in JUDGED and len(bounds) == 1:
         marks.append(Rule("objective", y=float(bounds.pop()) * factor))
     what = "sessions an hour" if searches[0].what != "agents" else "agents"

@@ -33,6 +33,10 @@ def _value(key: str) -> Any:
     return lambda row: row[1].get(key)
 
 
+def _why_not(row: _Level) -> str:
+    return "; ".join(row[1].get("not_met") or [])
+
+
 def _carried(row: _Level) -> str:
     """Whether the level was carried, and whether its intervals leave no doubt of that."""
     search, level = row
@@ -47,7 +51,11 @@ _LEVELS: tuple[Column[_Level], ...] = (
     Column("arm", "Arm", lambda row: row[0].arm),
     Column("load", "Load", _value("load"), LEVEL),
     Column("meets", "Carried", _carried),
-    Column("attainment", "Good turns", _value("attainment"), PERCENT),
+    Column("not_met", "Why not", _why_not),
+    Column("in_time_share", "Turns in time", _value("in_time_share"), PERCENT),
+    Column("late_share_p90", "Late share p90", _value("late_share_p90"), PERCENT),
+    Column("starved_sessions", "Starved", _value("starved_sessions"), LEVEL),
+    Column("longest_wait_s", "Longest wait", _value("longest_wait_s"), SECONDS),
     Column("stretch_p90", "Stretch p90", _value("stretch_p90"), RATIO),
     Column("ttft_p90", "TTFT p90", _value("ttft_p90"), SECONDS),
     Column("tpot_p90", "TPOT p90", _value("tpot_p90"), SECONDS),
@@ -65,7 +73,8 @@ def section(evidence: Evidence) -> Section | None:
     levels = [(search, level) for search in evidence.searches for level in search.levels]
     found = Section("capacity", "What each arm carries")
     found.text.append(
-        "The most load at which enough turns are good (within the objective) and sessions are not "
+        "The most load at which enough turns are in time, hardly any waits beyond patience, no "
+        "session starves, and one session in ten at most is late for much of its time or "
         "stretched; the bounds are tested levels: the highest that surely meets it, and the last "
         "below the lowest that surely misses it."
     )

@@ -16,7 +16,7 @@ _SHOWN = (
     "worst_gap_p90",
     "e2e_p90",
     "throughput_output_tps_per_gpu",
-    "goodput_rps",
+    "in_time_per_s",
     "apc",
 )
 

@@ -28,7 +28,13 @@ from eval.tables import (
     tabulate,
 )
 
-_FORMS = {"quantile": SECONDS, "sessions": SECONDS, "rate": NUMBER, "share": PERCENT}
+_FORMS = {
+    "quantile": SECONDS,
+    "sessions": SECONDS,
+    "rate": NUMBER,
+    "share": PERCENT,
+    "mean": SECONDS,
+}
 
 
 def _column(measure: Measure) -> Column[Cell]:
@@ -39,6 +45,7 @@ def _column(measure: Measure) -> Column[Cell]:
         return found if measure.quantile is None else known_quantile(found, measure.quantile)
 
     form = RATIO if measure.column == "stretch" else _FORMS[measure.kind]
+    form = PERCENT if measure.points else form
     return Column(measure.key, measure.label, value, form)
 
 
@@ -48,8 +55,10 @@ def _gaps(cell: Cell) -> Entry:
 
 
 def _steady(cell: Cell) -> str:
-    """The least steady of the cell's runs: not sustained, not assessed, steady."""
+    """The least steady of the cell's runs: not sustained, not settled, not assessed, steady."""
     states = {str(found.state) for found in cell.steadiness}
+    if "not sustained" not in states and cell.unsettled:
+        return "not settled"
     return next((state for state in ("not sustained", "not assessed") if state in states), "steady")
 
 
@@ -82,6 +91,14 @@ def _failures(cell: Cell) -> str:
 
 
 _FACTS: tuple[Column[Cell], ...] = (
+    Column("longest_wait_s", "Longest wait, at least", lambda cell: cell.felt["longest_wait_s"],
+           SECONDS),
+    Column("starved_sessions", "Sessions starved", lambda cell: cell.felt["starved_sessions"],
+           COUNT),
+    Column("served_sessions", "Sessions served", lambda cell: cell.felt["served_sessions"], COUNT),
+    Column("undecided_turns", "Turns not decided", lambda cell: cell.felt["undecided_turns"],
+           COUNT),
+    Column("not_met", "Objective", lambda cell: "; ".join(cell.not_met) or "met"),
     Column("errors", "Errors", lambda cell: f"{sum(cell.errors.values())} of {cell.n}",
            under=_failures),
     Column("itl_p50_p99", "ITL p50 / p99", _gaps),

@@ -265,7 +265,7 @@ fn a_paced_prefill_keeps_the_decodes_beside_it_at_the_target() {
     println!("simulated: gap and TTFT {unpaced:?} unpaced, {paced:?} at 80 and 40 ms");
     assert!(unpaced.0 > 0.9, "{unpaced:?}");
     for ((gap_s, ttft_s), target_s) in paced.into_iter().zip([0.08, 0.04]) {
-        // Measured on an H200 (docs/results/elastic-worker.md): 84 and 44 ms.
+        // Measured on an H200 (results/elastic-worker.md): 84 and 44 ms.
         assert!((0.9 * target_s..=target_s).contains(&gap_s), "{gap_s}");
         assert!(ttft_s > unpaced.1, "{ttft_s}");
     }
