@@ -14,8 +14,11 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+mod aside;
+mod come_again;
 mod overlaps;
 mod retries;
+mod rotation;
 mod slices;
 
 const CAPACITY: u64 = 100_000;
@@ -28,12 +31,16 @@ struct World {
 
 impl World {
     fn new(workers: usize, residency: Value) -> Self {
+        Self::with_sink(workers, residency, EventSink::in_memory())
+    }
+
+    fn with_sink(workers: usize, residency: Value, sink: EventSink) -> Self {
         let clock_us = Arc::new(AtomicU64::new(0));
         let shown = Arc::clone(&clock_us);
         let fleet = Fleet::with_clock(
             policy::build("unified", Value::Null).expect("a policy"),
             "unified".to_owned(),
-            EventSink::in_memory(),
+            sink,
             1,
             Box::new(move || shown.load(Ordering::Relaxed) as f64 / 1e6),
         );
@@ -615,6 +622,7 @@ fn rules() -> impl Strategy<Value = Value> {
     prop_oneof![
         Just(json!({"rule": "priced"})),
         Just(json!({"rule": "priced", "growth_turns": 3.0, "cold_slots": 2})),
+        Just(json!({"rule": "rotate"})),
         Just(json!({"rule": "lease", "lease_s": 5.0})),
         Just(json!({"rule": "cap", "sessions": 2, "idle_s": 20.0})),
         Just(json!({"rule": "aimd"})),
@@ -635,7 +643,7 @@ proptest! {
         for (i, &tier) in tiers.iter().enumerate() {
             world.add_tiered(&format!("w{i}"), tier);
         }
-        let by_tokens = matches!(rule["rule"].as_str(), Some("priced" | "lease"));
+        let by_tokens = matches!(rule["rule"].as_str(), Some("priced" | "rotate" | "lease"));
         let mut lengths = [15_000u32; 8];
         let mut running: Vec<Reservation> = Vec::new();
         let mut waiting: Vec<(Ticket, Request)> = Vec::new();

@@ -4,13 +4,19 @@ use super::book::{Hold, Occupant, Served};
 use super::footprint::Coarse;
 use super::identity::{Identity, Key, Name};
 use super::sessions::{GAIN as OWN_GAIN, ServedPrompt};
-use super::{Asked, GiveUp, Residence, Residency, Site, site_of};
-use crate::fleet::{Hints, Usage};
+use super::{Asked, GiveUp, Residence, Residency, Site, Sites, site_of};
+use crate::fleet::prefix::hash::step;
+use crate::fleet::{Hints, Request, Usage};
 
 /// Share of the difference that one turn moves the fleet's means by.
 const GAIN: f64 = 0.02;
 /// Text of fewer tokens says more of the chat template than of the text.
 const TELLING_TOKENS: u64 = 1_000;
+
+/// Sets the key of calls beside a session's conversation apart from its own.
+const ASIDE: u64 = 0x6173_6964_6521_2121;
+/// What calls beside conversations may take in all, of what may be booked: engines keep as much for their own ends.
+const ASIDE_SHARE: f64 = 0.02;
 
 /// A turn that was placed.
 #[derive(Debug)]
@@ -22,6 +28,8 @@ pub(in crate::fleet) struct Seat {
     pub turn: u64,
     /// Booked for its answer so far.
     pub output_tokens: u64,
+    /// That it adds to those of calls beside conversations.
+    aside_tokens: u64,
     pub hints: Hints,
     /// Tokens of its prompt that the session had been served before.
     before_tokens: u64,
@@ -34,30 +42,55 @@ pub(in crate::fleet) struct Seat {
 /// What a finish event says.
 pub(in crate::fleet) struct Ended {
     pub recomputed_tokens: Option<u64>,
+    /// Of a session whose KV was gone, as KV events said: whether the engine found it there all the same.
+    pub was_there: Option<bool>,
 }
 
 impl Residency {
-    /// Whose turn a prompt is: the session's, else its family's.
-    pub fn identify(&mut self, name: Option<&str>, prompt: &Coarse<'_>) -> Identity {
-        match name {
-            Some(name) => Identity {
-                key: self.session_keys.of(name),
-                name: Some(name.into()),
-            },
-            None => Identity {
+    /// Whose turn a request is: the session's, one beside its conversation, else its family's.
+    pub fn identify(&mut self, request: &Request, prompt: &Coarse<'_>) -> Identity {
+        let Some(name) = request.session_id.as_deref() else {
+            return Identity {
                 key: self.sessions.family_of(prompt),
                 name: None,
+                is_aside: false,
+            };
+        };
+        let key = self.session_keys.of_tenant(request.tenant, name);
+        let is_aside = request.may_be_aside && !self.goes_on(key, prompt);
+        Identity {
+            key: match is_aside {
+                true => step(key, ASIDE),
+                false => key,
             },
+            name: Some(name.into()),
+            is_aside,
         }
     }
 
+    /// Whether a prompt goes on from the last one that its session was served.
+    fn goes_on(&self, key: Key, prompt: &Coarse<'_>) -> bool {
+        let served = self
+            .sessions
+            .get(key)
+            .and_then(|known| known.served.as_ref());
+        served.is_some_and(|served| served.begins(prompt) > 0)
+    }
+
+    /// Whether a call beside a conversation may go at once, as its worker has room for a few without any booking.
+    pub fn lets_aside(&self, tokens: u64, sites: &Sites) -> bool {
+        self.aside_tokens + tokens <= (sites.budget_tokens as f64 * ASIDE_SHARE) as u64
+    }
+
     /// Notes that a turn came at `now_s`, once however long it waits.
-    pub fn arrive(&mut self, key: Key, prompt: &Coarse<'_>, hints: &Hints, now_s: f64) {
+    pub fn arrive(&mut self, key: Key, prompt: &Coarse<'_>, request: &Request, now_s: f64) {
+        let hints = &request.hints;
         let most_s = || self.gaps.nearly_all_s();
         self.endings.settle(&mut self.sessions, now_s, most_s);
         let known = self.sessions.of(key);
         if let Some(parent) = &hints.parent_session {
-            known.parent = Some(self.session_keys.of(parent)).filter(|&parent| parent != key);
+            known.parent = Some(self.session_keys.of_tenant(request.tenant, parent));
+            known.parent = known.parent.filter(|&parent| parent != key);
             self.has_parents = true;
         }
         if let Some(ended_s) = known.ended_s
@@ -89,6 +122,12 @@ impl Residency {
         };
         self.turns += 1;
         let turn = self.turns;
+        if let Some((old, _)) = self.sessions.of(identity.key).home
+            && old != site.slot
+        {
+            self.hold(old);
+            self.seen[old].rotation.remove(identity.key);
+        }
         let hold = self.hold(site.slot);
         let occupant = hold.begin(identity.key, turn, prompt, output_tokens, now_s);
         occupant.name.clone_from(&identity.name);
@@ -125,6 +164,11 @@ impl Residency {
         hints: Hints,
         text_tokens: Option<u64>,
     ) -> Seat {
+        let aside_tokens = match (identity.is_aside, turn) {
+            (true, 0) => prompt.tokens + output_tokens,
+            _ => 0,
+        };
+        self.aside_tokens += aside_tokens;
         let known = self.sessions.of(identity.key);
         known.in_flight += 1;
         known.ended_s = None;
@@ -141,6 +185,7 @@ impl Residency {
             key: identity.key,
             turn,
             output_tokens,
+            aside_tokens,
             hints,
             before_tokens,
             served: ServedPrompt::new(prompt),
@@ -216,6 +261,7 @@ impl Residency {
         }
         let turn = self.book(site, identity, &asked.prompt, asked.output_tokens, now_s);
         if turn != 0 {
+            self.note_turn(asked, identity, site, now_s);
             self.begin_cold(site, asked, state, turn);
             self.leave_old_home(identity.key, site, sites, now_s);
             self.book_growth(identity.key, site);
@@ -233,6 +279,7 @@ impl Residency {
         usage: Usage,
         now_s: f64,
     ) -> Ended {
+        self.aside_tokens -= seat.aside_tokens;
         let cached = usage.cached_tokens.filter(|_| served == Served::Yes);
         let reported = usage.prompt_tokens.unwrap_or(seat.prompt_tokens);
         let recomputed_tokens = cached.map(|cached| {
@@ -257,6 +304,10 @@ impl Residency {
             self.text_scale += 0.05 * (ratio - self.text_scale);
         }
         let known = self.sessions.of(seat.key);
+        let was_lost = known.lost_on.take() == Some(seat.serial);
+        let was_there = cached
+            .filter(|_| was_lost)
+            .map(|cached| 2 * cached > reported);
         known.in_flight = known.in_flight.saturating_sub(1);
         known.recomputed_tokens += recomputed_tokens.unwrap_or(0);
         if known.in_flight == 0 {
@@ -289,13 +340,17 @@ impl Residency {
                 hold.end(seat.key, seat.turn, Served::Failed, 0, now_s);
             }
         }
-        Ended { recomputed_tokens }
+        Ended {
+            recomputed_tokens,
+            was_there,
+        }
     }
 
     /// Ends a turn that was let in and not placed.
     pub fn unbook(&mut self, slot: usize, key: Key, turn: u64, now_s: f64) {
         if turn != 0 && slot < self.holds.len() {
             self.holds[slot].end(key, turn, Served::No, 0, now_s);
+            self.forget_idle(key, slot);
         }
     }
 
@@ -323,6 +378,7 @@ impl Residency {
         if !occupant.turns.is_empty() || occupant.waits() {
             return;
         }
+        let occupant_ended = occupant.ended;
         let reason = if occupant.ended {
             Some(GiveUp::Ended)
         } else if !is_home {
@@ -333,6 +389,10 @@ impl Residency {
         match reason {
             _ if !site.keeps_prefixes => {
                 hold.remove(seat.key);
+            }
+            _ if self.manner.rotates.is_some() && is_home => {
+                let ended = occupant_ended;
+                self.note_idle(seat.key, site, ended, now_s);
             }
             Some(reason) => {
                 self.give_up(site.slot, &site.spec, seat.key, reason, now_s);

@@ -9,7 +9,6 @@ use super::round::{Eligible, Leaving, Round};
 use super::rules::{Demand, Placement};
 use super::{GiveUp, Residence, Residency, Site, Sites, WaitReason, site_of};
 use crate::fleet::prefix::hash::PromptHashes;
-use crate::policy::attention_pairs;
 use smallvec::{SmallVec, smallvec};
 use std::rc::Rc;
 
@@ -29,7 +28,7 @@ pub(in crate::fleet) struct Asked<'a> {
 
 impl Asked<'_> {
     /// Whether the worker takes requests, and this one is not to go elsewhere.
-    fn may_go(&self, site: &Site) -> bool {
+    pub(super) fn may_go(&self, site: &Site) -> bool {
         site.routable && !self.exclude.contains(&site.spec.id)
     }
 }
@@ -40,10 +39,10 @@ pub(in crate::fleet) struct Go {
     /// Any of these.
     pub slots: SmallVec<[usize; 8]>,
     /// On which of them whose places are given up first; nobody's on the others.
-    give_up: SmallVec<[(usize, Leaving); 1]>,
-    state: Residence,
+    pub(super) give_up: SmallVec<[(usize, Leaving); 1]>,
+    pub(super) state: Residence,
     /// Where the session was before; anywhere else it moves to.
-    was_at: Option<usize>,
+    pub(super) was_at: Option<usize>,
 }
 
 impl Go {
@@ -102,6 +101,9 @@ impl Residency {
         sites: &[Site],
         round: &mut Round,
     ) -> Result<Go, WaitReason> {
+        if let Some(rule) = self.manner.rotates {
+            return self.ask_rotating(&rule, asked, sites, round);
+        }
         let Some(home) = self.residence_of(asked, sites) else {
             return self.enter(asked, sites, round);
         };
@@ -432,7 +434,7 @@ impl Residency {
     }
 
     /// Whether another cold prefill may run there.
-    fn is_open_to_cold(&self, site: &Site) -> bool {
+    pub(super) fn is_open_to_cold(&self, site: &Site) -> bool {
         let hold = self.holds.get(site.slot);
         let running = hold.map_or(0, |hold| hold.cold_in_flight);
         !site.prefills || running < self.settings.cold_slots
@@ -701,10 +703,8 @@ fn nobody_returns(plan: &[(Key, GiveUp)]) -> bool {
 }
 
 /// Seconds of computing what of a turn is not cached on `site`.
-fn compute_s(asked: &Asked<'_>, site: &Site) -> f64 {
-    let cached = asked.cached.on(site.slot);
-    let new = asked.prompt.tokens.saturating_sub(cached);
-    site.rates.compute_s(new, attention_pairs(cached, new))
+pub(super) fn compute_s(asked: &Asked<'_>, site: &Site) -> f64 {
+    site.compute_s(asked.prompt.tokens, asked.cached.on(site.slot))
 }
 
 /// Tokens booked for the growth of `keys`.
@@ -714,7 +714,10 @@ fn growth_of(hold: &Hold, keys: &[Key]) -> u64 {
 }
 
 /// As few of `others`, from the first on, as are `enough`; none where all are not.
-fn cheapest(others: &[(Key, GiveUp)], enough: impl Fn(&[Key]) -> bool) -> Option<Leaving> {
+pub(super) fn cheapest(
+    others: &[(Key, GiveUp)],
+    enough: impl Fn(&[Key]) -> bool,
+) -> Option<Leaving> {
     let all: Vec<Key> = others.iter().map(|(key, _)| *key).collect();
     let count = (1..=all.len()).find(|&count| enough(&all[..count]))?;
     let mut plan = others[..count].to_vec();

@@ -35,4 +35,6 @@ impl Serialize for Name {
 pub struct Identity {
     pub key: Key,
     pub name: Option<Name>,
+    /// A call beside the session's conversation, whose place it leaves alone.
+    pub is_aside: bool,
 }

@@ -11,6 +11,7 @@ mod account;
 mod awaited;
 pub mod book;
 pub mod cached;
+mod departed;
 mod endings;
 pub mod footprint;
 pub mod gaps;
@@ -21,10 +22,12 @@ mod looks;
 mod pump;
 pub mod queue;
 pub mod record;
+mod rotation;
 mod round;
 pub mod rules;
 pub mod sessions;
 pub mod settings;
+mod shown;
 mod slices;
 #[cfg(test)]
 mod testing;
@@ -35,6 +38,7 @@ pub(super) use gate::{Asked, Go};
 pub use give_up::GiveUp;
 pub use queue::{WaitReason, Wake};
 pub use record::{Residence, ResidencyRecord};
+pub use shown::SessionShown;
 
 use super::affinity::SessionKeys;
 use super::log::{Event, GiveUpRecord, unix_now_s};
@@ -42,14 +46,17 @@ use super::marked::Marked;
 use super::prefills::Busy;
 use super::prefix::estimate::StateMap;
 use crate::config::WorkerSpec;
-use crate::policy::Rates;
+use crate::policy::{Rates, attention_pairs};
 use book::Hold;
 use cached::Cached;
+use departed::Departed;
+pub(super) use departed::Since;
 use endings::Endings;
 use gaps::Gaps;
 use identity::{Key, Name};
 use looks::Looks;
 use queue::Queue;
+use rotation::Rotation;
 use rules::{Manner, Place, Rule, WorkerView};
 use serde::Serialize;
 use sessions::{Known, Sessions};
@@ -78,10 +85,12 @@ pub struct ResidencySnapshot {
     pub booked_tokens: u64,
     /// What may be booked; none where the worker's capacity is unknown or the rule is off.
     pub budget_tokens: Option<u64>,
-    /// Turns that wait for room here: to grow, or because most of them is cached here.
+    /// Turns that wait and may go here.
     pub waiting: usize,
     pub given_up: u64,
     pub recomputed_tokens: u64,
+    /// More sessions wait than patience and the worker's time allow.
+    pub overloaded: bool,
 }
 
 /// What is to be done once the fleet's lock is released.
@@ -114,6 +123,13 @@ pub(super) struct Site {
 }
 
 impl Site {
+    /// Seconds of computing what of a prompt is not cached here.
+    pub fn compute_s(&self, tokens: u64, cached_tokens: u64) -> f64 {
+        let new = tokens.saturating_sub(cached_tokens);
+        self.rates
+            .compute_s(new, attention_pairs(cached_tokens, new))
+    }
+
     /// What limits who may go there.
     pub fn limits(&self) -> (u64, bool, Option<u64>, u64) {
         (
@@ -191,6 +207,9 @@ pub(super) struct Residency {
     gaps: Gaps,
     endings: Endings,
     queue: Queue,
+    departed: Departed,
+    /// Of calls beside conversations, which run without a place.
+    aside_tokens: u64,
     growth_tokens: f64,
     /// How long turns run on their workers.
     run_s: f64,
@@ -219,6 +238,7 @@ struct Seen {
     slices: StateMap<f64>,
     /// What those that take turns there want of it.
     wanted: Wanted,
+    rotation: Rotation,
 }
 
 impl Residency {
@@ -235,6 +255,8 @@ impl Residency {
             gaps: Gaps::default(),
             endings: Endings::default(),
             queue: Queue::default(),
+            departed: Departed::default(),
+            aside_tokens: 0,
             growth_tokens: ASSUMED_GROWTH_TOKENS,
             prefillers: BTreeMap::new(),
             run_s: slices::ASSUMED_RUN_S,
@@ -328,6 +350,7 @@ impl Residency {
         }
         self.seen[slot].parted.clear();
         self.seen[slot].slices.clear();
+        self.seen[slot].rotation.lose_all();
     }
 
     /// Takes away a place; returns the session's name.
@@ -340,12 +363,18 @@ impl Residency {
         now_s: f64,
     ) -> Option<Name> {
         let hold = self.hold(slot);
-        let name = hold
-            .occupant(key)
-            .and_then(|occupant| occupant.name.clone());
-        let tokens = hold.occupant(key).map_or(0, |occupant| occupant.tokens());
-        let freed_tokens = hold.remove(key)?;
-        hold.given_up += 1;
+        let occupant = hold.occupant(key);
+        let mut name = occupant.and_then(|occupant| occupant.name.clone());
+        let mut tokens = occupant.map_or(0, |occupant| occupant.tokens());
+        let freed_tokens = hold.remove(key);
+        if let Some(member) = self.seen[slot].rotation.remove(key) {
+            tokens = tokens.max(member.tokens);
+            name = name.or(member.name);
+        } else {
+            freed_tokens?;
+        }
+        let freed_tokens = freed_tokens.unwrap_or(0);
+        self.holds[slot].given_up += 1;
         if !matches!(reason, GiveUp::Ended | GiveUp::WorkerGone | GiveUp::Lost) {
             self.seen[slot].parted.push_back((now_s, key, tokens));
         }
@@ -409,7 +438,7 @@ impl Residency {
             let unshared_tokens = hold.unshared_tokens(occupant);
             // What others hold too stays when this one goes.
             let shared_tokens = tokens.saturating_sub(unshared_tokens);
-            let pairs = crate::policy::attention_pairs(shared_tokens, unshared_tokens);
+            let pairs = attention_pairs(shared_tokens, unshared_tokens);
             let known = self.sessions.get(key);
             Place {
                 key,
@@ -518,15 +547,19 @@ impl Residency {
             .occupants()
             .filter(|(_, o)| !o.turns.is_empty())
             .count();
-        let wants = |waiter: &queue::Waiter| {
-            waiter.turn.grows_at == Some(slot)
-                || (waiter.turn.cached.on(slot) == waiter.turn.cached.most()
-                    && waiter.turn.cached.warm().any(|warm| warm == slot))
+        let idle = match self.manner.rotates {
+            Some(_) => self.idle_members(slot),
+            None => hold.len() - running,
+        };
+        let may_go = |waiter: &queue::Waiter| match (waiter.turn.grows_at, site) {
+            (Some(at), _) => at == slot,
+            (None, Some(site)) => !waiter.turn.exclude.contains(&site.spec.id),
+            (None, None) => false,
         };
         ResidencySnapshot {
-            sessions: hold.len(),
+            sessions: running + idle,
             running,
-            idle: hold.len() - running,
+            idle,
             booked_tokens: hold.booked_tokens(),
             budget_tokens: site
                 .filter(|_| self.manner.gates)
@@ -534,10 +567,11 @@ impl Residency {
             waiting: self
                 .queue
                 .waiting()
-                .filter(|(_, waiter)| wants(waiter))
+                .filter(|(_, waiter)| may_go(waiter))
                 .count(),
             given_up: hold.given_up,
             recomputed_tokens: self.seen.get(slot).map_or(0, |seen| seen.recomputed_tokens),
+            overloaded: self.is_overloaded(slot),
         }
     }
 

@@ -6,14 +6,13 @@ use super::footprint::Coarse;
 use super::gate::{Asked, Go};
 use super::identity::Identity;
 use super::looks::LOOK_INTERVAL_S;
-use super::queue::{Admitted, Progress, Ranking, Waiter, WaitingTurn};
+use super::queue::{Admitted, Progress, Ranking, WaitEnd, Waiter, WaitingTurn, WhyRefused};
 use super::round::Round;
 use super::rules::{Observed, Placement};
-use super::{GiveUp, Key, Residence, Residency, Site, Sites, WaitReason, site_of};
-use crate::fleet::log::{Event, WaitRecord, unix_now_s};
+use super::{GiveUp, Key, Residence, Residency, Since, Site, Sites, site_of};
+use crate::fleet::log::{Event, WaitEndRecord, WaitRecord, unix_now_s};
 use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::PromptHashes;
-use crate::policy::attention_pairs;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -22,7 +21,7 @@ use std::sync::Arc;
 /// Waiting turns that are looked at each time: those behind them pass nobody, unless they have a time slice.
 pub(in crate::fleet) const LOOKED_AT: usize = 64;
 /// By so much of the bound on waits turns go later whose session no host tier holds. More brings more
-/// turns an hour and longer waits of the others; chosen in simulation (docs/results/simulated.md).
+/// turns an hour and longer waits of the others; chosen in simulation.
 const NOT_HELD_WAITS: f64 = 0.75;
 /// By so much of `wait_bound_s` turns that are late already go behind those that can still be in time.
 const LATE_WAITS: f64 = 1.0 / 3.0;
@@ -52,8 +51,10 @@ impl Residency {
     }
 
     /// Whether a turn without a place has to queue behind others, or for the next round.
-    pub fn must_queue(&self, now_s: f64) -> bool {
+    pub fn must_queue(&self, has_place: bool, now_s: f64) -> bool {
+        let may_pass = has_place && self.manner.rotates.is_none();
         !self.queue.is_empty()
+            && !may_pass
             && self
                 .manner
                 .admit_every_s
@@ -65,15 +66,10 @@ impl Residency {
     ///
     /// # Errors
     /// As many wait as may.
-    pub fn wait(
-        &mut self,
-        new: WaitingTurn,
-        request_id: &str,
-        reason: WaitReason,
-        now_s: f64,
-    ) -> Result<u64, QueueFull> {
+    pub fn wait(&mut self, new: WaitingTurn, now_s: f64) -> Result<u64, QueueFull> {
         if self.queue.len() >= self.settings.max_waiting {
             let retry_after_s = self.retry_after_s(now_s);
+            self.note_end(&new, WaitEnd::Refused(WhyRefused::QueueFull), now_s);
             return Err(QueueFull { retry_after_s });
         }
         if self.queue.is_empty() {
@@ -85,9 +81,9 @@ impl Residency {
         }
         self.outbox.events.push(Event::Wait(WaitRecord {
             ts_unix_s: unix_now_s(),
-            request_id: request_id.to_owned(),
+            request_id: new.request_id.clone(),
             session_id: new.identity.name.clone(),
-            reason,
+            reason: new.reason,
             waiting: self.queue.len() + 1,
         }));
         self.sessions.of(new.identity.key).waiting += 1;
@@ -100,13 +96,33 @@ impl Residency {
         self.queue.get(id).map(|waiter| &waiter.progress)
     }
 
+    /// Notes how a turn's wait ended.
+    fn note_end(&mut self, turn: &WaitingTurn, end: WaitEnd, now_s: f64) {
+        self.outbox.events.push(Event::WaitEnd(WaitEndRecord {
+            ts_unix_s: unix_now_s(),
+            request_id: turn.request_id.clone(),
+            session_id: turn.identity.name.clone(),
+            end,
+            waited_s: now_s - turn.since_s,
+        }));
+        if end == WaitEnd::Left {
+            self.departed.note(turn, now_s);
+        }
+    }
+
+    /// Since when a turn waits that comes now, where its client left while it waited and comes again.
+    pub fn comes_again(&mut self, whose: u64, prompt: &PromptHashes, now_s: f64) -> Option<Since> {
+        self.departed.again(whose, prompt, now_s)
+    }
+
     /// Takes a turn out of the queue, and gives its room back if it was let in and not placed.
-    pub fn leave(&mut self, id: u64, is_placed: bool, now_s: f64) -> Option<Waiter> {
+    pub fn leave(&mut self, id: u64, end: WaitEnd, now_s: f64) -> Option<Waiter> {
         self.stop_growing(id);
         let waiter = self.queue.remove(id)?;
         let known = self.sessions.of(waiter.turn.identity.key);
         known.waiting = known.waiting.saturating_sub(1);
-        if let (Progress::Admitted(admitted), false) = (&waiter.progress, is_placed) {
+        self.note_end(&waiter.turn, end, now_s);
+        if let (Progress::Admitted(admitted), true) = (&waiter.progress, end != WaitEnd::LetIn) {
             self.unbook(
                 admitted.slot,
                 waiter.turn.identity.key,
@@ -228,6 +244,9 @@ impl Residency {
         if is_round {
             self.round_s = now_s;
         }
+        if let Some(rule) = self.manner.rotates {
+            self.rotate(&rule, sites, now_s);
+        }
         loop {
             let ids = self.in_order(sites, &round);
             self.gather(&ids, sites, &round);
@@ -256,7 +275,7 @@ impl Residency {
         let tokens = self.queue.tokens() / self.queue.len().max(1) as u64;
         let capacities = sites.iter().filter_map(|site| {
             let prompts = site.kv_capacity_tokens? as f64 / tokens.max(1) as f64;
-            Some(prompts * site.rates.compute_s(tokens, attention_pairs(0, tokens)))
+            Some(prompts * site.compute_s(tokens, 0))
         });
         let (count, all_s) = capacities
             .take(FILLS_OF)
@@ -338,6 +357,9 @@ impl Residency {
     /// many others came before them, unless another has waited longer than they by the bound. Among these those go first
     /// that can still be in time: in the order of arrival one late turn makes all behind it late as well.
     fn in_order(&self, sites: &Sites, round: &Round) -> Vec<u64> {
+        if let Some(rule) = &self.manner.rotates {
+            return self.by_deadline(rule, sites, round.now_s);
+        }
         let waiting = self.queue.waiting();
         if !self.has_slices(sites) {
             return waiting.take(LOOKED_AT).map(|(id, _)| id).collect();
@@ -460,6 +482,9 @@ impl Residency {
     /// time slices, those who have none are the queue, and the first is the first that has waited as long as
     /// anybody should.
     fn gather(&mut self, ids: &[u64], sites: &Sites, round: &Round) {
+        if self.manner.rotates.is_some() {
+            return;
+        }
         let has_slices = self.has_slices(sites);
         let after_s = match has_slices {
             true => self.settings.wait_bound_s * round.bound_scale,
@@ -621,6 +646,9 @@ impl Residency {
 
     /// Takes a place away whose session may be waiting to grow: it then waits like any other.
     pub fn lose_place(&mut self, site: &Site, key: Key, reason: GiveUp, now_s: f64) {
+        if reason == GiveUp::Lost {
+            self.sessions.of(key).lost_on = Some(site.serial);
+        }
         self.give_up(site.slot, &site.spec, key, reason, now_s);
         self.wait_like_others(site.slot, Some(key));
     }

@@ -48,6 +48,35 @@ pub struct Admitted {
     pub at_s: f64,
 }
 
+/// How a turn's wait ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WaitEnd {
+    LetIn,
+    /// Its client left.
+    Left,
+    Refused(WhyRefused),
+    /// A worker that had fallen silent served it after all.
+    ServedElsewhere,
+}
+
+/// Why a turn that waited, or would have, was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WhyRefused {
+    /// It waited for `max_wait_s`.
+    WaitedTooLong,
+    /// `max_waiting` turns wait.
+    QueueFull,
+    /// None is up that it could wait for.
+    NoWorker,
+    /// The policy would send it nowhere.
+    ByPolicy,
+    /// It was let in, and as many requests ran as may.
+    NoPermit,
+    TimeIsOver,
+    ShuttingDown,
+}
+
 /// How far a waiting turn has come.
 #[derive(Clone, Debug)]
 pub enum Progress {
@@ -61,6 +90,9 @@ pub enum Progress {
 
 /// A turn that has no place, as it comes to the queue.
 pub struct WaitingTurn {
+    pub request_id: String,
+    /// The session, or the tenant of one that names none: who may come again.
+    pub whose: u64,
     pub identity: Identity,
     /// Thinned out: see [`super::Residency::wait`].
     pub prompt: Arc<PromptHashes>,
@@ -70,6 +102,8 @@ pub struct WaitingTurn {
     /// When it came to the router, and to the queue: later, where it has failed on a worker meanwhile.
     pub arrived_s: f64,
     pub queued_s: f64,
+    /// Since when it waits, also where its client has left and come again.
+    pub since_s: f64,
     /// It has failed on a worker.
     pub is_repeated: bool,
     pub is_first_turn: bool,
@@ -79,6 +113,8 @@ pub struct WaitingTurn {
     /// What workers have of the prompt in their caches, and when that was looked up.
     pub cached: Arc<Cached>,
     pub cached_at_s: f64,
+    /// Why it waits, as it came.
+    pub reason: WaitReason,
     pub wake: Wake,
 }
 
@@ -292,18 +328,26 @@ mod tests {
 
     fn waiter(arrived_s: f64, is_first_turn: bool) -> WaitingTurn {
         WaitingTurn {
-            identity: Identity { key: 1, name: None },
+            request_id: String::new(),
+            whose: 1,
+            identity: Identity {
+                key: 1,
+                name: None,
+                is_aside: false,
+            },
             prompt: Arc::default(),
             output_tokens: 0,
             exclude: Vec::new(),
             arrived_s,
             queued_s: arrived_s,
+            since_s: arrived_s,
             is_repeated: false,
             is_first_turn,
             parent: None,
             grows_at: None,
             cached: Arc::default(),
             cached_at_s: 0.0,
+            reason: WaitReason::NoRoom,
             wake: Arc::new(|| {}),
         }
     }

@@ -32,6 +32,9 @@ pub(super) struct Round {
     pub eligible: Vec<Option<Rc<Eligible>>>,
     /// By slot: what those with a time slice are expected to hold.
     pub loads: Vec<Option<Rc<Load>>>,
+    /// Slots whose room is kept for a turn that goes before, and those that another session enters before.
+    pub blocked: SmallVec<[usize; 8]>,
+    pub shut: SmallVec<[usize; 8]>,
     /// Sessions that wait for their sub-agents.
     pub busy: Option<Rc<HashSet<Key>>>,
 }
@@ -76,6 +79,8 @@ impl Round {
             ungated: sites.ungated.clone(),
             eligible: Vec::new(),
             loads: Vec::new(),
+            blocked: SmallVec::new(),
+            shut: SmallVec::new(),
             busy: None,
         }
     }

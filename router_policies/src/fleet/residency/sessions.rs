@@ -87,6 +87,8 @@ pub struct Known {
     pub slots: SmallVec<[usize; 2]>,
     pub parent: Option<Key>,
     pub recomputed_tokens: u64,
+    /// The worker on which its KV is gone, as KV events say, by its serial number.
+    pub lost_on: Option<u64>,
     /// Of a family: the state that its newest prompt ends with.
     tip: Option<u64>,
 }

@@ -16,7 +16,6 @@ use super::rules::Demand;
 use super::sessions::Known;
 use super::wanted::Tokens;
 use super::{Residency, Site, Sites, site_of};
-use crate::policy::attention_pairs;
 use std::rc::Rc;
 
 /// A turn's time on its worker that is assumed until some was seen.
@@ -24,8 +23,7 @@ pub(super) const ASSUMED_RUN_S: f64 = 5.0;
 
 /// How much of a worker's load is what turns hold at the moment; the rest is what they hold over time. With the
 /// latter alone a worker stays half empty for as long as its sessions think or answer in few tokens, while
-/// others wait; with the former alone too many begin then, and all come back. Chosen in simulation
-/// (docs/results/simulated.md).
+/// others wait; with the former alone too many begin then, and all come back. Chosen in simulation.
 const NOW_SHARE: f64 = 0.5;
 
 impl Residency {
@@ -277,7 +275,7 @@ impl Residency {
     /// How long a session keeps its slice from one that waits.
     fn slice_s(&self, known: &Known, site: &Site, demand: Demand) -> f64 {
         let tokens = known.prompt_tokens.unwrap_or(0).max(1);
-        let recompute_s = site.rates.compute_s(tokens, attention_pairs(0, tokens));
+        let recompute_s = site.compute_s(tokens, 0);
         let capacity = site.kv_capacity_tokens.unwrap_or(tokens) as f64;
         self.rule
             .slice_s(recompute_s * capacity / tokens as f64, demand)
@@ -304,7 +302,7 @@ impl Residency {
     fn worth_keeping(&self, known: &Known, site: &Site) -> f64 {
         let tokens = known.prompt_tokens.unwrap_or(0);
         let cheap_s = self.manner.slices.map_or(0.0, |slices| slices.cheap_s);
-        if site.rates.compute_s(tokens, attention_pairs(0, tokens)) <= cheap_s {
+        if site.compute_s(tokens, 0) <= cheap_s {
             0.0
         } else {
             tokens as f64
@@ -312,7 +310,7 @@ impl Residency {
     }
 
     /// The chance that a session comes back; 1 of one that is there.
-    fn returns(&self, known: &Known, now_s: f64) -> f64 {
+    pub(super) fn returns(&self, known: &Known, now_s: f64) -> f64 {
         match known.ended_s {
             _ if known.in_flight > 0 || known.waiting > 0 => 1.0,
             Some(ended_s) => {
@@ -332,11 +330,18 @@ impl Residency {
     }
 
     /// The same of so many tokens, for a session of which nothing may be known.
-    fn over_time(&self, tokens: f64, known: Option<&Known>) -> f64 {
-        let run_s = known.and_then(|known| known.run_s).unwrap_or(self.run_s);
+    pub(super) fn over_time(&self, tokens: f64, known: Option<&Known>) -> f64 {
+        tokens * self.turn_s(known) / self.period_s(known)
+    }
+
+    fn turn_s(&self, known: Option<&Known>) -> f64 {
+        known.and_then(|known| known.run_s).unwrap_or(self.run_s)
+    }
+
+    /// From one turn of a session to its next, where nothing waits.
+    pub(super) fn period_s(&self, known: Option<&Known>) -> f64 {
         let none = OwnGaps::default();
-        let think_s = self.gaps.mean_s(known.map_or(&none, |known| &known.gaps));
-        tokens * run_s / (run_s + think_s)
+        self.turn_s(known) + self.gaps.mean_s(known.map_or(&none, |known| &known.gaps))
     }
 }
 

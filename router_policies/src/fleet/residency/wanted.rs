@@ -5,7 +5,7 @@
 //! minute, and a worker on which slices are needed has to be wanted less by a tenth before they are not.
 
 /// The time over which what is wanted of the GPU is smoothed. In simulation half of it was as good with twelve
-/// sessions and worse with fourteen (docs/results/simulated.md).
+/// sessions and worse with fourteen.
 const SMOOTHED_S: f64 = 60.0;
 /// Slices are needed until less than this share of the limits is wanted.
 const UNTIL: f64 = 0.9;

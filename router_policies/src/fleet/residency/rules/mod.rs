@@ -9,11 +9,13 @@ mod cap;
 mod lease;
 mod off;
 mod priced;
+mod rotate;
 mod thunder;
 
 use super::gaps::{Gaps, OwnGaps};
 use super::give_up::GiveUp;
 use super::identity::Key;
+use super::rotation::Rotates;
 use crate::policy::ParamInfo;
 use serde::de::DeserializeOwned;
 
@@ -135,6 +137,8 @@ pub struct Manner {
     /// Sessions take turns in time slices on workers with a host tier, and those that it still holds go
     /// before others.
     pub slices: Option<Slices>,
+    /// More sessions than the tiers keep rotate, and turns go by deadline.
+    pub rotates: Option<Rotates>,
 }
 
 /// How sessions take turns in time slices.
@@ -167,6 +171,7 @@ impl Default for Manner {
             backfills: false,
             bound_fills: 0.0,
             slices: None,
+            rotates: None,
         }
     }
 }
@@ -245,6 +250,7 @@ pub struct Info {
 /// Every rule that ships; the first is the default.
 pub const TABLE: &[&Info] = &[
     &priced::INFO,
+    &rotate::INFO,
     &off::INFO,
     &cap::INFO,
     &aimd::INFO,

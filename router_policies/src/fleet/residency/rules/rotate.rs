@@ -1,0 +1,123 @@
+//! `rotate`: as many sessions take turns as the tiers keep; more rotate, oldest wait first.
+
+use super::{Demand, Info, Manner, Place, Rule, WorkerView, ordered, parse};
+use crate::fleet::residency::give_up::GiveUp;
+use crate::fleet::residency::identity::Key;
+use crate::fleet::residency::rotation::{Overload, Rotates};
+use crate::policy::ParamInfo;
+use serde::Deserialize;
+
+pub const INFO: Info = Info {
+    name: "rotate",
+    summary: "as many sessions take turns as the tiers keep; more rotate, oldest wait first",
+    rule: "Two schedulers a worker. Sessions: those are in whose last prompts, shared prefixes once, fill at most `keep` of the \
+           host tier where it is larger than the GPU's KV, else what may be booked of that. While all fit nobody waits to enter. Else \
+           the one that has waited longest enters next, and whoever has been in for longest leaves after its turn: \
+           every patience_s / n seconds, n being how many wait, but never so often that computing their prompts takes more than \
+           `overhead` of the worker's time. Who has ended, is not expected back, or costs more to keep than to compute again (its \
+           prompt's computation x what the tiers keep / its tokens, twice that) leaves at once for one that waits. Where computing \
+           every prompt again at every turn would take no more than 0.6 of the worker's time nobody is kept out. Turns: by deadline, as \
+           the GPU's KV has room for prompts and expected answers in flight (what is idle needs none where a tier gives it \
+           back); nobody passes one that goes before it on the same worker. While the turns of all fit in `busy` of the KV over \
+           time each is due within first_token_s. Else as many sessions as fit have a quantum, for as long as has \
+           the others wait for no more than patience_s, in which their turns are due so soon; the others' later",
+    params: &[
+        ParamInfo {
+            name: "patience_s",
+            default: "60",
+            meaning: "how long a session should wait at most. A worker whose sessions are expected to wait longer, however fast they rotate, is overloaded",
+        },
+        ParamInfo {
+            name: "first_token_s",
+            default: "3",
+            meaning: "a turn of a session with a quantum is due within so long: the objective for a first token",
+        },
+        ParamInfo {
+            name: "keep",
+            default: "0.8",
+            meaning: "the share of a worker's host tier that the prompts of those who are in may take; more of them, and the tier drops some between two turns",
+        },
+        ParamInfo {
+            name: "busy",
+            default: "0.8",
+            meaning: "the share of a worker's KV that sessions with a quantum hold over time",
+        },
+        ParamInfo {
+            name: "overhead",
+            default: "0.33",
+            meaning: "the share of a worker's time that computing the prompts of sessions which enter may take",
+        },
+        ParamInfo {
+            name: "overload",
+            default: "\"rotate\"",
+            meaning: "what becomes of new sessions while a worker is overloaded: they `rotate` with all others, wait at the `door` until those that came before fit, or are `refuse`d with Retry-After",
+        },
+    ],
+    source: "ours; long-term and short-term scheduling, as operating systems do it",
+    build: |params| {
+        let params = parse::<Rotate>(params, |p| {
+            vec![
+                ("patience_s", "a number above 0", p.patience_s > 0.0),
+                ("first_token_s", "a number above 0", p.first_token_s > 0.0),
+                (
+                    "keep",
+                    "a share above 0 and up to 1",
+                    p.keep > 0.0 && p.keep <= 1.0,
+                ),
+                ("busy", "a number above 0", p.busy > 0.0),
+                (
+                    "overhead",
+                    "a share above 0 and up to 1",
+                    p.overhead > 0.0 && p.overhead <= 1.0,
+                ),
+            ]
+        })?;
+        Ok(Box::new(params))
+    },
+};
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Rotate {
+    patience_s: f64,
+    first_token_s: f64,
+    keep: f64,
+    busy: f64,
+    overhead: f64,
+    overload: Overload,
+}
+
+impl Default for Rotate {
+    fn default() -> Self {
+        Self {
+            patience_s: 60.0,
+            first_token_s: 3.0,
+            keep: 0.8,
+            busy: 0.8,
+            overhead: 0.33,
+            overload: Overload::Rotate,
+        }
+    }
+}
+
+impl Rule for Rotate {
+    fn manner(&self) -> Manner {
+        Manner {
+            rotates: Some(Rotates {
+                patience_s: self.patience_s,
+                first_token_s: self.first_token_s,
+                keep: self.keep,
+                busy: self.busy,
+                overhead: self.overhead,
+                overload: self.overload,
+            }),
+            ..Manner::default()
+        }
+    }
+
+    fn may_give_up(&self, view: &WorkerView<'_>, demand: Demand) -> Vec<(Key, GiveUp)> {
+        // The rotation decides who leaves for those that wait.
+        let nobody = |_: &Place| None;
+        ordered(view, demand, nobody, |place| -place.tenure_s)
+    }
+}

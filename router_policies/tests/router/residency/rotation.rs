@@ -1,0 +1,203 @@
+//! The rule `rotate` under a virtual clock: who is in takes turns, who is outside enters in order, and
+//! everybody is served again and again.
+
+use super::*;
+
+/// One worker whose tiers keep so many tokens.
+fn rotating(host_kv_tokens: Option<u64>, mut settings: Value) -> World {
+    settings["rule"] = json!("rotate");
+    settings["max_wait_s"] = json!(100_000.0);
+    settings["cold_slots"] = json!(20);
+    let world = World::new(0, settings);
+    world.add_tiered("w0", host_kv_tokens);
+    world
+}
+
+/// A session in a closed loop: it sends, is answered for a while, thinks, and sends again.
+struct Client {
+    session: u32,
+    length: u32,
+    run_s: f64,
+    think_s: f64,
+    state: Doing,
+    served: usize,
+    longest_s: f64,
+}
+
+// A handful of them, each moved once a step.
+#[expect(clippy::large_enum_variant)]
+enum Doing {
+    Thinks(f64),
+    Waits(Ticket, Request, f64),
+    Runs(Reservation, f64),
+    Gone,
+}
+
+impl Client {
+    fn new(session: u32, length: u32, run_s: f64, think_s: f64) -> Self {
+        Self {
+            session,
+            length,
+            run_s,
+            think_s,
+            state: Doing::Thinks(0.0),
+            served: 0,
+            longest_s: 0.0,
+        }
+    }
+
+    fn step(&mut self, world: &World) {
+        let now_s = world.now_s();
+        self.state = match std::mem::replace(&mut self.state, Doing::Gone) {
+            Doing::Thinks(until_s) if until_s <= now_s => {
+                self.length += 50;
+                let request = world.turn(self.session, self.length);
+                match world.ask(&request) {
+                    Admit::Placed(turn) => Doing::Runs(turn, now_s + self.run_s),
+                    Admit::Waiting(ticket) => Doing::Waits(ticket, request, now_s),
+                    Admit::Refused(refused) => panic!("{refused:?}"),
+                }
+            }
+            Doing::Waits(ticket, request, since_s) => {
+                self.longest_s = self.longest_s.max(now_s - since_s);
+                match world.fetch(ticket, &request) {
+                    Ok(turn) => Doing::Runs(turn, now_s + self.run_s),
+                    Err(ticket) => Doing::Waits(ticket, request, since_s),
+                }
+            }
+            Doing::Runs(turn, until_s) if until_s <= now_s => {
+                world.serve(turn);
+                self.served += 1;
+                Doing::Thinks(now_s + self.think_s)
+            }
+            other => other,
+        };
+    }
+}
+
+fn run(world: &World, clients: &mut [Client], seconds: f64) {
+    let until_s = world.now_s() + seconds;
+    while world.now_s() < until_s {
+        world.advance(0.5);
+        world.fleet.pump();
+        for client in &mut *clients {
+            client.step(world);
+        }
+    }
+}
+
+#[test]
+fn while_the_tiers_keep_all_nobody_waits() {
+    let world = rotating(Some(400_000), json!({}));
+    let mut clients: Vec<Client> = (0..4).map(|s| Client::new(s, 20_000, 4.0, 4.0)).collect();
+    run(&world, &mut clients, 300.0);
+    for client in &clients {
+        assert!(client.longest_s <= 1.0, "{}", client.longest_s);
+    }
+    assert_eq!(world.resident(0), 4);
+    assert_eq!(world.fleet.snapshot()[0].residency.given_up, 0);
+}
+
+#[test]
+fn more_than_the_tiers_keep_enter_in_the_order_in_which_they_wait() {
+    let world = rotating(Some(120_000), json!({}));
+    let turns: Vec<Request> = (0..6).map(|session| world.turn(session, 40_000)).collect();
+    let mut tickets: Vec<(usize, Ticket)> = Vec::new();
+    let mut order = Vec::new();
+    for (session, turn) in turns.iter().enumerate() {
+        match world.ask(turn) {
+            Admit::Placed(turn) => {
+                order.push(session);
+                world.serve(turn);
+            }
+            Admit::Waiting(ticket) => tickets.push((session, ticket)),
+            Admit::Refused(refused) => panic!("{refused:?}"),
+        }
+        world.advance(0.1);
+    }
+    assert!(!tickets.is_empty(), "the tiers keep all");
+    for _ in 0..2_000 {
+        world.advance(0.5);
+        world.fleet.pump();
+        let mut left = Vec::new();
+        for (session, ticket) in tickets {
+            match world.fetch(ticket, &turns[session]) {
+                Ok(turn) => {
+                    order.push(session);
+                    world.serve(turn);
+                }
+                Err(ticket) => left.push((session, ticket)),
+            }
+        }
+        tickets = left;
+    }
+    assert_eq!(order, [0, 1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn one_whose_client_leaves_before_its_last_turn_makes_room_all_the_same() {
+    let world = rotating(Some(120_000), json!({}));
+    let running: Vec<Reservation> = (0..2)
+        .map(|session| world.placed(&world.turn(session, 45_000)))
+        .collect();
+    // It is in, and waits for its turn; so does another outside, for which it is to leave.
+    let own = world.turn(0, 60_000);
+    let waits = world.waits(&own);
+    let other = world.turn(2, 45_000);
+    let ticket = world.waits(&other);
+    world.advance(400.0);
+    world.fleet.pump();
+    drop(waits);
+    running.into_iter().for_each(|turn| world.serve(turn));
+    let mut ticket = Some(ticket);
+    for _ in 0..400 {
+        world.advance(1.0);
+        world.fleet.pump();
+        match world.fetch(ticket.take().expect("a ticket"), &other) {
+            Ok(turn) => return world.serve(turn),
+            Err(left) => ticket = Some(left),
+        }
+    }
+    panic!("it waits for ever");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    #[test]
+    fn everybody_is_served_again_and_again(
+        lengths in proptest::collection::vec(3_000u32..60_000, 2..14),
+        tier in tier(),
+        workers in 1usize..3,
+        run_s in 1.0f64..10.0,
+        think_s in 0.5f64..20.0,
+    ) {
+        let world = rotating(tier, json!({}));
+        for worker in 1..workers {
+            world.add_tiered(&format!("w{worker}"), tier);
+        }
+        let clients = lengths.iter().enumerate();
+        let mut clients: Vec<Client> = clients
+            .map(|(session, length)| Client::new(session as u32, *length, run_s, think_s))
+            .collect();
+        let mut before = vec![0; clients.len()];
+        for _ in 0..4 {
+            run(&world, &mut clients, 600.0);
+            for (client, before) in clients.iter().zip(&mut before) {
+                prop_assert!(
+                    client.served > *before,
+                    "session {} is served no more", client.session
+                );
+                *before = client.served;
+            }
+            for worker in world.fleet.snapshot() {
+                let book = worker.residency;
+                let budget = book.budget_tokens.expect("a capacity");
+                prop_assert!(book.booked_tokens <= budget, "{book:?}");
+            }
+        }
+        drop(clients);
+        prop_assert!(world.fleet.is_idle());
+        prop_assert_eq!(world.fleet.waiting_turns(), 0);
+    }
+}
