@@ -11,7 +11,7 @@ ifndef OUT
 OUT := out/demo-$(shell date +%Y%m%d-%H%M%S)
 endif
 
-.PHONY: setup engines live-engines demo test test-live lint format lock bench clean
+.PHONY: results setup engines live-engines demo test test-live lint format lock bench clean
 
 # Engines start many Python processes; without byte code each compiles everything again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -38,7 +38,11 @@ demo: engines
 # Most of the router's tests wait, for timeouts and for each other's answers: more threads than cores halve them.
 test: setup
 	RUST_TEST_THREADS=6 cargo test --release --locked --features python --quiet
-	$(BIN)/python -m pytest -q -m "not live" -n 3 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not live" -n 3 --dist loadfile --durations=25
+
+# The pages of results/ from runs.toml, the turns and the templates there.
+results: setup
+	$(BIN)/python -m results.build
 
 # What the live tests start: the demo's engines, and the newest that are pinned of either.
 live-engines: engines

@@ -8,9 +8,10 @@ __version__: str
 def load_config(path: str | PathLike[str]) -> str:
     """A configuration file, checked, as JSON."""
 
-def check(config: str, decide: Callable[[str], str] | None = None) -> None:
+def check(config: str, decide: Callable[[str], str] | None = None) -> list[tuple[str, bool]]:
     """Raises ValueError where a router of the JSON `config` would not start, or could place no
-    request with all its workers up. `decide` as in `serve`."""
+    request with all its workers up. Returns a line for each worker that does not answer its health
+    check, and whether it may only not have started. `decide` as in `serve`."""
 
 def serve(
     config: str, announce: Callable[[str], object], decide: Callable[[str], str] | None = None

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from deltaserve.errors import InputError
-from router_policies import _core
+from router_policies import _core, watch
 from router_policies.policy import describe as describe_policy
 from router_policies.policy import load as load_policy
 
@@ -141,6 +141,7 @@ def _workers_of(flag: str, values: list[str]) -> list[str]:
 
 @route_app.callback(invoke_without_command=True)
 def route(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Option(help="A router.toml; flags given too override it.")
     ] = None,
@@ -212,7 +213,7 @@ def route(
         typer.Option(
             "--check",
             help="Start nothing: exit with 2 where the router would not start, or could place no "
-            "request with all of its workers up.",
+            "request with all of its workers up; with 1 where a worker's health check is not well.",
         ),
     ] = False,
 ) -> None:
@@ -223,11 +224,14 @@ def route(
       deltaserve route --config router.toml
       deltaserve route --policy unified --worker http://127.0.0.1:30000
       deltaserve route --prefill http://127.0.0.1:30000 8998 --decode http://127.0.0.1:30001
+      deltaserve route top http://127.0.0.1:8000
 
     With prefill workers and no --policy, the policy is pd. docs/router.md has the settings of
     router.toml.
     """
     del worker_urls, prefill, decode  # shown in the help; _RouteGroup made them --worker flags
+    if context.invoked_subcommand is not None:
+        return
     try:
         settings: dict[str, Any] = json.loads(_core.load_config(config)) if config else {}
     except ValueError as error:
@@ -271,7 +275,11 @@ def route(
         decide = load_policy(settings["policy"], settings.pop("policy_params", None) or {})
     try:
         if check:
-            _core.check(json.dumps(settings), decide)
+            unreached = _core.check(json.dumps(settings), decide)
+            for line, _ in unreached:
+                print(line, file=sys.stderr)
+            if not all(may_start for _, may_start in unreached):
+                raise typer.Exit(1)
             return
         _raise_open_files()
         scheme = "https" if settings.get("tls_cert_file") else "http"
@@ -281,6 +289,44 @@ def route(
     except KeyboardInterrupt:
         # Python saw the Ctrl-C too; the router has ended in good order by now.
         return
+
+
+_Token = Annotated[
+    str | None,
+    typer.Option(
+        envvar="DELTASERVE_ADMIN_TOKEN",
+        help="The router's admin token, or one of its keys where it has none.",
+    ),
+]
+
+
+@route_app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="The router, http://HOST:PORT.")],
+    token: _Token = None,
+    interval: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Show them again every so many seconds, until Ctrl-C."),
+    ] = None,
+) -> None:
+    """Show a running router's sessions: who has a place where, who waits, since when and why.
+
+    Example: deltaserve route top http://127.0.0.1:8000 --interval 2
+    """
+    watch.top(url, token, interval)
+
+
+@route_app.command()
+def trace(
+    session: Annotated[str, typer.Argument(help="The session's id.")],
+    url: Annotated[str, typer.Option(help="The router, http://HOST:PORT.")],
+    token: _Token = None,
+) -> None:
+    """Show a session's last turns: how long each waited, what was new, cached and recomputed.
+
+    Example: deltaserve route trace SESSION --url http://127.0.0.1:8000
+    """
+    watch.trace(session, url, token)
 
 
 def _find_modules_here() -> None:

@@ -35,14 +35,22 @@ impl Policy for PythonPolicy {
 }
 
 /// Raises ValueError with one line where a router of `config` would not start, or could place no
-/// request with all its workers up. `decide` as in `serve`.
+/// request with all its workers up; returns a line for each worker that does not answer its health check, and
+/// whether it may only not have started yet. `decide` as in `serve`.
 #[pyfunction]
 #[pyo3(signature = (config, decide=None))]
-pub fn check(py: Python<'_>, config: &str, decide: Option<Py<PyAny>>) -> PyResult<()> {
+pub fn check(
+    py: Python<'_>,
+    config: &str,
+    decide: Option<Py<PyAny>>,
+) -> PyResult<Vec<(String, bool)>> {
     let config = Config::from_json(config).map_err(PyValueError::new_err)?;
     let policy = decide.map(|decide| Box::new(PythonPolicy(decide)) as Box<dyn Policy>);
-    py.detach(|| router_policies::gateway::check(config, policy))
-        .map_err(PyValueError::new_err)
+    let unreached = py
+        .detach(|| router_policies::gateway::check(config, policy))
+        .map_err(PyValueError::new_err)?;
+    let lines = unreached.into_iter().map(|it| (it.words, it.may_start));
+    Ok(lines.collect())
 }
 
 /// Serves until SIGINT or SIGTERM. `announce` is called with the address once it is bound; `decide`

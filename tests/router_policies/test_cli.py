@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from tests.command_line import deltaserve
@@ -333,10 +335,10 @@ def test_residency_is_explained_and_its_wrong_settings_are_named() -> None:
     assert "lease_s = 30" in one
     assert "3076" in one
     rules = json.loads(deltaserve("policy", "explain", "residency", "--json").stdout)["rules"]
-    assert [rule["name"] for rule in rules][:2] == ["priced", "off"]
+    assert [rule["name"] for rule in rules][:3] == ["priced", "rotate", "off"]
     wrong = deltaserve("policy", "explain", "residency.lru")
     assert wrong.returncode == 2
-    assert "known rules: priced, off" in wrong.stderr
+    assert "known rules: priced, rotate, off" in wrong.stderr
     worker = ("--worker", "http://127.0.0.1:1")
     for flags, expected in [
         (("--residency", "lru"), "residency: rule: lru is unknown"),
@@ -486,3 +488,45 @@ async def test_a_policy_that_chooses_no_candidate_is_in_the_log(
             said = (await asyncio.wait_for(process.stderr.read(), 60)).decode()
     line = "policy broken_policies:Outside: chose slot 7, which has no worker: no candidate"
     assert said.count(line) == 1, said
+
+
+async def test_ten_bytes_of_a_body_cost_no_more_than_they_are(mock_worker: Any) -> None:
+    clients = 200
+    async with mock_worker() as worker, router("--worker", worker.url) as (url, process):
+        host, _, port = url.removeprefix("http://").partition(":")
+        memory = psutil.Process(process.pid).memory_info
+        before = memory().rss
+        writers = []
+        for _ in range(clients):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(
+                b'POST /generate HTTP/1.1\r\nhost: r\r\ncontent-length: 60000000\r\n\r\n{"input_id'
+            )
+            await writer.drain()
+            writers.append(writer)
+        await asyncio.sleep(1)
+        grown = memory().rss - before
+        for writer in writers:
+            writer.close()
+    assert grown / clients < 200_000
+
+
+def test_the_check_names_what_stands_in_the_way_of_a_worker() -> None:
+    def checked(url: str) -> subprocess.CompletedProcess[str]:
+        return as_process("route", "--check", "--worker", url)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.listen(1)
+        port = server.getsockname()[1]
+        hung = checked(f"http://127.0.0.1:{port}")
+    refused = checked(f"http://127.0.0.1:{port}")
+    unknown = checked("http://no-such-host.invalid:1")
+    for result, status, words in (
+        (hung, 1, "no answer within 10 s"),
+        (refused, 0, "it refuses connections"),
+        (unknown, 1, "its name is not resolved"),
+    ):
+        assert result.returncode == status, result.stderr
+        assert result.stderr.count("\n") == 1
+        assert "does not answer /health" in result.stderr
+        assert words in result.stderr

@@ -1,11 +1,12 @@
 //! The router's configuration: what `router.toml` and the command line may say, and nothing else.
 
+pub(crate) mod address;
 pub(crate) mod checks;
 mod worker;
 
 use checks::{described, plainly, read, within};
 use serde::{Deserialize, Serialize};
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 pub(crate) use worker::bracketed;
 use worker::default_true;
@@ -42,6 +43,9 @@ pub struct Config {
     pub tokenizer: Option<PathBuf>,
     #[serde(default)]
     pub workers: Vec<WorkerSpec>,
+    /// Names that clients may ask for, in which `*` stands for any text, and the models that they stand for.
+    #[serde(default)]
+    pub models: BTreeMap<String, String>,
     /// Threads that serve requests.
     #[serde(default = "default_threads")]
     pub threads: usize,
@@ -76,6 +80,9 @@ pub struct Config {
     /// `bootstrap_*` and `kv_transfer_params` in bodies, `x-override-*` in headers.
     #[serde(default = "default_true")]
     pub strip_transfer_keys: bool,
+    /// Whether what changes from session to session in front of what is the same is left out of prompts.
+    #[serde(default = "default_true")]
+    pub normalise_prompts: bool,
     /// The model's vocabulary: larger token ids are refused. Where it is absent, it is read from the
     /// model's folder if SGLang names one that is on this machine.
     #[serde(default)]
@@ -202,6 +209,7 @@ impl Default for Config {
             decision_log_max_mb: 0.0,
             tokenizer: None,
             workers: Vec::new(),
+            models: BTreeMap::new(),
             threads: default_threads(),
             max_body_bytes: default_max_body_bytes(),
             request_timeout_s: default_request_timeout_s(),
@@ -212,6 +220,7 @@ impl Default for Config {
             silence_timeout_s: default_silence_timeout_s(),
             max_held_bytes: default_max_held_bytes(),
             body_timeout_s: default_body_timeout_s(),
+            normalise_prompts: true,
             strip_transfer_keys: true,
             vocab_size: None,
             max_inflight: default_max_inflight(),
@@ -308,12 +317,24 @@ impl Config {
         self.workers = self
             .workers
             .into_iter()
-            .map(WorkerSpec::normalise)
+            .map(|worker| worker.with_key_of_environment()?.normalise())
             .collect::<Result<_, _>>()?;
         crate::fleet::residency::settings::build(&self.residency)?;
         let mut ids = HashSet::new();
         if let Some(worker) = self.workers.iter().find(|w| !ids.insert(&w.id)) {
             return Err(format!("worker {}: id: given twice", worker.id));
+        }
+        let is_name = |text: &str| !text.is_empty() && !text.contains(char::is_control);
+        let named = self.models.iter();
+        if let Some((name, _)) = named.clone().find(|(a, b)| !is_name(a) || !is_name(b)) {
+            return Err(format!(
+                "models: {name:?}: expected a name and a model's name"
+            ));
+        }
+        if let Some((name, model)) = named.clone().find(|(_, model)| model.contains('*')) {
+            return Err(format!(
+                "models: {name:?}: {model:?}: expected a model's name, without *"
+            ));
         }
         if self.tls_cert_file.is_some() != self.tls_key_file.is_some() {
             return Err("tls_cert_file, tls_key_file: one needs the other".to_owned());

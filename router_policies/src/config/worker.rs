@@ -1,22 +1,14 @@
 //! A worker, as `router.toml`, the command line and `POST /workers` describe it.
 
+use super::address::host_of;
 use super::checks::within;
 use crate::policy::Role;
-use hyper::http::uri::Authority;
 use serde::{Deserialize, Serialize};
 use std::ops::RangeInclusive;
 
+const FROM_ENVIRONMENT: &str = "env:";
 const MAX_ID_BYTES: usize = 128;
 const SPEEDS_TOKENS_PER_S: RangeInclusive<f64> = 0.001..=1e9;
-
-/// The host of `HOST:PORT`.
-fn host_of(authority: &str) -> Option<String> {
-    let parsed = authority.parse::<Authority>().ok()?;
-    let is_whole = parsed.port_u16().is_some_and(|port| port > 0)
-        && !matches!(parsed.host(), "" | "*")
-        && !authority.contains('@');
-    is_whole.then(|| parsed.host().to_owned())
-}
 
 /// A host as it stands in a URL: an IPv6 address in brackets.
 pub(crate) fn bracketed(host: &str) -> String {
@@ -104,7 +96,7 @@ pub struct WorkerSpec {
     /// alone (attention to a long context comes on top), and while others decode.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefill_tokens_per_s: Option<f64>,
-    /// The key that the worker asks for (`--api-key` of SGLang and vLLM), or `env:NAME`.
+    /// The key that the worker asks for (`--api-key` of SGLang and vLLM), or `env:NAME` in files and flags.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key: Option<Secret>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -141,10 +133,39 @@ impl WorkerSpec {
         rest.trim_end_matches('/')
     }
 
+    /// The URL's host.
+    pub fn host(&self) -> &str {
+        let authority = self.authority();
+        authority
+            .rsplit_once(':')
+            .map_or(authority, |(host, _)| host)
+    }
+
     /// Whether a request that waits for its first token there may be aborted.
     pub fn may_abort_queued(&self) -> bool {
         let has_offloading = self.engine == Engine::Vllm && self.host_kv_tokens.is_some();
         self.abort_queued.unwrap_or(!has_offloading)
+    }
+
+    /// With the key that `env:NAME` stands for: of a worker that the router's own user names.
+    ///
+    /// # Errors
+    /// One line that names the variable which is not set.
+    pub fn with_key_of_environment(mut self) -> Result<Self, String> {
+        if let Some(Secret(key)) = &mut self.api_key
+            && let Some(variable) = key.strip_prefix(FROM_ENVIRONMENT)
+        {
+            let name = if self.id.is_empty() {
+                &self.url
+            } else {
+                &self.id
+            };
+            let value = std::env::var(variable).map_err(|_| {
+                format!("worker {name}: api_key: the variable {variable} is not set")
+            })?;
+            *key = value;
+        }
+        Ok(self)
     }
 
     /// Fills in what follows from other fields, and checks the rest.
@@ -158,7 +179,8 @@ impl WorkerSpec {
             &self.id
         };
         let fail = |field: &str, expected: &str| Err(format!("worker {name}: {field}: {expected}"));
-        const URL: &str = "expected http://HOST:PORT or https://HOST:PORT";
+        const URL: &str = "expected http://HOST:PORT or https://HOST:PORT, of one host that is neither link-local \
+                           nor a cloud's metadata";
         let Some((scheme @ ("http" | "https"), rest)) = self.url.split_once("://") else {
             return fail("url", URL);
         };
@@ -223,12 +245,13 @@ impl WorkerSpec {
                 within(field, value, SPEEDS_TOKENS_PER_S).map_err(prefixed)?;
             }
         }
-        if let Some(Secret(key)) = &mut self.api_key {
-            if let Some(name) = key.strip_prefix("env:") {
-                let Ok(value) = std::env::var(name) else {
-                    return fail("api_key", &format!("the variable {name} is not set"));
-                };
-                *key = value;
+        if let Some(Secret(key)) = &self.api_key {
+            if key.starts_with(FROM_ENVIRONMENT) {
+                // Whoever may add a worker may have anything sent to it.
+                return fail(
+                    "api_key",
+                    "expected the key itself: env:NAME is read in files and flags only",
+                );
             }
             if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
                 return fail("api_key", "expected printable characters without spaces");

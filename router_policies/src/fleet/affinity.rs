@@ -28,8 +28,17 @@ impl SessionKeys {
         Self { secret }
     }
 
+    #[cfg(test)]
     pub fn of(self, id: &str) -> u64 {
+        self.of_tenant(0, id)
+    }
+
+    /// The session that `tenant` calls `id`: others' sessions of that id are others. 0 is nobody's.
+    pub fn of_tenant(self, tenant: u64, id: &str) -> u64 {
         let mut state = id.len() as u64 ^ self.secret;
+        if tenant != 0 {
+            state = prefix::hash::step(state, tenant);
+        }
         for chunk in id.as_bytes().chunks(8) {
             let mut word = [0; 8];
             word[..chunk.len()].copy_from_slice(chunk);

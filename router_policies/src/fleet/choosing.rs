@@ -29,7 +29,8 @@ impl Fleet {
             state.facts[slot].admits = true;
         }
         let keys = state.residency.session_keys;
-        let session_key = request.session_id.as_deref().map(|id| keys.of(id));
+        let session_key = request.session_id.as_deref();
+        let session_key = session_key.map(|id| keys.of_tenant(request.tenant, id));
         let facts = state.request_facts(request, session_key);
         let random = state.random.u64(..);
         let view = View {

@@ -13,13 +13,15 @@ use super::share::Share;
 use super::{Fleet, Request, SGLANG_GROUP, State, random_id};
 use crate::policy::{Refusal, Route, View};
 use parking_lot::MutexGuard;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 /// How a request comes to its worker.
 pub(super) enum Way {
     /// Past the gate.
     Past,
+    /// The same, without a place.
+    Aside,
     Gate(Go),
     /// It has waited, and its room is booked.
     Booked(Admitted),
@@ -32,7 +34,10 @@ pub(super) struct Entry {
     pub sites: Option<Arc<Sites>>,
     /// To be booked for its answer.
     pub output_tokens: u64,
-    pub waited_s: f64,
+    /// When it came to the router.
+    pub arrived_s: f64,
+    /// Since when it has waited for room, if it has.
+    pub waits_since_s: Option<f64>,
 }
 
 /// When a placement began: by the wall, for how long it takes, and by the fleet's clock.
@@ -103,6 +108,7 @@ impl Fleet {
             key: entry.identity.key,
             turn: 0,
         };
+        let session_name = entry.identity.name.clone();
         let (seat, residency) = state.sit_down(request, entry, decision.route, now_s)?;
         share.turn = seat.turn;
         state.reserve(&mut share, now_s);
@@ -112,7 +118,8 @@ impl Fleet {
             }
         }
         let keys = state.residency.session_keys;
-        let session = request.session_id.as_deref().map(|id| keys.of(id));
+        let session = request.session_id.as_deref();
+        let session = session.map(|id| keys.of_tenant(request.tenant, id));
         let session = session.map(|key| (key, state.note_session(key, answering, now_s)));
         let prompt = state.note_prompt(&request.prompt, decision.route);
 
@@ -172,7 +179,7 @@ impl Fleet {
         self.settle(guard);
 
         let record = Arc::new(DecisionRecord {
-            decision_id: decision_id.clone(),
+            decision_id,
             ts_unix_s: log::unix_now_s(),
             request_id: request.request_id.clone(),
             session_id: request.session_id.clone(),
@@ -189,8 +196,9 @@ impl Fleet {
             reserved,
             decision_us: begun.at.elapsed().as_secs_f64() * 1e6,
             residency,
+            ended: OnceLock::new(),
         });
-        self.sink.send(Event::Decision(record));
+        self.sink.send(Event::Decision(Arc::clone(&record)));
         let noted = Noted {
             prompt,
             session,
@@ -198,7 +206,7 @@ impl Fleet {
         };
         let reservation = Reservation::new(
             Arc::clone(self),
-            decision_id,
+            record,
             share,
             seat,
             answering_spec,
@@ -206,7 +214,7 @@ impl Fleet {
             signs,
             now_s,
         );
-        Ok(reservation.having(noted, request.received_s))
+        Ok(reservation.having(noted, session_name, request.received_s))
     }
 }
 
@@ -226,7 +234,8 @@ impl State {
             identity,
             sites,
             output_tokens,
-            waited_s,
+            arrived_s,
+            waits_since_s,
         } = entry;
         let sites = match self.residency.gates() {
             true => Some(sites.unwrap_or_else(|| self.sites(&[], now_s))),
@@ -250,11 +259,11 @@ impl State {
             output_tokens,
             cached: &cached,
             exclude: &[],
-            arrived_s: now_s - waited_s,
+            arrived_s,
             parent: None,
         };
-        let is_booked = matches!(way, Way::Booked(_));
         let (turn, state, gave_up) = match way {
+            Way::Aside => (0, Residence::Ungated, Vec::new()),
             Way::Past => {
                 let taken = self.residency.take_place(
                     &asked,
@@ -288,7 +297,9 @@ impl State {
             // The worker has no prefill to do.
             self.residency.prefill_over(slot, identity.key, turn);
         }
-        let text_tokens = (request.prompt.unit == Unit::Bytes).then(|| request.prompt.tokens());
+        // What a picture is taken for says nothing of text.
+        let is_text = request.prompt.unit == Unit::Bytes && request.prompt.pictures == 0;
+        let text_tokens = is_text.then(|| request.prompt.tokens());
         let seat = self.residency.seat(
             site,
             &identity,
@@ -301,7 +312,7 @@ impl State {
         let state = if turn == 0 { Residence::Ungated } else { state };
         let record = ResidencyRecord {
             state,
-            waited_s: if is_booked { waited_s } else { 0.0 },
+            waited_s: waits_since_s.map_or(0.0, |since_s| now_s - since_s),
             gave_up,
         };
         Ok((seat, record))

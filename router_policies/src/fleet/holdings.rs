@@ -179,11 +179,15 @@ impl State {
     }
 
     pub(super) fn forget_prefixes(&mut self, slot: usize) {
+        self.forget_estimate(slot);
+        self.exact.clear(slot);
+    }
+
+    pub(super) fn forget_estimate(&mut self, slot: usize) {
         self.workers.marks.add(slot);
         for (_, tree) in &mut self.token_trees {
             tree.clear(slot);
         }
         self.text_tree.clear(slot);
-        self.exact.clear(slot);
     }
 }

@@ -87,6 +87,29 @@ impl State {
         }
     }
 
+    /// Learns from a prefill that was given up after `seconds`: it takes at least as long. Its worker alone
+    /// is believed to be slower for it, not its kind, for it may have hung.
+    pub(super) fn learn_dropped(&mut self, share: &Share, seconds: f64, now_s: f64) {
+        let Some(worker) = self.worker_mut(share.route.prefilling()) else {
+            return;
+        };
+        let (rates, paced) = (&mut worker.beliefs.rates, worker.load.decoding > 0);
+        let slowdown = if paced { rates.paced_slowdown } else { 1.0 };
+        if seconds <= slowdown * rates.compute_s(share.new_tokens, share.new_pairs) {
+            return;
+        }
+        let computed = Computed {
+            tokens: share.new_tokens as f64,
+            pairs: share.new_pairs,
+        };
+        rates::observe_local(rates, &worker.prior, computed, paced, seconds);
+        let topic = match paced {
+            true => Topic::Pacing,
+            false => Topic::Compute,
+        };
+        worker.beliefs.note(topic, now_s);
+    }
+
     /// Learns from the first token of a separated request that came `seconds` after its prefill worker
     /// was done: `delta` tokens were to be sent in them, or none.
     pub(super) fn learn_arrival(

@@ -1,21 +1,38 @@
 //! Whether a worker that accepts requests still works on them.
 //!
-//! A process whose scheduler or GPU hangs goes on accepting connections, and its health check may go on
-//! answering. What it does not do is produce tokens, or report its load. A worker that owes first
-//! tokens and has given no sign of life for a while, or whose load reports stop, is suspected: it gets
-//! nothing new while another worker can serve, until it gives a sign again.
+//! A process whose scheduler or GPU hangs goes on accepting connections, and may go on answering its health
+//! check and reporting its load. So a worker is suspected on evidence that its scheduler stands still while
+//! it has something to do, never because it is slower than somebody assumed. Signs of life are tokens, a
+//! newer time of SGLang's scheduler in a load report, and counters of vLLM that move. Where none comes:
+//!
+//! - a scheduler that reports its own time stands still where that time does;
+//! - any other where the health check hangs or fails as well;
+//! - one whose health check answers is waited for: many times as long as this worker has ever stood still
+//!   and gone on, and for minutes where it has not served anything yet, for it may compile.
+//!
+//! A suspected worker gets nothing new while another worker can serve, until it gives a sign again. It was
+//! wrongly suspected then, and has twice the time from there on, until many answers have begun at once.
 
 use super::{Fleet, State, Which};
 use crate::policy::WorkerFacts;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How often a first token may take its predicted time before it is overdue.
-const PREDICTIONS: f64 = 2.0;
+/// A worker whose health check does not answer has so many times what was predicted, or what it has needed.
+const TIMES_UNWELL: f64 = 2.0;
+/// One whose health check does has so many times, and this many times what a scheduler's own time has.
+const TIMES_WELL: f64 = 4.0;
+const PATIENCE_WELL: f64 = 6.0;
+/// One that has served nothing yet may compile for as long.
+const FIRST_ANSWER_S: f64 = 300.0;
 /// Predictions beyond this are not waited for.
 const MAX_PREDICTED_S: f64 = 60.0;
-/// An idle worker that reports no load is tried again after so long.
+/// A worker that was waited for in vain is tried again after so long.
 const RETRIAL_S: f64 = 10.0;
+/// False alarms double a worker's patience up to this.
+const MAX_CAUTION: f64 = 8.0;
+/// What a false alarm, or a long standstill, has taught goes with every answer that begins.
+const FORGETTING: f64 = 0.98;
 
 /// When a worker last showed that it runs. Shared with its requests, which note every token.
 #[derive(Debug, Default)]
@@ -31,19 +48,77 @@ impl Signs {
     }
 }
 
+/// What shows that a scheduler stands still.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Evidence {
+    /// Its own time does.
+    Clock,
+    /// Its health check does not answer, nor comes anything else.
+    Health,
+    /// It has taken many times as long as ever.
+    Patience,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Suspicion {
+    since_s: f64,
+    by: Evidence,
+}
+
+/// What a load report says of the scheduler's life.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Pulse {
+    /// The scheduler's own time, as of the report.
+    pub clock_s: Option<f64>,
+    /// Tokens that the engine has worked off since it started, and requests that run and wait in it.
+    pub progress: Option<(u64, u32, u32)>,
+}
+
 /// What one worker owes and when it was last heard of.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Liveness {
     signs: Arc<Signs>,
+    /// As of the last judgement.
+    seen_s: f64,
+    busy_since_s: Option<f64>,
     /// Streamed requests here whose first token has not come.
     owed: u32,
-    /// No worker is suspected before the first tokens that it owes are due.
-    due_s: f64,
+    /// The longest that was predicted of the first tokens since it was idle.
+    predicted_s: f64,
     /// None where it reports no load.
     last_report_s: Option<f64>,
-    /// Counters of the engine's output, where it has them.
-    progress: Option<u64>,
-    suspected_since_s: Option<f64>,
+    pulse: Pulse,
+    /// When the health check was asked that is not answered yet, the first of those that failed, and when
+    /// the last one came that was good.
+    asked_s: Option<f64>,
+    failing_s: Option<f64>,
+    well_s: f64,
+    has_served: bool,
+    /// The longest that it has stood still, busy, and gone on.
+    shown_s: f64,
+    caution: f64,
+    suspicion: Option<Suspicion>,
+}
+
+impl Default for Liveness {
+    fn default() -> Self {
+        Self {
+            signs: Arc::default(),
+            seen_s: 0.0,
+            busy_since_s: None,
+            owed: 0,
+            predicted_s: 0.0,
+            last_report_s: None,
+            pulse: Pulse::default(),
+            asked_s: None,
+            failing_s: None,
+            well_s: 0.0,
+            has_served: false,
+            shown_s: 0.0,
+            caution: 1.0,
+            suspicion: None,
+        }
+    }
 }
 
 impl Liveness {
@@ -52,68 +127,163 @@ impl Liveness {
     }
 
     pub fn is_suspect(&self) -> bool {
-        self.suspected_since_s.is_some()
+        self.suspicion.is_some()
     }
 
-    /// A streamed request was placed, whose first token is predicted to take `until_token_s`.
-    pub fn owe(&mut self, now_s: f64, until_token_s: f64) {
-        if self.owed == 0 {
-            self.signs.note(now_s);
-        }
-        self.owed += 1;
-        let predicted_s = (PREDICTIONS * until_token_s).clamp(0.0, MAX_PREDICTED_S);
-        self.due_s = self.due_s.max(now_s + predicted_s);
+    /// A request was placed whose first token is predicted to take `until_token_s`.
+    pub fn enter(&mut self, now_s: f64, until_token_s: f64, is_streamed: bool) {
+        self.busy_since_s.get_or_insert(now_s);
+        self.owed += u32::from(is_streamed);
+        let predicted_s = until_token_s.clamp(0.0, MAX_PREDICTED_S);
+        self.predicted_s = self.predicted_s.max(predicted_s);
     }
 
-    /// The first token came, or the request ended without one.
+    /// The first token of a streamed request came, or it ended without one.
     pub fn settle(&mut self) {
         self.owed -= 1;
     }
 
-    /// The engine reported its load. A report that the scheduler makes is a sign by itself; where a
-    /// front process makes it, counters that move are.
-    pub fn report(&mut self, now_s: f64, by_scheduler: bool, progress: Option<u64>) {
+    /// An answer has begun.
+    pub fn serve(&mut self) {
+        self.has_served = true;
+        self.shown_s *= FORGETTING;
+        self.caution = (self.caution * FORGETTING).max(1.0);
+    }
+
+    /// The engine reported its load. That alone is no sign: a process before the scheduler may answer.
+    pub fn report(&mut self, now_s: f64, pulse: Pulse) {
         self.last_report_s = Some(now_s);
-        let moved = progress.is_some() && progress != self.progress;
-        self.progress = progress;
-        if by_scheduler || moved {
+        let has_moved = |before: bool, now: bool| before && now;
+        let clock_moved = has_moved(pulse.clock_s.is_some(), pulse.clock_s != self.pulse.clock_s);
+        let counters_moved = has_moved(
+            pulse.progress.is_some(),
+            pulse.progress != self.pulse.progress,
+        );
+        self.pulse = pulse;
+        if clock_moved || counters_moved {
             self.signs.note(now_s);
         }
     }
 
-    /// The worker came up: what was held against it is forgotten.
-    pub fn renew(&mut self, now_s: f64) {
-        self.signs.note(now_s);
-        self.last_report_s = None;
-        self.progress = None;
-        self.suspected_since_s = None;
+    /// Its health check is asked.
+    pub fn ask(&mut self, now_s: f64) {
+        self.asked_s = Some(now_s);
     }
 
-    /// Judges anew; returns for how long the worker has been silent where it becomes suspect now.
-    fn judge(&mut self, now_s: f64, after_s: f64, reports_after_s: f64) -> Option<f64> {
+    /// And has been answered, or given up.
+    pub fn answer(&mut self, now_s: f64, is_good: bool) {
+        let asked_s = self.asked_s.take().unwrap_or(now_s);
+        if is_good {
+            self.failing_s = None;
+            self.well_s = now_s;
+        } else {
+            self.failing_s.get_or_insert(asked_s);
+        }
+    }
+
+    /// The worker came up: what was held against it, and what it has shown, is forgotten.
+    pub fn renew(&mut self, now_s: f64) {
+        self.signs.note(now_s);
+        *self = Self {
+            signs: Arc::clone(&self.signs),
+            seen_s: now_s,
+            busy_since_s: self.busy_since_s.map(|_| now_s),
+            owed: self.owed,
+            predicted_s: self.predicted_s,
+            well_s: now_s,
+            ..Self::default()
+        };
+    }
+
+    /// Whether it has something to do and has given no sign for so long.
+    pub fn is_quiet(&self, now_s: f64, after_s: f64) -> bool {
+        self.busy_since_s
+            .is_some_and(|since_s| now_s - since_s.max(self.signs.last_s()) > after_s)
+    }
+
+    /// Whether it has given a sign since then, busy.
+    pub fn has_moved_since(&self, then_s: f64) -> bool {
+        self.busy_since_s.is_some() && self.signs.last_s() > then_s
+    }
+
+    /// How long its health check has not answered, or failed.
+    fn unwell_s(&self, now_s: f64) -> f64 {
+        let since_s = self.failing_s.or(self.asked_s);
+        since_s.map_or(0.0, |since_s| now_s - since_s)
+    }
+
+    /// Takes note of the signs since the last time, of a worker with so many requests.
+    fn watch(&mut self, now_s: f64, requests: u32) {
         let last_s = self.signs.last_s();
-        if let Some(since_s) = self.suspected_since_s {
-            let heard_s = self
-                .last_report_s
-                .map_or(last_s, |then_s| then_s.max(last_s));
+        if let Some(since_s) = self.busy_since_s
+            && last_s > self.seen_s
+        {
+            let stood_s = last_s - self.seen_s.max(since_s);
+            self.shown_s = self.shown_s.max(stood_s);
+        }
+        self.seen_s = last_s;
+        if requests == 0 {
+            self.busy_since_s = None;
+            self.predicted_s = 0.0;
+        } else {
+            self.busy_since_s.get_or_insert(now_s);
+        }
+    }
+
+    /// Judges a worker with so many requests anew; returns for how long it has been silent where it becomes
+    /// suspect now.
+    fn judge(
+        &mut self,
+        now_s: f64,
+        requests: u32,
+        after_s: f64,
+        reports_after_s: f64,
+    ) -> Option<f64> {
+        self.watch(now_s, requests);
+        if let Some(Suspicion { since_s, by }) = self.suspicion {
+            let is_false = self.seen_s > since_s || by == Evidence::Health && self.well_s > since_s;
             let is_retrial =
-                self.last_report_s.is_none() && self.owed == 0 && now_s - since_s > RETRIAL_S;
-            if heard_s > since_s || is_retrial {
-                self.suspected_since_s = None;
+                by == Evidence::Patience && requests == 0 && now_s - since_s > RETRIAL_S;
+            if is_false {
+                self.caution = (2.0 * self.caution).min(MAX_CAUTION);
+            }
+            if is_false || is_retrial {
+                self.suspicion = None;
             }
             return None;
         }
-        if now_s <= self.due_s {
+        let is_busy = self.busy_since_s.is_some();
+        let still_s = now_s - self.seen_s.max(self.busy_since_s.unwrap_or(now_s));
+        let unreported_s = self.last_report_s.map(|then_s| now_s - then_s);
+        let reports = unreported_s.is_some_and(|seconds| seconds <= reports_after_s);
+        let is_unwell = self.unwell_s(now_s) > after_s;
+        let least_s = self.caution * after_s;
+        let known_s = self.shown_s.max(self.predicted_s);
+        // Without counters nothing tells a long answer in one piece from one that does not come.
+        let owes = self.owed > 0 || (is_busy && reports && self.pulse.progress.is_some());
+        let (by, silent_s) = if reports && self.pulse.clock_s.is_some() && still_s > least_s {
+            (Evidence::Clock, still_s)
+        } else if is_unwell && is_busy && still_s > least_s.max(TIMES_UNWELL * known_s) {
+            (Evidence::Health, still_s)
+        } else if is_unwell && !reports && self.last_report_s.is_some() && !is_busy {
+            (Evidence::Health, unreported_s.unwrap_or_default())
+        } else if !is_unwell && owes && still_s > self.patience_s(after_s) {
+            (Evidence::Patience, still_s)
+        } else {
             return None;
-        }
-        let silent_s = now_s - last_s;
-        let unreported_s = self.last_report_s.map_or(0.0, |then_s| now_s - then_s);
-        let is_silent = self.owed > 0 && silent_s > after_s;
-        if !is_silent && unreported_s <= reports_after_s {
-            return None;
-        }
-        self.suspected_since_s = Some(now_s);
-        Some(if is_silent { silent_s } else { unreported_s })
+        };
+        self.suspicion = Some(Suspicion { since_s: now_s, by });
+        Some(silent_s)
+    }
+
+    /// How long a worker whose health check answers may stand still.
+    fn patience_s(&self, after_s: f64) -> f64 {
+        let least_s = PATIENCE_WELL * after_s;
+        let known_s = match self.has_served {
+            true => TIMES_WELL * self.shown_s.max(self.predicted_s),
+            false => FIRST_ANSWER_S,
+        };
+        self.caution * least_s.max(known_s)
     }
 }
 
@@ -164,9 +334,8 @@ impl State {
 }
 
 impl Fleet {
-    /// Looks for workers that are silent: those that owe first tokens and have given no sign for
-    /// `after_s`, and those whose load reports stopped `reports_after_s` ago. True where any worker is
-    /// suspected or down.
+    /// Looks for workers that stand still for `after_s`, or longer where there is reason to wait; load
+    /// reports are late after `reports_after_s`. True where any worker is suspected or down.
     pub fn find_silent(&self, after_s: f64, reports_after_s: f64) -> bool {
         let now_s = self.now_s();
         let mut state = self.state.lock();
@@ -179,7 +348,11 @@ impl Fleet {
                 found = true;
                 continue;
             }
-            if let Some(silent_s) = worker.liveness.judge(now_s, after_s, reports_after_s) {
+            let requests = worker.load.requests;
+            let silent_s = worker
+                .liveness
+                .judge(now_s, requests, after_s, reports_after_s);
+            if let Some(silent_s) = silent_s {
                 ::log::warn!(
                     "worker {} is suspected to hang: no sign of life for {silent_s:.1} s; it gets \
                      nothing new until it gives one",
@@ -189,6 +362,29 @@ impl Fleet {
             found |= worker.liveness.is_suspect();
         }
         found
+    }
+
+    /// The worker's health check is asked, or `is_good` says how it was answered.
+    pub fn note_check<'a>(&self, which: impl Into<Which<'a>>, is_good: Option<bool>) {
+        let now_s = self.now_s();
+        self.with_worker(which, |worker| match is_good {
+            None => worker.liveness.ask(now_s),
+            Some(is_good) => worker.liveness.answer(now_s, is_good),
+        });
+    }
+
+    /// Whether the worker has something to do and has given no sign of life for so long.
+    pub fn is_quiet<'a>(&self, which: impl Into<Which<'a>>, after_s: f64) -> bool {
+        let now_s = self.now_s();
+        self.with_worker(which, |worker| worker.liveness.is_quiet(now_s, after_s))
+            .unwrap_or_default()
+    }
+
+    /// Whether the worker has had something to do and given a sign of life in the last `seconds`.
+    pub fn has_moved_within<'a>(&self, which: impl Into<Which<'a>>, seconds: f64) -> bool {
+        let then_s = self.now_s() - seconds;
+        self.with_worker(which, |worker| worker.liveness.has_moved_since(then_s))
+            .unwrap_or_default()
     }
 
     /// Whether nothing should be expected of the worker: it is down, or suspected to hang.
@@ -248,54 +444,166 @@ impl Fleet {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_worker_that_owes_a_first_token_and_is_silent_is_suspected_until_it_gives_a_sign() {
-        let mut liveness = Liveness::default();
-        assert_eq!(liveness.judge(100.0, 5.0, 5.0), None, "it owes nothing");
-        liveness.owe(100.0, 1.0);
-        assert_eq!(liveness.judge(104.9, 5.0, 5.0), None);
-        assert!(liveness.judge(105.1, 5.0, 5.0).is_some());
-        assert!(liveness.is_suspect());
-        liveness.signs().note(106.0);
-        assert_eq!(liveness.judge(106.1, 5.0, 5.0), None);
-        assert!(!liveness.is_suspect());
-    }
-
-    #[test]
-    fn a_long_prefill_has_the_time_that_was_predicted_for_it() {
-        let mut liveness = Liveness::default();
-        liveness.owe(0.0, 8.0);
-        assert_eq!(liveness.judge(15.9, 5.0, 5.0), None);
-        assert!(liveness.judge(16.1, 5.0, 5.0).is_some());
-    }
-
-    #[test]
-    fn load_reports_that_stop_are_a_reason_even_where_nothing_is_owed() {
-        let mut liveness = Liveness::default();
-        liveness.report(10.0, true, None);
-        assert_eq!(liveness.judge(14.0, 5.0, 5.0), None);
-        assert!(liveness.judge(15.5, 5.0, 5.0).is_some());
-        assert_eq!(liveness.judge(60.0, 5.0, 5.0), None);
-        assert!(liveness.is_suspect(), "only a report ends it");
-        liveness.report(61.0, true, None);
-        liveness.judge(61.0, 5.0, 5.0);
-        assert!(!liveness.is_suspect());
-    }
-
-    #[test]
-    fn reports_of_a_front_process_are_no_sign_of_the_engine_unless_its_counters_move() {
-        let mut liveness = Liveness::default();
-        liveness.owe(0.0, 0.0);
-        for second in 1..=6 {
-            liveness.report(f64::from(second), false, Some(7));
+    /// A worker with a streamed request since 0 s, and what is judged of it every quarter of a second until
+    /// `end_s`: when it was suspected, if at all. `each` says what comes meanwhile.
+    fn suspected_s(
+        liveness: &mut Liveness,
+        end_s: f64,
+        mut each: impl FnMut(&mut Liveness, f64),
+    ) -> Option<f64> {
+        liveness.enter(0.0, 0.1, true);
+        for quarter in 1..=(4.0 * end_s) as u32 {
+            let now_s = f64::from(quarter) / 4.0;
+            each(liveness, now_s);
+            if liveness.judge(now_s, 1, 5.0, 5.0).is_some() {
+                return Some(now_s);
+            }
         }
-        assert!(
-            liveness
-                .judge(6.1, 5.0, 5.0)
-                .is_some_and(|silent| silent > 5.0)
-        );
-        liveness.report(7.0, false, Some(8));
-        liveness.judge(7.1, 5.0, 5.0);
+        None
+    }
+
+    fn served() -> Liveness {
+        let mut liveness = Liveness::default();
+        liveness.serve();
+        liveness
+    }
+
+    fn report(clock_s: Option<f64>, tokens: Option<u64>) -> Pulse {
+        Pulse {
+            clock_s,
+            progress: tokens.map(|tokens| (tokens, 1, 0)),
+        }
+    }
+
+    fn well(liveness: &mut Liveness, now_s: f64) {
+        liveness.ask(now_s);
+        liveness.answer(now_s, true);
+    }
+
+    #[test]
+    fn a_scheduler_whose_own_time_stands_still_is_suspected_whatever_health_says() {
+        for mut liveness in [Liveness::default(), served()] {
+            let stood = suspected_s(&mut liveness, 60.0, |liveness, now_s| {
+                well(liveness, now_s);
+                liveness.report(now_s, report(Some(1.0), None));
+            });
+            assert!(stood.is_some_and(|now_s| now_s < 6.0), "{stood:?}");
+            // Reports alone do not end it; a newer time does.
+            liveness.report(61.0, report(Some(1.0), None));
+            well(&mut liveness, 61.0);
+            liveness.judge(80.0, 0, 5.0, 5.0);
+            assert!(liveness.is_suspect());
+            liveness.report(81.0, report(Some(2.0), None));
+            liveness.judge(81.0, 0, 5.0, 5.0);
+            assert!(!liveness.is_suspect());
+        }
+    }
+
+    #[test]
+    fn a_scheduler_whose_time_goes_on_is_waited_for_though_its_health_check_hangs() {
+        let mut liveness = served();
+        liveness.ask(0.0);
+        let stood = suspected_s(&mut liveness, 1_000.0, |liveness, now_s| {
+            liveness.report(now_s, report(Some(now_s), None));
+        });
+        assert_eq!(stood, None);
+    }
+
+    #[test]
+    fn nothing_owed_is_nothing_late() {
+        let mut liveness = Liveness::default();
+        for second in 1..1_000 {
+            let now_s = f64::from(second);
+            liveness.report(now_s, report(Some(1.0), Some(1)));
+            assert_eq!(liveness.judge(now_s, 0, 5.0, 5.0), None);
+        }
+    }
+
+    #[test]
+    fn without_a_schedulers_time_a_health_check_that_hangs_or_fails_is_evidence() {
+        for fails in [false, true] {
+            let mut liveness = served();
+            let stood = suspected_s(&mut liveness, 60.0, |liveness, now_s| {
+                if liveness.asked_s.is_none() {
+                    liveness.ask(now_s);
+                }
+                if fails {
+                    liveness.answer(now_s, false);
+                }
+            });
+            assert!(stood.is_some_and(|now_s| now_s < 6.0), "{stood:?}");
+            liveness.answer(61.0, true);
+            liveness.judge(61.0, 0, 5.0, 5.0);
+            assert!(!liveness.is_suspect());
+        }
+    }
+
+    #[test]
+    fn the_first_answer_may_take_minutes_while_health_answers() {
+        for tokens in [None, Some(7)] {
+            let stood = suspected_s(&mut Liveness::default(), 200.0, |liveness, now_s| {
+                well(liveness, now_s);
+                liveness.report(now_s, report(None, tokens));
+            });
+            assert_eq!(stood, None);
+        }
+    }
+
+    #[test]
+    fn a_worker_may_stand_still_for_as_long_as_it_has_shown_many_times_over() {
+        let mut liveness = served();
+        let stood = suspected_s(&mut liveness, 110.0, |liveness, now_s| {
+            well(liveness, now_s);
+            if now_s == 20.0 {
+                liveness.signs().note(now_s);
+            }
+        });
+        assert!(stood.is_some_and(|now_s| now_s > 99.0), "{stood:?}");
+        let stood = suspected_s(&mut served(), 100.0, well);
+        assert!(stood.is_some_and(|now_s| now_s < 31.0), "{stood:?}");
+    }
+
+    #[test]
+    fn a_false_alarm_doubles_the_patience_and_answers_that_begin_take_it_back() {
+        let mut liveness = served();
+        let hangs = |liveness: &mut Liveness, now_s: f64| {
+            liveness.report(now_s, report(Some(1.0), None));
+        };
+        assert!(suspected_s(&mut liveness, 6.0, hangs).is_some());
+        liveness.signs().note(6.5);
+        assert_eq!(liveness.judge(7.0, 1, 5.0, 5.0), None);
         assert!(!liveness.is_suspect());
+        let mut judged = |now_s: f64| {
+            liveness.report(now_s, report(Some(1.0), None));
+            liveness.judge(now_s, 1, 5.0, 5.0)
+        };
+        assert_eq!(judged(16.0), None);
+        assert!(judged(17.0).is_some());
+        (0..100).for_each(|_| liveness.serve());
+        assert_eq!(liveness.caution, 1.0);
+    }
+
+    #[test]
+    fn load_reports_and_health_that_both_stop_are_a_reason_even_where_nothing_is_owed() {
+        let mut liveness = Liveness::default();
+        liveness.report(10.0, report(Some(1.0), None));
+        liveness.ask(10.0);
+        assert_eq!(liveness.judge(14.0, 0, 5.0, 5.0), None);
+        assert!(liveness.judge(15.5, 0, 5.0, 5.0).is_some());
+        let mut answers = Liveness::default();
+        answers.report(10.0, report(Some(1.0), None));
+        well(&mut answers, 15.0);
+        assert_eq!(answers.judge(15.5, 0, 5.0, 5.0), None);
+    }
+
+    #[test]
+    fn a_long_answer_in_one_piece_is_no_standstill_where_nothing_counts_its_tokens() {
+        let mut liveness = served();
+        liveness.enter(0.0, 0.1, false);
+        for second in 1..500 {
+            let now_s = f64::from(second);
+            well(&mut liveness, now_s);
+            assert_eq!(liveness.judge(now_s, 1, 5.0, 5.0), None);
+        }
     }
 }

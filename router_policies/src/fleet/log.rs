@@ -5,7 +5,7 @@
 use super::Outcome;
 use super::residency::give_up::GiveUp;
 use super::residency::identity::Name;
-use super::residency::queue::WaitReason;
+use super::residency::queue::{WaitEnd, WaitReason, WhyRefused};
 use super::residency::record::ResidencyRecord;
 use crate::config::WorkerSpec;
 use crate::policy::{Cost, Reason};
@@ -17,9 +17,9 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, TryRecvError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Decisions kept in memory.
@@ -77,12 +77,27 @@ pub struct DecisionRecord {
     pub reserved: Vec<Reserved>,
     pub decision_us: f64,
     pub residency: ResidencyRecord,
+    /// What became of it, once it has ended.
+    pub ended: OnceLock<Ended>,
+}
+
+/// What a session's turn came to.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Ended {
+    pub outcome: Outcome,
+    pub first_token_s: Option<f64>,
+    pub duration_s: f64,
+    /// As the engine reported them, if it did.
+    pub prompt_tokens: Option<u64>,
+    pub cached_tokens: Option<u64>,
+    pub recomputed_tokens: Option<u64>,
 }
 
 /// A finish event.
 #[derive(Debug, Serialize)]
 pub struct FinishRecord {
     pub decision_id: String,
+    pub session_id: Option<Name>,
     pub ts_unix_s: f64,
     pub outcome: Outcome,
     pub status: Option<u16>,
@@ -123,6 +138,44 @@ pub struct WaitRecord {
     pub waiting: usize,
 }
 
+/// A turn waits no longer for room.
+#[derive(Debug)]
+pub struct WaitEndRecord {
+    pub ts_unix_s: f64,
+    pub request_id: String,
+    pub session_id: Option<Name>,
+    pub end: WaitEnd,
+    /// In all, where its client left and came again.
+    pub waited_s: f64,
+}
+
+impl WaitEnd {
+    /// Its word, and why it was refused, if it was.
+    pub fn told(self) -> (&'static str, Option<WhyRefused>) {
+        match self {
+            Self::LetIn => ("let_in", None),
+            Self::Left => ("left", None),
+            Self::Refused(why) => ("refused", Some(why)),
+            Self::ServedElsewhere => ("served_elsewhere", None),
+        }
+    }
+}
+
+impl Serialize for WaitEndRecord {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (end, reason) = self.end.told();
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("event", "wait_end")?;
+        map.serialize_entry("ts_unix_s", &self.ts_unix_s)?;
+        map.serialize_entry("request_id", &self.request_id)?;
+        map.serialize_entry("session_id", &self.session_id)?;
+        map.serialize_entry("end", end)?;
+        map.serialize_entry("reason", &reason)?;
+        map.serialize_entry("waited_s", &self.waited_s)?;
+        map.end()
+    }
+}
+
 /// A session gives up its place on a worker.
 #[derive(Debug, Serialize)]
 pub struct GiveUpRecord {
@@ -137,6 +190,19 @@ pub struct GiveUpRecord {
     pub reason: GiveUp,
 }
 
+/// A worker begins to be overloaded, or is so no longer.
+#[derive(Debug, Serialize)]
+pub struct OverloadRecord {
+    pub ts_unix_s: f64,
+    #[serde(serialize_with = "id_of")]
+    pub worker: WorkerName,
+    pub overloaded: bool,
+    /// Sessions that wait to enter its rotation.
+    pub outside: u64,
+    /// How long the last of them is expected to wait.
+    pub expected_wait_s: f64,
+}
+
 fn id_of<S: Serializer>(worker: &WorkerName, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&worker.id)
 }
@@ -145,7 +211,9 @@ pub enum Event {
     Decision(Arc<DecisionRecord>),
     Finish(FinishRecord),
     Wait(WaitRecord),
+    WaitEnd(WaitEndRecord),
     GiveUp(GiveUpRecord),
+    Overload(OverloadRecord),
 }
 
 impl NamedRoute {
@@ -250,7 +318,9 @@ impl Serialize for Event {
             Self::Decision(record) => record.serialize(serializer),
             Self::Finish(record) => named("finish", record, serializer),
             Self::Wait(record) => named("wait", record, serializer),
+            Self::WaitEnd(record) => record.serialize(serializer),
             Self::GiveUp(record) => named("give_up", record, serializer),
+            Self::Overload(record) => named("overload", record, serializer),
         }
     }
 }
@@ -278,6 +348,10 @@ pub fn unix_now_s() -> f64 {
 type Observer = Box<dyn Fn(&Event) + Send + Sync>;
 
 /// What the thread that writes is told.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "nearly every task is an event, and a box would be an allocation for each"
+)]
 enum Task {
     Write(Event),
     /// The file was moved away: what comes goes to a new one of its name.

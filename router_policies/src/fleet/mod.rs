@@ -33,6 +33,7 @@ mod whole;
 mod worker;
 
 use affinity::{Session, SessionKeys};
+pub use liveness::Pulse;
 pub use load::Load;
 pub use outcome::{Outcome, Usage};
 pub use placing::{Admit, Refused, Ticket};
@@ -74,6 +75,10 @@ const SESSIONS: usize = 1 << 17;
 pub struct Request {
     pub request_id: String,
     pub session_id: Option<String>,
+    /// Whose the session's id is: that of others is another session. 0 is nobody's.
+    pub tenant: u64,
+    /// It may be a call beside the session's conversation, such as one for a title: small and without tools.
+    pub may_be_aside: bool,
     pub prompt: PromptHashes,
     /// The request's own limit on output tokens.
     pub max_output_tokens: Option<u64>,

@@ -3,11 +3,12 @@
 
 use super::choosing::Choice;
 use super::commit::{Begun, Entry, Way};
+use super::log::{Event, WaitEndRecord, unix_now_s};
 use super::reservation::Reservation;
 use super::residency::footprint::Coarse;
 use super::residency::identity::Identity;
-use super::residency::queue::{Progress, WaitingTurn};
-use super::residency::{Asked, Site, WaitReason, Wake, site_of};
+use super::residency::queue::{Progress, WaitEnd, WaitingTurn, WhyRefused};
+use super::residency::{Asked, SessionShown, Site, WaitReason, Wake, site_of};
 use super::whole::{self, Separable};
 use super::{ESTIMATE_BLOCK_TOKENS, Fleet, Request, State, can_serve_whole};
 use crate::policy::{Decision, Policy, Refusal, View};
@@ -49,13 +50,22 @@ pub struct Ticket {
     fleet: Arc<Fleet>,
     /// None once what becomes of the queue's entry is somebody else's business.
     id: Option<u64>,
+    /// What it means that it is dropped.
+    dropped: WaitEnd,
+}
+
+impl Ticket {
+    /// From now on that it is dropped means this, and not that the client left.
+    pub fn ends_as(&mut self, end: WaitEnd) {
+        self.dropped = end;
+    }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
         let Some(id) = self.id else { return };
         let mut state = self.fleet.state.lock();
-        let left = state.residency.leave(id, false, self.fleet.now_s());
+        let left = state.residency.leave(id, self.dropped, self.fleet.now_s());
         if left.is_some() {
             self.fleet.settle(state);
         }
@@ -79,13 +89,18 @@ impl Fleet {
         let state = &mut *guard;
         let identity = state.meet(request, exclude, now_s);
         let output_tokens = state.output_tokens(request);
-        let arrived_s = request.arrived_s.unwrap_or(now_s);
+        let whose = identity.name.as_ref();
+        let whose = whose.map_or(request.tenant, |_| identity.key);
+        let again = state.residency.comes_again(whose, &request.prompt, now_s);
+        let arrived_s = request.arrived_s.or(again.map(|since| since.arrived_s));
+        let arrived_s = arrived_s.unwrap_or(now_s);
         let entry = |way, sites| Entry {
             way,
             identity: identity.clone(),
             sites,
             output_tokens,
-            waited_s: now_s - arrived_s,
+            arrived_s,
+            waits_since_s: again.map(|since| since.queued_s),
         };
         if !state.residency.gates() {
             let placed = self.conclude(guard, begun, request, entry(Way::Past, None));
@@ -95,6 +110,14 @@ impl Fleet {
             );
         }
         let sites = state.sites(exclude, now_s);
+        let tokens = request.prompt.tokens() + output_tokens;
+        if identity.is_aside && state.residency.lets_aside(tokens, &sites) {
+            let placed = self.conclude(guard, begun, request, entry(Way::Aside, Some(sites)));
+            return placed.map_or_else(
+                |refusal| Admit::Refused(Refused::ByPolicy(refusal)),
+                Admit::Placed,
+            );
+        }
         let not_for = state.not_for(request, exclude);
         let cached = state.cached_by_facts();
         let keys = state.residency.session_keys;
@@ -110,7 +133,7 @@ impl Fleet {
                 .hints
                 .parent_session
                 .as_deref()
-                .map(|id| keys.of(id)),
+                .map(|id| keys.of_tenant(request.tenant, id)),
         };
         let mut home = state.residency.residence_of(&asked, &sites);
         if let Some(site) = home
@@ -123,7 +146,7 @@ impl Fleet {
         let verdict = match home {
             // Behind others it would wait for what does not come, and not be told what became of it.
             _ if !has_other(&sites, &not_for) => Err(WaitReason::NoWorker),
-            None if state.residency.must_queue(now_s) => Err(WaitReason::BehindOthers),
+            _ if state.residency.must_queue(home.is_some(), now_s) => Err(WaitReason::BehindOthers),
             _ => state.residency.ask_now(&asked, &sites, now_s),
         };
         let mut not_on = not_for.to_vec();
@@ -136,13 +159,20 @@ impl Fleet {
                     whole::decide(request.separable),
                 ) {
                     Ok(choice) => {
-                        let placed = self.commit(
-                            guard,
-                            begun,
-                            request,
-                            choice,
-                            entry(Way::Gate(go), Some(sites)),
-                        );
+                        let entry = entry(Way::Gate(go), Some(sites));
+                        let waited = again.map(|since| {
+                            Event::WaitEnd(WaitEndRecord {
+                                ts_unix_s: unix_now_s(),
+                                request_id: request.request_id.clone(),
+                                session_id: entry.identity.name.clone(),
+                                end: WaitEnd::LetIn,
+                                waited_s: now_s - since.queued_s,
+                            })
+                        });
+                        let placed = self.commit(guard, begun, request, choice, entry);
+                        if placed.is_ok() {
+                            waited.into_iter().for_each(|event| self.sink.send(event));
+                        }
                         return placed.map_or_else(
                             |refusal| Admit::Refused(Refused::ByPolicy(refusal)),
                             Admit::Placed,
@@ -170,7 +200,15 @@ impl Fleet {
         };
         let grows_at = home.filter(|_| reason == WaitReason::Growth);
         let grows_at = grows_at.map(|site| site.slot);
+        let may_go = |id: &str| !not_on.iter().any(|of| of == id);
+        if state.residency.refuses(identity.key, may_go, &sites) {
+            let retry_after_s = state.residency.retry_after_s(now_s);
+            self.settle(guard);
+            return Admit::Refused(Refused::QueueFull { retry_after_s });
+        }
         let new = WaitingTurn {
+            request_id: request.request_id.clone(),
+            whose,
             is_first_turn: state.residency.is_first_turn(identity.key),
             identity: identity.clone(),
             prompt: Arc::new(request.prompt.thinned(ESTIMATE_BLOCK_TOKENS)),
@@ -178,17 +216,16 @@ impl Fleet {
             exclude: not_on,
             arrived_s,
             queued_s: now_s,
+            since_s: again.map_or(now_s, |since| since.queued_s),
             is_repeated: request.arrived_s.is_some(),
             parent: asked.parent,
             grows_at,
             cached: Arc::new(cached),
             cached_at_s: now_s,
+            reason,
             wake: Arc::new(wake) as Wake,
         };
-        match state
-            .residency
-            .wait(new, &request.request_id, reason, now_s)
-        {
+        match state.residency.wait(new, now_s) {
             Ok(id) => {
                 // Given back before others are made of them.
                 drop(sites);
@@ -234,13 +271,15 @@ impl Fleet {
                 return Admit::Waiting(self.ticket(id));
             }
             Some(Progress::Expired) | None => {
-                state.residency.leave(id, false, now_s);
+                let end = WaitEnd::Refused(WhyRefused::WaitedTooLong);
+                state.residency.leave(id, end, now_s);
                 let retry_after_s = state.residency.retry_after_s(now_s);
                 self.settle(guard);
                 return Admit::Refused(Refused::WaitedTooLong { retry_after_s });
             }
             Some(Progress::Deserted) => {
-                state.residency.leave(id, false, now_s);
+                let end = WaitEnd::Refused(WhyRefused::NoWorker);
+                state.residency.leave(id, end, now_s);
                 self.settle(guard);
                 return Admit::Refused(Refused::ByPolicy(Refusal::NoCandidates));
             }
@@ -264,7 +303,7 @@ impl Fleet {
         );
         match choice {
             Ok(choice) => {
-                let Some(waiter) = state.residency.leave(id, true, now_s) else {
+                let Some(waiter) = state.residency.leave(id, WaitEnd::LetIn, now_s) else {
                     return Admit::Refused(Refused::ByPolicy(Refusal::NoCandidates));
                 };
                 let entry = Entry {
@@ -272,7 +311,8 @@ impl Fleet {
                     identity: waiter.turn.identity,
                     sites: Some(sites),
                     output_tokens: waiter.turn.output_tokens,
-                    waited_s: now_s - waiter.turn.queued_s,
+                    arrived_s: waiter.turn.arrived_s,
+                    waits_since_s: Some(waiter.turn.since_s),
                 };
                 match self.commit(guard, begun, request, choice, entry) {
                     Ok(reservation) => Admit::Placed(reservation),
@@ -282,7 +322,8 @@ impl Fleet {
             Err(refusal) => {
                 state.residency.requeue(id, now_s, Some(site));
                 if !state.residency.may_wait_for(id, &sites) {
-                    state.residency.leave(id, false, now_s);
+                    let end = WaitEnd::Refused(WhyRefused::ByPolicy);
+                    state.residency.leave(id, end, now_s);
                     self.settle(guard);
                     return Admit::Refused(Refused::ByPolicy(refusal));
                 }
@@ -296,6 +337,7 @@ impl Fleet {
         Ticket {
             fleet: Arc::clone(self),
             id: Some(id),
+            dropped: WaitEnd::Left,
         }
     }
 
@@ -308,6 +350,17 @@ impl Fleet {
     /// When time alone could change, next, who is let in, by the fleet's clock; none while nothing waits.
     pub fn next_pump_s(&self) -> Option<f64> {
         self.state.lock().residency.next_pump_s(self.now_s())
+    }
+
+    /// Sessions that have a place or wait for one.
+    pub fn sessions(&self) -> Vec<SessionShown> {
+        let now_s = self.now_s();
+        let state = self.state.lock();
+        let worker = |slot: usize| {
+            let worker = state.workers.get(slot)?.as_ref()?;
+            Some(worker.spec.id.clone())
+        };
+        state.residency.shown(worker, now_s)
     }
 
     /// Turns that wait for room.
@@ -398,7 +451,8 @@ impl Fleet {
             identity,
             sites: None,
             output_tokens,
-            waited_s: request.arrived_s.map_or(0.0, |then_s| now_s - then_s),
+            arrived_s: request.arrived_s.unwrap_or(now_s),
+            waits_since_s: None,
         };
         self.commit(guard, begun, request, choice, entry)
     }
@@ -478,12 +532,9 @@ impl State {
         self.fill_facts(exclude, now_s);
         self.fill_cached(&request.prompt);
         let prompt = Coarse::of(&request.prompt, self.residency.text_scale());
-        let identity = self
-            .residency
-            .identify(request.session_id.as_deref(), &prompt);
+        let identity = self.residency.identify(request, &prompt);
         if request.arrived_s.is_none() {
-            self.residency
-                .arrive(identity.key, &prompt, &request.hints, now_s);
+            self.residency.arrive(identity.key, &prompt, request, now_s);
         }
         identity
     }

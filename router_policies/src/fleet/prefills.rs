@@ -210,6 +210,12 @@ impl PrefillQueue {
         Some(whole)
     }
 
+    /// How long a prefill has run, where it is the first of the queue and it is known when it began.
+    pub fn ran_s(&self, id: u64, now_s: f64) -> Option<f64> {
+        let is_first = self.queue.front().is_some_and(|head| head.id == id);
+        (is_first && self.since != Since::Assumed).then(|| (now_s - self.head_since_s).max(0.0))
+    }
+
     /// Seconds until all of them have run, each `slowdown` times longer than alone.
     pub fn wait_s(&self, rates: &Rates, slowdown: f64, now_s: f64) -> f64 {
         let Some(head) = self.queue.front() else {

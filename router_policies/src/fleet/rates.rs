@@ -25,7 +25,7 @@ pub const PRIOR: Rates = Rates {
 };
 
 /// Of an elastic worker, which holds its prefills back for the sake of those that decode: 1.39 s for
-/// 32,000 tokens beside eight decodes where 1.12 s are possible (docs/results/elastic-worker.md).
+/// 32,000 tokens beside eight decodes where 1.12 s are possible (results/elastic-worker.md).
 const ELASTIC_SLOWDOWN: f64 = 1.25;
 
 /// What requests of one shape teach, and others do not.

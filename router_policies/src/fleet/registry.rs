@@ -7,6 +7,7 @@ use super::which::Which;
 use super::worker::{Worker, WorkerSnapshot};
 use super::{ESTIMATE_BLOCK_TOKENS, Fleet, State};
 use crate::config::WorkerSpec;
+use crate::config::address::canonical;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -21,7 +22,8 @@ impl Fleet {
         if state.slots.contains_key(&spec.id) {
             return Err(format!("worker {}: id is taken", spec.id));
         }
-        let same = |w: &&Worker| !w.removed && place_of(&w.spec) == place_of(&spec);
+        let place = canonical(spec.authority());
+        let same = |w: &&Worker| !w.removed && canonical(w.spec.authority()) == place;
         if let Some(other) = state.workers.iter().flatten().find(same) {
             let (id, other) = (&spec.id, &other.spec.id);
             return Err(format!("worker {id}: url: it is that of worker {other}"));
@@ -150,16 +152,6 @@ impl State {
 
     pub(super) fn worker_mut(&mut self, slot: usize) -> Option<&mut Worker> {
         self.workers.get_mut(slot)?.as_mut()
-    }
-}
-
-/// Where a worker listens, whatever name the loopback address is given.
-fn place_of(spec: &WorkerSpec) -> String {
-    let authority = spec.authority();
-    let (host, port) = authority.rsplit_once(':').unwrap_or((authority, ""));
-    match host {
-        "localhost" | "[::1]" => format!("127.0.0.1:{port}"),
-        _ => authority.to_ascii_lowercase(),
     }
 }
 

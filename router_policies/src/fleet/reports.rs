@@ -147,6 +147,7 @@ impl Fleet {
     /// Says which run of the engine answers (a number that differs from start to start), if that can be
     /// told. If it is another one than before, what its cache held is forgotten.
     pub fn report_engine<'a>(&self, which: impl Into<Which<'a>>, run: Option<u64>) {
+        let now_s = self.now_s();
         let mut state = self.state.lock();
         let Some(slot) = state.slot_of(which) else {
             return;
@@ -158,6 +159,7 @@ impl Fleet {
             ::log::info!("worker {}: its engine was restarted", worker.spec.id);
             // KV events are followed anew: their count began anew too.
             worker.incarnation += 1;
+            worker.liveness.renew(now_s);
             state.forget_cache(slot);
             self.settle(state);
         }
@@ -243,6 +245,18 @@ impl State {
             }
         }
         all
+    }
+
+    /// Answers lacked what the worker was estimated to hold. What its KV events tell stays: only the engine
+    /// itself ends that, by a clearing event, a new run or a gap. Later events name blocks of earlier ones as
+    /// their parents, so that an index cleared by a guess would refuse them all.
+    pub(super) fn give_up_estimate(&mut self, slot: usize) {
+        match &self.workers[slot] {
+            Some(worker) if worker.prefix_source == PrefixSource::Events => {
+                self.forget_estimate(slot)
+            }
+            _ => self.forget_cache(slot),
+        }
     }
 
     /// The worker's cache is gone, and with it the places on it.

@@ -3,10 +3,11 @@
 use super::affinity::Session;
 use super::batch::BatchTime;
 use super::liveness::Signs;
-use super::log::{Event, FinishRecord, unix_now_s};
+use super::log::{DecisionRecord, Ended, Event, FinishRecord, unix_now_s};
 use super::outcome::{Outcome, Usage};
 use super::residency::Seat;
 use super::residency::book::Served;
+use super::residency::identity::Name;
 use super::share::Share;
 use super::{Fleet, State};
 use crate::config::{Engine, WorkerSpec};
@@ -53,7 +54,8 @@ const MORE_OUTPUT_TOKENS: u64 = 128;
 /// the finish event, once. A drop without [`Reservation::finish`] means that the client left.
 pub struct Reservation {
     fleet: Arc<Fleet>,
-    decision_id: String,
+    decision: Arc<DecisionRecord>,
+    session: Option<Name>,
     share: Share,
     seat: Option<Seat>,
     answering: Arc<WorkerSpec>,
@@ -86,7 +88,7 @@ impl Reservation {
     )]
     pub(super) fn new(
         fleet: Arc<Fleet>,
-        decision_id: String,
+        decision: Arc<DecisionRecord>,
         share: Share,
         seat: Seat,
         answering: Arc<WorkerSpec>,
@@ -96,7 +98,8 @@ impl Reservation {
     ) -> Self {
         Self {
             fleet,
-            decision_id,
+            decision,
+            session: None,
             share,
             seat: Some(seat),
             answering,
@@ -120,8 +123,14 @@ impl Reservation {
     }
 
     /// With what its decision noted.
-    pub(super) fn having(mut self, noted: Noted, received_s: Option<f64>) -> Self {
+    pub(super) fn having(
+        mut self,
+        noted: Noted,
+        session: Option<Name>,
+        received_s: Option<f64>,
+    ) -> Self {
         self.noted = noted;
+        self.session = session;
         self.received_s = received_s.unwrap_or(self.begun_s);
         self
     }
@@ -152,7 +161,7 @@ impl Reservation {
     }
 
     pub fn decision_id(&self) -> &str {
-        &self.decision_id
+        &self.decision.decision_id
     }
 
     /// The worker whose answer the client gets.
@@ -165,7 +174,8 @@ impl Reservation {
         self.prefill.as_ref()
     }
 
-    /// Ids of its workers that are down or suspected to hang.
+    /// Ids of its workers that are down or suspected to hang. One that does not survive the abort of a
+    /// queued request must be down: see [`WorkerSpec::may_abort_queued`].
     pub fn silent_workers(&self) -> Vec<String> {
         let state = self.fleet.state.lock();
         let route = self.share.route;
@@ -177,7 +187,11 @@ impl Reservation {
             let worker = state.workers.get(slot).and_then(Option::as_ref);
             // Requests on one that was removed run to their end, and its slot may be another's by now.
             worker.is_some_and(|worker| {
-                Arc::ptr_eq(&worker.spec, spec) && !worker.removed && worker.is_doubtful()
+                let is_silent = match spec.may_abort_queued() {
+                    true => worker.is_doubtful(),
+                    false => !worker.healthy,
+                };
+                Arc::ptr_eq(&worker.spec, spec) && !worker.removed && is_silent
             })
         };
         let silent = workers.into_iter().flatten().filter(is_silent);
@@ -202,6 +216,12 @@ impl Reservation {
             state.end_prefill(&self.share, told, prefilled_s, now_s);
             if let Some(worker) = state.worker_mut(self.share.route.answering()) {
                 self.first_token_at = worker.batch_time;
+                worker.liveness.serve();
+            }
+            if self.prefill.is_some()
+                && let Some(worker) = state.worker_mut(self.share.route.prefilling())
+            {
+                worker.liveness.serve();
             }
             self.fleet.settle(state);
         }
@@ -341,7 +361,7 @@ impl Drop for Reservation {
                 let worker = state.worker_mut(worker);
                 if worker.is_some_and(|worker| worker.engine_run.compare(believed, reported)) {
                     // Before this turn ends: it has been served since, and its session keeps its place.
-                    state.forget_cache(self.share.route.answering());
+                    state.give_up_estimate(self.share.route.answering());
                 }
             }
             if let Some(seat) = self.seat.take() {
@@ -351,14 +371,31 @@ impl Drop for Reservation {
                 let residency = &mut state.residency;
                 let ended = residency.end(seat, site.as_ref(), served, output_tokens, usage, now_s);
                 recomputed_tokens = ended.recomputed_tokens;
+                if let (Some(was_there), Some(worker)) = (
+                    ended.was_there,
+                    state.worker_mut(self.share.route.answering()),
+                ) {
+                    worker.compare_events(was_there);
+                }
             }
             self.fleet.settle(state);
         }
         let since = |then_s: f64| then_s - self.begun_s;
         // An answer in one piece does not say when its first token was there.
         let first_token_s = self.first_token_s.filter(|_| self.is_stream);
+        let duration_s = since(self.fleet.now_s());
+        // Set once, for this is dropped once.
+        let _ = self.decision.ended.set(Ended {
+            outcome: self.outcome,
+            first_token_s: first_token_s.map(since),
+            duration_s,
+            prompt_tokens: self.usage.prompt_tokens,
+            cached_tokens: self.usage.cached_tokens,
+            recomputed_tokens,
+        });
         self.fleet.sink.send(Event::Finish(FinishRecord {
-            decision_id: std::mem::take(&mut self.decision_id),
+            decision_id: self.decision.decision_id.clone(),
+            session_id: self.session.take(),
             ts_unix_s: unix_now_s(),
             outcome: self.outcome,
             status: self.status,
@@ -369,7 +406,7 @@ impl Drop for Reservation {
                 Route::PrefillDecode { .. } => "prefill_decode",
             },
             expected_first_token_s: self.share.until_token_s,
-            duration_s: since(self.fleet.now_s()),
+            duration_s,
             output_chunks: self.output_chunks,
             error: self.error.take(),
             prompt_tokens: self.usage.prompt_tokens,

@@ -81,9 +81,10 @@ impl State {
         for slot in share.slots() {
             if let Some(worker) = self.worker_mut(slot) {
                 worker.pass(now_s);
-                if share.untold_until_us.is_none() {
-                    worker.liveness.owe(now_s, share.until_token_s);
-                }
+                let is_streamed = share.untold_until_us.is_none();
+                worker
+                    .liveness
+                    .enter(now_s, share.until_token_s, is_streamed);
             }
         }
         if let Some(worker) = self.worker_mut(share.route.prefilling()) {
@@ -229,7 +230,14 @@ impl State {
             return;
         };
         worker.pass(ended_s);
+        let ran_s = worker.prefills.ran_s(share.id, ended_s);
         let Some(steps) = worker.prefills.take(share.id, ended_s, how) else {
+            return;
+        };
+        if let (Left::Dropped, Some(ran_s), false) = (how, ran_s, share.lacks_room) {
+            self.learn_dropped(share, ran_s, ended_s);
+        }
+        let Some(worker) = self.worker_mut(slot) else {
             return;
         };
         worker.load.prefilling -= 1;

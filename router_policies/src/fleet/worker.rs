@@ -4,7 +4,7 @@ use super::batch::BatchTime;
 use super::circuit::Circuit;
 use super::engine_run::EngineRun;
 use super::kinds::Beliefs;
-use super::liveness::Liveness;
+use super::liveness::{Liveness, Pulse};
 use super::load::Load;
 use super::log::PrefixSource;
 use super::prefills::PrefillQueue;
@@ -20,6 +20,8 @@ use std::sync::Arc;
 
 /// So many reports in a row make requests that are not ours believable enough to keep room for.
 const EXTERNAL_REPORTS: u32 = 3;
+/// After so many contradictions in a row KV events are not taken for all that there is.
+const CONTRADICTIONS: u32 = 2;
 /// Migrations older than this are forgotten.
 const MIGRATION_WINDOW_S: f64 = 60.0;
 
@@ -51,6 +53,8 @@ pub(crate) struct Worker {
     pub page_size: usize,
     /// Some of what it holds was told by KV events that were missed.
     pub lacks_events: bool,
+    /// How often in a row its engine has found what was gone as its KV events said.
+    contradictions: u32,
     /// Finished prompts stay in its cache, as far as is known.
     pub keeps_prefixes: bool,
     pub incarnation: u64,
@@ -73,9 +77,9 @@ pub struct EngineLoad {
     pub waiting_requests: u32,
     pub used_tokens: Option<u64>,
     pub capacity_tokens: Option<u64>,
-    /// Tokens that the engine has worked off since it started, where it counts them.
+    /// What it says of the scheduler's life.
     #[serde(skip)]
-    pub progress: Option<u64>,
+    pub pulse: Pulse,
 }
 
 /// How far the router's counters and the engine's reports were apart.
@@ -97,7 +101,7 @@ pub struct WorkerSnapshot {
     pub spec: Arc<WorkerSpec>,
     pub healthy: bool,
     pub draining: bool,
-    /// It owes tokens or load reports and gives no sign of life.
+    /// Its scheduler seems to stand still.
     pub suspect: bool,
     #[serde(flatten)]
     pub load: Load,
@@ -141,6 +145,7 @@ impl Worker {
             prefix_source: PrefixSource::Estimate,
             page_size: 1,
             lacks_events: false,
+            contradictions: 0,
             incarnation: 0,
             engine: None,
             external_requests: 0,
@@ -154,7 +159,29 @@ impl Worker {
 
     /// Whether the estimate says what it holds, alone or beside KV events that are not all there.
     pub fn needs_estimate(&self) -> bool {
-        self.prefix_source == PrefixSource::Estimate || self.lacks_events
+        self.prefix_source == PrefixSource::Estimate
+            || self.lacks_events
+            || self.contradictions >= CONTRADICTIONS
+    }
+
+    /// The engine has found what was gone as its KV events said, or not. Where the router's tokens are not the
+    /// engine's, events tell nothing of what it holds of a prompt.
+    pub fn compare_events(&mut self, was_there: bool) {
+        if self.contradictions >= CONTRADICTIONS {
+            return;
+        }
+        self.contradictions = if was_there {
+            self.contradictions + 1
+        } else {
+            0
+        };
+        if self.contradictions == CONTRADICTIONS {
+            ::log::warn!(
+                "worker {}: its engine finds prompts cached that its KV events do not tell of: their tokens \
+                 are not those that the router counts; what was sent there counts too",
+                self.spec.id
+            );
+        }
     }
 
     /// Whether the estimate says what it holds of a prompt. KV events of SGLang 0.5.17 do not say whose
@@ -175,8 +202,7 @@ impl Worker {
     /// Takes over an engine's report. What it has beyond our reservations is someone else's, and
     /// counts as load until the next report.
     pub fn take_report(&mut self, load: EngineLoad, now_s: f64) {
-        let by_scheduler = self.spec.engine == Engine::Sglang;
-        self.liveness.report(now_s, by_scheduler, load.progress);
+        self.liveness.report(now_s, load.pulse);
         let reported = load.running_requests + load.waiting_requests;
         self.external_requests = reported.saturating_sub(self.load.requests);
         self.external_reports = match self.external_requests {
@@ -478,5 +504,22 @@ mod tests {
         };
         worker.take_report(ours, 3.0);
         assert_eq!(worker.external_tokens(), 0);
+    }
+
+    #[test]
+    fn kv_events_that_contradict_the_engine_again_and_again_are_not_believed_alone() {
+        let spec = serde_json::json!({"id": "w", "url": "http://localhost:1"});
+        let spec: WorkerSpec = serde_json::from_value(spec).expect("a worker");
+        let beliefs = Beliefs::new(rates::prior(&spec).rates, 0.0);
+        let mut worker = Worker::new(Arc::new(spec), 0, 16, (0, beliefs));
+        worker.prefix_source = PrefixSource::Events;
+        for was_there in [true, false, true] {
+            worker.compare_events(was_there);
+            assert!(!worker.needs_estimate());
+        }
+        worker.compare_events(true);
+        assert!(worker.needs_estimate());
+        worker.compare_events(false);
+        assert!(worker.needs_estimate(), "its tokens are others for good");
     }
 }

@@ -3,7 +3,9 @@
 
 use super::client::Client;
 use super::keys::Wants;
-use super::{Gateway, Reply, error, guard, json, models, not_allowed};
+use super::{
+    Gateway, Reply, error, guard, json, models, normalise, not_allowed, redact, sessions, stored,
+};
 use crate::config::{self, WORKER_FIELDS, WorkerSpec};
 use crate::fleet::WorkerSnapshot;
 use crate::policy::Role;
@@ -51,16 +53,26 @@ async fn answer(
     }
     let wants = match path.as_str() {
         "/metrics" => Some(Wants::Metrics),
-        "/workers" | "/decisions" | "/server_info" | "/get_server_info" => Some(Wants::Inside),
+        "/workers" | "/decisions" | "/sessions" | "/server_info" | "/get_server_info" => {
+            Some(Wants::Inside)
+        }
         "/v1/models" | "/model_info" | "/get_model_info" => Some(Wants::Model),
-        path if is_model(path) => Some(Wants::Model),
-        path if path.starts_with("/workers/") => Some(Wants::Inside),
+        path if is_model(path) || stored::is_one(path) => Some(Wants::Model),
+        path if path.starts_with("/workers/") || path.starts_with("/sessions/") => {
+            Some(Wants::Inside)
+        }
         _ => None,
     };
     if let Some(wants) = wants.filter(|_| !changes)
         && let Some((status, kind, message)) = gateway.keys.refusal(&head.headers, wants)
     {
         return error(status, kind, message);
+    }
+    if wants == Some(Wants::Inside)
+        && !changes
+        && let Some((status, message)) = guard::refusal_to_show(gateway, &head.headers)
+    {
+        return error(status, "forbidden", message);
     }
     match (method, path.as_str()) {
         // Load balancers ask with HEAD; the server leaves the body out.
@@ -87,6 +99,10 @@ async fn answer(
             response
         }
         (&Method::GET, "/workers") => list_workers(gateway),
+        (&Method::GET, "/sessions") => sessions::list(gateway),
+        (&Method::GET, path) if path.starts_with("/sessions/") => {
+            sessions::one(gateway, &unescaped(&path["/sessions/".len()..]))
+        }
         (&Method::POST, "/workers") => add_worker(gateway, client, body.take()).await,
         (&Method::GET, "/decisions") => {
             let limit = match query(&head.uri, "limit").map(str::parse::<usize>) {
@@ -101,6 +117,7 @@ async fn answer(
             let recent: Vec<_> = recent.iter().map(|record| record.as_ref()).collect();
             json(StatusCode::OK, &value!({"decisions": recent}))
         }
+        (_, path) if stored::is_one(path) => stored::answer(gateway, head, path).await,
         (&Method::GET, path) if is_model(path) => ask_for_model(gateway, path).await,
         (_, path) if is_model(path) => not_allowed("GET"),
         (&Method::GET, "/v1/models") => match models::merged(gateway).await {
@@ -114,8 +131,8 @@ async fn answer(
         (
             _,
             "/health" | "/livez" | "/liveness" | "/readyz" | "/readiness" | "/metrics"
-            | "/decisions" | "/v1/models" | "/model_info" | "/get_model_info" | "/server_info"
-            | "/get_server_info",
+            | "/decisions" | "/sessions" | "/v1/models" | "/model_info" | "/get_model_info"
+            | "/server_info" | "/get_server_info",
         ) => not_allowed("GET"),
         _ => match path.strip_prefix("/workers/") {
             Some(id) => one_worker(gateway, method, id),
@@ -176,12 +193,18 @@ fn shown(worker: &WorkerSnapshot) -> Value {
 
 fn list_workers(gateway: &Gateway) -> Response<Reply> {
     let workers = gateway.fleet.snapshot();
+    let is_on = gateway.config.normalise_prompts;
+    let rules = normalise::RULES.iter().filter(|_| is_on);
+    let rules = rules.map(|(rule, does)| value!({"rule": rule, "does": does}));
+    let rules: Vec<Value> = rules.collect();
     let count = |role: fn(Role) -> bool| workers.iter().filter(|w| role(w.spec.role)).count();
     json(
         StatusCode::OK,
         &value!({
             "workers": workers.iter().map(shown).collect::<Vec<_>>(),
             "total": workers.len(),
+            "waiting": gateway.fleet.waiting_turns(),
+            "normalises": rules,
             "stats": {
                 "prefill_count": count(|role| role == Role::Prefill),
                 "decode_count": count(|role| matches!(role, Role::Decode | Role::Elastic)),
@@ -320,7 +343,13 @@ fn one_worker(gateway: &Gateway, method: &Method, path: &str) -> Response<Reply>
 /// 0.26.0), from the workers' lists.
 async fn ask_for_model(gateway: &Arc<Gateway>, path: &str) -> Response<Reply> {
     let name = unescaped(path.trim_start_matches("/v1/models/"));
-    let response = ask_one(gateway, path, &gateway.models.not_serving(Some(&name))).await;
+    let model = gateway.aliases.model(&name).unwrap_or(&name).to_owned();
+    let path = match model == name {
+        true => path.to_owned(),
+        false => format!("/v1/models/{model}"),
+    };
+    let name = model;
+    let response = ask_one(gateway, &path, &gateway.models.not_serving(Some(&name))).await;
     if response.status() != StatusCode::NOT_FOUND {
         return response;
     }
@@ -343,6 +372,7 @@ async fn ask_one(gateway: &Gateway, path: &str, not: &[String]) -> Response<Repl
     for worker in asked {
         match gateway.get(&worker.spec, path, WORKER_PATIENCE).await {
             Ok((status, body)) => {
+                let body = redact::without_secrets(&body).unwrap_or(body);
                 let mut response = Response::new(Reply::Whole(Full::from(body)));
                 *response.status_mut() = status;
                 let kind = HeaderValue::from_static("application/json");

@@ -2,13 +2,13 @@
 //! needs, and the answer's beginning is waited for.
 
 use super::apis::Api;
-use super::body;
 use super::exchange::Exchange;
 use super::fault::{Failure, Fault, Kind, status_of};
-use super::splice::{Pieces, bootstrap_fields, splice};
+use super::splice::{Pieces, bootstrap_fields};
 use super::stream::PrefillHalf;
-use super::{describe, mooncake, reuse, sse};
+use super::{describe, models, mooncake, reuse, sse, too_long};
 use crate::config::{Connector, Engine, WorkerSpec};
+use crate::fleet::prefix::hash::Unit;
 use crate::fleet::{Fleet, PrefillWatch, Reservation};
 use crate::policy::Role;
 use bytes::{Bytes, BytesMut};
@@ -69,7 +69,7 @@ impl Exchange<'_> {
     ) -> Result<(Head, Option<PrefillHalf>), Failure> {
         let answering = reservation.answering();
         let Some(prefill) = reservation.prefill() else {
-            let payload = self.local_payload(answering);
+            let payload = self.overridden(answering.engine, String::new());
             let opening = match self.context.api {
                 Api::Responses => Opening::HeldForAnswer,
                 Api::Messages => Opening::HeldBriefly,
@@ -91,41 +91,35 @@ impl Exchange<'_> {
             (Engine::Sglang, _) => {
                 let host = prefill.bootstrap_host.as_deref().unwrap_or_default();
                 let room = fastrand::u64(..) >> 1;
-                let mut fields = bootstrap_fields(host, prefill.bootstrap_port, room);
-                if self.strips_keys() {
-                    fields += r#","bootstrap_pair_key":null,"decode_tp_size":null,"disagg_prefill_dp_rank":null"#;
-                }
-                let payload = splice(&self.bytes, &self.scanned, fields);
+                let fields = bootstrap_fields(host, prefill.bootstrap_port, room);
+                let payload = self.overridden(Engine::Sglang, fields);
                 let payloads = (payload.clone(), payload, None);
                 self.attempt_at_once(reservation, prefill, payloads).await
             }
         }
     }
 
-    /// Whether the body has keys that are the router's to set.
-    fn strips_keys(&self) -> bool {
-        self.scanned.has_transfer_keys && self.gateway.config.strip_transfer_keys
-    }
-
-    /// The body for a worker that serves alone: the client's, less what would move KV.
-    fn local_payload(&self, worker: &WorkerSpec) -> Pieces {
-        let mut fields: Vec<String> = Vec::new();
-        if self.strips_keys() {
-            let names = match worker.engine {
-                Engine::Sglang => &body::SGLANG_TRANSFER_KEYS[..],
-                Engine::Vllm => &body::VLLM_TRANSFER_KEYS[..],
-            };
-            fields.extend(names.iter().map(|name| format!("\"{name}\":null")));
+    /// The body with these fields of ours, and less what would steer an engine's moving of KV or names a
+    /// request that the worker may still know.
+    fn overridden(&self, engine: Engine, ours: String) -> Pieces {
+        let mut fields = match self.gateway.config.strip_transfer_keys {
+            true => self.scanned.overrides(engine),
+            false => Vec::new(),
+        };
+        if self.is_repeated() && engine == Engine::Sglang {
+            // Of two requests of one name it refuses the second.
+            if let Some(rid) = &self.scanned.rid {
+                let rid = serde_json::Value::from(format!("{rid}-{:08x}", fastrand::u32(..)));
+                fields.push(format!("\"rid\":{rid}"));
+            } else if self.scanned.has_rids {
+                fields.push("\"rid\":null".to_owned());
+            }
         }
-        if let (Some(rid), true) = (&self.scanned.rid, self.is_repeated()) {
-            // The worker may still know the first one, and refuses what it takes for a duplicate.
-            let rid = serde_json::Value::from(format!("{rid}-{:08x}", fastrand::u32(..)));
-            fields.push(format!("\"rid\":{rid}"));
+        if !ours.is_empty() {
+            // The last of equal keys counts.
+            fields.push(ours);
         }
-        if fields.is_empty() {
-            return Pieces::from(self.bytes.clone());
-        }
-        splice(&self.bytes, &self.scanned, fields.join(","))
+        self.spliced(fields.join(","))
     }
 
     async fn within_deadline<T>(
@@ -191,7 +185,7 @@ impl Exchange<'_> {
         let fields = self.vllm_prefill_fields(
             r#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#,
         );
-        let payload = splice(&self.bytes, &self.scanned, fields);
+        let payload = self.overridden(Engine::Vllm, fields);
         let prefilled = async {
             match self.head(prefill, payload, Opening::Passed).await {
                 Ok(Head::Whole(answer, status)) if status.is_success() => Ok(answer.into_body()),
@@ -211,7 +205,7 @@ impl Exchange<'_> {
                 Failure::Prefill(Fault::broken("no kv_transfer_params in the answer"))
             })?;
         let fields = format!("\"kv_transfer_params\":{}", params.get());
-        let payload = splice(&self.bytes, &self.scanned, fields);
+        let payload = self.overridden(Engine::Vllm, fields);
         let head = self.head(reservation.answering(), payload, Opening::HeldBriefly);
         Ok((self.within_deadline(head).await?, None))
     }
@@ -246,12 +240,8 @@ impl Exchange<'_> {
         });
         let fields = self.vllm_prefill_fields(&for_prefill.to_string());
         Ok((
-            splice(&self.bytes, &self.scanned, fields),
-            splice(
-                &self.bytes,
-                &self.scanned,
-                format!("\"kv_transfer_params\":{for_decode}"),
-            ),
+            self.overridden(Engine::Vllm, fields),
+            self.overridden(Engine::Vllm, format!("\"kv_transfer_params\":{for_decode}")),
             rank.number,
         ))
     }
@@ -386,20 +376,35 @@ impl Exchange<'_> {
             }
             let rest = collect(incoming).await.map_err(Failure::Answering)?;
             let whole: Bytes = [begin, rest].concat().into();
-            return judged(Response::from_parts(parts, whole));
+            return self.judged(Response::from_parts(parts, whole));
         }
         let whole = collect(incoming).await.map_err(Failure::Answering)?;
-        judged(Response::from_parts(parts, whole))
+        self.judged(Response::from_parts(parts, whole))
     }
-}
 
-/// An answer that is passed on, or the failure that it is.
-fn judged(answer: Response<Bytes>) -> Result<Head, Failure> {
-    let status = status_of(&answer);
-    if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
-        return Err(Failure::Answering(Fault::answered(answer)));
+    /// An answer that is passed on, or the failure that it is.
+    fn judged(&self, answer: Response<Bytes>) -> Result<Head, Failure> {
+        let status = status_of(&answer);
+        let prompt = &self.placement.prompt;
+        let counted = (prompt.unit == Unit::Tokens).then_some(prompt.length as u64);
+        if let Some(told) = too_long::translated(self.context.api, status, &answer, counted) {
+            return Ok(Head::Whole(told, StatusCode::BAD_REQUEST));
+        }
+        if let (StatusCode::NOT_FOUND, Some(model)) = (status, &self.scanned.model)
+            && self.gateway.models.is_unknown(model)
+        {
+            let told = models::unknown(self.context.api, model).to_string();
+            let mut answer = Response::new(Bytes::from(told));
+            *answer.status_mut() = status;
+            let json = HeaderValue::from_static("application/json");
+            answer.headers_mut().insert(CONTENT_TYPE, json);
+            return Ok(Head::Whole(answer, status));
+        }
+        if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
+            return Err(Failure::Answering(Fault::answered(answer)));
+        }
+        Ok(Head::Whole(answer, status))
     }
-    Ok(Head::Whole(answer, status))
 }
 
 /// What becomes of the events that open a stream and have no text yet.

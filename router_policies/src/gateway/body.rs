@@ -11,8 +11,10 @@ use super::apis::PromptKeys;
 pub use super::cursor::Malformed;
 use super::cursor::{Cursor, TokenRun};
 use super::prompts::{Conversation, Prompts};
-use super::session;
+use super::{normalise, session};
+use crate::config::Engine;
 use crate::fleet::prefix::hash::PromptHashes;
+use serde_json::Value;
 use smallvec::SmallVec;
 use std::ops::Range;
 
@@ -22,6 +24,8 @@ pub struct Scanned {
     /// Of several prompts: the first one's prefix, with the length of all.
     pub prompt: PromptHashes,
     pub prompts: usize,
+    /// It is one of messages.
+    pub is_conversation: bool,
     /// Where the prompts that are text stand, each with its quotes; not those of a chat, and of a great many
     /// only the first.
     pub texts: SmallVec<[Range<usize>; 1]>,
@@ -30,19 +34,27 @@ pub struct Scanned {
     pub stream: bool,
     pub max_output_tokens: Option<u64>,
     /// The session that the body names; see [`session`].
-    pub session: Option<String>,
+    pub session: session::Named,
+    /// The response that it goes on from.
+    pub previous_response: Option<String>,
     /// The model, or the LoRA adapter, that the body names.
     pub model: Option<String>,
     /// What sets its KV apart from that of the same tokens elsewhere.
     pub apart: Apart,
     /// SGLang's own request id, if the client chose one.
     pub rid: Option<String>,
+    /// It chose one for each of several prompts.
+    pub has_rids: bool,
     /// Answers asked for each prompt.
     pub answers: u64,
     /// The largest token id of the prompts.
     pub largest_token: Option<u32>,
     /// The body has keys by which clients could steer the moving of KV; ours override them.
     pub has_transfer_keys: bool,
+    /// What of it is left out: see [`super::normalise`].
+    pub(super) cut: Option<Range<usize>>,
+    /// What vLLM may get in the place of a `vllm_xargs` by which the client steers the moving of KV.
+    pub xargs: Option<String>,
     /// Position of the outer object's closing brace.
     pub(super) close: usize,
     pub(super) is_empty: bool,
@@ -59,6 +71,61 @@ pub(super) const SGLANG_TRANSFER_KEYS: [&str; 6] = [
     "disagg_prefill_dp_rank",
 ];
 pub(super) const VLLM_TRANSFER_KEYS: [&str; 2] = ["kv_transfer_params", "ec_transfer_params"];
+
+impl Scanned {
+    /// The fields that override what a client says of the moving of KV to an engine, as JSON.
+    pub fn overrides(&self, engine: Engine) -> Vec<String> {
+        let names = match engine {
+            Engine::Sglang => &SGLANG_TRANSFER_KEYS[..],
+            Engine::Vllm => &VLLM_TRANSFER_KEYS[..],
+        };
+        let names = names.iter().filter(|_| self.has_transfer_keys);
+        let mut fields: Vec<String> = names.map(|name| format!("\"{name}\":null")).collect();
+        if let (Engine::Vllm, Some(xargs)) = (engine, &self.xargs) {
+            fields.push(format!("\"{XARGS}\":{xargs}"));
+        }
+        fields
+    }
+}
+
+/// vLLM reads a sampling parameter's further arguments from here, and takes the transfer keys among them for
+/// those of the body.
+const XARGS: &str = "vllm_xargs";
+
+/// `vllm_xargs` without the transfer keys; none where it has none of them. What serde does not read as the
+/// engine might (`NaN`, half a surrogate) goes as a whole.
+fn without_transfer_keys(raw: &[u8]) -> Option<String> {
+    let Ok(value) = serde_json::from_slice::<Value>(raw) else {
+        return Some("null".to_owned());
+    };
+    let Value::Object(mut all) = value else {
+        return None;
+    };
+    let before = all.len();
+    all.retain(|name, _| !VLLM_TRANSFER_KEYS.contains(&name.as_str()));
+    (all.len() < before).then(|| Value::Object(all).to_string())
+}
+
+/// How many answers are asked for: engines read 3, 3.0 and "3". What cannot be read may be several.
+fn answers_in(raw: &[u8]) -> u64 {
+    if raw == b"null" {
+        return 1;
+    }
+    let digits = raw.trim_ascii().strip_prefix(b"\"").unwrap_or(raw);
+    let digits = digits.strip_suffix(b"\"").unwrap_or(digits).trim_ascii();
+    let number = std::str::from_utf8(digits)
+        .ok()
+        .and_then(|text| text.parse::<f64>().ok());
+    number.map_or(2, |number| number as u64)
+}
+
+/// Whether an engine reads this as true.
+fn is_true(raw: &[u8]) -> bool {
+    let word = raw.strip_prefix(b"\"").unwrap_or(raw);
+    let word = word.strip_suffix(b"\"").unwrap_or(word);
+    let trues: [&[u8]; 6] = [b"true", b"1", b"on", b"yes", b"y", b"t"];
+    trues.iter().any(|it| word.eq_ignore_ascii_case(it))
+}
 
 fn unsigned(raw: &[u8]) -> Option<u64> {
     std::str::from_utf8(raw).ok()?.parse().ok()
@@ -82,6 +149,7 @@ pub struct Scanner {
     api: Api,
     block: usize,
     text_block: usize,
+    normalises: bool,
     /// As much of the beginning as was searched for a list of token ids.
     searched: usize,
     run: Option<TokenRun>,
@@ -97,9 +165,17 @@ impl Scanner {
             api,
             block,
             text_block,
+            normalises: false,
             searched: 0,
             run: None,
         }
+    }
+
+    /// Whether what changes in front of what is the same is left out.
+    #[must_use]
+    pub fn normalising(mut self, normalises: bool) -> Self {
+        self.normalises = normalises;
+        self
     }
 
     /// Reads the prompt's token ids as far as they go in the beginning of a body that is announced to
@@ -109,6 +185,7 @@ impl Scanner {
             bytes: begin,
             at: 0,
             run: None,
+            long: Vec::new(),
         };
         if let Some(run) = &mut self.run {
             // Before the first id comes a bracket.
@@ -136,6 +213,7 @@ impl Scanner {
             bytes: body,
             at: 0,
             run: self.run.take(),
+            long: Vec::new(),
         };
         self.object(&mut cursor, body.len())
     }
@@ -156,10 +234,14 @@ impl Scanner {
         let mut max_output_tokens = None;
         let mut named = session::InBody::default();
         let mut rid = None;
+        let mut previous_response = None;
+        let mut has_rids = false;
+        let mut xargs = None;
         let mut model = None;
         let mut apart = Apart::default();
         let mut answers = 1;
         let mut has_transfer_keys = false;
+        let mut cut = None;
         let outer = cursor.object(|cursor, key| {
             match shape.prompt {
                 PromptKeys::Prompts { first, second } => {
@@ -177,7 +259,17 @@ impl Scanner {
                     }
                 }
                 PromptKeys::Conversation { before, turns } => {
+                    cursor.peek();
+                    let start = cursor.at;
                     if conversation.take(cursor, key, before, turns)? {
+                        if self.normalises && api == Api::Messages && key == b"system" {
+                            let found = normalise::attribution(&cursor.bytes[start..cursor.at]);
+                            cut = found.map(|it| start + it.start..start + it.end);
+                            if let Some(cut) = &cut {
+                                let rest = &cursor.bytes[cut.end..cursor.at];
+                                conversation.shorten(key, before, rest);
+                            }
+                        }
                         return Ok(());
                     }
                 }
@@ -188,7 +280,7 @@ impl Scanner {
                         let raw = cursor.value()?;
                         match key {
                             b"max_new_tokens" => max_output_tokens = unsigned(raw),
-                            b"n" => answers = unsigned(raw).unwrap_or(1),
+                            b"n" => answers = answers_in(raw),
                             _ => {}
                         }
                         Ok(())
@@ -197,9 +289,9 @@ impl Scanner {
                 (Api::Completions, b"add_special_tokens") => {
                     add_special_tokens = cursor.value()? != b"false";
                 }
-                (_, b"stream") => stream = cursor.value()? == b"true",
+                (_, b"stream") => stream = is_true(cursor.value()?),
                 (Api::Completions | Api::Chat, b"n" | b"best_of") => {
-                    answers = answers.max(unsigned(cursor.value()?).unwrap_or(1));
+                    answers = answers.max(answers_in(cursor.value()?));
                 }
                 (_, b"metadata") if cursor.peek() == Some(b'{') => {
                     cursor.object(|cursor, key| {
@@ -211,8 +303,15 @@ impl Scanner {
                     })?;
                 }
                 (_, b"prompt_cache_key") => named.prompt_cache_key = text(cursor.value()?),
-                (_, b"user") => named.user = text(cursor.value()?),
-                (Api::Generate, b"rid") => rid = text(cursor.value()?),
+                (Api::Responses, b"previous_response_id") => {
+                    previous_response = text(cursor.value()?);
+                }
+                (_, b"rid") => {
+                    let raw = cursor.value()?;
+                    rid = text(raw);
+                    has_rids = raw.starts_with(b"[");
+                }
+                (_, b"vllm_xargs") => xargs = without_transfer_keys(cursor.value()?),
                 (_, b"model") => model = text(cursor.value()?),
                 (_, b"lora_path") => {
                     let raw = cursor.value()?;
@@ -230,9 +329,7 @@ impl Scanner {
                 }
                 _ => {
                     let mut names = SGLANG_TRANSFER_KEYS.iter().chain(&VLLM_TRANSFER_KEYS);
-                    has_transfer_keys |= names.any(|name| key == name.as_bytes())
-                        // An escape may hide any letter of a key.
-                        || key.contains(&b'\\');
+                    has_transfer_keys |= names.any(|name| key == name.as_bytes());
                     cursor.value()?;
                 }
             }
@@ -262,17 +359,22 @@ impl Scanner {
         Ok(Scanned {
             prompt,
             prompts: found.count,
+            is_conversation: matches!(shape.prompt, PromptKeys::Conversation { .. }),
             texts: found.texts,
             add_special_tokens,
             stream,
             max_output_tokens,
             session: named.session(),
+            previous_response,
             model,
             apart,
             rid,
+            has_rids,
             answers,
             largest_token: found.largest_token,
             has_transfer_keys,
+            cut,
+            xargs,
             close: outer.close,
             is_empty: outer.is_empty,
         })
@@ -335,13 +437,63 @@ mod tests {
             let messages: Vec<_> = (0..n)
                 .map(|i| json!({"role": "user", "content": "x".repeat(200 + i)}))
                 .collect();
-            let body = json!({"messages": messages, "user": "u"}).to_string();
+            let body = json!({"messages": messages, "prompt_cache_key": "u"}).to_string();
             scan16(Api::Chat, body.as_bytes()).expect("valid")
         };
         let (short, long) = (turn(2), turn(3));
         assert!(long.prompt.states.starts_with(&short.prompt.states));
         assert!(short.prompt.states.len() > 5);
-        assert_eq!(short.session.as_deref(), Some("u"));
+        assert_eq!(short.session, session::Named::ByCacheKey("u".to_owned()));
+    }
+
+    #[test]
+    fn a_picture_counts_as_a_picture_and_not_as_the_text_that_carries_it() {
+        let data = |letter: &str| letter.repeat(900_000);
+        let openai = |letter| json!({"type": "image_url", "image_url": {"url": format!("data:image/png;base64,{}", data(letter))}});
+        let anthropic = |letter| json!({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data(letter)}});
+        let responses = |letter| json!({"type": "input_image", "image_url": format!("data:image/png;base64,{}", data(letter))});
+        let typed = |letter: &str| json!({"type": "text", "text": format!("data:image/png;base64,{}", data(letter))});
+        let length = |api, key: &str, part: Value, after: &str| {
+            let turns =
+                json!([{"role": "user", "content": [part]}, {"role": "user", "content": after}]);
+            scan16(api, json!({key: turns}).to_string().as_bytes())
+                .expect("valid")
+                .prompt
+        };
+        for (api, key, part) in [
+            (
+                Api::Chat,
+                "messages",
+                &openai as &dyn Fn(&'static str) -> Value,
+            ),
+            (Api::Messages, "messages", &anthropic),
+            (Api::Responses, "input", &responses),
+        ] {
+            let with = length(api, key, part("A"), "x");
+            assert!((1_000..3_000).contains(&with.tokens()), "{}", with.tokens());
+            assert_eq!(with.pictures, 1);
+            let longer = length(api, key, part("A"), &"x".repeat(2_000));
+            assert!(
+                longer
+                    .states
+                    .starts_with(&with.states[..with.states.len() - 2])
+            );
+            let other = length(api, key, part("B"), "x");
+            assert_ne!(other.states.last(), with.states.last());
+            // What a client writes as text is text.
+            assert!(length(api, key, typed("A"), "x").tokens() > 200_000);
+        }
+    }
+
+    #[test]
+    fn of_two_conversations_the_last_counts_with_its_pictures_alone() {
+        let url = format!("data:image/png;base64,{}", "A".repeat(9_000));
+        let picture = json!([{"role": "user", "content": [{"image_url": {"url": url}}]}]);
+        for last in ["\"hi\"", "[]"] {
+            let body = format!(r#"{{"messages":{picture},"messages":{last}}}"#);
+            let prompt = scan16(Api::Chat, body.as_bytes()).expect("valid").prompt;
+            assert_eq!((prompt.pictures, prompt.tokens() <= 1), (0, true), "{last}");
+        }
     }
 
     #[test]

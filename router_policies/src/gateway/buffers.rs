@@ -1,6 +1,7 @@
 //! Request bodies on their way in: one copy into one buffer of the right size, and the buffers of large
 //! bodies used again, because fresh memory costs more (a page fault each 4 KiB) than the copy itself.
-//! All bodies together are bounded, and one whose client falls silent is given up.
+//! All bodies together are bounded, by what is taken for them and not by what they announce; so is each client's
+//! part, and one whose client falls silent is given up.
 
 use super::fault::SHUTTING_DOWN;
 use bytes::{Bytes, BytesMut};
@@ -9,8 +10,9 @@ use http_body_util::BodyExt;
 use hyper::StatusCode;
 use hyper::body::Incoming;
 use parking_lot::Mutex;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -22,8 +24,14 @@ const KEPT: usize = 16;
 /// Bodies that are in one piece and this small are not worth counting.
 const UNCOUNTED_BYTES: usize = 4 << 10;
 
+/// A body takes no more than this until so much of it has come.
+const BEGINNING_BYTES: usize = 64 << 10;
+
+/// A client may hold so many times what is left for others.
+const SHARE_OF_CLIENT: usize = 3;
+
 /// A body that comes slower than this, on the whole, is given up: pieces that come just in time could
-/// hold a buffer for as long as a request may take.
+/// hold a buffer for as long as a request may take. What comes faster earns time, up to that for one piece.
 const MIN_BYTES_PER_S: f64 = 10_000.0;
 
 /// Why a body was not taken.
@@ -31,6 +39,8 @@ pub(super) enum NotCollected {
     TooLarge,
     /// All bodies together would be more than is held at once.
     NoRoom,
+    /// This one, or those of its client, would leave too little for others.
+    NoShare,
     /// Nothing of it came for so long, or too little.
     Silent(Duration),
     /// The request's deadline came before its end.
@@ -44,7 +54,7 @@ impl NotCollected {
     pub fn status(&self) -> (StatusCode, &'static str) {
         match self {
             Self::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error"),
-            Self::NoRoom => (StatusCode::SERVICE_UNAVAILABLE, "overloaded"),
+            Self::NoRoom | Self::NoShare => (StatusCode::SERVICE_UNAVAILABLE, "overloaded"),
             Self::Silent(_) | Self::TimeIsOver => (StatusCode::REQUEST_TIMEOUT, "timeout"),
             Self::ShuttingDown => (StatusCode::SERVICE_UNAVAILABLE, "shutting_down"),
             Self::Broken(_) => (StatusCode::BAD_REQUEST, "invalid_request_error"),
@@ -56,6 +66,10 @@ impl NotCollected {
             Self::TooLarge => format!("body: expected at most {limit} bytes (max_body_bytes)"),
             Self::NoRoom => {
                 "body: the router holds as many bytes of requests as it may (max_held_bytes)".into()
+            }
+            Self::NoShare => {
+                "body: one client may hold no more of what the router holds of requests (max_held_bytes)"
+                    .into()
             }
             Self::Silent(patience) => {
                 let patience_s = patience.as_secs_f64();
@@ -73,34 +87,100 @@ impl NotCollected {
 /// Buffers of bodies that are done with, and how much the others hold.
 pub(crate) struct Buffers {
     kept: Mutex<Vec<BytesMut>>,
-    held_bytes: Arc<AtomicUsize>,
+    held: Arc<Mutex<Held>>,
     max_held_bytes: usize,
     patience: Duration,
 }
 
+#[derive(Default)]
+struct Held {
+    bytes: usize,
+    /// By client.
+    of: HashMap<u64, usize>,
+}
+
 /// A body's part of what all bodies may hold; given back when dropped.
 pub(super) struct Budget {
-    held_bytes: Arc<AtomicUsize>,
+    held: Arc<Mutex<Held>>,
+    /// None where nobody can tell whose it is.
+    client: Option<u64>,
     bytes: usize,
 }
 
 impl Budget {
-    /// Takes `bytes` more, if there is room.
-    fn take(&mut self, bytes: usize, max_held_bytes: usize) -> Result<(), NotCollected> {
-        let before = self.held_bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.bytes += bytes;
-        if before.saturating_add(bytes) > max_held_bytes {
-            return Err(NotCollected::NoRoom);
+    /// Has the body hold `bytes` in all, if there is room. One body may hold three quarters of it, and all bodies
+    /// of a client [`SHARE_OF_CLIENT`] times what they leave: who comes then finds room, whoever came first.
+    fn hold(&mut self, bytes: usize, max_held_bytes: usize) -> Result<(), NotCollected> {
+        let more = bytes.saturating_sub(self.bytes);
+        if more == 0 {
+            return Ok(());
         }
+        let mut held = self.held.lock();
+        let all = held.bytes.saturating_add(more);
+        let Some(left) = max_held_bytes.checked_sub(all) else {
+            return Err(NotCollected::NoRoom);
+        };
+        if bytes > max_held_bytes - max_held_bytes / 4 {
+            return Err(NotCollected::NoShare);
+        }
+        if let Some(client) = self.client {
+            let of_client = held.of.get(&client).copied().unwrap_or_default() + more;
+            if of_client > SHARE_OF_CLIENT.saturating_mul(left) {
+                return Err(NotCollected::NoShare);
+            }
+            held.of.insert(client, of_client);
+        }
+        held.bytes = all;
+        self.bytes = bytes;
         Ok(())
     }
 }
 
 impl Drop for Budget {
     fn drop(&mut self) {
-        if self.bytes > 0 {
-            self.held_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        if self.bytes == 0 {
+            return;
         }
+        let mut held = self.held.lock();
+        held.bytes -= self.bytes;
+        if let Some(client) = self.client
+            && let Entry::Occupied(mut of_client) = held.of.entry(client)
+        {
+            *of_client.get_mut() -= self.bytes;
+            if *of_client.get() == 0 {
+                of_client.remove();
+            }
+        }
+    }
+}
+
+/// How long the next piece of a body may take.
+struct Pace {
+    patience_s: f64,
+    left_s: f64,
+    then: Instant,
+}
+
+impl Pace {
+    fn new(patience: Duration) -> Self {
+        let patience_s = patience.as_secs_f64();
+        Self {
+            patience_s,
+            left_s: patience_s,
+            then: Instant::now(),
+        }
+    }
+
+    fn until(&self) -> Instant {
+        self.then + Duration::from_secs_f64(self.left_s)
+    }
+
+    fn came(&mut self, bytes: usize) {
+        let now = Instant::now();
+        let passed_s = (now - self.then).as_secs_f64();
+        let left_s = self.left_s - passed_s + bytes as f64 / MIN_BYTES_PER_S;
+        self.left_s = left_s.clamp(0.0, self.patience_s);
+        self.then = now;
     }
 }
 
@@ -110,17 +190,18 @@ impl Buffers {
     pub fn new(max_held_bytes: usize, patience: Duration) -> Self {
         Self {
             kept: Mutex::default(),
-            held_bytes: Arc::default(),
+            held: Arc::default(),
             max_held_bytes,
             patience,
         }
     }
 
-    /// The whole body, of at most `limit` bytes, and what it takes of the budget, to be held as long as
-    /// it. Where it comes in pieces, `on_more` gets what is there so far and the length that is
+    /// The whole body, of at most `limit` bytes, and what it takes of the budget and of its client's share, to be
+    /// held as long as it. Where it comes in pieces, `on_more` gets what is there so far and the length that is
     /// announced, while the next piece is on its way.
     pub(super) async fn collect(
         &self,
+        client: Option<u64>,
         body: &mut Incoming,
         limit: usize,
         mut on_more: impl FnMut(&[u8], usize),
@@ -131,33 +212,46 @@ impl Buffers {
         }
         let announced = announced.exact().unwrap_or_default() as usize;
         let mut budget = Budget {
-            held_bytes: Arc::clone(&self.held_bytes),
+            held: Arc::clone(&self.held),
+            client,
             bytes: 0,
         };
         let mut whole: Option<BytesMut> = None;
-        let begun = Instant::now();
+        let mut pace = Pace::new(self.patience);
         loop {
-            let got_bytes = whole.as_ref().map_or(0, BytesMut::len);
-            let earned = Duration::from_secs_f64(got_bytes as f64 / MIN_BYTES_PER_S);
-            let until = (begun + self.patience + earned).min(Instant::now() + self.patience);
-            let frame = tokio::time::timeout_at(until, body.frame()).await;
+            let frame = tokio::time::timeout_at(pace.until(), body.frame()).await;
             let Some(frame) = frame.map_err(|_| NotCollected::Silent(self.patience))? else {
                 break;
             };
             let Ok(data) = frame.map_err(NotCollected::Broken)?.into_data() else {
                 continue;
             };
+            pace.came(data.len());
             if whole.is_none() && data.len() == announced {
                 if announced > UNCOUNTED_BYTES {
-                    budget.take(announced, self.max_held_bytes)?;
+                    budget.hold(announced, self.max_held_bytes)?;
                 }
                 return Ok((data, budget));
             }
-            budget.take(data.len(), self.max_held_bytes)?;
-            let buffer = whole.get_or_insert_with(|| self.take(announced));
-            if buffer.len() + data.len() > limit {
+            let (got, room) = whole
+                .as_ref()
+                .map_or((0, 0), |buffer| (buffer.len(), buffer.capacity()));
+            let needed = got + data.len();
+            if needed > limit {
                 return Err(NotCollected::TooLarge);
             }
+            budget.hold(
+                needed.max(BEGINNING_BYTES.min(announced)),
+                self.max_held_bytes,
+            )?;
+            if needed > room {
+                let mut larger = self.take(room_for(needed, announced));
+                if let Some(before) = whole.take() {
+                    larger.extend_from_slice(&before);
+                }
+                whole = Some(larger);
+            }
+            let buffer = whole.get_or_insert_default();
             buffer.extend_from_slice(&data);
             on_more(buffer, announced);
         }
@@ -171,8 +265,7 @@ impl Buffers {
                 return kept.swap_remove(at);
             }
         }
-        // Beyond that, memory is taken as the bytes come, not as they are announced.
-        BytesMut::with_capacity(bytes.min(MAX_KEPT_BYTES))
+        BytesMut::with_capacity(bytes)
     }
 
     /// Keeps the body's buffer for another, if nothing else uses it any more.
@@ -188,5 +281,20 @@ impl Buffers {
             }
             kept.push(buffer);
         }
+    }
+}
+
+/// How much memory to take for a body of which `needed` bytes are there: what a client announces counts once it
+/// sends, and nothing is copied often.
+fn room_for(needed: usize, announced: usize) -> usize {
+    let most = match needed {
+        0..=BEGINNING_BYTES => BEGINNING_BYTES,
+        _ => (8 * needed).min(MAX_KEPT_BYTES).max(2 * needed),
+    };
+    match announced {
+        // Not said.
+        0 => needed.next_power_of_two(),
+        _ if needed > BEGINNING_BYTES && announced <= 2 * most => announced.max(needed),
+        _ => announced.min(most).max(needed),
     }
 }

@@ -6,12 +6,15 @@
 //! timer is one a connection, set again only when it fires, and costs a request next to nothing. A router
 //! that has waited for its requests for long enough has the deadline come at once.
 //!
+//! The same timer says, once a request, that its client has heard nothing for a while: see [`super::patience`].
+//!
 //! A client that is answered before its body was read, or whose body nobody reads, is still sending it. To
 //! close its connection at once would reset it, and most clients would never see the answer: so what it
 //! sends is thrown away for a while. What is short is read before the answer: a connection that is kept
 //! afterwards would else be taken for one on which something is still coming, and hold a router that stops.
 
 use super::fault::{SHUTTING_DOWN, TIME_IS_OVER};
+use super::patience::{self, Opening};
 use crate::fleet::Outcome;
 use http_body::Body;
 use http_body_util::BodyExt;
@@ -21,6 +24,7 @@ use hyper::rt::{Read, ReadBuf, ReadBufCursor, Write};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use std::io::{IoSlice, Result};
+use std::net::IpAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -60,9 +64,14 @@ impl CutOff {
 /// What a connection, its requests and their answers tell each other.
 #[derive(Debug, Default)]
 pub(crate) struct Client {
+    pub address: Option<IpAddr>,
     /// Of the last request that came.
-    deadline: Mutex<Option<Instant>>,
+    times: Mutex<Times>,
     is_over: AtomicBool,
+    /// Its client has heard nothing for [`patience::INTERVAL`].
+    is_silent: AtomicBool,
+    /// How its answer may begin before there is one.
+    opening: Mutex<Option<Opening>>,
     /// The router waits no longer for what runs.
     is_shutting_down: AtomicBool,
     /// The socket took nothing more when it was last written to.
@@ -71,12 +80,50 @@ pub(crate) struct Client {
     is_unread: AtomicBool,
 }
 
+/// When something is to be done about a request.
+#[derive(Clone, Copy, Debug, Default)]
+struct Times {
+    deadline: Option<Instant>,
+    /// When its client has heard nothing for long; none once that was told.
+    silent: Option<Instant>,
+}
+
+impl Times {
+    fn next(self) -> Option<Instant> {
+        let deadline = self.deadline?;
+        Some(self.silent.map_or(deadline, |silent| silent.min(deadline)))
+    }
+}
+
 impl Client {
-    /// A request comes; its answer must have left by `deadline`.
-    pub fn begin(&self, deadline: Instant) {
-        *self.deadline.lock() = Some(deadline);
+    pub fn at(address: IpAddr) -> Self {
+        Self {
+            address: Some(address),
+            ..Self::default()
+        }
+    }
+
+    /// A request comes at `now`; its answer must have left by `deadline`.
+    pub fn begin(&self, now: Instant, deadline: Instant) {
+        *self.times.lock() = Times {
+            deadline: Some(deadline),
+            silent: Some(now + patience::INTERVAL),
+        };
         self.is_over.store(false, Ordering::Relaxed);
+        self.is_silent.store(false, Ordering::Relaxed);
+        *self.opening.lock() = None;
         self.has_sent_body();
+    }
+
+    /// The request that has come is one whose answer may begin like this before there is one.
+    pub fn may_wait(&self, opening: Opening) {
+        *self.opening.lock() = Some(opening);
+    }
+
+    /// How its answer begins now, if its client has heard nothing for long and may hear this; said once.
+    pub fn begins_to_wait(&self) -> Option<Opening> {
+        let is_silent = self.is_silent.load(Ordering::Relaxed);
+        is_silent.then(|| self.opening.lock().take()).flatten()
     }
 
     /// The request that has come has a body.
@@ -149,21 +196,22 @@ impl Client {
                     is_shutting_down = shutting_down.as_mut().poll(cx).is_ready();
                 }
                 if is_shutting_down && !self.is_shutting_down.load(Ordering::Relaxed) {
-                    let has_begun = self.deadline.lock().is_some();
+                    let has_begun = self.times.lock().deadline.is_some();
                     if has_begun && !self.is_over.load(Ordering::Relaxed) {
                         self.is_shutting_down.store(true, Ordering::Relaxed);
-                        *self.deadline.lock() = Some(Instant::now());
+                        self.times.lock().deadline = Some(Instant::now());
                         is_set = false;
                     }
                 }
                 if connection.as_mut().poll(cx).is_ready() {
                     return Poll::Ready(());
                 }
-                let Some(deadline) = *self.deadline.lock() else {
+                let times = *self.times.lock();
+                let (Some(deadline), Some(next)) = (times.deadline, times.next()) else {
                     return Poll::Pending;
                 };
-                if !is_set {
-                    timer.as_mut().reset(deadline);
+                if !is_set || next < timer.deadline() {
+                    timer.as_mut().reset(next);
                     is_set = true;
                 }
                 if timer.as_mut().poll(cx).is_pending() {
@@ -171,8 +219,13 @@ impl Client {
                 }
                 let now = Instant::now();
                 if now < deadline {
-                    // Set for an earlier request.
-                    timer.as_mut().reset(deadline);
+                    if times.silent.is_some_and(|silent| silent <= now) {
+                        self.times.lock().silent = None;
+                        // The connection, asked once more, lets the request's answer begin.
+                        self.is_silent.store(true, Ordering::Relaxed);
+                    }
+                    // Else set for an earlier request.
+                    is_set = false;
                     continue;
                 }
                 let had_last_words = self.is_over.swap(true, Ordering::Relaxed);
@@ -181,11 +234,15 @@ impl Client {
                 }
                 if had_last_words {
                     // Whatever there was to say has been taken.
-                    *self.deadline.lock() = None;
+                    self.times.lock().deadline = None;
                     is_set = false;
                 } else {
                     // The answer, asked once more, says to the client that its time is over.
-                    timer.as_mut().reset(now + LAST_WORDS);
+                    *self.times.lock() = Times {
+                        deadline: Some(now + LAST_WORDS),
+                        silent: None,
+                    };
+                    is_set = false;
                 }
             }
         })

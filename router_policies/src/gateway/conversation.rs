@@ -43,6 +43,8 @@ struct Body {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reader {
     pub engine: Engine,
+    /// Claude Code's line of attribution does not reach the engine; vLLM leaves it out itself.
+    pub drops_attribution: bool,
     /// Where that is SGLang.
     pub release: Release,
     /// The template gets content in parts, not as one text.
@@ -68,7 +70,7 @@ impl Reader {
                     said.0.push(Message::of_chat(&message)?);
                 }
             }
-            Api::Messages => said.read_messages(self.engine, &body)?,
+            Api::Messages => said.read_messages(self, &body)?,
             Api::Responses => said.read_responses(self, &body)?,
             Api::Generate | Api::Completions => return None,
         }
@@ -273,11 +275,12 @@ impl Said {
     }
 
     /// Anthropic's: content in blocks, the system prompt and tools' results beside the turns.
-    fn read_messages(&mut self, engine: Engine, body: &Body) -> Option<()> {
+    fn read_messages(&mut self, reader: Reader, body: &Body) -> Option<()> {
+        let engine = reader.engine;
         if let Some(system) = some(body.system.clone()) {
             let mut texts = texts_of(&system)?;
-            if engine == Engine::Vllm {
-                // Claude Code's line differs with every request.
+            if engine == Engine::Vllm || reader.drops_attribution {
+                // Claude Code's line differs from session to session.
                 texts.retain(|text| !text.starts_with("x-anthropic-billing-header"));
             }
             texts.retain(|text| !text.is_empty());

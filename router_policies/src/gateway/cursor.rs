@@ -4,7 +4,9 @@
 
 use super::short_ids;
 use crate::fleet::prefix::hash::TokenHasher;
-use memchr::memchr2;
+use memchr::{memchr, memchr2};
+use std::borrow::Cow;
+use std::ops::Range;
 
 /// Why a body cannot be routed: the byte offset and what was expected there.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,12 +23,27 @@ impl std::fmt::Display for Malformed {
 
 const MAX_DEPTH: usize = 512;
 
+/// A string's bytes without its escapes; as they stand where they stand for no text.
+fn meant(raw: &[u8]) -> Cow<'_, [u8]> {
+    if memchr(b'\\', raw).is_none() {
+        return Cow::Borrowed(raw);
+    }
+    let quoted = [b"\"", raw, b"\""].concat();
+    serde_json::from_slice::<String>(&quoted)
+        .map_or(Cow::Borrowed(raw), |text| text.into_bytes().into())
+}
+
 pub(super) struct Cursor<'a> {
     pub bytes: &'a [u8],
     pub at: usize,
     /// Of a body's beginning: the token ids that it ends in.
     pub run: Option<TokenRun>,
+    /// Where the long strings stand that were skipped inside of others, without their quotes.
+    pub long: Vec<Range<usize>>,
 }
+
+/// Strings of so many bytes may be pictures.
+const LONG_BYTES: usize = 2 << 10;
 
 /// A list of token ids, as far as it has been read.
 pub(super) struct TokenRun {
@@ -135,7 +152,10 @@ impl<'a> Cursor<'a> {
             };
             match byte {
                 b'"' => {
-                    self.string()?;
+                    let text = self.string()?;
+                    if text.len() >= LONG_BYTES {
+                        self.long.push(self.at - 1 - text.len()..self.at - 1);
+                    }
                     continue;
                 }
                 b'{' | b'[' if open.len() == MAX_DEPTH => {
@@ -158,10 +178,11 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Calls `each` at every key of an object; `each` must take the value.
+    /// Calls `each` at every key of an object, which it gets as it is meant: escapes may stand for any letter
+    /// of it. `each` must take the value.
     pub fn object(
         &mut self,
-        mut each: impl FnMut(&mut Self, &'a [u8]) -> Result<(), Malformed>,
+        mut each: impl FnMut(&mut Self, &[u8]) -> Result<(), Malformed>,
     ) -> Result<Object, Malformed> {
         self.take(b'{', "an object")?;
         let mut is_empty = true;
@@ -171,9 +192,9 @@ impl<'a> Cursor<'a> {
             return Ok(Object { close, is_empty });
         }
         loop {
-            let key = self.string()?;
+            let key = meant(self.string()?);
             self.take(b':', "':'")?;
-            each(self, key)?;
+            each(self, &key)?;
             is_empty = false;
             match self.peek() {
                 Some(b',') => self.at += 1,

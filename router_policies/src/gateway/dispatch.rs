@@ -2,7 +2,7 @@
 //! to two, and try elsewhere as long as nothing of the answer has been passed on.
 
 use super::admission::Permit;
-use super::apis::{Api, Separates};
+use super::apis::{Api, Separates, Waits};
 use super::attempt::Head;
 use super::body::{Scanned, Scanner};
 use super::departure::{self, Stay};
@@ -10,12 +10,14 @@ use super::exchange::{Exchange, RequestContext};
 use super::fault::{
     Failure, Fault, SHUTTING_DOWN, Suspects, TIME_IS_OVER, excerpt, from_worker, is_refusal, relay,
 };
-use super::headers::{REQUEST_ID, forwarded, header};
-use super::session;
+use super::headers::{REQUEST_ID, header};
+use super::normalise;
+use super::patience::Opening;
 use super::stream::{Answer, Held, PrefillHalf};
+use super::too_long;
 use super::usage::usage_of_answer;
 use super::waiting::{self, NotPlaced, retried_after};
-use super::{Gateway, Reply, error_of, keys};
+use super::{Gateway, Reply, error_of, session, stored, with_body};
 use crate::config::WorkerSpec;
 use crate::fleet::{
     ESTIMATE_BLOCK_TOKENS, Outcome, Refused, Request as Placement, Reservation, SGLANG_GROUP,
@@ -46,14 +48,14 @@ const LOOK_ELSEWHERE: Duration = Duration::from_millis(500);
 
 /// Serves one generation request.
 pub(super) async fn handle(
-    gateway: &Arc<Gateway>,
+    gateway: Arc<Gateway>,
     mut context: RequestContext,
     request: Request<Incoming>,
 ) -> Response<Reply> {
     if !gateway.fleet.has_kept_queues() {
-        return traced(gateway, context, request).await;
+        return traced(&gateway, context, request).await;
     }
-    let (gateway, stay) = (Arc::clone(gateway), Stay::new());
+    let stay = Stay::new();
     context.stay = Some(stay.clone());
     let serving = async move { traced(&gateway, context, request).await };
     departure::outlive(stay, serving).await
@@ -99,11 +101,13 @@ async fn serve(
         Box::pin(context.client.pass_over(&parts.headers, incoming)).await;
         return refuse(status, "invalid_request_error", message);
     }
-    let mut scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
+    let normalises = gateway.config.normalise_prompts;
+    let scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
+    let mut scanner = scanner.normalising(normalises);
     let more = |begin: &[u8], bytes| scanner.scan_ahead(begin, bytes);
     let (client, headers) = (&context.client, &parts.headers);
     let collected = gateway.collect(client, headers, incoming, deadline, more);
-    let (bytes, _budget) = match collected.await {
+    let (mut bytes, _budget) = match collected.await {
         Ok(collected) => collected,
         Err(failure) => {
             let (status, kind) = failure.status();
@@ -114,6 +118,36 @@ async fn serve(
         Ok(scanned) => scanned,
         Err(malformed) => return invalid(&malformed.to_string()),
     };
+    if normalises
+        && api == Api::Messages
+        && gateway.found.is_all_vllm()
+        && let Some(changed) = normalise::later_systems(&bytes)
+    {
+        bytes = changed.into();
+        let scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
+        scanned = match scanner.normalising(true).scan(&bytes) {
+            Ok(scanned) => scanned,
+            Err(malformed) => return invalid(&malformed.to_string()),
+        };
+        gateway.metrics.normalised(normalise::LATER_SYSTEMS);
+    }
+    if scanned.cut.is_some() {
+        gateway.metrics.normalised(normalise::ATTRIBUTION);
+    }
+    let named = scanned.model.as_deref();
+    let model = named.and_then(|name| gateway.aliases.model(name));
+    let model = model.map(str::to_owned);
+    let previous = scanned.previous_response.as_deref();
+    let previous = previous.and_then(|told| gateway.stored.own_id(told));
+    let names = [("model", &model), ("previous_response_id", &previous)];
+    let names = names.into_iter().filter_map(|(key, name)| {
+        let name = serde_json::Value::from(name.as_deref()?);
+        Some(format!("\"{key}\":{name}"))
+    });
+    let own_fields = names.collect::<Vec<_>>().join(",");
+    if model.is_some() {
+        scanned.model = model;
+    }
     let not_serving = || gateway.models.not_serving(scanned.model.as_deref());
     if let Some(message) = gateway
         .vocabulary
@@ -121,17 +155,24 @@ async fn serve(
     {
         return invalid(&message);
     }
+    let tenant = gateway.keys.tenant(&parts.headers);
+    let in_body = std::mem::take(&mut scanned.session);
+    let prompt = &scanned.prompt;
+    let is_shared = |key: &str| gateway.cache_keys.is_shared(tenant, key, prompt);
+    let session_id = session::of(&parts.headers, in_body, is_shared);
     let mut placement = Placement {
         request_id: header(&parts.headers, &REQUEST_ID)
             .or_else(|| scanned.rid.clone())
             .map(session::bounded)
             .unwrap_or_else(|| random_id(fastrand::u64(..))),
-        session_id: session::of(&parts.headers, scanned.session.take()),
         // Taken, not copied: a state a token is more than the body itself.
         prompt: std::mem::take(&mut scanned.prompt),
         max_output_tokens: scanned.max_output_tokens,
         stream: scanned.stream,
-        hints: session::hints(&parts.headers),
+        hints: session::hints(&parts.headers, session_id.as_deref()),
+        session_id,
+        tenant,
+        may_be_aside: false,
         received_s: Some(received_s),
         arrived_s: None,
         separable: separable(api, &scanned),
@@ -145,6 +186,18 @@ async fn serve(
         let model = scanned.model.clone().map(session::bounded);
         trace.note("gen_ai.request.model", model);
     }
+    let owner = gateway.keys.owner(tenant, context.client.address);
+    let headers = gateway.forwarded(parts.headers, &placement.request_id);
+    if scanned.stream && api.shape().waits != Waits::InSilence {
+        context.client.may_wait(Opening {
+            api,
+            request_id: headers.get(REQUEST_ID).cloned(),
+            model: (api == Api::Responses)
+                .then(|| scanned.model.clone())
+                .flatten(),
+            stored: (api == Api::Responses).then(|| Arc::clone(&gateway.stored)),
+        });
+    }
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
     let permit = match gateway.admission.enter(patience, deadline).await {
         Ok(permit) => permit,
@@ -157,35 +210,37 @@ async fn serve(
     if let Some(trace) = &mut context.trace {
         trace.event("admitted");
     }
-    if let Some(encoder) = &gateway.encoder {
+    let encoder = gateway.encoder.read().clone();
+    if let Some(encoder) = encoder {
         // Boxed, so that requests of routers that have none do not carry the room for it.
-        let encoding = encoder.encode(api, &bytes, &scanned, gateway.fleet.token_block());
+        let block = gateway.fleet.token_block();
+        let encoding = encoder.encode(api, &bytes, &scanned, block, owner);
         let encoding = Box::pin(encoding);
         // Past the deadline the first attempt ends the request.
         if let Ok(Some(prompt)) = tokio::time::timeout_at(deadline, encoding).await {
             placement.prompt = prompt;
         }
     }
+    let prompt = &placement.prompt;
+    placement.may_be_aside = session::may_be_aside(&scanned, prompt, &bytes);
+    if let Some(found) = too_long::of_request(gateway, api, &bytes, &scanned, prompt) {
+        gateway.metrics.refused(StatusCode::BAD_REQUEST);
+        return with_body(StatusCode::BAD_REQUEST, &found.told(api));
+    }
     let namespace = scanned
         .apart
         .namespace(scanned.model.as_deref(), &gateway.models);
     placement.prompt = std::mem::take(&mut placement.prompt).within(namespace);
-    let strips = gateway.config.strip_transfer_keys;
     let mut exchange = Exchange {
         gateway,
         context,
         target: target_of(api, &parts.uri),
-        headers: {
-            let mut headers = parts.headers;
-            if gateway.keys.are_needed() {
-                keys::remove(&mut headers);
-            }
-            forwarded(headers, &placement.request_id, strips)
-        },
+        headers,
         bytes,
         scanned,
         placement,
         is_repeated: AtomicBool::new(false),
+        own_fields,
         decision_id: None,
     };
     let mut response = exchange.run(permit).await;
@@ -237,11 +292,22 @@ impl Exchange<'_> {
         let fleet = &gateway.fleet;
         let retries = self.gateway.config.retries;
         let mut exclude = gateway.models.not_serving(self.scanned.model.as_deref());
+        if let Some(id) = &self.scanned.previous_response {
+            match gateway.stored.others_than_has(id, fleet) {
+                Ok(others) => exclude.extend(others),
+                Err(stored::Gone) => {
+                    return stored::not_found(id, StatusCode::BAD_REQUEST);
+                }
+            }
+        }
         let mut last: Option<(String, Fault)> = None;
         let mut local: Option<Reservation> = None;
         let mut moved: Option<Reservation> = None;
         let mut suspects = Suspects::default();
         let mut has_lost_transfer = false;
+        // Work that was taken from one worker for its silence is not taken from a second: whoever is slow for
+        // its sake would have it done by all.
+        let mut has_moved = false;
         let mut attempts = 0;
         let mut permit = Some(permit);
         let arrived_s = fleet.now_s();
@@ -255,7 +321,8 @@ impl Exchange<'_> {
                 || (has_lost_transfer && suspects.count() >= MAX_ERRORS_OF_SEPARATED);
             // Serving alone is no retry: the decode worker has not failed.
             let alone = local.take();
-            self.is_repeated.store(alone.is_some(), Ordering::Relaxed);
+            let is_alone = alone.is_some();
+            self.is_repeated.store(last.is_some(), Ordering::Relaxed);
             let placed = match moved.take().or(alone) {
                 Some(reservation) => Ok(reservation),
                 None if is_over => {
@@ -290,12 +357,13 @@ impl Exchange<'_> {
                 trace.sending(gateway, &reservation, &mut self.headers);
             }
             // Serving alone is none, nor is what cannot be placed any more.
-            if last.is_some() && !self.is_repeated() {
+            if last.is_some() && !is_alone {
                 self.gateway.metrics.retried();
             }
             let attempted = tokio::select! {
                 attempted = self.attempt_to_its_end(&reservation) => attempted,
-                (silent, next) = self.elsewhere(&reservation, &exclude), if attempts <= retries => {
+                (silent, next) = self.elsewhere(&reservation, &exclude), if !has_moved && attempts <= retries => {
+                    has_moved = true;
                     attempts += 1;
                     let message = format!("worker {}: no sign of life", silent.join(", "));
                     let said = message.clone();
@@ -563,6 +631,9 @@ impl Exchange<'_> {
         } = success;
         let response = match head {
             Head::Whole(response, status) => {
+                if self.context.api == Api::Responses && status.is_success() {
+                    self.gateway.stored.note(response.body(), &answering.id);
+                }
                 let (outcome, error) = if status.is_success() {
                     reservation.output(1);
                     reservation.report(usage_of_answer(self.context.api, response.body()));
@@ -578,6 +649,9 @@ impl Exchange<'_> {
             }
             Head::Stream(response, first) => {
                 let status = response.status().as_u16();
+                if self.context.api == Api::Responses {
+                    self.gateway.stored.note(&first, &answering.id);
+                }
                 reservation.streams();
                 let mut trace = self.context.trace.take();
                 if let Some(trace) = &mut trace {

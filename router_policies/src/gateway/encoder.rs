@@ -12,12 +12,14 @@ use super::sglang_tools::Release;
 use crate::config::Engine;
 use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use bytes::Bytes;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
+use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 use tokenizers::Tokenizer;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Requests with more text than this, as it stands in the body, are compared by their bytes: it is
 /// about a quarter of a million tokens, and encoding it takes a sizeable part of a second.
@@ -33,7 +35,15 @@ pub(crate) struct PromptEncoder {
     /// Encoding keeps a core busy: without a bound, a burst of long prompts would take them all from
     /// the threads that serve.
     turns: Arc<Semaphore>,
+    at_once: usize,
+    /// By client: one that sends many long texts waits for itself, not others for it.
+    of_clients: Mutex<HashMap<u64, Arc<Semaphore>>>,
 }
+
+/// How long a request waits for its prompt to be encoded; then its bytes have to do.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// So many clients' turns are remembered before those of clients that have nothing to encode are looked for.
+const MANY_CLIENTS: usize = 64;
 
 /// What conversations need besides.
 struct Chats {
@@ -74,6 +84,7 @@ impl PromptEncoder {
         let chats = template.map(|template| Chats {
             reader: RwLock::new(Reader {
                 engine,
+                drops_attribution: false,
                 release: Release::OLDEST,
                 takes_parts: template.takes_parts,
                 knows_developers: template.knows_developers,
@@ -86,14 +97,23 @@ impl PromptEncoder {
             tokenizer,
             chats,
             turns: Arc::new(Semaphore::new(at_once)),
+            at_once,
+            of_clients: Mutex::default(),
         }))
     }
 
-    /// Has conversations read from now on as this release of SGLang does it.
-    pub(super) fn learn_release(&self, release: Release) {
+    /// Has conversations read from now on as this engine does it, and this release of SGLang.
+    pub(super) fn learn_engine(&self, engine: Engine, release: Option<Release>) {
         if let Some(chats) = &self.chats {
-            chats.reader.write().release = release;
+            let mut reader = chats.reader.write();
+            reader.engine = engine;
+            reader.release = release.unwrap_or(reader.release);
         }
+    }
+
+    /// Whether there is a chat template.
+    pub fn reads_conversations(&self) -> bool {
+        self.chats.is_some()
     }
 
     /// The prompt in blocks of `block` tokens, as the engine will count it; `None` where it is no text,
@@ -104,6 +124,7 @@ impl PromptEncoder {
         body: &Bytes,
         scanned: &Scanned,
         block: usize,
+        client: Option<u64>,
     ) -> Option<PromptHashes> {
         let texts = scanned.texts.clone();
         let is_conversation = matches!(api.shape().prompt, PromptKeys::Conversation { .. });
@@ -120,13 +141,16 @@ impl PromptEncoder {
             }
         }
         let add_special_tokens = scanned.add_special_tokens;
-        let turn = Arc::clone(&self.turns).acquire_owned().await.ok()?;
+        let drops_attribution = scanned.cut.is_some();
+        let turn = tokio::time::timeout(PATIENCE, self.turn(client))
+            .await
+            .ok()??;
         let (encoder, body) = (Arc::clone(self), body.clone());
         let encoding = tokio::task::spawn_blocking(move || {
             // Held to the end of the work, which goes on where the client leaves.
             let _turn = turn;
             if is_conversation {
-                encoder.conversation(api, &body, block)
+                encoder.conversation(api, &body, block, drops_attribution)
             } else {
                 encoder.hashes(&body, &texts, block, add_special_tokens)
             }
@@ -144,11 +168,39 @@ impl PromptEncoder {
         }
     }
 
+    /// A turn to encode. A client has as many in the queue as run at once.
+    async fn turn(
+        &self,
+        client: Option<u64>,
+    ) -> Option<(Option<OwnedSemaphorePermit>, OwnedSemaphorePermit)> {
+        let of_client = client.map(|client| {
+            let mut all = self.of_clients.lock();
+            if all.len() >= MANY_CLIENTS {
+                all.retain(|_, turns| Arc::strong_count(turns) > 1);
+            }
+            let turns = all.entry(client);
+            Arc::clone(turns.or_insert_with(|| Arc::new(Semaphore::new(self.at_once))))
+        });
+        let own = match of_client {
+            Some(turns) => Some(turns.acquire_owned().await.ok()?),
+            None => None,
+        };
+        let turn = Arc::clone(&self.turns).acquire_owned().await.ok()?;
+        Some((own, turn))
+    }
+
     /// A conversation's hashes, as the chat template has it.
-    fn conversation(&self, api: Api, body: &[u8], block: usize) -> Result<PromptHashes, String> {
+    fn conversation(
+        &self,
+        api: Api,
+        body: &[u8],
+        block: usize,
+        drops_attribution: bool,
+    ) -> Result<PromptHashes, String> {
         let no_text = || "not a conversation of texts".to_owned();
         let chats = self.chats.as_ref().ok_or_else(no_text)?;
-        let reader = *chats.reader.read();
+        let mut reader = *chats.reader.read();
+        reader.drops_attribution |= drops_attribution;
         let said = reader.read(api, body).ok_or_else(no_text)?;
         let text = chats.template.render(said.messages, said.tools, said.more);
         let text = text.map_err(|error| format!("chat template: {error}"))?;
@@ -254,7 +306,31 @@ pub(super) mod tests {
     async fn encode(encoder: &Arc<PromptEncoder>, api: Api, body: &str) -> Option<PromptHashes> {
         let body = Bytes::from(body.to_owned());
         let scanned = scan(api, &body, 2, 16).expect("valid");
-        encoder.encode(api, &body, &scanned, 2).await
+        encoder.encode(api, &body, &scanned, 2, None).await
+    }
+
+    #[tokio::test]
+    async fn one_clients_many_texts_do_not_stand_before_anothers() {
+        let encoder = load(&tokenizer_json().to_string()).expect("a tokenizer");
+        let running = encoder.turn(Some(1)).await.expect("a turn");
+        let order = Arc::new(Mutex::new(Vec::new()));
+        let asked = [1, 1, 1, 1, 2].map(|client| {
+            let (encoder, order) = (Arc::clone(&encoder), Arc::clone(&order));
+            tokio::spawn(async move {
+                let _turn = encoder.turn(Some(client)).await.expect("a turn");
+                order.lock().push(client);
+            })
+        });
+        // All of them stand in their queues.
+        for _ in 0..10 {
+            tokio::task::yield_now().await;
+        }
+        drop(running);
+        for waits in asked {
+            waits.await.expect("its turn came");
+        }
+        let at = order.lock().iter().position(|&client| client == 2);
+        assert!(at.is_some_and(|at| at <= 1), "{at:?}");
     }
 
     #[tokio::test]
@@ -436,7 +512,8 @@ pub(super) mod tests {
             ),
         ] {
             let encoder = load_with(&tokenizer_json().to_string(), Some(template)).expect("valid");
-            encoder.learn_release(Release::of(release).expect("a version"));
+            let known = Release::of(release).expect("a version");
+            encoder.learn_engine(Engine::Sglang, Some(known));
             let expected = encoder.tokenizer.encode_fast(shown, false).expect("text");
             let expected = PromptHashes::of_tokens(expected.get_ids(), 2);
             let found = encode(&encoder, Api::Responses, &as_input.to_string()).await;
@@ -486,7 +563,8 @@ pub(super) mod tests {
             ("0.5.23", &packed, None),
         ] {
             let encoder = load_with(&tokenizer_json().to_string(), Some(&template)).expect("valid");
-            encoder.learn_release(Release::of(release).expect("a version"));
+            let known = Release::of(release).expect("a version");
+            encoder.learn_engine(Engine::Sglang, Some(known));
             let expected = shown.map(|shown| {
                 let expected = encoder.tokenizer.encode_fast(shown, false).expect("text");
                 PromptHashes::of_tokens(expected.get_ids(), 2)

@@ -1,7 +1,7 @@
 //! What an engine says of itself: its KV capacity, which run of it this is, its model's vocabulary.
 
-use super::Gateway;
 use super::sglang_tools::Release;
+use super::{Gateway, found};
 use crate::config::{Engine, WorkerSpec};
 use serde_json::Value;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -20,6 +20,16 @@ pub(super) struct EngineInfo {
     pub keeps_prefixes: Option<bool>,
     /// Which release of SGLang it is.
     pub release: Option<Release>,
+    /// It cuts prompts that are too long.
+    pub cuts_prompts: bool,
+    /// What it calls its release.
+    pub version: Option<String>,
+    /// Data-parallel ranks, each with a KV cache of its own; 0 where it does not say.
+    pub ranks: u64,
+    /// The folder of its tokenizer, or the name of its model.
+    pub folder: Option<String>,
+    /// Where it publishes KV events, as it was told.
+    pub kv_events: Option<String>,
 }
 
 pub(super) async fn ask(gateway: &Gateway, spec: &WorkerSpec) -> EngineInfo {
@@ -43,17 +53,24 @@ fn of_sglang(body: &[u8]) -> EngineInfo {
         return EngineInfo::default();
     };
     let startup = info.get("startup_time").filter(|times| !times.is_null());
+    let text = |name: &str| info.get(name).and_then(Value::as_str);
+    let (ranks, kv_events) = found::in_server_info(&info);
+    let of_a_rank = info.get("max_total_num_tokens").and_then(Value::as_u64);
     EngineInfo {
-        kv_capacity_tokens: info.get("max_total_num_tokens").and_then(Value::as_u64),
+        kv_capacity_tokens: of_a_rank.map(|tokens| tokens.saturating_mul(ranks)),
+        version: text("version").map(str::to_owned),
+        ranks,
+        folder: text("tokenizer_path")
+            .or(text("model_path"))
+            .map(str::to_owned),
+        kv_events,
         run: startup.map(|times| {
             let seed = info.get("random_seed").unwrap_or(&Value::Null);
             number_of(&format!("{times} {seed}"))
         }),
         keeps_prefixes: prefixes_of_sglang(&info),
-        release: info
-            .get("version")
-            .and_then(Value::as_str)
-            .and_then(Release::of),
+        cuts_prompts: info.get("allow_auto_truncate") == Some(&Value::Bool(true)),
+        release: text("version").and_then(Release::of),
     }
 }
 
@@ -84,6 +101,11 @@ fn of_vllm(metrics: &str) -> EngineInfo {
         run: run_in_metrics(metrics),
         keeps_prefixes: None,
         release: None,
+        cuts_prompts: false,
+        version: None,
+        ranks: lines(CACHE).count() as u64,
+        folder: None,
+        kv_events: None,
     }
 }
 
@@ -98,6 +120,37 @@ fn number_of(text: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     text.hash(&mut hasher);
     hasher.finish()
+}
+
+/// Who the engine says owns its first model: its own name, mostly.
+pub(super) async fn owner(gateway: &Gateway, spec: &WorkerSpec) -> Option<String> {
+    in_first_model(gateway, spec, "owned_by").await
+}
+
+/// The folder of its first model, or the model's name (vLLM).
+pub(super) async fn root(gateway: &Gateway, spec: &WorkerSpec) -> Option<String> {
+    in_first_model(gateway, spec, "root").await
+}
+
+async fn in_first_model(gateway: &Gateway, spec: &WorkerSpec, field: &str) -> Option<String> {
+    let list = json_at(gateway, spec, "/v1/models").await?;
+    list.get("data")?
+        .get(0)?
+        .get(field)?
+        .as_str()
+        .map(str::to_owned)
+}
+
+/// vLLM's release.
+pub(super) async fn version(gateway: &Gateway, spec: &WorkerSpec) -> Option<String> {
+    let said = json_at(gateway, spec, "/version").await?;
+    said.get("version")?.as_str().map(str::to_owned)
+}
+
+async fn json_at(gateway: &Gateway, spec: &WorkerSpec, path: &str) -> Option<Value> {
+    let (status, body) = gateway.get(spec, path, PATIENCE).await.ok()?;
+    let body = status.is_success().then_some(body)?;
+    serde_json::from_slice(&body).ok()
 }
 
 /// The size of the model's vocabulary, where its folder is on this machine: SGLang does not tell it.
@@ -143,6 +196,24 @@ mod tests {
             run(r#"{"startup_time":{"load_weight":1.25},"random_seed":8}"#)
         );
         assert_eq!(run(r#"{"max_total_num_tokens":5}"#), None);
+    }
+
+    #[test]
+    fn sglangs_capacity_is_that_of_all_its_ranks() {
+        let of = |text: &str| of_sglang(text.as_bytes());
+        let four = of(
+            r#"{"max_total_num_tokens":25000,"dp_size":4,"tokenizer_path":"/m","kv_events_config":"{\"publisher\": \"zmq\", \"endpoint\": \"tcp://*:5557\"}"}"#,
+        );
+        assert_eq!((four.kv_capacity_tokens, four.ranks), (Some(100_000), 4));
+        assert_eq!(four.folder.as_deref(), Some("/m"));
+        assert_eq!(four.kv_events.as_deref(), Some("tcp://*:5557"));
+        let one =
+            of(r#"{"max_total_num_tokens":25000,"model_path":"org/m","kv_events_config":null}"#);
+        assert_eq!((one.kv_capacity_tokens, one.ranks), (Some(25_000), 1));
+        assert_eq!(
+            (one.folder.as_deref(), one.kv_events),
+            (Some("org/m"), None)
+        );
     }
 
     #[test]

@@ -5,6 +5,7 @@ use super::apis::Api;
 use super::body::Scanned;
 use super::client::Client;
 use super::departure::Stay;
+use super::splice::{Pieces, splice};
 use super::traces::RequestTrace;
 use crate::fleet::Request as Placement;
 use bytes::Bytes;
@@ -49,8 +50,10 @@ pub(super) struct Exchange<'a> {
     pub bytes: Bytes,
     pub scanned: Scanned,
     pub placement: Placement,
-    /// A worker that had it already gets it again.
+    /// A worker has had it already, and may get it again.
     pub is_repeated: AtomicBool,
+    /// What the worker calls otherwise than the client does: fields of the body, joined by commas.
+    pub own_fields: String,
     /// Of its last attempt.
     pub decision_id: Option<HeaderValue>,
 }
@@ -58,5 +61,17 @@ pub(super) struct Exchange<'a> {
 impl Exchange<'_> {
     pub(super) fn is_repeated(&self) -> bool {
         self.is_repeated.load(Ordering::Relaxed)
+    }
+
+    /// The client's body with these fields, and with workers' own names in place of the client's.
+    pub(super) fn spliced(&self, mut fields: String) -> Pieces {
+        if !self.own_fields.is_empty() {
+            let separator = if fields.is_empty() { "" } else { "," };
+            fields = format!("{fields}{separator}{}", self.own_fields);
+        }
+        match fields.is_empty() && self.scanned.cut.is_none() {
+            true => Pieces::from(self.bytes.clone()),
+            false => splice(&self.bytes, &self.scanned, fields),
+        }
     }
 }

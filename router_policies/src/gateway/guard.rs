@@ -29,9 +29,29 @@ pub(super) fn refusal(
     }
 }
 
+/// Why the inside is not shown to whoever needs no key and no token for it, if it is not: a name that a web page
+/// has pointed to a loopback address is no reason to.
+pub(super) fn refusal_to_show(
+    gateway: &Gateway,
+    headers: &HeaderMap,
+) -> Option<(StatusCode, &'static str)> {
+    let is_open = gateway.config.admin_token.is_none() && !gateway.keys.are_needed();
+    (is_open && gateway.is_loopback && !is_to_loopback(headers)).then_some((
+        StatusCode::FORBIDDEN,
+        "Host: expected a loopback address; from elsewhere, this needs an admin token",
+    ))
+}
+
+/// Whether a request names a loopback address as the one that it wants, and no other.
+fn is_to_loopback(headers: &HeaderMap) -> bool {
+    let mut hosts = headers.get_all(HOST).iter();
+    let host = hosts.next().and_then(|host| host.to_str().ok());
+    host.is_some_and(is_loopback_host) && hosts.next().is_none()
+}
+
 fn without_token(headers: &HeaderMap, has_body: bool) -> Option<(StatusCode, &'static str)> {
     let value = |name| headers.get(name).and_then(|value| value.to_str().ok());
-    if !value(HOST).is_some_and(is_loopback_host) {
+    if !is_to_loopback(headers) {
         let message = "Host: expected a loopback address; from elsewhere, changing the workers \
                        needs an admin token";
         return Some((StatusCode::FORBIDDEN, message));

@@ -13,6 +13,10 @@ use smallvec::SmallVec;
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 
+/// What a router sends has it. A router takes nothing that has: a router among the workers of another, or of its
+/// own, would send requests in a circle.
+pub(super) static FROM_ROUTER: HeaderName = HeaderName::from_static("x-deltaserve-router");
+
 /// SGLang (0.5.17) lets headers of this kind override fields of the body.
 const OVERRIDES: &str = "x-override-";
 
@@ -79,6 +83,7 @@ pub(super) fn forwarded(mut headers: HeaderMap, request_id: &str, strips: bool) 
     if let Ok(value) = HeaderValue::from_str(request_id) {
         headers.insert(REQUEST_ID, value);
     }
+    headers.insert(FROM_ROUTER.clone(), HeaderValue::from_static("1"));
     headers
 }
 

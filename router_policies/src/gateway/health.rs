@@ -1,6 +1,6 @@
 //! Watches one registration of a worker until it leaves the fleet.
 
-use super::{Gateway, engine_info, kv_events};
+use super::{Gateway, engine_info, found, kv_events};
 use crate::config::WorkerSpec;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -10,6 +10,10 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Failed checks in a row before a worker that was up counts as down.
 const FAILURES: u32 = 3;
+/// A check that fails after so long says that the engine is busy, or hangs.
+const LATE: Duration = Duration::from_secs(10);
+/// How often an idle wait looks whether its worker has become quiet.
+const LOOK: Duration = Duration::from_millis(500);
 /// How often an engine that shows no trouble is asked whether it is still the one that it was.
 const ENGINE_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -18,6 +22,7 @@ const ENGINE_INTERVAL: Duration = Duration::from_secs(10);
 pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked: Arc<()>) {
     let mut unasked = Some(unasked);
     let mut failures = 0;
+    let mut why = String::new();
     let mut is_up = false;
     let mut asked = Instant::now();
     loop {
@@ -28,14 +33,32 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked
             gateway.models.forget(&spec);
             gateway.vocabulary.forget(&spec);
             gateway.ranks.forget(&spec);
+            gateway.found.forget(&spec.id);
+            gateway.asked.forget(&spec.id);
             return;
         };
         is_up &= healthy;
-        match gateway.get(&spec, "/health", PATIENCE).await {
+        let began = Instant::now();
+        gateway.fleet.note_check(&spec, None);
+        let answer = gateway.get(&spec, "/health", PATIENCE).await;
+        let is_good = matches!(&answer, Ok((status, _)) if status.is_success());
+        gateway.fleet.note_check(&spec, Some(is_good));
+        // SGLang's check waits for the scheduler's next output, which a long prefill has not.
+        let is_busy = began.elapsed() >= LATE
+            && gateway
+                .fleet
+                .has_moved_within(&spec, gateway.config.silence_timeout_s);
+        match answer {
             Ok((status, _)) if status.is_success() => {
                 failures = 0;
                 let is_due =
                     asked.elapsed() >= ENGINE_INTERVAL || gateway.fleet.misses_cache(&spec);
+                if !is_up
+                    && let Some(engine) = found::other_engine(&gateway, &spec).await
+                    && found::enter_again(&gateway, &spec, engine)
+                {
+                    return;
+                }
                 if !is_up || is_due {
                     asked = Instant::now();
                     learn(&gateway, &spec, is_up).await;
@@ -46,12 +69,14 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked
                 }
             }
             Ok((status, _)) => {
-                log::debug!("worker {}: /health: HTTP {status}", spec.id);
-                failures += 1;
+                why = super::unhealthy(status);
+                log::debug!("worker {}: /health: {why}", spec.id);
+                failures += u32::from(!is_busy);
             }
             Err(error) => {
                 log::debug!("worker {}: /health: {error}", spec.id);
-                failures += 1;
+                why = error;
+                failures += u32::from(!is_busy);
             }
         }
         if unasked.is_some()
@@ -64,16 +89,32 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked
         }
         drop(unasked.take());
         if failures == FAILURES && !is_up {
-            log::warn!("worker {}: {} does not answer /health", spec.id, spec.url);
+            log::warn!(
+                "worker {}: {} does not answer /health: {why}",
+                spec.id,
+                spec.url
+            );
         }
         if failures >= FAILURES && is_up {
             is_up = false;
+            log::warn!("worker {}: /health: {why}", spec.id);
             gateway.fleet.report_health(&spec, false);
         }
         let interval = gateway.config.health_interval_s;
+        let quiet_s = gateway.config.silence_timeout_s / 2.0;
+        let fleet = Arc::clone(&gateway.fleet);
         drop(gateway);
         let pause = if is_up { interval } else { interval.min(0.5) };
-        tokio::time::sleep(Duration::from_secs_f64(pause)).await;
+        let mut left = Duration::from_secs_f64(pause);
+        // A worker that may hang is asked before its time.
+        while !left.is_zero() {
+            let step = left.min(LOOK);
+            tokio::time::sleep(step).await;
+            left -= step;
+            if is_up && failures == 0 && fleet.is_quiet(&spec, quiet_s) {
+                break;
+            }
+        }
     }
 }
 
@@ -92,7 +133,7 @@ fn tier_too_small(spec: &WorkerSpec, kv_capacity_tokens: Option<u64>) -> Option<
 
 /// Asks the engine which run of it this is and which models it serves, and, when it comes up, how much it
 /// holds and what its model takes.
-async fn learn(gateway: &Gateway, spec: &Arc<WorkerSpec>, is_up: bool) {
+async fn learn(gateway: &Arc<Gateway>, spec: &Arc<WorkerSpec>, is_up: bool) {
     let info = engine_info::ask(gateway, spec).await;
     gateway.fleet.report_engine(spec, info.run);
     // Conversations are read as the first worker's engine reads them.
@@ -102,18 +143,20 @@ async fn learn(gateway: &Gateway, spec: &Arc<WorkerSpec>, is_up: bool) {
             .first()
             .is_some_and(|first| first.spec.id == spec.id)
     };
-    if let (Some(encoder), Some(release)) = (&gateway.encoder, info.release)
-        && is_first()
-    {
-        encoder.learn_release(release);
-    }
     // Adapters come and go while an engine runs.
-    gateway.models.learn(gateway, spec).await;
+    gateway.models.learn(gateway, spec, info.cuts_prompts).await;
     if let Some(keeps) = info.keeps_prefixes {
         gateway.fleet.report_prefix_cache(spec, keeps);
     }
     if let (Some(tokens), None, false) = (info.kv_capacity_tokens, spec.kv_capacity_tokens, is_up) {
         gateway.fleet.report_capacity(spec, tokens);
+    }
+    if !is_up {
+        found::learn(gateway, spec, &info).await;
+    }
+    let encoder = gateway.encoder.read().clone();
+    if let Some(encoder) = encoder.filter(|_| is_first()) {
+        encoder.learn_engine(spec.engine, info.release);
     }
     let capacity = spec.kv_capacity_tokens.or(info.kv_capacity_tokens);
     if let (false, Some(warning)) = (is_up, tier_too_small(spec, capacity)) {

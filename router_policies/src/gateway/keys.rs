@@ -4,11 +4,17 @@
 //! `Authorization: Bearer` or, as Anthropic's clients send it, `x-api-key`. What tells of workers and
 //! decisions needs the admin's token where there is one, else a key; health needs neither.
 
+use super::Gateway;
 use crate::config::Config;
 use hyper::StatusCode;
 use hyper::header::{AUTHORIZATION, HeaderMap, HeaderName};
+use parking_lot::{Mutex, RwLock};
 use std::ffi::OsStr;
-use std::path::Path;
+use std::hash::{BuildHasher, RandomState};
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Weak;
+use std::time::{Duration, SystemTime};
 
 /// Keys, separated by commas or white space, besides those in `api_keys_file`.
 const VARIABLE: &str = "DELTASERVE_API_KEYS";
@@ -30,8 +36,37 @@ pub(super) type NotAllowed = (StatusCode, &'static str, &'static str);
 
 /// What clients and the admin know.
 pub(crate) struct Keys {
-    keys: Vec<String>,
+    keys: RwLock<Vec<String>>,
+    are_needed: bool,
     admin_token: Option<String>,
+    file: Option<PathBuf>,
+    /// Of the file when it was last read.
+    stamp: Mutex<Option<Stamp>>,
+    hasher: RandomState,
+}
+
+type Stamp = (SystemTime, u64);
+
+/// How often the file of keys is looked at.
+const LOOK: Duration = Duration::from_secs(2);
+
+/// Has the file of keys read again whenever it changes.
+pub(super) async fn watch(gateway: Weak<Gateway>) {
+    loop {
+        tokio::time::sleep(LOOK).await;
+        let Some(gateway) = gateway.upgrade() else {
+            return;
+        };
+        let keys = &gateway.keys;
+        if keys.file.as_deref().and_then(stamp_of) != *keys.stamp.lock() {
+            keys.reload();
+        }
+    }
+}
+
+fn stamp_of(file: &Path) -> Option<Stamp> {
+    let data = std::fs::metadata(file).ok()?;
+    Some((data.modified().ok()?, data.len()))
 }
 
 impl Keys {
@@ -40,22 +75,51 @@ impl Keys {
     /// # Errors
     /// One line that names the file and the line, or the variable.
     pub fn load(config: &Config) -> Result<Self, String> {
-        let mut keys = match &config.api_keys_file {
-            Some(path) => from_file(path)?,
-            None => Vec::new(),
-        };
-        if let Some(text) = std::env::var_os(VARIABLE) {
-            keys.extend(from_variable(&text).map_err(|error| format!("{VARIABLE}: {error}"))?);
-        }
+        let file = config.api_keys_file.clone();
+        let stamp = file.as_deref().and_then(stamp_of);
+        let keys = read(file.as_deref())?;
         Ok(Self {
-            keys,
+            are_needed: !keys.is_empty(),
+            keys: RwLock::new(keys),
             admin_token: config.admin_token.clone(),
+            file,
+            stamp: Mutex::new(stamp),
+            hasher: RandomState::new(),
         })
+    }
+
+    /// Reads the file again. Where it cannot be read the keys stay as they are: no mistake in it opens the
+    /// router, or closes it to all.
+    pub fn reload(&self) {
+        let Some(file) = &self.file else { return };
+        *self.stamp.lock() = stamp_of(file);
+        match read(Some(file)) {
+            Ok(keys) => {
+                log::info!("api_keys_file: {} keys", keys.len());
+                *self.keys.write() = keys;
+            }
+            Err(error) => log::warn!("{error}; the keys read before stay"),
+        }
+    }
+
+    /// A number for who asks: its tenant where clients need a key, else by its address. None on this machine, where
+    /// a proxy may ask for everybody.
+    pub fn owner(&self, tenant: u64, address: Option<IpAddr>) -> Option<u64> {
+        if self.are_needed {
+            return Some(tenant);
+        }
+        let network = match address?.to_canonical() {
+            address if address.is_loopback() => return None,
+            IpAddr::V4(address) => u64::from(address.to_bits()),
+            // A host of IPv6 has all addresses of its network.
+            IpAddr::V6(address) => (address.to_bits() >> 64) as u64,
+        };
+        Some(self.hasher.hash_one(network))
     }
 
     /// Whether clients need a key. What they send as one is then not for the workers.
     pub fn are_needed(&self) -> bool {
-        !self.keys.is_empty()
+        self.are_needed
     }
 
     /// Why a request with these headers does not get what it wants, if so.
@@ -91,9 +155,30 @@ impl Keys {
         ))
     }
 
+    /// Whose a request is: a number for each key, 0 where nobody needs one. Sessions' ids are those of their tenant.
+    pub fn tenant(&self, headers: &HeaderMap) -> u64 {
+        if !self.are_needed() {
+            return 0;
+        }
+        let given = [
+            bearer(headers),
+            headers.get(&API_KEY).map(|value| value.as_bytes()),
+        ];
+        let keys = self.keys.read();
+        keys.iter().fold(0, |found, key| {
+            let mut given = given.into_iter().flatten();
+            match given.any(|given| is_same(given, key.as_bytes())) {
+                // Its place in the file may change.
+                true => self.hasher.hash_one(key) | 1,
+                false => found,
+            }
+        })
+    }
+
     /// Looks at all keys, so that the time taken does not say which one is alike.
     fn knows(&self, given: &[u8]) -> bool {
-        let all = self.keys.iter();
+        let keys = self.keys.read();
+        let all = keys.iter();
         all.fold(false, |found, key| found | is_same(given, key.as_bytes()))
     }
 }
@@ -119,6 +204,15 @@ pub(super) fn is_same(given: &[u8], expected: &[u8]) -> bool {
             .zip(expected)
             .fold(0, |difference, (a, b)| difference | (a ^ b))
             == 0
+}
+
+/// The keys of the file, if there is one, and of the environment.
+fn read(file: Option<&Path>) -> Result<Vec<String>, String> {
+    let mut keys = file.map_or(Ok(Vec::new()), from_file)?;
+    if let Some(text) = std::env::var_os(VARIABLE) {
+        keys.extend(from_variable(&text).map_err(|error| format!("{VARIABLE}: {error}"))?);
+    }
+    Ok(keys)
 }
 
 fn from_file(path: &Path) -> Result<Vec<String>, String> {
@@ -184,8 +278,12 @@ mod tests {
 
     fn keys(keys: &[&str], admin: Option<&str>) -> Keys {
         Keys {
-            keys: keys.iter().map(|&key| key.to_owned()).collect(),
+            keys: RwLock::new(keys.iter().map(|&key| key.to_owned()).collect()),
+            are_needed: !keys.is_empty(),
             admin_token: admin.map(str::to_owned),
+            file: None,
+            stamp: Mutex::default(),
+            hasher: RandomState::new(),
         }
     }
 
@@ -215,6 +313,16 @@ mod tests {
             let refusal = two.refusal(&headers, Wants::Model);
             assert_eq!(refusal.is_none(), may, "{headers:?}");
         }
+    }
+
+    #[test]
+    fn one_key_is_one_owner_whatever_else_its_client_sends() {
+        let two = keys(&["key-one-1", "key-two-2"], None);
+        let owner = |headers: &HeaderMap| two.owner(two.tenant(headers), None);
+        let mut disguised = with("x-api-key", "key-one-1");
+        disguised.insert(AUTHORIZATION, HeaderValue::from_static("Bearer another"));
+        assert_eq!(owner(&disguised), owner(&with("x-api-key", "key-one-1")));
+        assert_ne!(owner(&disguised), owner(&with("x-api-key", "key-two-2")));
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use super::{Gateway, engine_info};
 use crate::config::{Engine, WorkerSpec};
-use crate::fleet::EngineLoad;
+use crate::fleet::{EngineLoad, Pulse};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -80,7 +80,14 @@ fn sglang_load(body: &[u8]) -> Option<EngineLoad> {
         waiting_requests: count("num_waiting_reqs")?,
         used_tokens: sum("num_used_tokens"),
         capacity_tokens: sum("max_total_num_tokens").filter(|&tokens| tokens > 0),
-        progress: None,
+        pulse: Pulse {
+            // Each rank's own: the one beside them is of the process that answers.
+            clock_s: ranks
+                .iter()
+                .filter_map(|rank| rank.get("timestamp")?.as_f64())
+                .max_by(f64::total_cmp),
+            progress: None,
+        },
     })
 }
 
@@ -95,12 +102,20 @@ fn vllm_load(text: &str) -> Option<EngineLoad> {
         }
         found
     };
+    let running_requests = sum("vllm:num_requests_running")? as u32;
+    let waiting_requests = sum("vllm:num_requests_waiting")? as u32;
+    let tokens = sum("vllm:generation_tokens_total").zip(sum("vllm:prompt_tokens_total"));
+    let progress = tokens.map(|(generated, prompt)| {
+        let tokens = (generated + prompt) as u64;
+        (tokens, running_requests, waiting_requests)
+    });
     Some(EngineLoad {
-        running_requests: sum("vllm:num_requests_running")? as u32,
-        waiting_requests: sum("vllm:num_requests_waiting")? as u32,
-        progress: sum("vllm:generation_tokens_total")
-            .zip(sum("vllm:prompt_tokens_total"))
-            .map(|(generated, prompt)| (generated + prompt) as u64),
+        running_requests,
+        waiting_requests,
+        pulse: Pulse {
+            clock_s: None,
+            progress,
+        },
         ..EngineLoad::default()
     })
 }
@@ -123,6 +138,24 @@ mod tests {
             (Some(30), Some(200))
         );
         assert_eq!(sglang_load(b"{}"), None);
+    }
+
+    #[test]
+    fn the_schedulers_time_is_the_ranks_own() {
+        let clock = |times: [&str; 2]| {
+            let rank =
+                |time: &str| format!(r#"{{"num_running_reqs": 0, "num_waiting_reqs": 0{time}}}"#);
+            let ranks = times.map(rank).join(",");
+            let body = format!(r#"{{"timestamp": 99.5, "loads": [{ranks}]}}"#);
+            sglang_load(body.as_bytes())
+                .expect("a report")
+                .pulse
+                .clock_s
+        };
+        assert_eq!(clock(["", ""]), None);
+        assert_eq!(clock([r#", "timestamp": "now""#, ""]), None);
+        let (early, late) = (r#", "timestamp": 4.5"#, r#", "timestamp": 7"#);
+        assert_eq!(clock([early, late]), Some(7.0));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use crate::fleet::log::{Event, FinishRecord};
 use crate::fleet::residency::Residence;
+use crate::fleet::residency::queue::WaitEnd;
 use crate::fleet::{Outcome, WorkerSnapshot};
 use hyper::StatusCode;
 use parking_lot::Mutex;
@@ -17,6 +18,12 @@ use std::sync::OnceLock;
 /// Upper ends of the buckets that times are counted in.
 const SECONDS: [f64; 15] = [
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+];
+
+/// And waits for room, which last until `max_wait_s`, and longer where clients come again.
+const WAIT_SECONDS: [f64; 16] = [
+    0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 90.0, 120.0, 180.0, 240.0, 300.0, 600.0,
+    1200.0,
 ];
 
 /// As many variants as an enum has whose last one this is.
@@ -54,6 +61,7 @@ pub(crate) struct Metrics {
     finished: Words<OUTCOMES>,
     refused: IntCounterVec,
     retries: IntCounter,
+    normalised: IntCounterVec,
     first_token_s: Histogram,
     client_first_token_s: HistogramVec,
     realised_over_expected: HistogramVec,
@@ -62,10 +70,11 @@ pub(crate) struct Metrics {
     cached_tokens: IntCounterVec,
     prediction_error_tokens: IntCounter,
     waiting: IntGauge,
-    waited_s: Histogram,
+    waited_s: HistogramVec,
     admissions: Words<RESIDENCES>,
     given_up: IntCounterVec,
     recomputed_tokens: IntCounterVec,
+    overloaded: IntGaugeVec,
     unlogged: IntCounter,
     lost_spans: IntCounter,
     worker: IntGaugeVec,
@@ -109,6 +118,11 @@ impl Metrics {
                     "deltaserve_retries_total",
                     "Further attempts after a failure before the first token.",
                 ),
+            ),
+            normalised: counters(
+                "deltaserve_normalised_total",
+                "Requests of which something was left out or changed so that their prefix stays, by rule.",
+                &["rule"],
             ),
             first_token_s: seconds(
                 "deltaserve_first_token_seconds",
@@ -158,9 +172,16 @@ impl Metrics {
                     "Requests that wait for room in a worker's KV cache.",
                 ),
             ),
-            waited_s: seconds(
-                "deltaserve_wait_seconds",
-                "Time that placed requests have waited for room, of those that had to.",
+            waited_s: keep(
+                &registry,
+                HistogramVec::new(
+                    HistogramOpts::new(
+                        "deltaserve_wait_seconds",
+                        "Time that requests have waited for room, of those that had to, by how that ended.",
+                    )
+                    .buckets(WAIT_SECONDS.to_vec()),
+                    &["end"],
+                ),
             ),
             admissions: Words::new(counters(
                 "deltaserve_admissions_total",
@@ -176,6 +197,16 @@ impl Metrics {
                 "deltaserve_recomputed_tokens_total",
                 "Prompt tokens that a session had been served before and that were computed again.",
                 &["worker"],
+            ),
+            overloaded: keep(
+                &registry,
+                IntGaugeVec::new(
+                    Opts::new(
+                        "deltaserve_overloaded",
+                        "1 where more sessions wait than patience and the worker's time allow.",
+                    ),
+                    &["worker"],
+                ),
             ),
             lost_spans: keep(
                 &registry,
@@ -211,15 +242,20 @@ impl Metrics {
                 let residency = &decision.residency;
                 let state = residency.state;
                 self.admissions.of(state, state as usize).inc();
-                if residency.waited_s > 0.0 {
-                    self.waited_s.observe(residency.waited_s);
-                }
             }
             Event::GiveUp(given_up) => {
                 let reason = word(given_up.reason);
                 self.given_up.with_label_values(&[&reason]).inc();
             }
-            Event::Wait(_) => {}
+            Event::WaitEnd(wait) => {
+                // One that could go at once has not waited.
+                if wait.waited_s > 0.0 || wait.end != WaitEnd::LetIn {
+                    let (end, _) = wait.end.told();
+                    let histogram = self.waited_s.with_label_values(&[end]);
+                    histogram.observe(wait.waited_s);
+                }
+            }
+            Event::Wait(_) | Event::Overload(_) => {}
         }
     }
 
@@ -272,6 +308,10 @@ impl Metrics {
         self.refused.with_label_values(&[status.as_str()]).inc();
     }
 
+    pub fn normalised(&self, rule: &str) {
+        self.normalised.with_label_values(&[rule]).inc();
+    }
+
     pub fn retried(&self) {
         self.retries.inc();
     }
@@ -283,7 +323,11 @@ impl Metrics {
         self.waiting.set(waiting as i64);
         self.queued.set(queued as i64);
         self.worker.reset();
+        self.overloaded.reset();
         for worker in workers {
+            self.overloaded
+                .with_label_values(&[&worker.spec.id])
+                .set(i64::from(worker.residency.overloaded));
             for (fact, value) in [
                 ("healthy", i64::from(worker.healthy)),
                 ("draining", i64::from(worker.draining)),
@@ -384,7 +428,9 @@ mod tests {
         ] {
             histogram.with_label_values(&["w", "local"]).observe(1.0);
         }
+        metrics.waited_s.with_label_values(&["let_in"]).observe(1.0);
         metrics.worker.with_label_values(&["w", "healthy"]).set(1);
+        metrics.overloaded.with_label_values(&["w"]).set(1);
         let mut text = Vec::new();
         let families = metrics.registry.gather();
         TextEncoder::new()
@@ -449,12 +495,15 @@ mod tests {
                 histograms.with_label_values(&[id, "local"]).observe(0.5);
             }
         }
+        // How it is now is not counted.
+        let states = ["deltaserve_worker{", "deltaserve_overloaded{"];
         let series_of = |id: &str| {
             let text = metrics.render(&fleet.snapshot(), 0, 0);
             let text = String::from_utf8(text).expect("UTF-8");
             let label = format!("worker=\"{id}\"");
             text.lines()
-                .filter(|line| line.contains(&label) && !line.starts_with("deltaserve_worker{"))
+                .filter(|line| line.contains(&label))
+                .filter(|line| !states.iter().any(|state| line.starts_with(state)))
                 .count()
         };
         let all = series_of("goes");

@@ -4,6 +4,7 @@
 
 mod admin;
 mod admission;
+mod aliases;
 mod apart;
 pub mod apis;
 mod attempt;
@@ -20,6 +21,7 @@ mod encoder;
 mod engine_info;
 mod exchange;
 mod fault;
+mod found;
 mod guard;
 mod headers;
 mod health;
@@ -30,19 +32,26 @@ mod load;
 mod metrics;
 mod models;
 mod mooncake;
+mod normalise;
 mod passthrough;
+mod patience;
 mod pieces;
 mod prompts;
+mod reason;
+mod redact;
 mod reuse;
 mod seam;
 mod session;
+mod sessions;
 mod sglang_tools;
 mod short_ids;
 mod silence;
 pub mod splice;
 mod sse;
+mod stored;
 mod stream;
 mod tls;
+mod too_long;
 mod traces;
 mod usage;
 mod values;
@@ -74,11 +83,14 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use keys::{Keys, Wants};
 use metrics::Metrics;
+use parking_lot::RwLock;
+use reason::Reason;
 use reuse::{NotingConnector, WorkerClient};
 use splice::Pieces;
 pub use sse::SseProgress;
 use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -117,12 +129,19 @@ pub(crate) struct Gateway {
     pub client: WorkerClient,
     pub ranks: mooncake::Ranks,
     pub models: models::Models,
+    pub aliases: aliases::Aliases,
     pub metrics: Arc<Metrics>,
     pub admission: Admission,
     pub buffers: Buffers,
-    pub encoder: Option<Arc<PromptEncoder>>,
+    /// Given, or of the folder that all workers name.
+    pub encoder: RwLock<Option<Arc<PromptEncoder>>>,
+    pub found: found::Found,
     pub vocabulary: vocabulary::Vocabulary,
     pub keys: Keys,
+    pub cache_keys: session::CacheKeys,
+    /// Which worker has which response.
+    pub stored: Arc<stored::Stored>,
+    pub asked: passthrough::Asked,
     /// None where nobody wants traces.
     pub tracer: Option<Tracer>,
     /// Counts up while any worker is down or suspected to hang, to wake the requests that wait.
@@ -143,6 +162,8 @@ pub(crate) struct Gateway {
 pub(crate) enum Reply {
     Whole(Full<Bytes>),
     Stream(Box<stream::Answer>),
+    /// One that has begun before its answer.
+    Waiting(Box<patience::Waiting>),
 }
 
 impl http_body::Body for Reply {
@@ -158,20 +179,21 @@ impl http_body::Body for Reply {
                 .poll_frame(cx)
                 .map_err(|error| match error {}),
             Self::Stream(body) => Pin::new(body).poll_frame(cx),
+            Self::Waiting(body) => Pin::new(body).poll_frame(cx),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match self {
             Self::Whole(body) => body.is_end_stream(),
-            Self::Stream(_) => false,
+            Self::Stream(_) | Self::Waiting(_) => false,
         }
     }
 
     fn size_hint(&self) -> http_body::SizeHint {
         match self {
             Self::Whole(body) => body.size_hint(),
-            Self::Stream(_) => http_body::SizeHint::default(),
+            Self::Stream(_) | Self::Waiting(_) => http_body::SizeHint::default(),
         }
     }
 }
@@ -248,17 +270,10 @@ impl Gateway {
         let fleet = fleet
             .with_residency(residency)
             .with_secret(RandomState::new().hash_one(0));
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(Duration::from_secs_f64(config.connect_timeout_s)));
-        keepalive::probe_workers(&mut connector);
-        let connector = tls::connector(connector, config.worker_ca_file.as_deref())?;
-        let client = Client::builder(TokioExecutor::new())
-            .pool_idle_timeout(IDLE_CONNECTION)
-            .pool_timer(TokioTimer::new())
-            .build(NotingConnector(connector));
+        let client = client_of(&config)?;
         let of_spans = Arc::clone(&metrics);
         let tracer = Tracer::start(&config, &client, move |spans| of_spans.lost_spans(spans))?;
+        let aliases = aliases::Aliases::new(&config.models);
         Ok(Arc::new(Self {
             fleet: Arc::new(fleet),
             admission: Admission::new(config.max_inflight, config.max_queued),
@@ -268,6 +283,9 @@ impl Gateway {
             ),
             vocabulary: vocabulary::Vocabulary::new(config.vocab_size),
             keys: Keys::load(&config)?,
+            cache_keys: session::CacheKeys::default(),
+            stored: Arc::default(),
+            asked: passthrough::Asked::default(),
             tracer,
             alarms: tokio::sync::watch::Sender::new(0),
             is_cutting_off: tokio::sync::watch::Sender::new(false),
@@ -275,8 +293,10 @@ impl Gateway {
             client,
             ranks: mooncake::Ranks::default(),
             models: models::Models::default(),
+            aliases,
             metrics,
-            encoder,
+            encoder: RwLock::new(encoder),
+            found: found::Found::default(),
             is_loopback,
             is_pumping: waiting::IsPumping::default(),
             began: Instant::now(),
@@ -309,6 +329,14 @@ impl Gateway {
         }
     }
 
+    /// What of a client's headers a worker gets.
+    fn forwarded(&self, mut headers: HeaderMap, request_id: &str) -> HeaderMap {
+        if self.keys.are_needed() {
+            keys::remove(&mut headers);
+        }
+        headers::forwarded(headers, request_id, self.config.strip_transfer_keys)
+    }
+
     /// A request's whole body: see [`Buffers::collect`]. What is still coming at `deadline`, or when the
     /// router waits no longer, is given up, so that its client is told.
     async fn collect(
@@ -320,7 +348,8 @@ impl Gateway {
         on_more: impl FnMut(&[u8], usize),
     ) -> Result<(Bytes, Budget), NotCollected> {
         let limit = self.config.max_body_bytes;
-        let collected = self.buffers.collect(&mut body, limit, on_more);
+        let owner = self.keys.owner(self.keys.tenant(headers), client.address);
+        let collected = self.buffers.collect(owner, &mut body, limit, on_more);
         // Asked for only where the body does not come at once, as most do.
         let is_cut_off = async { self.cut_off().await };
         let collected = tokio::select! {
@@ -332,7 +361,7 @@ impl Gateway {
         };
         match collected {
             Ok(_) => client.has_sent_body(),
-            Err(NotCollected::TooLarge | NotCollected::NoRoom) => {
+            Err(NotCollected::TooLarge | NotCollected::NoRoom | NotCollected::NoShare) => {
                 Box::pin(client.pass_over(headers, body)).await;
             }
             // It has been waited for.
@@ -358,13 +387,19 @@ impl Gateway {
         client: Arc<client::Client>,
         request: Request<Incoming>,
     ) -> Response<Reply> {
-        let deadline = Instant::now() + Duration::from_secs_f64(self.config.request_timeout_s);
-        client.begin(deadline);
+        let now = Instant::now();
+        let deadline = now + Duration::from_secs_f64(self.config.request_timeout_s);
+        client.begin(now, deadline);
         let path = request.uri().path();
         let path = match path.trim_end_matches('/') {
             "" => path,
             trimmed => trimmed,
         };
+        if request.headers().contains_key(&headers::FROM_ROUTER) {
+            let message = "a router is no worker: this request came from one";
+            let refusal = error(StatusCode::LOOP_DETECTED, "loop_detected", message);
+            return unread(&client, request, refusal).await;
+        }
         let api = Api::at(path);
         let reaches_model = api.is_some() || passthrough::is_passed_on(path);
         if !http_body::Body::is_end_stream(request.body()) {
@@ -383,8 +418,9 @@ impl Gateway {
         }
         match (request.method(), api) {
             (&Method::POST, Some(api)) => {
-                let context = RequestContext::new(client, api, deadline);
-                dispatch::handle(&self, context, request).await
+                let context = RequestContext::new(Arc::clone(&client), api, deadline);
+                let serving = Box::pin(dispatch::handle(self, context, request));
+                patience::answer(&client, serving).await
             }
             // Boxed, so that the requests above do not carry the room for these.
             (&Method::POST, None) if passthrough::is_passed_on(path) => {
@@ -447,23 +483,69 @@ impl Gateway {
         headers: HeaderMap,
         timeout: Duration,
     ) -> Result<(StatusCode, Bytes), String> {
-        let mut request = Request::get(url)
-            .body(Pieces::default())
-            .map_err(|error| error.to_string())?;
-        *request.headers_mut() = headers;
-        let exchange = async {
-            let again = request.clone();
-            let sent = reuse::send(&self.client, request, || Some(again)).await;
-            let response = sent.map_err(describe)?;
-            let status = response.status();
-            let body = Limited::new(response.into_body(), MAX_REPORT_BYTES);
-            let body = body.collect().await.map_err(|error| error.to_string())?;
-            Ok((status, body.to_bytes()))
-        };
-        tokio::time::timeout(timeout, exchange)
-            .await
-            .unwrap_or_else(|_| Err(format!("no answer within {:.0} s", timeout.as_secs_f64())))
+        let answer = ask(&self.client, url, headers, timeout).await;
+        answer.map_err(|reason| reason.words)
     }
+}
+
+/// Sends a request without a body, as a router does.
+async fn ask(
+    client: &WorkerClient,
+    url: &str,
+    mut headers: HeaderMap,
+    timeout: Duration,
+) -> Result<(StatusCode, Bytes), Reason> {
+    let other = |words: String| Reason {
+        words,
+        is_refused: false,
+    };
+    let request = Request::get(url).body(Pieces::default());
+    let mut request = request.map_err(|error| other(error.to_string()))?;
+    headers.insert(headers::FROM_ROUTER.clone(), HeaderValue::from_static("1"));
+    *request.headers_mut() = headers;
+    let exchange = async {
+        let again = request.clone();
+        let sent = reuse::send(client, request, || Some(again)).await;
+        let response = sent.map_err(Reason::of)?;
+        let status = response.status();
+        let body = Limited::new(response.into_body(), MAX_REPORT_BYTES);
+        let body = body
+            .collect()
+            .await
+            .map_err(|error| other(error.to_string()))?;
+        Ok((status, body.to_bytes()))
+    };
+    let late = || other(format!("no answer within {:.0} s", timeout.as_secs_f64()));
+    tokio::time::timeout(timeout, exchange)
+        .await
+        .unwrap_or_else(|_| Err(late()))
+}
+
+/// What a worker's health check that answers so says of it.
+fn unhealthy(status: StatusCode) -> String {
+    match status {
+        StatusCode::LOOP_DETECTED => "HTTP 508: it is a router, and no worker".to_owned(),
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+            format!(
+                "HTTP {}: it does not take the router's key (its api_key)",
+                status.as_u16()
+            )
+        }
+        _ => format!("HTTP {}", status.as_u16()),
+    }
+}
+
+/// What sends requests to workers.
+fn client_of(config: &Config) -> Result<WorkerClient, String> {
+    let mut connector = HttpConnector::new();
+    connector.set_nodelay(true);
+    connector.set_connect_timeout(Some(Duration::from_secs_f64(config.connect_timeout_s)));
+    keepalive::probe_workers(&mut connector);
+    let connector = tls::connector(connector, config.worker_ca_file.as_deref())?;
+    Ok(Client::builder(TokioExecutor::new())
+        .pool_idle_timeout(IDLE_CONNECTION)
+        .pool_timer(TokioTimer::new())
+        .build(NotingConnector(connector)))
 }
 
 /// Puts the worker's own key into the headers of a request to it.
@@ -511,11 +593,23 @@ fn missing(config: &Config, fleet: &Fleet) -> Option<String> {
     Some(format!("policy {policy} can place no request: {missing}"))
 }
 
-/// Whether a router of `config` would start and could place a request, without starting it.
+/// A worker that does not answer its health check well.
+pub struct Unreached {
+    /// One line that names the worker and the cause.
+    pub words: String,
+    /// Nothing listens there: it may not have started yet.
+    pub may_start: bool,
+}
+
+/// How long [`check`] waits for a worker: SGLang's health check takes a second and more.
+const CHECK_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Whether a router of `config` would start and could place a request, without starting it; returns the workers
+/// that do not answer.
 ///
 /// # Errors
 /// One line that names the field, or what is missing.
-pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<(), String> {
+pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<Vec<Unreached>, String> {
     let policy = match policy {
         Some(policy) => policy,
         None => crate::policy::build(&config.policy, config.policy_params.clone())?,
@@ -524,16 +618,51 @@ pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<(), Stri
     if let (Some(certificates), Some(key)) = (&config.tls_cert_file, &config.tls_key_file) {
         tls::acceptor(certificates, key)?;
     }
-    if let Some(file) = &config.worker_ca_file {
-        tls::connector(HttpConnector::new(), Some(file))?;
-    }
+    let client = client_of(&config)?;
     Keys::load(&config)?;
     let fleet = Fleet::new(policy, config.policy.clone(), EventSink::in_memory(), 0);
     let fleet = Arc::new(fleet);
     for spec in &config.workers {
         fleet.add_worker(spec.clone().normalise()?)?;
     }
-    missing(&config, &fleet).map_or(Ok(()), Err)
+    if let Some(missing) = missing(&config, &fleet) {
+        return Err(missing);
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    let runtime = runtime.map_err(|error| error.to_string())?;
+    Ok(runtime.block_on(async {
+        let mut asked = tokio::task::JoinSet::new();
+        for (at, spec) in config.workers.into_iter().enumerate() {
+            let client = client.clone();
+            asked.spawn(async move { (at, unreached(&client, &spec).await) });
+        }
+        let mut found = asked.join_all().await;
+        found.sort_by_key(|(at, _)| *at);
+        found
+            .into_iter()
+            .filter_map(|(_, unreached)| unreached)
+            .collect()
+    }))
+}
+
+async fn unreached(client: &WorkerClient, spec: &WorkerSpec) -> Option<Unreached> {
+    let mut headers = HeaderMap::new();
+    authorise(&mut headers, spec);
+    let url = format!("{}/health", spec.url);
+    let (why, may_start) = match ask(client, &url, headers, CHECK_PATIENCE).await {
+        Ok((status, _)) if status.is_success() => return None,
+        Ok((status, _)) => (unhealthy(status), false),
+        Err(reason) => (reason.words, reason.is_refused),
+    };
+    Some(Unreached {
+        words: format!(
+            "worker {}: {} does not answer /health: {why}",
+            spec.id, spec.url
+        ),
+        may_start,
+    })
 }
 
 /// A bound router, not serving yet.
@@ -588,6 +717,10 @@ impl Server {
             .is_ok_and(|address| address.ip().is_loopback());
         let gateway = Gateway::new(config, policy, encoder, is_loopback)?;
         tokio::spawn(silence::watch(Arc::downgrade(&gateway)));
+        tokio::spawn(found::announce(Arc::downgrade(&gateway)));
+        if gateway.config.api_keys_file.is_some() {
+            tokio::spawn(keys::watch(Arc::downgrade(&gateway)));
+        }
         for spec in gateway.config.workers.clone() {
             gateway.add_worker(spec)?;
         }
@@ -614,10 +747,14 @@ impl Server {
         Arc::clone(&self.gateway.fleet)
     }
 
-    /// What opens the log files again under their names, after they were moved away.
+    /// What opens the log files again under their names, after they were moved away, and reads the file of keys
+    /// again.
     pub fn reopen_logs(&self) -> impl Fn() + Send + use<> {
-        let fleet = self.fleet();
-        move || fleet.sink().reopen()
+        let gateway = Arc::clone(&self.gateway);
+        move || {
+            gateway.fleet.sink().reopen();
+            gateway.keys.reload();
+        }
     }
 
     /// Serves until `stop` resolves, then lets running requests end, at most `drain_timeout_s`; what runs
@@ -635,8 +772,8 @@ impl Server {
                 () = &mut stop => break,
                 accepted = listener.accept() => accepted,
             };
-            let socket = match accepted {
-                Ok((socket, _)) => socket,
+            let (socket, address) = match accepted {
+                Ok((socket, address)) => (socket, address.ip()),
                 Err(error) => {
                     // Out of descriptors, most likely: let some close.
                     log::warn!("accept: {error}");
@@ -649,10 +786,10 @@ impl Server {
             let (tls, watcher) = (tls.clone(), connections.watcher());
             tokio::spawn(async move {
                 let Some(tls) = tls else {
-                    return serve_connection(gateway, socket, watcher).await;
+                    return serve_connection(gateway, socket, address, watcher).await;
                 };
                 match tokio::time::timeout(HEADER_TIMEOUT, tls.accept(socket)).await {
-                    Ok(Ok(socket)) => serve_connection(gateway, socket, watcher).await,
+                    Ok(Ok(socket)) => serve_connection(gateway, socket, address, watcher).await,
                     Ok(Err(error)) => log::debug!("client connection: {error}"),
                     Err(_) => log::debug!("client connection: no TLS handshake"),
                 }
@@ -697,11 +834,11 @@ async fn unread(
 }
 
 /// Serves the requests of one connection.
-async fn serve_connection<S>(gateway: Arc<Gateway>, socket: S, watcher: Watcher)
+async fn serve_connection<S>(gateway: Arc<Gateway>, socket: S, address: IpAddr, watcher: Watcher)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let client = Arc::new(client::Client::default());
+    let client = Arc::new(client::Client::at(address));
     let cutting_off = gateway.is_cutting_off.subscribe();
     let of_requests = Arc::clone(&client);
     let service = service_fn(move |request| {

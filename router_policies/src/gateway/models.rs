@@ -4,13 +4,16 @@
 //! engine with one model may take any name, and one that does not says so better than a router can.
 
 use super::Gateway;
+use super::aliases::Aliases;
+use super::apis::Api;
 use crate::config::WorkerSpec;
+use crate::fleet::Fleet;
 use hyper::StatusCode;
 use parking_lot::Mutex;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::task::JoinSet;
 
@@ -21,6 +24,8 @@ struct Model {
     name: String,
     /// A LoRA adapter: engines list it with the model that it belongs to as its `parent`.
     is_adapter: bool,
+    /// Tokens of prompt and answer that it takes; none where it does not say.
+    context: Option<u64>,
 }
 
 impl Model {
@@ -28,6 +33,7 @@ impl Model {
         Some(Self {
             name: entry["id"].as_str()?.to_owned(),
             is_adapter: !entry["parent"].is_null(),
+            context: entry["max_model_len"].as_u64(),
         })
     }
 }
@@ -38,29 +44,53 @@ struct Listed {
 }
 
 impl Listed {
+    /// How much a request for `model` may take here: an adapter takes what its model takes, and an engine
+    /// with one model may take any name.
+    fn context(&self, model: Option<&str>) -> Option<u64> {
+        let known = |of: &&Model| of.context.is_some();
+        let named = self.models.iter().filter(known);
+        let mut named = named.filter(|known| model == Some(known.name.as_str()));
+        named.next().or(self.models.iter().find(known))?.context
+    }
+
     fn names(&self) -> impl Iterator<Item = &str> {
         self.models.iter().map(|model| &*model.name)
     }
 }
 
 /// What workers have listed, by their ids.
-#[derive(Default)]
 pub(crate) struct Models {
     listed: Mutex<BTreeMap<String, Listed>>,
     /// Not all list the same.
     differ: AtomicBool,
     /// Some list adapters.
     has_adapters: AtomicBool,
+    /// The shortest context of all; `u64::MAX` where none is known.
+    shortest: AtomicU64,
+}
+
+impl Default for Models {
+    fn default() -> Self {
+        Self {
+            listed: Mutex::default(),
+            differ: AtomicBool::default(),
+            has_adapters: AtomicBool::default(),
+            shortest: AtomicU64::new(u64::MAX),
+        }
+    }
 }
 
 impl Models {
-    /// Asks a worker that is up for its list.
-    pub async fn learn(&self, gateway: &Gateway, spec: &Arc<WorkerSpec>) {
+    /// Asks a worker that is up for its list. One that cuts prompts that are too long takes any.
+    pub async fn learn(&self, gateway: &Gateway, spec: &Arc<WorkerSpec>, cuts_prompts: bool) {
         if let Ok((status, body)) = gateway.get(spec, PATH, PATIENCE).await
             && status.is_success()
             && let Ok(list) = serde_json::from_slice::<Value>(&body)
         {
-            let models = entries(&list).iter().filter_map(Model::of).collect();
+            let mut models: Vec<_> = entries(&list).iter().filter_map(Model::of).collect();
+            if cuts_prompts {
+                models.iter_mut().for_each(|model| model.context = None);
+            }
             let spec = Arc::clone(spec);
             let mut listed = self.listed.lock();
             listed.insert(spec.id.clone(), Listed { spec, models });
@@ -88,6 +118,38 @@ impl Models {
         let mut models = listed.values().flat_map(|known| &known.models);
         let has_adapters = models.any(|model| model.is_adapter);
         self.has_adapters.store(has_adapters, Ordering::Relaxed);
+        let models = listed.values().flat_map(|known| &known.models);
+        let shortest = models.filter_map(|model| model.context).min();
+        self.shortest
+            .store(shortest.unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// What every model takes that says how much: a request of fewer tokens need not be looked at.
+    pub fn shortest_context(&self) -> u64 {
+        self.shortest.load(Ordering::Relaxed)
+    }
+
+    /// How many tokens of prompt and answer a request for `model` may have at most; none where a worker
+    /// that may serve it does not say.
+    pub fn context(&self, model: Option<&str>, fleet: &Fleet) -> Option<u64> {
+        let excluded = self.not_serving(model);
+        let listed = self.listed.lock();
+        let workers = fleet.snapshot().into_iter();
+        let may_serve = workers.filter(|worker| !excluded.contains(&worker.spec.id));
+        let mut contexts = may_serve.map(|worker| listed.get(&worker.spec.id)?.context(model));
+        contexts.try_fold(None, |longest, context| Some(longest.max(Some(context?))))?
+    }
+
+    /// The names that a worker lists.
+    pub fn of(&self, worker: &str) -> Vec<String> {
+        let listed = self.listed.lock();
+        let names = listed.get(worker).into_iter().flat_map(Listed::names);
+        names.map(str::to_owned).collect()
+    }
+
+    /// How much a worker's first model takes.
+    pub fn context_of(&self, worker: &str) -> Option<u64> {
+        self.listed.lock().get(worker)?.context(None)
     }
 
     /// Whether it matters which model a request names.
@@ -108,6 +170,14 @@ impl Models {
             Some(known) => known.is_adapter.then(|| model.to_owned()),
             None => parts.map(|(_, adapter)| adapter.to_owned()),
         }
+    }
+
+    /// Whether workers list models, and none lists this one or what it is an adapter of.
+    pub fn is_unknown(&self, model: &str) -> bool {
+        let (base, adapter) = parts(model).unwrap_or((model, model));
+        let listed = self.listed.lock();
+        let mut names = listed.values().flat_map(Listed::names).peekable();
+        names.peek().is_some() && names.all(|name| ![model, base, adapter].contains(&name))
     }
 
     /// Ids of the workers that do not serve `model` while others do.
@@ -179,7 +249,36 @@ pub(super) async fn merged(gateway: &Arc<Gateway>) -> Result<Value, (StatusCode,
             }
         }
     }
+    add_aliases(&mut all, &gateway.aliases);
     Ok(all)
+}
+
+/// As clients of `api` are told that there is no such model.
+pub(super) fn unknown(api: Api, model: &str) -> Value {
+    match api {
+        Api::Messages => (api.shape().error)("not_found_error", 404, &format!("model: {model}")),
+        _ => json!({"error": {
+            "message": format!("The model `{model}` does not exist or you do not have access to it."),
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }}),
+    }
+}
+
+/// Adds the names that stand for models to their list, each as the model that it stands for.
+fn add_aliases(list: &mut Value, aliases: &Aliases) {
+    for (name, model) in aliases.all() {
+        let is_new = entry(list, name).is_none();
+        let Some(mut of_model) = entry(list, model).filter(|_| is_new).cloned() else {
+            continue;
+        };
+        of_model["id"] = name.into();
+        of_model["root"] = model.into();
+        if let Some(data) = list["data"].as_array_mut() {
+            data.push(of_model);
+        }
+    }
 }
 
 /// One model of the merged list.
@@ -190,7 +289,6 @@ pub(super) fn entry<'a>(list: &'a Value, name: &str) -> Option<&'a Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     /// Names of adapters begin with a plus sign.
     fn models(lists: &[(&str, &[&str])]) -> Models {
@@ -202,6 +300,7 @@ mod tests {
             let models = names.iter().map(|name| Model {
                 name: name.trim_start_matches('+').to_owned(),
                 is_adapter: name.starts_with('+'),
+                context: None,
             });
             let models = models.collect();
             listed.insert((*id).to_owned(), Listed { spec, models });

@@ -1,21 +1,23 @@
 //! Questions about text and models that any worker answers: counting and splitting tokens, embeddings.
 //!
-//! They take no part in routing: nothing is cached for them, and what they cost a worker is small beside
-//! generation. They go to the worker with the fewest requests, and to another if that one fails.
+//! They take no part in routing: nothing is cached for them. They go to the worker with the fewest requests, these
+//! and those that its load report tells of included, in turn where several have as few, and to another if that one
+//! fails.
 
 use super::client::Client;
 use super::fault::{Fault, SHUTTING_DOWN, from_worker};
-use super::headers::{REQUEST_ID, forwarded, header};
 use super::splice::Pieces;
 use super::waiting::retried_after;
-use super::{Gateway, Reply, apis, error, keys, reuse, session};
+use super::{Gateway, Reply, apis, error, reuse, session};
 use crate::config::WorkerSpec;
 use crate::policy::Role;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::{Request, Response, StatusCode};
+use parking_lot::Mutex;
 use serde::Deserialize;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -39,6 +41,39 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 /// Workers that are asked before the client is told that it failed.
 const TRIES: usize = 2;
+
+/// How many of these requests each worker has, and has had.
+#[derive(Default)]
+pub(crate) struct Asked(Mutex<HashMap<String, (u32, u64)>>);
+
+/// One of them, on its worker.
+struct Asking<'a>(&'a Asked, String);
+
+impl Asked {
+    fn of(&self, worker: &str) -> (u32, u64) {
+        self.0.lock().get(worker).copied().unwrap_or_default()
+    }
+
+    fn begin(&self, worker: &str) -> Asking<'_> {
+        let mut all = self.0.lock();
+        let (now, ever) = all.entry(worker.to_owned()).or_default();
+        *now += 1;
+        *ever += 1;
+        Asking(self, worker.to_owned())
+    }
+
+    pub fn forget(&self, worker: &str) {
+        self.0.lock().remove(worker);
+    }
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        if let Some((now, _)) = self.0.0.lock().get_mut(&self.1) {
+            *now = now.saturating_sub(1);
+        }
+    }
+}
 
 /// What a body says of who can answer it.
 #[derive(Default, Deserialize)]
@@ -98,32 +133,32 @@ pub(super) async fn handle(
             return retried_after(response, refusal.retry_after_s());
         }
     };
-    let request_id = header(&parts.headers, &REQUEST_ID)
-        .map_or_else(|| format!("{:016x}", fastrand::u64(..)), session::bounded);
-    let strips = gateway.config.strip_transfer_keys;
-    let mut headers = parts.headers;
-    if gateway.keys.are_needed() {
-        keys::remove(&mut headers);
-    }
-    let headers = forwarded(headers, &request_id, strips);
+    let request_id = session::request_id(&parts.headers);
+    let headers = gateway.forwarded(parts.headers, &request_id);
     let until = deadline.min(Instant::now() + PATIENCE);
     let mut last = None;
     let mut workers = candidates(gateway);
-    if gateway.models.differ() {
-        let named: Named = serde_json::from_slice(&body).unwrap_or_default();
+    let mut pieces = Pieces::from(body.clone());
+    if gateway.models.differ() || !gateway.aliases.is_empty() {
+        let mut named: Named = serde_json::from_slice(&body).unwrap_or_default();
+        let asked = named.model.as_deref();
+        if let Some(model) = asked.and_then(|name| gateway.aliases.model(name)) {
+            pieces = renamed(&body, model);
+            named.model = Some(model.to_owned());
+        }
         let not_serving = gateway.models.not_serving(named.model.as_deref());
         workers.retain(|worker| !not_serving.contains(&worker.id));
     }
     for worker in workers.into_iter().take(TRIES) {
-        let mut request = match Request::post(format!("{}{target}", worker.url))
-            .body(Pieces::from(body.clone()))
-        {
-            Ok(request) => request,
-            Err(failure) => {
-                let status = StatusCode::BAD_REQUEST;
-                return refuse(status, "invalid_request_error", &failure.to_string());
-            }
-        };
+        let _asking = gateway.asked.begin(&worker.id);
+        let mut request =
+            match Request::post(format!("{}{target}", worker.url)).body(pieces.clone()) {
+                Ok(request) => request,
+                Err(failure) => {
+                    let status = StatusCode::BAD_REQUEST;
+                    return refuse(status, "invalid_request_error", &failure.to_string());
+                }
+            };
         let mut headers = headers.clone();
         super::authorise(&mut headers, &worker);
         *request.headers_mut() = headers;
@@ -173,13 +208,29 @@ pub(super) async fn handle(
     }
 }
 
+/// A body that names a model, with the name of another: every engine's parser takes the last of equal keys.
+fn renamed(body: &Bytes, model: &str) -> Pieces {
+    let close = memchr::memrchr(b'}', body).unwrap_or(body.len());
+    let name = serde_json::Value::from(model);
+    Pieces::joined([
+        body.slice(..close),
+        Bytes::from(format!(",\"model\":{name}")),
+        body.slice(close..),
+    ])
+}
+
 /// Workers that are up, those that serve whole requests first, then by what they have to do.
 fn candidates(gateway: &Gateway) -> Vec<Arc<WorkerSpec>> {
     let mut workers = gateway.fleet.snapshot();
     workers.retain(|worker| worker.healthy && !worker.draining);
-    workers.sort_by_key(|worker| {
+    workers.sort_by_cached_key(|worker| {
         let serves_part = matches!(worker.spec.role, Role::Prefill | Role::Decode);
-        (worker.suspect, serves_part, worker.load.requests)
+        let (now, ever) = gateway.asked.of(&worker.spec.id);
+        let reported = worker
+            .engine
+            .map_or(0, |load| load.running_requests + load.waiting_requests);
+        let requests = (worker.load.requests + now).max(reported);
+        (worker.suspect, serves_part, requests, ever)
     });
     workers.into_iter().map(|worker| worker.spec).collect()
 }

@@ -1,7 +1,8 @@
 //! Prompts as they stand in a body: token ids, texts, or a conversation, hashed as they are read.
 
 use super::cursor::{Cursor, Malformed, TokenRun};
-use crate::fleet::prefix::hash::{PromptHashes, TokenHasher};
+use crate::fleet::prefix::hash::{BYTES_PER_TOKEN, PromptHashes, TokenHasher};
+use memchr::memmem;
 use smallvec::SmallVec;
 use std::ops::Range;
 
@@ -13,6 +14,48 @@ pub(super) const MAX_TEXTS: usize = 1024;
 pub(super) struct Conversation<'a> {
     before: SmallVec<[&'a [u8]; 2]>,
     turns: Option<&'a [u8]>,
+    /// Where in the turns pictures, sounds and files stand.
+    pictures: Vec<Range<usize>>,
+}
+
+/// What a picture is taken for: engines' processors make some hundred to a few thousand tokens of one, whatever
+/// its bytes.
+const PICTURE_TOKENS: usize = 1_600;
+/// Under these keys engines read data that is no text.
+const DATA_KEYS: [&[u8]; 6] = [
+    b"url",
+    b"image_url",
+    b"data",
+    b"file_data",
+    b"image",
+    b"audio",
+];
+
+/// Whether the string that stands at `at` is data, in base64.
+fn is_data(body: &[u8], at: &Range<usize>) -> bool {
+    const LOOKED_AT: usize = 128;
+    let value = &body[at.clone()];
+    let begin = &value[..value.len().min(LOOKED_AT)];
+    let is_base64 = |bytes: &[u8]| {
+        let is_letter = |byte: &u8| byte.is_ascii_alphanumeric() || b"+/=-_\\".contains(byte);
+        bytes.iter().all(is_letter)
+    };
+    let is_url = begin.starts_with(b"data:") && memmem::find(begin, b";base64,").is_some();
+    let is_bare = is_base64(begin) && is_base64(&value[value.len() - begin.len()..]);
+    if !is_url && !is_bare {
+        return false;
+    }
+    let before = body[..at.start - 1].trim_ascii_end();
+    let Some(before) = before.strip_suffix(b":") else {
+        return false;
+    };
+    let before = before.trim_ascii_end();
+    DATA_KEYS.iter().any(|key| {
+        let name = before
+            .strip_suffix(b"\"")
+            .and_then(|rest| rest.strip_suffix(*key));
+        name.is_some_and(|rest| rest.ends_with(b"\""))
+    })
 }
 
 impl<'a> Conversation<'a> {
@@ -32,11 +75,17 @@ impl<'a> Conversation<'a> {
         if key != turns.as_bytes() {
             return Ok(false);
         }
+        self.pictures.clear();
         self.turns = Some(match cursor.peek() {
             Some(b'"') => cursor.string()?,
             Some(b'[') => {
+                cursor.long.clear();
                 // Without the brackets, so that a longer conversation extends a shorter one.
                 let raw = cursor.value()?;
+                let begin = cursor.at - raw.len() + 1;
+                let long = cursor.long.drain(..);
+                let data = long.filter(|at| is_data(cursor.bytes, at));
+                self.pictures = data.map(|at| at.start - begin..at.end - begin).collect();
                 &raw[1..raw.len() - 1]
             }
             _ => return cursor.fail("a list of messages"),
@@ -44,14 +93,33 @@ impl<'a> Conversation<'a> {
         Ok(true)
     }
 
+    /// Of what stands before the turns under `key`, this alone counts.
+    pub fn shorten(&mut self, key: &[u8], before: &[&str], rest: &'a [u8]) {
+        if let Some(at) = before.iter().position(|name| key == name.as_bytes()) {
+            self.before[at] = rest;
+        }
+    }
+
     pub fn finish(self, text_block: usize) -> Option<PromptHashes> {
         let turns = self.turns?;
-        if self.before.iter().all(|part| part.is_empty()) {
+        if self.before.iter().all(|part| part.is_empty()) && self.pictures.is_empty() {
             return Some(PromptHashes::of_text(turns, text_block));
         }
         let mut whole = self.before.concat();
-        whole.extend_from_slice(turns);
-        Some(PromptHashes::of_text(&whole, text_block))
+        let mut at = 0;
+        for picture in &self.pictures {
+            whole.extend_from_slice(&turns[at..picture.start]);
+            // Which one it is counts, and not how long.
+            let name = PromptHashes::of_text(&turns[picture.clone()], text_block);
+            let name = name.states.last().copied().unwrap_or_default();
+            let room = PICTURE_TOKENS * BYTES_PER_TOKEN as usize / size_of::<u64>();
+            whole.extend(std::iter::repeat_n(name.to_le_bytes(), room).flatten());
+            at = picture.end;
+        }
+        whole.extend_from_slice(&turns[at..]);
+        let mut prompt = PromptHashes::of_text(&whole, text_block);
+        prompt.pictures = self.pictures.len() as u64;
+        Some(prompt)
     }
 }
 

@@ -6,32 +6,41 @@ use bytes::Bytes;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-/// `body` with `fields` (`"key":value` pairs joined by commas) at the end of the outer object. The
-/// pieces share the body's memory. Keys that the client sent too are overridden: every engine's
+/// `body` with `fields` (`"key":value` pairs joined by commas) at the end of the outer object, and without what is
+/// left out of it. The pieces share the body's memory. Keys that the client sent too are overridden: every engine's
 /// parser takes the last of equal keys.
 pub fn splice(body: &Bytes, scanned: &Scanned, fields: String) -> Pieces {
     let mut tail = fields;
-    if !scanned.is_empty {
+    if !scanned.is_empty && !tail.is_empty() {
         tail.insert(0, ',');
     }
+    let (end, begin) = match &scanned.cut {
+        Some(cut) => (body.slice(..cut.start), cut.end),
+        None => (Bytes::new(), 0),
+    };
     Pieces([
-        body.slice(..scanned.close),
+        end,
+        body.slice(begin..scanned.close),
         Bytes::from(tail),
         body.slice(scanned.close..),
     ])
 }
 
-/// A request body of up to three pieces that are sent one after the other.
+/// A request body of up to four pieces that are sent one after the other.
 #[derive(Clone, Debug, Default)]
-pub struct Pieces([Bytes; 3]);
+pub struct Pieces([Bytes; 4]);
 
 impl From<Bytes> for Pieces {
     fn from(body: Bytes) -> Self {
-        Self([body, Bytes::new(), Bytes::new()])
+        Self([body, Bytes::new(), Bytes::new(), Bytes::new()])
     }
 }
 
 impl Pieces {
+    pub fn joined([begin, middle, end]: [Bytes; 3]) -> Self {
+        Self([begin, middle, end, Bytes::new()])
+    }
+
     /// All bytes, joined.
     pub fn concat(&self) -> Vec<u8> {
         self.0.concat()

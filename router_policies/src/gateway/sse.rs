@@ -41,6 +41,8 @@ pub struct SseProgress {
     is_kept: bool,
     /// What has come of it behind its name, line by line.
     kept: Vec<u8>,
+    /// The API repeats what clients say in its events, so that an abort's mark may be theirs.
+    echoes: bool,
 }
 
 /// As much of a line as is looked at.
@@ -75,6 +77,11 @@ impl SseProgress {
         }
     }
 
+    /// For an API in whose events an abort's mark says nothing.
+    pub(super) fn echoing(self, echoes: bool) -> Self {
+        Self { echoes, ..self }
+    }
+
     /// Has [`SseProgress::feed_and_look`] show the events of these names.
     pub(super) fn looking_into(self, names: &'static [&'static str]) -> Self {
         Self {
@@ -91,7 +98,7 @@ impl SseProgress {
     /// The same; `look` gets the data of each event that ends there and has a name to look for.
     pub(super) fn feed_and_look(&mut self, mut data: &[u8], mut look: impl FnMut(&[u8])) -> u64 {
         let mut events = 0;
-        self.has_error |= self.seam.feed(data, is_abort) || is_abort(data);
+        self.has_error |= !self.echoes && (self.seam.feed(data, is_abort) || is_abort(data));
         loop {
             if self.after_return && !data.is_empty() {
                 self.after_return = false;
@@ -264,6 +271,20 @@ pub(super) fn events(stream: &[u8]) -> impl Iterator<Item = Vec<u8>> {
     })
 }
 
+/// The bytes of the first event, with the blank line that ends it, once that is there.
+pub(super) fn event_bytes(stream: &[u8]) -> Option<usize> {
+    let mut at = 0;
+    loop {
+        let end = at + memchr2(b'\n', b'\r', &stream[at..])?;
+        let is_blank = end == at;
+        let is_pair = stream[end] == b'\r' && stream.get(end + 1) == Some(&b'\n');
+        at = end + 1 + usize::from(is_pair);
+        if is_blank {
+            return Some(at);
+        }
+    }
+}
+
 /// Whether an event is the one that opens a chat's or a message's stream: it names the role and has no text
 /// yet.
 pub(super) fn is_opening(data: &[u8]) -> bool {
@@ -338,7 +359,7 @@ pub(super) fn error_in(data: &[u8]) -> Option<EventError> {
     let is_error = event.get("error").is_some_and(|error| !error.is_null())
         || is_text("/object", &["error"])
         || is_text("/type", &["error", "response.failed"])
-        || is_abort(data);
+        || is_text("/meta_info/finish_reason/type", &["abort"]);
     is_error.then(|| EventError {
         status: status_in(&event).unwrap_or(StatusCode::BAD_GATEWAY),
     })

@@ -90,7 +90,9 @@ impl Answer {
         Self {
             first: Some(first),
             incoming,
-            progress: SseProgress::ending_with(api.ends()).looking_into(usage.events()),
+            progress: SseProgress::ending_with(api.ends())
+                .echoing(api != Api::Generate)
+                .looking_into(usage.events()),
             reservation: Some(reservation),
             status,
             api,

@@ -318,7 +318,9 @@ mod tests {
 
     fn read_stream<'a>(api: Api, pieces: impl Iterator<Item = &'a [u8]>) -> Usage {
         let mut usage = StreamUsage::of(api);
-        let mut progress = SseProgress::ending_with(api.ends()).looking_into(usage.events());
+        let mut progress = SseProgress::ending_with(api.ends())
+            .echoing(api != Api::Generate)
+            .looking_into(usage.events());
         let mut known = Usage::default();
         for piece in pieces {
             progress.feed_and_look(piece, |event| usage.see(event));

@@ -4,6 +4,7 @@
 use super::admission::{NotAdmitted, Permit};
 use super::apis::Api;
 use super::{Gateway, Reply, error_of};
+use crate::fleet::residency::queue::{WaitEnd, WhyRefused};
 use crate::fleet::{Admit, Refused, Request, Reservation, Ticket};
 use crate::policy::Refusal;
 use hyper::header::{HeaderValue, RETRY_AFTER};
@@ -75,19 +76,25 @@ async fn wait(
     room: &Notify,
     mut ticket: Ticket,
 ) -> Result<Reservation, NotPlaced> {
+    let refused = WaitEnd::Refused;
     loop {
         if let Some(permit) = &mut permit {
             **permit = None;
         }
         keep_pumping(gateway);
         let may_be_ended = permit.is_some();
+        if !may_be_ended {
+            ticket.ends_as(WaitEnd::ServedElsewhere);
+        }
         tokio::select! {
             // One that runs elsewhere meanwhile may end there.
             () = gateway.admission.closed(), if may_be_ended => {
+                ticket.ends_as(refused(WhyRefused::ShuttingDown));
                 return Err(NotPlaced::NotAdmitted(NotAdmitted::ShuttingDown));
             }
             woken = tokio::time::timeout_at(deadline, room.notified()) => {
                 if woken.is_err() {
+                    ticket.ends_as(refused(WhyRefused::TimeIsOver));
                     return Err(NotPlaced::TimeIsOver);
                 }
             }
@@ -95,7 +102,14 @@ async fn wait(
         if let Some(permit) = &mut permit {
             let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
             let turn = gateway.admission.enter(patience, deadline).await;
-            **permit = Some(turn.map_err(NotPlaced::NotAdmitted)?);
+            **permit = Some(turn.map_err(|refusal| {
+                ticket.ends_as(refused(match refusal {
+                    NotAdmitted::ShuttingDown => WhyRefused::ShuttingDown,
+                    NotAdmitted::TimeIsOver => WhyRefused::TimeIsOver,
+                    NotAdmitted::QueueFull | NotAdmitted::WaitedTooLong => WhyRefused::NoPermit,
+                }));
+                NotPlaced::NotAdmitted(refusal)
+            })?);
         }
         ticket = match gateway.fleet.place_ticket(ticket, request, exclude) {
             Admit::Placed(reservation) => return Ok(reservation),

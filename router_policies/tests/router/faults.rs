@@ -345,7 +345,7 @@ async fn seeded_faults_leave_nothing_behind() {
                 *finishes.entry(id).or_default() += 1;
             }
             // What residency did.
-            kind => assert!(matches!(kind, "wait" | "give_up"), "{event}"),
+            kind => assert!(matches!(kind, "wait" | "wait_end" | "give_up"), "{event}"),
         }
     }
     assert_eq!(finishes.len(), decisions, "every decision finishes");

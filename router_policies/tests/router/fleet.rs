@@ -807,3 +807,77 @@ fn an_unstreamed_prefill_counts_until_its_predicted_end_and_is_given_back_once()
     drop(short);
     assert!(fleet.is_idle());
 }
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn kv_events_are_never_given_up_for_answers_that_lacked_what_they_told(
+        turns in proptest::collection::vec((0u64..6, 1u64..6, any::<bool>()), 12..60),
+    ) {
+        use router_policies::fleet::prefix::events::{KvEvent, Tier};
+        const PAGE: u32 = 100;
+        let fleet = fleet("unified", &["colocated"]);
+        prop_assert!(fleet.begin_kv_events("w0", PAGE as usize));
+        // Pages of each session that the engine has told of.
+        let mut told = [0u64; 6];
+        for (session, more, lacks) in turns {
+            let first = session as u32 * 1_000_000;
+            for page in told[session as usize]..told[session as usize] + more {
+                let begin = first + page as u32 * PAGE;
+                let name = |page: u64| session * 1_000_000 + page + 1;
+                let stored = KvEvent::Stored {
+                    tier: Tier::Device,
+                    blocks: vec![name(page)],
+                    parent: page.checked_sub(1).map(name),
+                    tokens: (begin..begin + PAGE).collect(),
+                    block_size: PAGE as usize,
+                    namespace: Namespace::default(),
+                };
+                prop_assert!(fleet.apply_kv_events("w0", &[stored]), "its parent was told");
+            }
+            told[session as usize] += more;
+            let held = told[session as usize] * u64::from(PAGE);
+            let asked = request(&fleet, first..first + held as u32 + 1);
+            let mut reservation = fleet.decide(&asked, &[]).expect("a decision");
+            let decided = fleet.sink().recent(1).remove(0);
+            prop_assert_eq!(decided.cached_tokens.first().map_or(0, |(_, tokens)| *tokens), held);
+            reservation.output(1);
+            // Gone by the time that it is scheduled, though no event has told so yet.
+            reservation.report(Usage {
+                prompt_tokens: Some(held + 1),
+                cached_tokens: Some(if lacks { 0 } else { held }),
+                output_tokens: Some(1),
+            });
+            reservation.finish(Outcome::Ok, Some(200), None);
+        }
+    }
+}
+
+#[test]
+fn an_estimate_is_given_up_once_answers_lack_it_again_and_again() {
+    let fleet = fleet("unified", &["colocated"]);
+    let cached = |reported: u64| {
+        let mut reservation = fleet
+            .decide(&request(&fleet, 0..1_000), &[])
+            .expect("a decision");
+        let cached = fleet.sink().recent(1).remove(0).cached_tokens.clone();
+        reservation.output(1);
+        reservation.report(Usage {
+            prompt_tokens: Some(1_000),
+            cached_tokens: Some(reported),
+            output_tokens: Some(1),
+        });
+        reservation.finish(Outcome::Ok, Some(200), None);
+        cached.first().map_or(0, |(_, tokens)| *tokens)
+    };
+    assert_eq!(cached(0), 0);
+    for _ in 0..5 {
+        assert!(cached(0) > 900);
+    }
+    assert_eq!(
+        cached(0),
+        0,
+        "the engine was restarted, by all that is seen"
+    );
+}

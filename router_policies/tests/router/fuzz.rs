@@ -4,6 +4,7 @@
 //! libfuzzer TARGET` runs the same targets under libFuzzer, which needs a nightly compiler.
 
 use bytes::Bytes;
+use router_policies::config::Engine;
 use router_policies::fleet::prefix::events::{ExactIndex, decode};
 use router_policies::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use router_policies::gateway::SseProgress;
@@ -104,6 +105,105 @@ fn hashes(ids: &[u32]) -> PromptHashes {
     hasher.finish()
 }
 
+/// A text of JSON whose letters may be escaped.
+fn quoted(text: &str, escaped: usize) -> String {
+    let letter = |(at, letter): (usize, char)| match escaped >> (at % 8) & 1 {
+        0 => letter.to_string(),
+        _ => format!("\\u{:04x}", letter as u32),
+    };
+    let letters: String = text.chars().enumerate().map(letter).collect();
+    format!("\"{letters}\"")
+}
+
+#[test]
+fn no_body_tells_an_engine_where_kv_comes_from_or_goes_to() {
+    const SGLANG: [&str; 6] = [
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "bootstrap_pair_key",
+        "decode_tp_size",
+        "disagg_prefill_dp_rank",
+    ];
+    const VLLM: [&str; 2] = ["kv_transfer_params", "ec_transfer_params"];
+    const OTHERS: [&str; 5] = ["x", "model", "vllm_xargs", "kv_transfer_param", "top_k"];
+    let names: Vec<&str> = SGLANG.into_iter().chain(VLLM).chain(OTHERS).collect();
+    let values = [
+        "null",
+        "\"x\"",
+        "{\"kv_transfer_params\":1}",
+        "[1]",
+        "1.5",
+        "true",
+        "{}",
+    ];
+    fuzz(move |data| {
+        let mut instructions = Instructions(data);
+        let mut pick = |most: usize| instructions.next().map(|it| it % most);
+        let mut fields =
+            vec![r#""prompt":[1],"input_ids":[1],"messages":[],"input":"x""#.to_owned()];
+        while let (Some(at), Some(escapes), Some(kind)) = (pick(names.len()), pick(256), pick(12)) {
+            let value = match kind {
+                // An object of some of the names, as in `vllm_xargs`.
+                7..12 => {
+                    let inner = (7..=kind).filter_map(|_| {
+                        let name = quoted(names[pick(names.len())?], pick(256)?);
+                        Some(format!("{name} : {}", values[pick(values.len())?]))
+                    });
+                    format!("{{{}}}", inner.collect::<Vec<_>>().join(","))
+                }
+                _ => values[kind].to_owned(),
+            };
+            let name = if kind >= 7 && escapes % 2 == 0 {
+                "vllm_xargs"
+            } else {
+                names[at]
+            };
+            fields.push(format!("{}: {value}", quoted(name, escapes)));
+        }
+        let body = Bytes::from(format!("{{{}}}", fields.join(", ")));
+        let before: Value = serde_json::from_slice(&body).expect("JSON");
+        for (engine, own) in [(Engine::Sglang, &SGLANG[..]), (Engine::Vllm, &VLLM[..])] {
+            for api in Api::ALL {
+                let scanned = scan(api, &body, 2, 16).expect("a prompt");
+                let fields = scanned.overrides(engine).join(",");
+                let sent = match fields.is_empty() {
+                    true => body.to_vec(),
+                    false => splice(&body, &scanned, fields).concat(),
+                };
+                let mut after: Value = serde_json::from_slice(&sent).expect("JSON");
+                // What the engine reads: the last of equal keys.
+                for name in own {
+                    assert!(after.get(name).is_none_or(Value::is_null), "{after}");
+                }
+                let mut expected = before.clone();
+                if engine == Engine::Vllm {
+                    if let Some(xargs) = after.get("vllm_xargs").and_then(Value::as_object) {
+                        assert!(
+                            VLLM.iter().all(|name| !xargs.contains_key(*name)),
+                            "{after}"
+                        );
+                    }
+                    if let Some(xargs) = expected
+                        .get_mut("vllm_xargs")
+                        .and_then(Value::as_object_mut)
+                    {
+                        xargs.retain(|name, _| !VLLM.contains(&name.as_str()));
+                    }
+                }
+                // And nothing else is lost.
+                for all in [&mut after, &mut expected] {
+                    let all = all.as_object_mut().expect("an object");
+                    all.retain(|name, _| {
+                        !SGLANG.contains(&name.as_str()) && !VLLM.contains(&name.as_str())
+                    });
+                }
+                assert_eq!(after, expected);
+            }
+        }
+    });
+}
+
 #[test]
 fn bodies_are_scanned_and_spliced_as_serde_reads_them() {
     let long: Vec<u32> = (0..60).map(|i| i * 7_919 % 151_000).collect();
@@ -148,10 +248,8 @@ fn bodies_are_scanned_and_spliced_as_serde_reads_them() {
                 let same = members.iter().filter(|(key, _)| key == name);
                 same.map(|(_, value)| value).collect()
             };
-            // Names are compared as they stand, so an escape in one hides it.
-            let plain = !body.contains(&b'\\');
             let ids = match of(key)[..] {
-                [value] if of("text").is_empty() && plain => token_ids(value),
+                [value] if of("text").is_empty() => token_ids(value),
                 _ => None,
             };
             if let (Some(ids), Api::Generate | Api::Completions) = (ids, api) {

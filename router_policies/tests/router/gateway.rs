@@ -2,7 +2,7 @@
 //! reserved.
 
 use crate::mock::router::{Router, generate, text, until, worker};
-use crate::mock::{self, Fault, MockWorker};
+use crate::mock::{self, Fault, MockWorker, narrow_connection};
 use http_body_util::{BodyExt, Full};
 use hyper::{Request, StatusCode};
 use router_policies::config::{Config, WorkerSpec};
@@ -1015,9 +1015,7 @@ async fn with_a_token_only_its_bearer_changes_the_workers() {
 async fn raw(router: &Router, request: &str) -> tokio::net::TcpStream {
     use tokio::io::AsyncWriteExt;
     let address = router.url.trim_start_matches("http://");
-    let mut socket = tokio::net::TcpStream::connect(address)
-        .await
-        .expect("a connection");
+    let mut socket = narrow_connection(address).await;
     socket
         .write_all(request.as_bytes())
         .await

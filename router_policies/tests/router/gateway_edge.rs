@@ -496,17 +496,19 @@ async fn sessions_are_found_where_agents_name_them() {
     let mut keyed = plain.clone();
     keyed["prompt_cache_key"] = "k".into();
     for (header, body, session) in [
-        (("x-session-id", "s1"), &keyed, "s1"),
-        (("x-claude-code-session-id", "s2"), &keyed, "s2"),
-        (("session-id", "s3"), &plain, "s3"),
-        (("session_id", "s4"), &plain, "s4"),
-        (("x-session-affinity", "s5"), &plain, "s5"),
-        (("x-none", "-"), &keyed, "k"),
-        (("x-none", "-"), &plain, "team"),
+        (("x-session-id", "s1"), &keyed, Some("s1")),
+        (("x-claude-code-session-id", "s2"), &keyed, Some("s2")),
+        (("session-id", "s3"), &plain, Some("s3")),
+        (("session_id", "s4"), &plain, Some("s4")),
+        (("x-session-affinity", "s5"), &plain, Some("s5")),
+        (("x-none", "-"), &keyed, Some("k")),
+        (("x-claude-code-agent-id", "a"), &keyed, Some("k/a")),
+        // A user may have many conversations.
+        (("x-none", "-"), &plain, None),
     ] {
         let body = body.to_string().into_bytes();
         router.send("/v1/chat/completions", &[header], body).await;
-        assert_eq!(decision(&router)["session_id"], session);
+        assert_eq!(decision(&router)["session_id"], json!(session));
     }
 }
 

@@ -5,6 +5,7 @@ use crate::mock::{Fault, MockWorker};
 use hyper::StatusCode;
 use router_policies::config::Config;
 use serde_json::{Value, json};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -333,4 +334,46 @@ async fn what_is_cached_for_a_model_is_not_believed_for_its_adapters_nor_for_oth
     }
     // What was sent meanwhile took nothing from the first.
     assert_eq!(believed("/generate", json!({})).await, 96);
+}
+
+#[tokio::test]
+async fn embeddings_scores_and_counts_are_spread_by_what_workers_have_to_do() {
+    let mut mocks = Vec::new();
+    let mut workers = Vec::new();
+    for at in 0..3 {
+        let mock = MockWorker::start().await;
+        workers.push(worker(&mock, &format!("w{at}"), "colocated"));
+        mocks.push(mock);
+    }
+    let router = Router::start("round_robin", workers).await;
+    let had = |at: usize| mocks[at].bodies().len();
+    for path in ["/v1/embeddings", "/tokenize", "/v1/messages/count_tokens"] {
+        for _ in 0..10 {
+            router
+                .post(path, json!({"input": "x", "messages": []}))
+                .await;
+        }
+    }
+    assert_eq!(
+        [had(0), had(1), had(2)],
+        [10, 10, 10],
+        "one after the other"
+    );
+    // One that is slow gets fewer of those that come together.
+    for mock in &mocks {
+        mock.behaviour.bodies.lock().clear();
+    }
+    mocks[0]
+        .behaviour
+        .first_token_us
+        .store(2_000_000, Ordering::SeqCst);
+    let slow = (0..2).map(|_| router.post("/v1/embeddings", json!({"input": "x"})));
+    let mut slow: Vec<_> = slow.map(Box::pin).collect();
+    for asking in &mut slow {
+        let _ = tokio::time::timeout(Duration::from_millis(100), asking).await;
+    }
+    for _ in 0..10 {
+        router.post("/v1/embeddings", json!({"input": "x"})).await;
+    }
+    assert!(had(0) <= 2, "{} went to the one that is busy", had(0));
 }

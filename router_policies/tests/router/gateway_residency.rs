@@ -166,7 +166,7 @@ async fn a_request_that_waits_is_let_in_when_another_ends_and_hints_stay_here() 
     assert_eq!(waited.count(), 4);
     let metrics = router.get("/metrics").await;
     for expected in [
-        "deltaserve_wait_seconds_count 4",
+        "deltaserve_wait_seconds_count{end=\"let_in\"} 4",
         "deltaserve_admissions_total{state=\"admitted\"} 6",
         "deltaserve_given_up_total{reason=\"ended\"} 5",
         "deltaserve_waiting_turns 0",
@@ -191,8 +191,32 @@ async fn a_client_that_leaves_frees_its_place_in_the_queue() {
     runs_one(&mock).await;
     let second = router.send(2, 8_000, &[]);
     router.waiting(1).await;
+    let workers: Value = serde_json::from_str(&router.get("/workers").await).expect("JSON");
+    assert_eq!(workers["waiting"], 1);
+    assert_eq!(workers["workers"][0]["state"]["residency"]["waiting"], 1);
+    let shown: Value = serde_json::from_str(&router.get("/sessions").await).expect("JSON");
+    let shown = shown["sessions"].as_array().expect("a list");
+    let words = |at: usize| {
+        (
+            shown[at]["session_id"].as_str(),
+            shown[at]["state"].as_str(),
+        )
+    };
+    assert_eq!(words(0), (Some("s2"), Some("waiting")));
+    assert_eq!(
+        (&shown[0]["position"], &shown[0]["reason"]),
+        (&json!(1), &json!("no_room"))
+    );
+    assert_eq!(words(1), (Some("s1"), Some("running")));
+    assert_eq!(shown[1]["worker"], "w0");
     second.abort();
     router.waiting(0).await;
+    let metrics = router.get("/metrics").await;
+    assert!(metrics.contains("deltaserve_wait_seconds_count{end=\"left\"} 1"));
+    let one: Value = serde_json::from_str(&router.get("/sessions/s1").await).expect("JSON");
+    assert_eq!(one["now"][0]["state"], "running");
+    assert_eq!(one["turns"][0]["input_tokens"], 8_000);
+    assert!(one["turns"][0]["ended"].is_null());
     first.abort();
     until("nothing is left", || router.fleet.is_idle()).await;
 }

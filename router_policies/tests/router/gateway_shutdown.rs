@@ -1,7 +1,7 @@
 //! What becomes of requests that still run when a router that stops has waited for them for long enough.
 
-use crate::mock::MockWorker;
 use crate::mock::router::{generate, text, until, worker};
+use crate::mock::{MockWorker, narrow_connection};
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
 use hyper::{Request, Response, StatusCode};
@@ -186,9 +186,7 @@ async fn requests_without_an_answer_are_told_that_the_router_stops() {
 async fn a_client_that_does_not_read_keeps_no_router_from_stopping() {
     let mock = MockWorker::start().await;
     let router = Stoppable::before(&mock, 0.3).await;
-    let mut socket = tokio::net::TcpStream::connect(&router.address)
-        .await
-        .expect("a connection");
+    let mut socket = narrow_connection(&router.address).await;
     let body = json!({"input_ids": [1], "user": "flood", "stream": true}).to_string();
     let head = format!(
         "POST /generate HTTP/1.1\r\nhost: r\r\ncontent-length: {}\r\n\r\n",

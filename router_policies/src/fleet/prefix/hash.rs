@@ -253,6 +253,8 @@ pub struct PromptHashes {
     pub states: Vec<u64>,
     /// Units in all, with the last, partial block.
     pub length: usize,
+    /// Of text: how many pictures are in it, whose tokens are only assumed.
+    pub pictures: u64,
     /// That the states are of.
     pub namespace: Namespace,
 }
@@ -302,6 +304,7 @@ impl PromptHashes {
                 .step_by(stride)
                 .collect(),
             length: self.length,
+            pictures: self.pictures,
             namespace: self.namespace,
         }
     }
@@ -326,6 +329,7 @@ impl PromptHashes {
             block,
             states,
             length: text.len(),
+            pictures: 0,
             namespace: Namespace::default(),
         }
     }
@@ -365,6 +369,7 @@ impl TokenHasher {
                 block,
                 states: Vec::with_capacity(tokens / block),
                 length: 0,
+                pictures: 0,
                 namespace: Namespace::default(),
             },
             until_boundary: block,

@@ -1,6 +1,6 @@
 //! `POST /v1/completions`: OpenAI's older API, which takes token ids as well as text.
 
-use super::{PromptKeys, Separates, Shape, openai_error};
+use super::{COMMENT, PromptKeys, Separates, Shape, Waits, openai_error};
 
 pub(super) static SHAPE: Shape = Shape {
     path: "/v1/completions",
@@ -14,5 +14,6 @@ pub(super) static SHAPE: Shape = Shape {
     separates: Separates::Any,
     error: openai_error,
     error_event: None,
+    waits: Waits::Hearing(COMMENT),
     counts: None,
 };

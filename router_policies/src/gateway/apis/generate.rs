@@ -1,6 +1,6 @@
 //! `POST /generate`, SGLang's own API: token ids or text, a batch of either.
 
-use super::{PromptKeys, Separates, Shape, openai_error};
+use super::{PromptKeys, Separates, Shape, Waits, openai_error};
 
 pub(super) static SHAPE: Shape = Shape {
     path: "/generate",
@@ -15,5 +15,6 @@ pub(super) static SHAPE: Shape = Shape {
     separates: Separates::Any,
     error: openai_error,
     error_event: None,
+    waits: Waits::InSilence,
     counts: None,
 };

@@ -1,6 +1,6 @@
 //! `POST /v1/messages`: Anthropic's API, which Claude Code speaks.
 
-use super::{Counts, PromptKeys, Separates, Shape};
+use super::{Counts, PromptKeys, Separates, Shape, Waits};
 use crate::fleet::Usage;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -17,6 +17,7 @@ pub(super) static SHAPE: Shape = Shape {
     separates: Separates::None,
     error,
     error_event: Some("error"),
+    waits: Waits::Hearing("event: ping\ndata: {\"type\":\"ping\"}\n\n"),
     counts: Some(&Counts {
         events: &["message_start", "message_delta"],
         read: counted,

@@ -5,7 +5,7 @@ mod chat;
 mod completions;
 mod generate;
 mod messages;
-mod responses;
+pub(super) mod responses;
 
 use crate::fleet::{Outcome, Usage};
 use hyper::StatusCode;
@@ -54,10 +54,26 @@ pub struct Shape {
     pub error: fn(kind: &str, code: u16, message: &str) -> serde_json::Value,
     /// The name of an event that is an error.
     pub error_event: Option<&'static str>,
+    /// What keeps the client of a stream waiting that has no answer yet.
+    pub waits: Waits,
     /// Where its answers count tokens. None where they do by the names of OpenAI's chats and have what models
     /// and clients wrote as text alone, in which quotes are escaped: the names are then found without parsing.
     pub counts: Option<&'static Counts>,
 }
+
+/// What keeps a client waiting, in each API's own way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waits {
+    /// Nothing: its clients take the first bytes for the first tokens.
+    InSilence,
+    /// This, again and again.
+    Hearing(&'static str),
+    /// Numbered events of a response that has begun.
+    Numbered,
+}
+
+/// A comment of an event stream, which clients of OpenAI's APIs pass over.
+const COMMENT: &str = ": waiting\n\n";
 
 /// Where answers count tokens that may have the same names elsewhere: in the input of a tool that the model
 /// called, or in the schemas of the client's tools.
@@ -115,6 +131,14 @@ impl Api {
 
     pub(super) fn end(self) -> &'static str {
         self.shape().end
+    }
+
+    /// An error as the end of a stream.
+    pub(super) fn told_in_stream(self, error: &serde_json::Value) -> String {
+        match (self.shape().error_event, self.end()) {
+            (Some(name), _) => format!("event: {name}\ndata: {error}\n\n"),
+            (None, end) => format!("data: {error}\n\ndata: {end}\n\n"),
+        }
     }
 
     /// The event by which a stream ends that cannot go on after so many `events`.

@@ -2,10 +2,17 @@
 //! conversation; one that names an earlier response (`previous_response_id`) is compared by what it
 //! carries, and can only be served where that response is kept.
 
-use super::{Counts, PromptKeys, Separates, Shape, openai_error};
+use super::super::patience::Opening;
+use super::{Counts, PromptKeys, Separates, Shape, Waits, openai_error};
 use crate::fleet::Usage;
+use crate::fleet::log::unix_now_s;
+use hyper::StatusCode;
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+const CREATED: &str = "response.created";
+const IN_PROGRESS: &str = "response.in_progress";
 
 pub(super) static SHAPE: Shape = Shape {
     path: "/v1/responses",
@@ -19,6 +26,7 @@ pub(super) static SHAPE: Shape = Shape {
     separates: Separates::None,
     error: openai_error,
     error_event: Some("error"),
+    waits: Waits::Numbered,
     counts: Some(&Counts {
         events: &ENDS,
         read: counted,
@@ -90,6 +98,136 @@ pub(super) fn error_event(kind: &str, code: u16, message: &str, events: u64) -> 
     event["param"] = Value::Null;
     event["sequence_number"] = events.into();
     event
+}
+
+/// An event that keeps a client waiting: the first says that there is a response, those behind it that it is in
+/// progress. Codex counts events alone as signs of life. The response's id is the router's own, for the engine's is
+/// not known yet. OpenAI's package refuses a stream in which it changes: so the events that follow have it too.
+pub(in super::super) fn waiting(opening: &Opening, number: u64) -> String {
+    let kind = match number {
+        0 => CREATED,
+        _ => IN_PROGRESS,
+    };
+    let mut event = in_progress(opening);
+    event["type"] = kind.into();
+    event["sequence_number"] = number.into();
+    format!("event: {kind}\ndata: {event}\n\n")
+}
+
+fn in_progress(opening: &Opening) -> Value {
+    json!({"response": {
+        "id": opening.response_id(),
+        "object": "response",
+        "created_at": unix_now_s() as u64,
+        "status": "in_progress",
+        "model": opening.model,
+        "output": [],
+        "error": null,
+        "incomplete_details": null,
+        "parallel_tool_calls": true,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": null,
+    }})
+}
+
+/// The end of a stream that has had so many events (`number`) and comes to an answer of another status than 200:
+/// the error's own code, that status and its `Retry-After`, in the words on which Codex acts.
+pub(in super::super) fn failed(
+    opening: &Opening,
+    number: u64,
+    (code, status, retry_after): (Option<&str>, StatusCode, Option<&str>),
+    message: &str,
+) -> String {
+    let is_full = matches!(
+        status,
+        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
+    );
+    let code = code.unwrap_or(match is_full {
+        true => "rate_limit_exceeded",
+        false if status.is_client_error() => "invalid_prompt",
+        false => "server_error",
+    });
+    let message = match retry_after.filter(|_| is_full) {
+        Some(seconds) => format!("{message}. Please try again in {seconds}s."),
+        None => message.to_owned(),
+    };
+    let mut event = in_progress(opening);
+    event["type"] = "response.failed".into();
+    event["sequence_number"] = number.into();
+    event["response"]["status"] = "failed".into();
+    event["response"]["error"] = json!({"code": code, "message": message});
+    format!("event: response.failed\ndata: {event}\n\n")
+}
+
+/// Appends an event of a worker to `events`, its number raised by those that the client had before, and the response
+/// called as the client was `told`; one that says once more that there is a response says that it is in progress.
+/// Comes with the response's own id, where the event has it.
+pub(in super::super) fn renumber(
+    event: &[u8],
+    by: u64,
+    told: &str,
+    events: &mut Vec<u8>,
+) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Numbered<'a> {
+        #[serde(borrow, rename = "type")]
+        kind: Option<&'a RawValue>,
+        #[serde(borrow)]
+        sequence_number: Option<&'a RawValue>,
+        #[serde(borrow)]
+        response: Option<&'a RawValue>,
+    }
+    #[derive(Deserialize)]
+    struct Response<'a> {
+        #[serde(borrow)]
+        id: Option<&'a RawValue>,
+    }
+    let mut own_id = None;
+    let is_created = |value: &&[u8]| value.trim_ascii() == CREATED.as_bytes();
+    for line in event.split_inclusive(|&byte| byte == b'\n') {
+        if line
+            .strip_prefix(b"event:")
+            .is_some_and(|it| is_created(&it))
+        {
+            events.extend_from_slice(format!("event: {IN_PROGRESS}\n").as_bytes());
+            continue;
+        }
+        let data = line.strip_prefix(b"data:");
+        let Some(Ok(found)) = data.map(serde_json::from_slice::<Numbered<'_>>) else {
+            events.extend_from_slice(line);
+            continue;
+        };
+        let begin = line.as_ptr() as usize;
+        let place = |raw: &RawValue| {
+            let at = raw.get().as_ptr() as usize - begin;
+            at..at + raw.get().len()
+        };
+        let number = |raw: &RawValue| raw.get().parse::<u64>().ok();
+        let kind = found
+            .kind
+            .filter(|raw| raw.get().trim_matches('"') == CREATED);
+        let kind = kind.map(|raw| (place(raw), format!("\"{IN_PROGRESS}\"")));
+        let number = found
+            .sequence_number
+            .and_then(|raw| Some((place(raw), number(raw)?.saturating_add(by).to_string())));
+        let id = found.response.and_then(|raw| {
+            let response: Response<'_> = serde_json::from_str(raw.get()).ok()?;
+            let own: String = serde_json::from_str(response.id?.get()).ok()?;
+            own_id.get_or_insert(own);
+            Some((place(response.id?), Value::from(told).to_string()))
+        });
+        let mut changes: Vec<_> = kind.into_iter().chain(number).chain(id).collect();
+        changes.sort_by_key(|(place, _)| place.start);
+        let mut copied = 0;
+        for (place, new) in changes {
+            events.extend_from_slice(&line[copied..place.start]);
+            events.extend_from_slice(new.as_bytes());
+            copied = place.end;
+        }
+        events.extend_from_slice(&line[copied..]);
+    }
+    own_id
 }
 
 #[cfg(test)]

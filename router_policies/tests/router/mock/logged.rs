@@ -28,10 +28,14 @@ pub fn begin() {
 
 /// Those about this worker.
 pub fn lines_of(worker: &str) -> Vec<String> {
-    let about = format!("worker {worker}: ");
+    lines_with(&format!("worker {worker}: "))
+}
+
+/// Those that begin so.
+pub fn lines_with(begin: &str) -> Vec<String> {
     let kept = KEPT.0.lock();
     kept.iter()
-        .filter(|line| line.starts_with(&about))
+        .filter(|line| line.starts_with(begin))
         .cloned()
         .collect()
 }

@@ -52,6 +52,14 @@ pub enum Fault {
     Refuse(u16),
 }
 
+/// The scheduler's own time in load reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Clock {
+    None,
+    GoesOn,
+    StandsStill,
+}
+
 /// How a stream ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
@@ -81,14 +89,27 @@ pub struct Behaviour {
     pub unanswered: Mutex<Vec<String>>,
     /// Reports its load as SGLang does.
     pub reports_load: AtomicBool,
+    /// What its load reports say of the scheduler's own time.
+    pub clock: Mutex<Clock>,
+    /// Load reports are not answered while requests run.
+    pub loads_block: AtomicBool,
+    pub health_hangs: AtomicBool,
+    /// Reports its load as vLLM does, with counters that stand still.
+    pub reports_metrics: AtomicBool,
     /// What `/server_info` says of the engine's start; 0 says nothing.
     pub started: AtomicU64,
     /// Which `/v1/models` lists.
     pub models: Mutex<Vec<&'static str>>,
+    /// How many tokens it takes of each; 0 says nothing.
+    pub max_model_len: AtomicU64,
     /// The folder that `/model_info` names.
     pub model_path: Mutex<String>,
+    /// Says that it is vLLM, and not SGLang.
+    pub is_vllm: AtomicBool,
     /// Of the first of them, which it lists too.
     pub adapters: Mutex<Vec<&'static str>>,
+    /// Responses that it keeps, by their ids.
+    pub responses: Mutex<Vec<&'static str>>,
     /// Data-parallel ranks that the bootstrap server names, and how often it was asked.
     pub dp_ranks: AtomicUsize,
     pub queries: AtomicUsize,
@@ -146,11 +167,18 @@ impl MockWorker {
             hangs: AtomicBool::new(false),
             unanswered: Mutex::new(Vec::new()),
             reports_load: AtomicBool::new(false),
+            clock: Mutex::new(Clock::None),
+            loads_block: AtomicBool::new(false),
+            health_hangs: AtomicBool::new(false),
+            reports_metrics: AtomicBool::new(false),
             started: AtomicU64::new(0),
             cached_tokens: AtomicU64::new(10),
             models: Mutex::new(vec!["mock", "listed/only"]),
+            max_model_len: AtomicU64::new(0),
             model_path: Mutex::new("mock".to_owned()),
+            is_vllm: AtomicBool::new(false),
             adapters: Mutex::new(Vec::new()),
+            responses: Mutex::new(Vec::new()),
             dp_ranks: AtomicUsize::new(1),
             queries: AtomicUsize::new(0),
             running: AtomicUsize::new(0),
@@ -297,11 +325,31 @@ async fn answer(
     }
     match path.as_str() {
         "/v1/loads" if behaviour.reports_load.load(Ordering::SeqCst) => {
+            while behaviour.loads_block.load(Ordering::SeqCst) && load() > 0 {
+                pause(10_000).await;
+            }
+            let now_s = std::time::UNIX_EPOCH
+                .elapsed()
+                .expect("a clock")
+                .as_secs_f64();
+            let clock = match *behaviour.clock.lock() {
+                Clock::None => String::new(),
+                Clock::GoesOn => format!(r#""timestamp":{now_s},"#),
+                Clock::StandsStill => r#""timestamp":1000.5,"#.to_owned(),
+            };
             let report = format!(
-                r#"{{"loads":[{{"num_running_reqs":{},"num_waiting_reqs":0,"num_used_tokens":0,"max_total_num_tokens":1000000}}]}}"#,
+                r#"{{"timestamp":{now_s},"loads":[{{{clock}"num_running_reqs":{},"num_waiting_reqs":0,"num_used_tokens":0,"max_total_num_tokens":1000000}}]}}"#,
                 load()
             );
             return Ok(whole(200, "application/json", report));
+        }
+        "/metrics" if behaviour.reports_metrics.load(Ordering::SeqCst) => {
+            let metrics = "vllm:num_requests_running 1.0\nvllm:num_requests_waiting 0.0\n\
+                           vllm:generation_tokens_total 7.0\nvllm:prompt_tokens_total 9.0\n";
+            return Ok(whole(200, "text/plain", metrics));
+        }
+        "/health" | "/health_generate" if behaviour.health_hangs.load(Ordering::SeqCst) => {
+            return std::future::pending().await;
         }
         "/health" | "/health_generate" => {
             let status = if behaviour.healthy.load(Ordering::SeqCst) {
@@ -316,20 +364,43 @@ async fn answer(
             let info = serde_json::json!({"model_path": path, "is_generation": true});
             return Ok(whole(200, "application/json", info.to_string()));
         }
+        "/server_info" | "/get_server_info" | "/version"
+            if behaviour.is_vllm.load(Ordering::SeqCst) =>
+        {
+            return Ok(match path.as_str() {
+                "/version" => whole(200, "application/json", r#"{"version":"0.26.0"}"#),
+                _ => whole(404, "text/plain", ""),
+            });
+        }
+        "/metrics" if behaviour.is_vllm.load(Ordering::SeqCst) => {
+            let metrics = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"10\"} 1.0\n";
+            return Ok(whole(200, "text/plain", metrics));
+        }
         "/server_info" | "/get_server_info" => {
             let startup_time = match behaviour.started.load(Ordering::SeqCst) {
                 0 => "null".to_owned(),
                 started => format!("{{\"load_weight\":{started}.5}}"),
             };
             let info = format!(
-                r#"{{"model_path":"mock","served_model_name":"mock","max_total_num_tokens":1000000,"page_size":1,"tp_size":1,"dp_size":1,"version":"0.5.17","startup_time":{startup_time},"random_seed":1}}"#
+                r#"{{"model_path":{},"served_model_name":"mock","max_total_num_tokens":1000000,"page_size":1,"tp_size":1,"dp_size":1,"version":"0.5.17","api_key":"the-engines-secret","admin_api_key":"the-engines-secret","startup_time":{startup_time},"random_seed":1}}"#,
+                serde_json::Value::from(behaviour.model_path.lock().as_str())
             );
             return Ok(whole(200, "application/json", info));
         }
         "/v1/models" => {
             let models = behaviour.models.lock();
             let adapters = behaviour.adapters.lock();
-            let entries = models.iter().map(|id| format!(r#"{{"id":"{id}"}}"#));
+            let context = match behaviour.max_model_len.load(Ordering::SeqCst) {
+                0 => String::new(),
+                tokens => format!(r#","max_model_len":{tokens}"#),
+            };
+            let owner = match behaviour.is_vllm.load(Ordering::SeqCst) {
+                true => r#","owned_by":"vllm""#,
+                false => "",
+            };
+            let entries = models
+                .iter()
+                .map(|id| format!(r#"{{"id":"{id}"{owner}{context}}}"#));
             let of_adapters = adapters
                 .iter()
                 .map(|id| format!(r#"{{"id":"{id}","parent":"{}"}}"#, models[0]));
@@ -344,6 +415,17 @@ async fn answer(
                 ranks.map(|rank| format!(r#""{rank}":{{"engine_id":"engine-{}"}}"#, 7 + rank));
             let answer = format!("{{{}}}", ranks.collect::<Vec<_>>().join(","));
             return Ok(whole(200, "application/json", answer));
+        }
+        path if path.starts_with("/v1/responses/") => {
+            let rest = &path["/v1/responses/".len()..];
+            let id = rest.trim_end_matches("/cancel");
+            let found = behaviour.responses.lock().contains(&id);
+            let said = format!(r#"{{"id":"{id}","asked":"{} {rest}"}}"#, request.method());
+            return Ok(whole(
+                if found { 200 } else { 404 },
+                "application/json",
+                said,
+            ));
         }
         "/v1/models/mock" => {
             return Ok(whole(200, "application/json", r#"{"id":"mock"}"#));
@@ -533,4 +615,12 @@ async fn answer(
         .header("content-type", "text/event-stream")
         .body(Body::Right(StreamBody::new(Events(receiver))))
         .expect("a response"))
+}
+
+/// A connection of a client that hardly reads: a few kilobytes wait for it, and a stream soon stands still.
+pub async fn narrow_connection(address: &str) -> tokio::net::TcpStream {
+    let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
+    socket.set_recv_buffer_size(4096).expect("a small buffer");
+    let address = address.parse().expect("an address");
+    socket.connect(address).await.expect("a connection")
 }
