@@ -108,7 +108,8 @@ def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": QUESTION},
     ]
-    asked: Any = {"model": model, "tools": [tool], "user": "chat-1"}
+    named = {"x-session-id": "chat-1"}
+    asked: Any = {"model": model, "tools": [tool], "extra_headers": named}
     plain = client.chat.completions.create(messages=history, max_tokens=16, **asked)
     assert plain.usage is not None, plain
     assert plain.choices[0].finish_reason, plain
