@@ -3,4 +3,17 @@
 The rooms (`launch`, `router_policies`, `sglang_ext`, `replay`, `eval`) hold everything else.
 """
 
-__version__ = "0.2.0"
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """`__version__`: as installed, which is what Cargo.toml says. Looked up when asked for:
+        engines import parts of this package from a folder that is not installed."""
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib.metadata import version
+
+        return version("deltaserve")
