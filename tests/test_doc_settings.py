@@ -166,7 +166,7 @@ def test_settings_that_stand_alone_are_taken_by_an_experiment_or_a_topology(tmp_
         ("deltaserve eval run demo --set replay.sped=1", "unknown key"),
         ("deltaserve eval run residency --set set.model_name=x", "model_name"),
         ("deltaserve eval run residency --set arms.sglang.policy=nothing", "no policy 'nothing'"),
-        ("deltaserve eval run rules-gpu --set arms.priced.set.router.residency.fil=1", "fil"),
+        ("deltaserve eval run admission --set arms.priced.set.router.residency.fil=1", "fil"),
         ("deltaserve eval simulate demo --output x", "simulate.calibration"),
         ("deltaserve launch up laptop-sglang --set workers.0.cuont=1", "cuont"),
         ("deltaserve launch status laptop", "no topology 'laptop'"),

@@ -1,5 +1,5 @@
 """What the README, the docs and the pages of results may be: their length, their number, and the
-words in them; and what a checkout may weigh.
+words in them; what a checkout may weigh, and how many experiments are packaged.
 
 A reader finds an answer in a minute only where pages are short and few, and reads a sentence once
 only where its words are the field's.
@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from docs.generate import main as generate
+from eval.experiment_files import packaged_experiments
 from tests.doc_pages import ROOT
 
 README_LINES = 120
 PAGES = 16
 PAGE_LINES = 250
 CHECKOUT_BYTES = 12_000_000
+EXPERIMENTS = 10
 PLAIN = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
@@ -58,6 +60,10 @@ def test_a_checkout_is_small() -> None:
     files = [ROOT / name for name in listed.split("\0") if name]
     weight = sum(path.stat().st_size for path in files if path.is_file())
     assert weight <= CHECKOUT_BYTES
+
+
+def test_the_packaged_experiments_are_few() -> None:
+    assert len(packaged_experiments()) <= EXPERIMENTS
 
 
 def prose(page: Path) -> list[tuple[int, str]]:
