@@ -1,8 +1,9 @@
 """Writes the tables of the docs that follow from the code, between their markers.
 
 Owns which table stands on which page; a table's facts are the router's (`policies()`,
-`residency_rules()`) and the shape that is measured. `--check` writes nothing and ends with 1
-where a page is not what this would write.
+`residency_rules()`, `load_config()`) and the shape that is measured. What a key of `router.toml`
+means is written on its page; which keys there are, and their defaults, is the router's. `--check`
+writes nothing and ends with 1 where a page is not what this would write.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -141,6 +143,75 @@ def topology_keys() -> str:
     )
 
 
+def _loaded(text: str) -> dict[str, Any]:
+    """What the router reads from a `router.toml`, with defaults."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        return dict(json.loads(_core.load_config(file.name)))
+
+
+def _keys(text: str) -> list[str]:
+    """The keys that the router expects in the last table of `text`, as it says itself."""
+    try:
+        _loaded(f"{text}no_such_key = 1\n")
+    except ValueError as error:
+        return re.findall(r"`([a-z_]+)`", str(error).partition("expected one of")[2])
+    raise AssertionError("the router takes a key that there is not")
+
+
+_OF_THE_MACHINE = {"threads"}
+"""Keys whose default depends on where the router runs: the page says it in words."""
+
+
+def _default(key: str, value: Any, said: str) -> str:
+    """A default as tables show it; `said` where the code has none, or not the same everywhere."""
+    if value is None or isinstance(value, dict) or key in _OF_THE_MACHINE:
+        return said
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"`{value}`"
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if key.endswith("_bytes") and isinstance(value, int) and value % (1 << power) == 0:
+            return f"{value >> power} {unit}"
+    return f"{value:g}"
+
+
+def _rows_of(page_table: str, known: list[str]) -> list[list[str]]:
+    """The rows of a table on a page, whose first cells must name each of the `known` keys once."""
+    _, _, *lines = page_table.strip().splitlines()
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    named = [key for row in rows for key in _named(row[0])]
+    if wrong := {*named} ^ {*known} | {key for key in named if named.count(key) > 1}:
+        sys.exit(
+            f"docs/router.md: {', '.join(sorted(wrong))}: the table must have each key of "
+            "router.toml once, and no other; what a key means is written there by hand"
+        )
+    return rows
+
+
+def _named(cell: str) -> list[str]:
+    return re.findall(r"`\[?([a-z_]+)\]?`", cell)
+
+
+def router_settings(now: str) -> str:
+    defaults = _loaded("")
+    rows = _rows_of(now, [key for key in _keys("") if key != "workers"])
+    for row in rows:
+        keys = _named(row[0])
+        said = row[1].split(", ") if len(keys) > 1 else row[1:2]
+        said += [""] * (len(keys) - len(said))
+        shown = [_default(key, defaults[key], word) for key, word in zip(keys, said, strict=False)]
+        row[1] = ", ".join(word for word in shown if word)
+    return table(("key", "default", "meaning"), rows)
+
+
+def worker_keys(now: str) -> str:
+    rows = _rows_of(now, _keys('[[workers]]\nurl = "http://10.0.0.1:8000"\n'))
+    return table(("key of a worker", "meaning"), rows)
+
+
 ARMS = {
     "vLLM, FP8 KV, host tier, chunks of 4,096": "vLLM, chunks of 4,096",
     "SGLang, FP8 KV, host tier, mixed chunks of 4,096": "SGLang, mixed chunks of 4,096",
@@ -171,6 +242,11 @@ def measured() -> str:
     )
 
 
+WITH_THEIR_WORDS: dict[str, Callable[[str], str]] = {
+    "router-settings": router_settings,
+    "worker-keys": worker_keys,
+}
+"""Made from the code and the table that stands on the page."""
 TABLES: dict[str, Callable[[], str]] = {
     "measured": measured,
     "sizing": sizing,
@@ -179,12 +255,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "admission-rules": admission_rules,
     "topology-keys": topology_keys,
 }
-_BLOCK = re.compile(r"(?ms)^(<!-- generated: ([a-z-]+) -->\n).*?^(<!-- end -->)$")
+_BLOCK = re.compile(r"(?ms)^(<!-- generated: ([a-z-]+) -->\n)(.*?)^(<!-- end -->)$")
 
 
 def written(text: str) -> str:
     """A page with every table between its markers made again."""
-    return _BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+    def block(found: re.Match[str]) -> str:
+        begin, name, now, end = found.groups()
+        made = WITH_THEIR_WORDS[name](now) if name in WITH_THEIR_WORDS else TABLES[name]()
+        return f"{begin}{made}\n{end}"
+
+    return _BLOCK.sub(block, text)
 
 
 def main(arguments: list[str] | None = None) -> int:

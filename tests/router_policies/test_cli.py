@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from tests.command_line import deltaserve
-from tests.doc_pages import blocks
+from tests.doc_pages import ROOT, blocks
 
 COMMAND = [sys.executable, "-m", "deltaserve"]
 
@@ -29,7 +30,9 @@ def as_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @asynccontextmanager
-async def router(*arguments: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+async def router(
+    *arguments: str, ready: bool = True
+) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
     process = await asyncio.create_subprocess_exec(
         *COMMAND, "route", "--port", "0", *arguments, stderr=asyncio.subprocess.PIPE
     )
@@ -42,7 +45,7 @@ async def router(*arguments: str) -> AsyncIterator[tuple[str, asyncio.subprocess
             if "listening on" in line:
                 url = line.split()[-1]
         async with aiohttp.ClientSession() as session:
-            for _ in range(400):
+            for _ in range(400 if ready else 0):
                 async with session.get(f"{url}/readyz") as response:
                     if response.status == 200:
                         break
@@ -530,3 +533,37 @@ def test_the_check_names_what_stands_in_the_way_of_a_worker() -> None:
         assert result.stderr.count("\n") == 1
         assert "does not answer /health" in result.stderr
         assert words in result.stderr
+
+
+def documented_paths() -> dict[str, set[str]]:
+    """Paths in the first column of the table of docs/router.md, with their methods: a method stands
+    before the path or, if there are several, before the others, and goes for the paths after it."""
+    page = (ROOT / "docs/router.md").read_text()
+    found: dict[str, set[str]] = {}
+    for row in re.findall(r"(?m)^\| (`.*?) \|", page[page.index("\n## HTTP\n") :]):
+        methods: set[str] = set()
+        has_path = False
+        for code in re.findall(r"`([^`]+)`", row):
+            if (parts := re.fullmatch(r"([A-Z]+)? ?(/[^ ?]*)?(?:\?\S+)?", code)) is None:
+                break
+            method, path = parts.groups()
+            if method:
+                methods = {method} if has_path else methods | {method}
+            has_path = path is not None
+            if path:
+                found[path] = methods | found.get(path, set())
+    return found
+
+
+async def test_every_path_on_its_page_has_the_methods_that_the_page_says() -> None:
+    said = documented_paths()
+    del said["/sessions/ID"]  # the router does not tell other methods there from a path that is not
+    assert {"/generate", "/workers/ID/drain", "/decisions"} <= said.keys()
+    async with router("--worker", "http://127.0.0.1:9", ready=False) as (url, _):
+        found = {}
+        async with aiohttp.ClientSession() as session:
+            for path in said:
+                # A method that no path has is refused with those that the path has.
+                async with session.patch(f"{url}{path}") as answer:
+                    found[path] = {*answer.headers.get("allow", str(answer.status)).split(", ")}
+    assert found == said
