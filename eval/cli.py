@@ -295,7 +295,7 @@ def plan_command(
         int | None,
         typer.Option(min=1, help="As of replay run; a worker refuses what is longer than its KV."),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Draws at the levels that decide.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Trace seeds at the levels that decide.")] = 3,
     measure_s: Annotated[float, typer.Option(help="Length of a simulated window.")] = 900.0,
     tolerance: Annotated[
         float, typer.Option(min=0.01, max=1, help="Levels are no closer than this share.")
@@ -305,15 +305,15 @@ def plan_command(
         bool,
         typer.Option(
             "--calibration-spread",
-            help="With each draw, draw constants from the error that the calibration states.",
+            help="A trace seed also draws constants from the error that the calibration states.",
         ),
     ] = False,
 ) -> None:
-    """Say how many agents a GPU carries, arm by arm, in simulation, and what to measure next.
+    """Say how many agents a GPU holds, arm by arm, in simulation, and what to measure next.
 
     Arms: SGLang and vLLM colocated, with and without residency, with and without a host tier, and
-    SGLang with prefill apart from two GPUs on. OUTPUT/plan.toml is the experiment, which eval run
-    measures as it is.
+    from two GPUs on SGLang with separated prefill. OUTPUT/plan.toml is the experiment, which eval
+    run measures as it is.
     """
     from eval.planning import Asked, Hardware, plan
     from eval.progress import Progress

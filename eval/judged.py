@@ -246,7 +246,9 @@ def not_met(found: Mapping[str, float], slo: Slo, stretch_p90: float = np.nan) -
             f"{starved} session{'s get' if starved > 1 else ' gets'} nothing all the window"
         )
     if not found["in_time_share"] >= slo.attainment:
-        reasons.append(f"{found['in_time_share']:.1%} of turns in time, not {slo.attainment:.0%}")
+        reasons.append(
+            f"{found['in_time_share']:.1%} of turns within the SLO, not {slo.attainment:.0%}"
+        )
     if not found["late_share_p90"] <= slo.late_share_p90:
         reasons.append(
             f"one session in ten is late for {found['late_share_p90']:.0%} of its time or more, "

@@ -55,7 +55,7 @@ _RATES = (
     ("throughput_output_tps", "Output tokens / s", "window_tokens"),
     ("requests_per_s", "Requests / s", "completed"),
     ("first_tokens_per_s", "First tokens / s", "first_tokens"),
-    ("in_time_per_s", "Turns in time / s", "in_time"),
+    ("in_time_per_s", "Turns within the SLO / s", "in_time"),
 )
 MEASURES = (
     *(
@@ -76,7 +76,7 @@ MEASURES = (
         )
         for key, label, column in _RATES
     ),
-    Measure("in_time_share", "Turns in time", False, "in_time", kind="share"),
+    Measure("in_time_share", "Turns within the SLO", False, "in_time", kind="share"),
     Measure("wait_mean_s", "Mean wait for a first token", True, "waited_s", kind="mean"),
     *(
         Measure(f"wait_over_{limit}", f"Turns that wait over {limit} s", True, f"over_{limit}",

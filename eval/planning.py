@@ -334,7 +334,7 @@ def _measure_next(best: Search, rivals: Sequence[Search], path: Path) -> str:
     why = (
         f"the simulation does not choose between them: {', '.join(names)}"
         if rivals
-        else f"{best.arm} is ahead of every other arm; whether it carries that is not measured"
+        else f"{best.arm} is ahead of every other arm; its capacity is simulated, not measured"
     )
     only = " ".join(f"--only {name}" for name in names)
     return (

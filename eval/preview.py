@@ -163,8 +163,8 @@ def _search_words(experiment: Experiment) -> str | None:
     if search is None:
         return None
     return (
-        f"levels of {search.over}: from {search.start:g}, doubled or halved until one carries and "
-        f"one does not ({search.low:g} to {search.high:g}), then between them to within "
+        f"levels of {search.over}: from {search.start:g}, doubled or halved until one is met and "
+        f"one is not ({search.low:g} to {search.high:g}), then between them to within "
         f"{search.tolerance:.0%}, each end up to {search.repeats} times"
         + ("; and one session alone" if search.measures_alone else "")
     )

@@ -223,7 +223,7 @@ def _search_all(
 
         found = search_arm(experiment, told, output, execute)
         if found is not None:
-            words = f"{arm}: carries {found.value:g} ({found.low:g} to {found.high:g})"
+            words = f"{arm}: capacity {found.value:g} ({found.low:g} to {found.high:g})"
             doubt = f"; {by_turns_alone(found.unjudged)}" if found.unjudged else ""
             missed = found.missed
             why = f"; {why_no_more(missed.load, missed.not_met)}" if missed else ""

@@ -27,6 +27,8 @@ PLAIN = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "results").glob("*.md")),
+    *sorted((ROOT / "eval/experiments").glob("*.toml")),
+    *sorted((ROOT / "launch/topologies").glob("*.toml")),
 ]
 # Words of our own → the field's.
 DIALECT = {

@@ -25,10 +25,10 @@ _RATES = {
     "throughput_output_tps": "output tokens/s",
     "requests_per_s": "requests/s",
     "first_tokens_per_s": "first tokens/s",
-    "in_time_per_s": "turns in time/s",
+    "in_time_per_s": "turns within the SLO/s",
 }
 _SHARES = {
-    "in_time_share": "of turns in time",
+    "in_time_share": "of turns within the SLO",
     "apc": "of prompt tokens from cache",
     "recomputed_share": "of prompt tokens recomputed",
 }
@@ -76,7 +76,7 @@ def _capacity(search: Search) -> str:
     if not search.agents > 0:
         return f"{search.arm}: no level met the objective{after}"
     within = f" ({interval})" if interval else ""
-    return f"{search.arm} carries {value} {search.what}{where}{within}{after}"
+    return f"{search.arm} has a capacity of {value} {search.what}{where}{within}{after}"
 
 
 def _figures(cell: Cell, primary: Sequence[str]) -> str:
@@ -133,7 +133,7 @@ def _verdicts(evidence: Evidence) -> str:
         if item.primary and item.verdict is not Verdict.UNJUDGED:
             by_arm.setdefault(arms.get(item.arm, item.arm), []).append(item)
     if not by_arm:
-        return "Nothing here carries a verdict; the reasons stand below."
+        return "There is no verdict; the reasons stand below."
     clauses = [_clause(arm, items) for arm, items in list(by_arm.items())[:_MOST_ARMS]]
     more = len(by_arm) - _MOST_ARMS
     tail = f"; {more} more arms below" if more > 0 else ""

@@ -63,15 +63,15 @@ def _at(load: str, cells: Sequence[Cell], evidence: Evidence) -> str:
 
 def _words(cell: Cell) -> str:
     return (
-        f"{percent(cell.felt['in_time_share'])} of turns in time, one session in ten late for "
-        f"{percent(cell.felt['late_share_p90'])} of its time or more, longest wait "
+        f"{percent(cell.felt['in_time_share'])} of turns within the SLO, one session in ten late "
+        f"for {percent(cell.felt['late_share_p90'])} of its time or more, longest wait "
         f"{seconds(cell.felt['longest_wait_s'])}"
     )
 
 
 def both_sides(cells: Sequence[Cell]) -> Chart | None:
-    """Turns in time a second against the late share of sessions (p90), a dot a cell, its arm's
-    loads joined in their order: up and to the left is better. The last one of an arm says its
+    """Turns within the SLO a second against the late share of sessions (p90), a dot a cell, its
+    arm's loads joined in their order: up and to the left is better. The last one of an arm says its
     longest wait. None where nothing is known of either."""
     palette = colours(cells)
     most = cells[0].slo.late_share_p90
@@ -94,9 +94,9 @@ def both_sides(cells: Sequence[Cell]) -> Chart | None:
         return None
     marks.append(Rule("", x=100 * most))
     return Chart(
-        "Turns in time a second against the late share of sessions, with the longest wait",
+        "Turns within the SLO a second against the late share of sessions, with the longest wait",
         Axis(f"late share of sessions p90, %; objective: {100 * most:g} at most", zero=True),
-        Axis("turns in time/s", zero=True),
+        Axis("turns within the SLO/s", zero=True),
         marks,
     )
 

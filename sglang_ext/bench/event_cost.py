@@ -65,7 +65,7 @@ def main() -> None:
     collections = _Collections()
     made = random.Random(1)
     print(f"{PROMPT_TOKENS:,} new tokens, median of {REPEATS} (the longest), ms")
-    print("| page | events | as it comes | of it collections | frozen |")
+    print("| page | events | default | of it collections | frozen |")
     print("|---|---|---|---|---|")
     rows: dict[tuple[int, bool], list[str]] = {}
     for frozen in (False, True):

@@ -441,7 +441,7 @@ def test_a_search_for_capacity_is_the_answer(three_arms: Path, tmp_path: Path) -
     searches = find_searches([tmp_path])
     evidence = gather(find_runs([three_arms]), draws=20, searches=searches)
     html, markdown = write_report(evidence, tmp_path / "report")
-    assert "**x carries 6 agents a GPU (4–8).**" in markdown.read_text()
+    assert "**x has a capacity of 6 agents a GPU (4–8).**" in markdown.read_text()
     assert "| x | 16 | 84.0 % |" in markdown.read_text()
     assert 'id="plot-capacity-in_time_share"' in html.read_text()
     (tmp_path / "capacity.json").write_text("[1]")
@@ -452,15 +452,15 @@ def test_a_search_for_capacity_is_the_answer(three_arms: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"workers": 2}, "x carries 6 agents a worker (4–8)."),
-        ({"per_worker": 3.0}, "x carries 3 agents a worker (2–4)."),
-        ({"high": None, "workers": 1}, "x carries 12 agents a worker (at least 8)."),
-        ({"low": 0, "workers": 1}, "x carries 12 agents a worker (at most 16)."),
+        ({"workers": 2}, "x has a capacity of 6 agents a worker (4–8)."),
+        ({"per_worker": 3.0}, "x has a capacity of 3 agents a worker (2–4)."),
+        ({"high": None, "workers": 1}, "x has a capacity of 12 agents a worker (at least 8)."),
+        ({"low": 0, "workers": 1}, "x has a capacity of 12 agents a worker (at most 16)."),
         (
             {"low": 0, "high": None, "workers": 1},
-            "x carries 12 agents a worker (no level is sure).",
+            "x has a capacity of 12 agents a worker (no level is sure).",
         ),
-        ({}, "x carries 12 agents in all."),
+        ({}, "x has a capacity of 12 agents in all."),
         (
             {"agents": 0, "low": 0, "workers": 1, "finished": False},
             "x: no level met the objective, so far: the search has levels to try.",
@@ -481,7 +481,7 @@ def test_the_first_picture_of_a_search_is_of_what_decided_it(
     make_run(arm="b")
     make_run(arm="a")
     slo = {"attainment": 0.9, "stretch_p90": 2.0}
-    for attainment, title in ((1.0, "Stretch of sessions p90"), (0.5, "Turns in time")):
+    for attainment, title in ((1.0, "Stretch of sessions p90"), (0.5, "Turns within the SLO")):
         levels = [
             {"load": 1, "meets": True, "in_time_share": 1.0, "stretch_p90": 1.0},
             {"load": 2, "meets": False, "in_time_share": attainment, "stretch_p90": 3.0},

@@ -33,4 +33,4 @@ def test_a_line_has_the_measures_of_its_run_and_why_the_objective_is_missed(
         for name in FELT:
             assert float(line[name]) == pytest.approx(measures[name], rel=1e-3, abs=1e-3)
         assert line["not_met"] == "; ".join(not_met(measures, slo))
-    assert "of turns in time" in slow["not_met"]
+    assert "of turns within the SLO" in slow["not_met"]

@@ -110,7 +110,7 @@ def test_a_report_names_invalid_levels_and_judges_all_again_by_another_objective
     searches = find_searches([output])
     as_made = gather(runs, draws=20, searches=searches)
     loads = ", ".join(f"{level['load']:g}" for level in levels)
-    assert "one carries 3 agents a worker" in answer(as_made)
+    assert "one has a capacity of 3 agents a worker" in answer(as_made)
     assert f"a rule of validity was broken at {loads}" in answer(as_made)
     assert "so far" not in answer(as_made)
     [strict] = gather(runs, draws=20, searches=searches, slo={"ttft_s": 0.05}).searches
@@ -143,7 +143,7 @@ def test_levels_without_a_known_stretch_are_said_to_be_judged_by_turns_alone(
     loads = ", ".join(f"{level['load']:g}" for level in carried)
     doubt = f"no session's stretch is known at {loads}: judged by turns alone"
     assert doubt in answer(evidence)
-    assert f"one: carries 11 (0 to 11); {doubt}" in " ".join(told.getvalue().split())
+    assert f"one: capacity 11 (0 to 11); {doubt}" in " ".join(told.getvalue().split())
     shown = section(evidence)
     assert shown is not None
     [levels] = [table for title, table in shown.tables if title == "Levels"]
@@ -166,7 +166,7 @@ def test_a_search_under_another_objective_and_its_report_have_one_objective(
     assert searches[0].agents == 11
     found = gather(find_runs([output]), draws=20, searches=searches)
     assert found.slo == experiment.slo
-    assert "carries 11" in answer(found)
+    assert "a capacity of 11" in answer(found)
     assert "so far" not in answer(found)
     # The answer of before, beside runs that are judged otherwise by now.
     [again] = gather(find_runs([output]), draws=20, searches=strict).searches

@@ -53,8 +53,8 @@ MEASURED: tuple[Measured, ...] = (
     Measured("throughput_output_tps", "Output tokens/s", "", _of("throughput_output_tps"),
              shared=True),
     Measured("first_tokens_per_s", "First tokens/s", "", _of("first_tokens_per_s"), shared=True),
-    Measured("in_time_per_s", "Turns in time/s", "", _of("in_time_per_s"), shared=True),
-    Measured("in_time_share", "Turns in time", "%", _of("in_time_share"), 100.0),
+    Measured("in_time_per_s", "Turns within the SLO/s", "", _of("in_time_per_s"), shared=True),
+    Measured("in_time_share", "Turns within the SLO", "%", _of("in_time_share"), 100.0),
     Measured("late_share_p90", "Late share of sessions p90", "%", _of("late_share_p90"), 100.0),
     Measured("wait_mean_s", "Mean wait for a first token", "s", _of("wait_mean_s")),
     Measured("apc", "Prompt tokens from cache", "%", _of("apc"), 100.0),
@@ -147,7 +147,7 @@ def pareto(cells: Sequence[Cell]) -> Chart | None:
 
 # Keys of a level in capacity.json: what it is, unit, factor, the objective's bound.
 _LEVEL_MEASURES = {
-    "in_time_share": ("Turns in time", "%", 100.0),
+    "in_time_share": ("Turns within the SLO", "%", 100.0),
     "late_share_p90": ("Late share of sessions p90", "%", 100.0),
     "stretch_p90": ("Stretch of sessions p90", "×", 1.0),
     "ttft_p90": ("TTFT p90", "s", 1.0),

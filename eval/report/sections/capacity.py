@@ -14,7 +14,7 @@ _Level = tuple[Search, dict[str, Any]]
 
 _FOUND: tuple[Column[Search], ...] = (
     Column("arm", "Arm", lambda search: search.arm),
-    Column("agents", "Carries", lambda search: search.agents, LEVEL),
+    Column("agents", "Capacity", lambda search: search.agents, LEVEL),
     Column("low", "At least", lambda search: search.low, LEVEL),
     Column("high", "At most", lambda search: search.high, LEVEL),
     Column(
@@ -37,8 +37,8 @@ def _why_not(row: _Level) -> str:
     return "; ".join(row[1].get("not_met") or [])
 
 
-def _carried(row: _Level) -> str:
-    """Whether the level was carried, and whether its intervals leave no doubt of that."""
+def _met(row: _Level) -> str:
+    """Whether the level met the objective, and whether its intervals leave no doubt of that."""
     search, level = row
     if level.get("meets") is None:
         return ""
@@ -50,9 +50,9 @@ def _carried(row: _Level) -> str:
 _LEVELS: tuple[Column[_Level], ...] = (
     Column("arm", "Arm", lambda row: row[0].arm),
     Column("load", "Load", _value("load"), LEVEL),
-    Column("meets", "Carried", _carried),
+    Column("meets", "Met", _met),
     Column("not_met", "Why not", _why_not),
-    Column("in_time_share", "Turns in time", _value("in_time_share"), PERCENT),
+    Column("in_time_share", "Turns within the SLO", _value("in_time_share"), PERCENT),
     Column("late_share_p90", "Late share p90", _value("late_share_p90"), PERCENT),
     Column("starved_sessions", "Starved", _value("starved_sessions"), LEVEL),
     Column("longest_wait_s", "Longest wait", _value("longest_wait_s"), SECONDS),
@@ -67,14 +67,14 @@ _LEVELS: tuple[Column[_Level], ...] = (
 
 
 def section(evidence: Evidence) -> Section | None:
-    """What each arm carries, and every level that the search tried."""
+    """The capacity of each arm, and every level that the search tried."""
     if not evidence.searches:
         return None
     levels = [(search, level) for search in evidence.searches for level in search.levels]
-    found = Section("capacity", "What each arm carries")
+    found = Section("capacity", "Capacity of each arm")
     found.text.append(
-        "The most load at which enough turns are in time, hardly any waits beyond patience, no "
-        "session starves, and one session in ten at most is late for much of its time or "
+        "The most load at which enough turns are within the SLO, hardly any waits beyond patience, "
+        "no session starves, and one session in ten at most is late for much of its time or "
         "stretched; the bounds are tested levels: the highest that surely meets it, and the last "
         "below the lowest that surely misses it."
     )
