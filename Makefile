@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-CRATES := bindings router_policies simulator
+CRATES := bindings router_policies router_policies/decision simulator
 RUST   := $(shell find $(CRATES:%=%/src) -name '*.rs' 2>/dev/null) $(CRATES:%=%/Cargo.toml) bindings/build.rs Cargo.toml Cargo.lock
 
 # make demo TRACE=trace.jsonl.zst replays that trace instead of a synthetic one; OUT=folder names the

@@ -1,11 +1,11 @@
 //! The router's part of the module: JSON in, JSON out, and one call that serves.
 
+use decision::fleet::residency::{rules, settings};
+use decision::policy::{self, Decision, Policy, Reason, Refusal, Route, View};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use router_policies::config::Config;
-use router_policies::fleet::residency::{rules, settings};
 use router_policies::gateway::Server;
-use router_policies::policy::{self, Decision, Policy, Reason, Refusal, Route, View};
 use std::path::PathBuf;
 
 /// Reads and checks a configuration file; returns it as JSON. Raises ValueError with one line.

@@ -16,14 +16,14 @@
 mod arms;
 
 use arms::{Quantiles, setting, wanted};
+use decision::fleet::log::EventSink;
+use decision::fleet::prefix::events::{KvEvent, Tier};
+use decision::fleet::prefix::hash::{Namespace, TokenHasher};
+use decision::fleet::residency::settings;
+use decision::fleet::{Admit, Fleet, Outcome, Request, Reservation, Ticket};
+use decision::policy;
 use parking_lot::Mutex;
 use router_policies::config::WorkerSpec;
-use router_policies::fleet::log::EventSink;
-use router_policies::fleet::prefix::events::{KvEvent, Tier};
-use router_policies::fleet::prefix::hash::{Namespace, TokenHasher};
-use router_policies::fleet::residency::settings;
-use router_policies::fleet::{Admit, Fleet, Outcome, Request, Reservation, Ticket};
-use router_policies::policy;
 use serde_json::{Value, json};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};

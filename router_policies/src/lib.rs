@@ -1,10 +1,8 @@
-//! The deltaserve router: policies (`policy`), what is known of the workers (`fleet`) and HTTP
-//! (`gateway`). Arrows point one way: `gateway → fleet → policy`.
+//! The deltaserve router: its configuration (`config`) and HTTP (`gateway`). Who may go, and where, is decided by the
+//! crate `decision`, which does no I/O. Arrows point one way: `gateway → config → decision`.
 
 pub mod config;
-pub mod fleet;
 pub mod gateway;
-pub mod policy;
 
 /// A request makes some fifty small allocations, which take a third of the instructions with it that they
 /// take with the system's allocator. Whatever links this crate has it.

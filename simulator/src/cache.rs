@@ -7,7 +7,7 @@
 //! everything above it, stays on the device.
 
 use crate::ids::IdMap;
-use router_policies::fleet::prefix::events::Tier;
+use decision::fleet::prefix::events::Tier;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 

@@ -3,8 +3,8 @@
 use crate::cache::Eviction;
 use crate::calibration::Calibration;
 use crate::engine::Order;
-use router_policies::config::Engine;
-use router_policies::policy::Role;
+use decision::model::Engine;
+use decision::policy::Role;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::{Path, PathBuf};

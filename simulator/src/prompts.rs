@@ -2,8 +2,8 @@
 
 use crate::ids::{IdMap, mix};
 use crate::requests::Requests;
-use router_policies::fleet::prefix::hash::{GROUP_TOKENS, PromptHashes, TokenHasher};
-use router_policies::fleet::residency::footprint::partition;
+use decision::fleet::prefix::hash::{GROUP_TOKENS, PromptHashes, TokenHasher};
+use decision::fleet::residency::footprint::partition;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -88,7 +88,7 @@ impl Prompts {
 /// Tokens that stand for a block, by their place in it. All are above what [`digits`] spells out, so
 /// that they are hashed at once.
 ///
-/// [`digits`]: router_policies::fleet::prefix::hash::digits
+/// [`digits`]: decision::fleet::prefix::hash::digits
 fn tokens_of(block: u64, count: u64) -> impl Iterator<Item = u32> {
     (0..count as u32)
         .map(move |at| 0x8000_0000 | (block as u32).wrapping_add(at.wrapping_mul(0x9e37_79b1)))

@@ -11,8 +11,8 @@ use crate::results::{
     write_json,
 };
 use crate::router::Router;
-use router_policies::config::Engine;
-use router_policies::fleet::{Admit, Hints, Outcome, Request, Reservation, Ticket, Usage};
+use decision::fleet::{Admit, Hints, Outcome, Request, Reservation, Ticket, Usage};
+use decision::model::Engine;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;

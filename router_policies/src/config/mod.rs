@@ -1,16 +1,11 @@
 //! The router's configuration: what `router.toml` and the command line may say, and nothing else.
 
-pub(crate) mod address;
-pub(crate) mod checks;
-mod worker;
-
-use checks::{described, plainly, read, within};
+use decision::model::checks::{described, plainly, read, within};
+use decision::model::worker::default_true;
+pub use decision::model::{Connector, Engine, Secret, WORKER_FIELDS, WorkerSpec};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
-pub(crate) use worker::bracketed;
-use worker::default_true;
-pub use worker::{Connector, Engine, Secret, WORKER_FIELDS, WorkerSpec};
 
 /// Times beyond this are a mistake, or meant for ever.
 const MAX_S: f64 = 7.0 * 86_400.0;
@@ -319,7 +314,7 @@ impl Config {
             .into_iter()
             .map(|worker| worker.with_key_of_environment()?.normalise())
             .collect::<Result<_, _>>()?;
-        crate::fleet::residency::settings::build(&self.residency)?;
+        decision::fleet::residency::settings::build(&self.residency)?;
         let mut ids = HashSet::new();
         if let Some(worker) = self.workers.iter().find(|w| !ids.insert(&w.id)) {
             return Err(format!("worker {}: id: given twice", worker.id));
@@ -590,7 +585,7 @@ mod tests {
                 "policy_params: unknown field `factor`, expected",
             ),
         ] {
-            let built = crate::policy::build("unified", params);
+            let built = decision::policy::build("unified", params);
             let error = built.err().expect("refused");
             assert!(error.starts_with(expected), "{error}");
         }

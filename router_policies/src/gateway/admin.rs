@@ -6,10 +6,10 @@ use super::keys::Wants;
 use super::{
     Gateway, Reply, error, guard, json, models, normalise, not_allowed, redact, sessions, stored,
 };
-use crate::config::{self, WORKER_FIELDS, WorkerSpec};
-use crate::fleet::WorkerSnapshot;
-use crate::policy::Role;
+use crate::config::{WORKER_FIELDS, WorkerSpec};
 use bytes::Bytes;
+use decision::fleet::WorkerSnapshot;
+use decision::policy::Role;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
@@ -260,7 +260,7 @@ async fn add_worker(
         };
         fields.entry("role").or_insert_with(|| role.into());
     }
-    let spec: WorkerSpec = match config::checks::read(fields.into()) {
+    let spec: WorkerSpec = match decision::model::checks::read(fields.into()) {
         Ok(spec) => spec,
         Err(failure) => return refuse(&format!("body: {failure}")),
     };

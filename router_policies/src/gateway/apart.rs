@@ -5,7 +5,7 @@
 
 use super::models::Models;
 use super::session;
-use crate::fleet::prefix::hash::Namespace;
+use decision::fleet::prefix::hash::Namespace;
 
 /// What a body says of it.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -13,7 +13,7 @@ use super::cursor::{Cursor, TokenRun};
 use super::prompts::{Conversation, Prompts};
 use super::{normalise, session};
 use crate::config::Engine;
-use crate::fleet::prefix::hash::PromptHashes;
+use decision::fleet::prefix::hash::PromptHashes;
 use serde_json::Value;
 use smallvec::SmallVec;
 use std::ops::Range;

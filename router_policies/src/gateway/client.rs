@@ -15,7 +15,7 @@
 
 use super::fault::{SHUTTING_DOWN, TIME_IS_OVER};
 use super::patience::{self, Opening};
-use crate::fleet::Outcome;
+use decision::fleet::Outcome;
 use http_body::Body;
 use http_body_util::BodyExt;
 use hyper::body::Incoming;

@@ -3,7 +3,7 @@
 //! bytes had ended.
 
 use super::short_ids;
-use crate::fleet::prefix::hash::TokenHasher;
+use decision::fleet::prefix::hash::TokenHasher;
 use memchr::{memchr, memchr2};
 use std::borrow::Cow;
 use std::ops::Range;

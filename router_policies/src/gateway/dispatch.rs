@@ -19,11 +19,11 @@ use super::usage::usage_of_answer;
 use super::waiting::{self, NotPlaced, retried_after};
 use super::{Gateway, Reply, error_of, session, stored, with_body};
 use crate::config::WorkerSpec;
-use crate::fleet::{
+use decision::fleet::{
     ESTIMATE_BLOCK_TOKENS, Outcome, Refused, Request as Placement, Reservation, SGLANG_GROUP,
     Separable, random_id,
 };
-use crate::policy::{Decision, Reason, Refusal, Route};
+use decision::policy::{Decision, Reason, Refusal, Route};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_ENCODING, HeaderName, HeaderValue};
@@ -447,7 +447,7 @@ impl Exchange<'_> {
                     }
                     exclude.push(prefill.id.clone());
                     // Before the reservation goes, so that its room goes to nobody else.
-                    if crate::fleet::abilities(&answering).0 {
+                    if decision::fleet::abilities(&answering).0 {
                         let reason = Reason::PrefillFailed;
                         local = self.place_locally(&answering.id, &exclude, reason).ok();
                     }
@@ -511,7 +511,7 @@ impl Exchange<'_> {
                 return None;
             }
         }
-        if crate::fleet::can_serve_whole(decode)
+        if decision::fleet::can_serve_whole(decode)
             && let Ok(alone) = self.place_locally(&decode.id, exclude, Reason::TransferFailed)
         {
             return Some(alone);

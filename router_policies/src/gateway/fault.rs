@@ -2,8 +2,8 @@
 
 use super::{Reply, describe, error, headers, sse};
 use crate::config::WorkerSpec;
-use crate::fleet::{Fleet, Outcome};
 use bytes::Bytes;
+use decision::fleet::{Fleet, Outcome};
 use http_body_util::Full;
 use hyper::header::{HeaderName, HeaderValue, RETRY_AFTER};
 use hyper::{Response, StatusCode};

@@ -8,7 +8,7 @@ use super::encoder::PromptEncoder;
 use super::engine_info::{self, EngineInfo};
 use super::{FIRST_CHECKS, Gateway};
 use crate::config::{Engine, WorkerSpec};
-use crate::fleet::WorkerSnapshot;
+use decision::fleet::WorkerSnapshot;
 use parking_lot::Mutex;
 use serde_json::Value;
 use std::collections::BTreeMap;

@@ -10,8 +10,8 @@
 mod replay;
 
 use crate::config::WorkerSpec;
-use crate::fleet::prefix::events::decode;
-use crate::fleet::{EventsBegin, Fleet};
+use decision::fleet::prefix::events::decode;
+use decision::fleet::{EventsBegin, Fleet};
 use replay::{Replayed, parts};
 use std::sync::{Arc, Weak};
 use std::time::Duration;

@@ -5,7 +5,7 @@
 
 use super::{Gateway, engine_info};
 use crate::config::{Engine, WorkerSpec};
-use crate::fleet::{EngineLoad, Pulse};
+use decision::fleet::{EngineLoad, Pulse};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 

@@ -1,9 +1,9 @@
 //! Prometheus metrics.
 
-use crate::fleet::log::{Event, FinishRecord};
-use crate::fleet::residency::Residence;
-use crate::fleet::residency::queue::WaitEnd;
-use crate::fleet::{Outcome, WorkerSnapshot};
+use decision::fleet::log::{Event, FinishRecord};
+use decision::fleet::residency::Residence;
+use decision::fleet::residency::queue::WaitEnd;
+use decision::fleet::{Outcome, WorkerSnapshot};
 use hyper::StatusCode;
 use parking_lot::Mutex;
 use prometheus::proto::{LabelPair, Metric, MetricFamily};
@@ -405,8 +405,8 @@ fn keep<M: prometheus::core::Collector + Clone + 'static>(
 mod tests {
     use super::*;
     use crate::config::WorkerSpec;
-    use crate::fleet::Fleet;
-    use crate::fleet::log::EventSink;
+    use decision::fleet::Fleet;
+    use decision::fleet::log::EventSink;
     use std::collections::BTreeSet;
 
     /// The names that `/metrics` has once everything has happened, and the facts of a worker.
@@ -449,7 +449,7 @@ mod tests {
 
     /// A fleet of workers with these ids.
     fn fleet_of(ids: impl IntoIterator<Item = String>) -> Fleet {
-        let policy = crate::policy::build("round_robin", serde_json::Value::Null);
+        let policy = decision::policy::build("round_robin", serde_json::Value::Null);
         let name = "round_robin".to_owned();
         let fleet = Fleet::new(policy.expect("a policy"), name, EventSink::in_memory(), 0);
         for id in ids {

@@ -59,15 +59,15 @@ mod vocabulary;
 mod waiting;
 
 use crate::config::{Config, Engine, WorkerSpec};
-use crate::fleet::Fleet;
-use crate::fleet::log::EventSink;
-use crate::fleet::residency::settings;
-use crate::policy::{Policy, Role};
 use admission::Admission;
 use apis::Api;
 use buffers::{Budget, Buffers, NotCollected};
 use bytes::Bytes;
 use client::Socket;
+use decision::fleet::Fleet;
+use decision::fleet::log::EventSink;
+use decision::fleet::residency::settings;
+use decision::policy::{Policy, Role};
 use encoder::PromptEncoder;
 use exchange::RequestContext;
 use http_body_util::{BodyExt, Full, Limited};
@@ -612,7 +612,7 @@ const CHECK_PATIENCE: Duration = Duration::from_secs(10);
 pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<Vec<Unreached>, String> {
     let policy = match policy {
         Some(policy) => policy,
-        None => crate::policy::build(&config.policy, config.policy_params.clone())?,
+        None => decision::policy::build(&config.policy, config.policy_params.clone())?,
     };
     let config = config.normalise()?;
     if let (Some(certificates), Some(key)) = (&config.tls_cert_file, &config.tls_key_file) {
@@ -679,7 +679,7 @@ impl Server {
     /// # Errors
     /// One line that names the address, field or file.
     pub async fn bind(config: Config) -> Result<Self, String> {
-        let policy = crate::policy::build(&config.policy, config.policy_params.clone())?;
+        let policy = decision::policy::build(&config.policy, config.policy_params.clone())?;
         Self::bind_with(config, policy).await
     }
 
@@ -879,7 +879,7 @@ mod tests {
                 known.push(server.fleet().session_key("s1"));
             }
             // Numbers that everybody can reckon are those of a fleet without a secret.
-            let policy = crate::policy::build("round_robin", json!({})).expect("a policy");
+            let policy = decision::policy::build("round_robin", json!({})).expect("a policy");
             let name = "round_robin".to_owned();
             let open = Fleet::new(policy, name, EventSink::in_memory(), 0).session_key("s1");
             assert!(!known.contains(&open), "{residency}");

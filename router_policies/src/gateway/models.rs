@@ -7,7 +7,7 @@ use super::Gateway;
 use super::aliases::Aliases;
 use super::apis::Api;
 use crate::config::WorkerSpec;
-use crate::fleet::Fleet;
+use decision::fleet::Fleet;
 use hyper::StatusCode;
 use parking_lot::Mutex;
 use serde_json::{Value, json};

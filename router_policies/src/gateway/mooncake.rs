@@ -2,7 +2,7 @@
 //! worker's bootstrap server has it: one id for each data-parallel rank, drawn anew at every start.
 
 use super::Gateway;
-use crate::config::{WorkerSpec, bracketed};
+use decision::model::{WorkerSpec, bracketed};
 use parking_lot::Mutex;
 use serde_json::Value;
 use std::collections::HashMap;

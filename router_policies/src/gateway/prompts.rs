@@ -1,7 +1,7 @@
 //! Prompts as they stand in a body: token ids, texts, or a conversation, hashed as they are read.
 
 use super::cursor::{Cursor, Malformed, TokenRun};
-use crate::fleet::prefix::hash::{BYTES_PER_TOKEN, PromptHashes, TokenHasher};
+use decision::fleet::prefix::hash::{BYTES_PER_TOKEN, PromptHashes, TokenHasher};
 use memchr::memmem;
 use smallvec::SmallVec;
 use std::ops::Range;

@@ -11,8 +11,8 @@
 
 use super::body::Scanned;
 use super::headers::{ENDS, IDLE, PARENT, REQUEST_ID, header, is_hint};
-use crate::fleet::prefix::hash::PromptHashes;
-use crate::fleet::{Hints, random_id};
+use decision::fleet::prefix::hash::PromptHashes;
+use decision::fleet::{Hints, random_id};
 use hyper::header::{HeaderMap, HeaderName};
 use lru::LruCache;
 use parking_lot::Mutex;

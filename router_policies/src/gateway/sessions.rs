@@ -1,7 +1,7 @@
 //! `GET /sessions` and `GET /sessions/ID`: who has a place and who waits, and what a session's last turns came to.
 
 use super::{Gateway, Reply, error, json};
-use crate::fleet::log::{DecisionRecord, NamedRoute};
+use decision::fleet::log::{DecisionRecord, NamedRoute};
 use hyper::{Response, StatusCode};
 use serde_json::{Value, json as value};
 

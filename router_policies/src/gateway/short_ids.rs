@@ -6,7 +6,7 @@
 //! from the eight bytes before its comma, so that none waits for the one before it. Where the processor
 //! has AVX-512, eight ids are taken at once.
 
-use crate::fleet::prefix::hash::{GROUP_TOKENS, TokenHasher};
+use decision::fleet::prefix::hash::{GROUP_TOKENS, TokenHasher};
 use wide::u8x16;
 
 /// Bytes before a window's ids that are classified with them: an id that ends behind them may begin

@@ -7,8 +7,8 @@
 use super::Gateway;
 use super::apis::Api;
 use super::body::Scanned;
-use crate::fleet::prefix::hash::{PromptHashes, Unit};
 use bytes::Bytes;
+use decision::fleet::prefix::hash::{PromptHashes, Unit};
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::{Response, StatusCode};
 use serde_json::{Value, json};

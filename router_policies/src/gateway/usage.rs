@@ -7,7 +7,7 @@
 use super::apis::{Api, Counts};
 use super::seam::Seam;
 use super::sse::MAX_KEPT_BYTES;
-use crate::fleet::Usage;
+use decision::fleet::Usage;
 use memchr::memmem::Finder;
 use std::sync::LazyLock;
 

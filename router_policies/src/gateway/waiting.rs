@@ -4,9 +4,9 @@
 use super::admission::{NotAdmitted, Permit};
 use super::apis::Api;
 use super::{Gateway, Reply, error_of};
-use crate::fleet::residency::queue::{WaitEnd, WhyRefused};
-use crate::fleet::{Admit, Refused, Request, Reservation, Ticket};
-use crate::policy::Refusal;
+use decision::fleet::residency::queue::{WaitEnd, WhyRefused};
+use decision::fleet::{Admit, Refused, Request, Reservation, Ticket};
+use decision::policy::Refusal;
 use hyper::header::{HeaderValue, RETRY_AFTER};
 use hyper::{Response, StatusCode};
 use std::sync::Arc;

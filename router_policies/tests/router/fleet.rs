@@ -1,11 +1,11 @@
 //! The fleet under its lock: reservations, races, and counters that come back to zero.
 
+use decision::fleet::log::EventSink;
+use decision::fleet::prefix::hash::{Namespace, PromptHashes, TokenHasher};
+use decision::fleet::{EngineLoad, Fleet, Outcome, Request, Reservation, Usage};
+use decision::policy::{self, Refusal, RequestFacts, Route, View};
 use proptest::prelude::*;
 use router_policies::config::WorkerSpec;
-use router_policies::fleet::log::EventSink;
-use router_policies::fleet::prefix::hash::{Namespace, PromptHashes, TokenHasher};
-use router_policies::fleet::{EngineLoad, Fleet, Outcome, Request, Reservation, Usage};
-use router_policies::policy::{self, Refusal, RequestFacts, Route, View};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
@@ -192,7 +192,7 @@ fn what_was_sent_to_a_worker_is_believed_cached_there_until_it_goes_down() {
 
 #[test]
 fn what_a_host_tier_keeps_is_believed_cached_with_and_without_events() {
-    use router_policies::fleet::prefix::events::{KvEvent, Tier};
+    use decision::fleet::prefix::events::{KvEvent, Tier};
     let fleet = fleet("unified", &[]);
     for (id, host) in [("device", None), ("tier", Some(10_000))] {
         let mut spec = spec(id, "colocated");
@@ -244,7 +244,7 @@ fn what_a_host_tier_keeps_is_believed_cached_with_and_without_events() {
 
 #[test]
 fn kv_events_replace_the_estimate_and_are_exact_to_the_page() {
-    use router_policies::fleet::prefix::events::{KvEvent, Tier};
+    use decision::fleet::prefix::events::{KvEvent, Tier};
     let fleet = fleet("unified", &["colocated", "colocated"]);
     assert!(fleet.begin_kv_events("w1", 1));
     assert_eq!(fleet.token_block(), 1);
@@ -337,7 +337,7 @@ fn what_no_worker_ran_is_neither_believed_nor_a_turn() {
 
 #[test]
 fn kv_events_tell_the_size_of_their_pages() {
-    use router_policies::fleet::prefix::events::{KvEvent, Tier};
+    use decision::fleet::prefix::events::{KvEvent, Tier};
     let fleet = fleet("unified", &["colocated", "colocated"]);
     // As where the file says nothing of it and the engine is vLLM.
     assert!(fleet.begin_kv_events("w1", 1));
@@ -362,7 +362,7 @@ fn kv_events_tell_the_size_of_their_pages() {
 
 #[test]
 fn where_kv_events_are_missing_the_estimate_counts_as_well() {
-    use router_policies::fleet::prefix::events::{KvEvent, Tier};
+    use decision::fleet::prefix::events::{KvEvent, Tier};
     let fleet = fleet("unified", &["colocated", "colocated"]);
     assert!(fleet.begin_kv_events("w1", 1));
     let others = ["w0".to_owned()];
@@ -815,7 +815,7 @@ proptest! {
     fn kv_events_are_never_given_up_for_answers_that_lacked_what_they_told(
         turns in proptest::collection::vec((0u64..6, 1u64..6, any::<bool>()), 12..60),
     ) {
-        use router_policies::fleet::prefix::events::{KvEvent, Tier};
+        use decision::fleet::prefix::events::{KvEvent, Tier};
         const PAGE: u32 = 100;
         let fleet = fleet("unified", &["colocated"]);
         prop_assert!(fleet.begin_kv_events("w0", PAGE as usize));

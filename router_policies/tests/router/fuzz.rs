@@ -4,9 +4,9 @@
 //! libfuzzer TARGET` runs the same targets under libFuzzer, which needs a nightly compiler.
 
 use bytes::Bytes;
+use decision::fleet::prefix::events::{ExactIndex, decode};
+use decision::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use router_policies::config::Engine;
-use router_policies::fleet::prefix::events::{ExactIndex, decode};
-use router_policies::fleet::prefix::hash::{PromptHashes, TokenHasher};
 use router_policies::gateway::SseProgress;
 use router_policies::gateway::body::{Api, Scanner, scan};
 use router_policies::gateway::splice::{bootstrap_fields, splice};

@@ -2,6 +2,7 @@
 
 use crate::mock::router::{generate, text, until, worker};
 use crate::mock::{MockWorker, narrow_connection};
+use decision::fleet::Fleet;
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
 use hyper::{Request, Response, StatusCode};
@@ -9,7 +10,6 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use router_policies::config::Config;
-use router_policies::fleet::Fleet;
 use router_policies::gateway::Server;
 use serde_json::{Value, json};
 use std::path::PathBuf;

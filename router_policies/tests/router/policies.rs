@@ -1,6 +1,6 @@
 //! Golden cases: for recorded fleets, each policy picks what its formula says.
 
-use router_policies::policy::{
+use decision::policy::{
     self, Decision, Rates, Reason, Refusal, RequestFacts, Role, Route, View, WorkerFacts,
 };
 use serde_json::{Value, json};

@@ -1,15 +1,15 @@
 //! The gate of residency under a virtual clock: what is booked fits, nobody waits for ever, nothing is
 //! left over, and nothing happens where nothing waits.
 
-use proptest::prelude::*;
-use router_policies::config::WorkerSpec;
-use router_policies::fleet::log::EventSink;
-use router_policies::fleet::prefix::hash::TokenHasher;
-use router_policies::fleet::residency::{Residence, ResidencyRecord, settings};
-use router_policies::fleet::{
+use decision::fleet::log::EventSink;
+use decision::fleet::prefix::hash::TokenHasher;
+use decision::fleet::residency::{Residence, ResidencyRecord, settings};
+use decision::fleet::{
     Admit, Fleet, Hints, Outcome, Refused, Request, Reservation, Separable, Ticket, Usage,
 };
-use router_policies::policy::{self, Refusal};
+use decision::policy::{self, Refusal};
+use proptest::prelude::*;
+use router_policies::config::WorkerSpec;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

@@ -1,11 +1,11 @@
 //! What a decision noted of caches and sessions is taken back where its worker did not run the request, and
 //! nothing else with it: not what the same prompt's other request, or the session's other turn, left there.
 
+use decision::fleet::log::EventSink;
+use decision::fleet::prefix::hash::TokenHasher;
+use decision::fleet::{Fleet, Outcome, Request, Reservation};
+use decision::policy::{self, Decision, Reason, RequestFacts, Route};
 use router_policies::config::WorkerSpec;
-use router_policies::fleet::log::EventSink;
-use router_policies::fleet::prefix::hash::TokenHasher;
-use router_policies::fleet::{Fleet, Outcome, Request, Reservation};
-use router_policies::policy::{self, Decision, Reason, RequestFacts, Route};
 use serde_json::{Value, json};
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! The cache against a plain model of it, under any interleaving of operations.
 
+use decision::fleet::prefix::events::Tier;
 use proptest::prelude::*;
-use router_policies::fleet::prefix::events::Tier;
 use simulator::{Cache, Change, Eviction, ROOT};
 use std::collections::HashSet;
 

@@ -1,7 +1,7 @@
 //! `POST /v1/messages`: Anthropic's API, which Claude Code speaks.
 
 use super::{Counts, PromptKeys, Separates, Shape, Waits};
-use crate::fleet::Usage;
+use decision::fleet::Usage;
 use serde::Deserialize;
 use serde_json::{Value, json};
 

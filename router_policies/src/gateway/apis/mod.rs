@@ -7,7 +7,7 @@ mod generate;
 mod messages;
 pub(super) mod responses;
 
-use crate::fleet::{Outcome, Usage};
+use decision::fleet::{Outcome, Usage};
 use hyper::StatusCode;
 
 /// Which request format a body follows.

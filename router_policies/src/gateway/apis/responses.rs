@@ -4,8 +4,8 @@
 
 use super::super::patience::Opening;
 use super::{Counts, PromptKeys, Separates, Shape, Waits, openai_error};
-use crate::fleet::Usage;
-use crate::fleet::log::unix_now_s;
+use decision::fleet::Usage;
+use decision::fleet::log::unix_now_s;
 use hyper::StatusCode;
 use serde::Deserialize;
 use serde_json::value::RawValue;

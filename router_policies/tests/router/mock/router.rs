@@ -1,6 +1,7 @@
 //! A router under test, and what its tests ask of it.
 
 use super::MockWorker;
+use decision::fleet::Fleet;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::{Request, Response, StatusCode};
@@ -8,7 +9,6 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use router_policies::config::{Config, WorkerSpec};
-use router_policies::fleet::Fleet;
 use router_policies::gateway::Server;
 use serde_json::{Value, json};
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! Clients that give up while their turn waits and ask again: they have the place in the queue that they had.
 
 use super::*;
+use decision::fleet::log::Event;
 use parking_lot::Mutex;
-use router_policies::fleet::log::Event;
 
 /// A fleet of one worker that is full, and the ends of waits that it logs.
 fn full() -> (World, Reservation, Arc<Mutex<Vec<Value>>>) {

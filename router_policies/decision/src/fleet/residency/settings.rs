@@ -1,0 +1,309 @@
+//! The settings `[residency]` of the router's configuration: the rule, its parameters, and what holds
+//! for every rule.
+
+use super::rules::{self, Rule};
+use crate::policy::ParamInfo;
+use serde::Deserialize;
+use serde_json::Value;
+
+/// What holds for every rule.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Settings {
+    fill: Option<f64>,
+    pub cold_tokens: u64,
+    pub cold_slots: u32,
+    pub no_backfill_after_s: f64,
+    pub new_session_penalty_s: f64,
+    pub max_waiting: usize,
+    pub max_wait_s: f64,
+    pub wait_bound_s: f64,
+    pub output_safety: f64,
+    growth_turns: Option<f64>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            fill: None,
+            cold_tokens: 16_384,
+            cold_slots: 1,
+            no_backfill_after_s: 30.0,
+            new_session_penalty_s: 5.0,
+            max_waiting: 10_000,
+            max_wait_s: 600.0,
+            wait_bound_s: 90.0,
+            output_safety: 2.0,
+            growth_turns: None,
+        }
+    }
+}
+
+/// The settings above, as `policy explain residency` shows them.
+pub const PARAMS: &[ParamInfo] = &[
+    ParamInfo {
+        name: "fill",
+        default: "0.95",
+        meaning: "the share of a worker's KV that may be booked (lease and thunder have their own). Where it is not set 0.98 on workers with a host tier",
+    },
+    ParamInfo {
+        name: "cold_tokens",
+        default: "16384",
+        meaning: "a turn without a place that has so many new tokens needs one of cold_slots",
+    },
+    ParamInfo {
+        name: "cold_slots",
+        default: "1",
+        meaning: "cold prefills at once on one worker, each until its first token",
+    },
+    ParamInfo {
+        name: "no_backfill_after_s",
+        default: "30",
+        meaning: "once the first of the queue has waited so long, freed room gathers for it on one worker (priced lends it to others meanwhile)",
+    },
+    ParamInfo {
+        name: "new_session_penalty_s",
+        default: "5",
+        meaning: "a session's first turn queues as if it had come so much later",
+    },
+    ParamInfo {
+        name: "max_waiting",
+        default: "10000",
+        meaning: "turns that may wait; more are refused with 429",
+    },
+    ParamInfo {
+        name: "max_wait_s",
+        default: "600",
+        meaning: "a turn that has waited so long is refused with 503",
+    },
+    ParamInfo {
+        name: "wait_bound_s",
+        default: "90",
+        meaning: "once the first of the queue has waited so long (as many times longer as those that wait want what fits on all workers), room is made for it piece by piece",
+    },
+    ParamInfo {
+        name: "output_safety",
+        default: "2",
+        meaning: "an answer is booked at so many times the mean, at most at its own limit",
+    },
+    ParamInfo {
+        name: "growth_turns",
+        default: "1",
+        meaning: "turns ahead for which a session's growth is booked. Where it is not set 0 on workers with a host tier",
+    },
+];
+
+impl Settings {
+    /// The share of a worker's KV that may be booked. Where sessions outgrow it, a host tier gives back what was
+    /// evicted and costs a reload; without one it is prefilled again. So less is kept free beside a host tier.
+    pub fn fill(&self, has_host_tier: bool) -> f64 {
+        self.fill.unwrap_or(if has_host_tier { 0.98 } else { 0.95 })
+    }
+
+    /// Turns ahead for which a session's growth is booked: beside a host tier none, for the same reason.
+    pub fn growth_turns(&self, has_host_tier: bool) -> f64 {
+        let unset = if has_host_tier { 0.0 } else { 1.0 };
+        self.growth_turns.unwrap_or(unset)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let is_time = |seconds: f64| seconds > 0.0 && seconds <= 7.0 * 86_400.0;
+        let time = "a number of seconds above 0 and up to 7 days";
+        for (name, expected, holds) in [
+            (
+                "fill",
+                "a share above 0 and up to 1",
+                self.fill.is_none_or(|fill| fill > 0.0 && fill <= 1.0),
+            ),
+            (
+                "cold_tokens",
+                "a whole number above 0",
+                self.cold_tokens > 0,
+            ),
+            ("cold_slots", "a whole number above 0", self.cold_slots > 0),
+            (
+                "no_backfill_after_s",
+                time,
+                is_time(self.no_backfill_after_s),
+            ),
+            (
+                "new_session_penalty_s",
+                "a number of 0 or more",
+                (0.0..=86_400.0).contains(&self.new_session_penalty_s),
+            ),
+            (
+                "max_waiting",
+                "a whole number above 0",
+                self.max_waiting > 0,
+            ),
+            ("max_wait_s", time, is_time(self.max_wait_s)),
+            ("wait_bound_s", time, is_time(self.wait_bound_s)),
+            (
+                "output_safety",
+                "a number above 0",
+                self.output_safety > 0.0 && self.output_safety.is_finite(),
+            ),
+            (
+                "growth_turns",
+                "a number from 0 to 1000",
+                self.growth_turns
+                    .is_none_or(|turns| (0.0..=1000.0).contains(&turns)),
+            ),
+        ] {
+            if !holds {
+                return Err(format!("{name}: expected {expected}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A rule with its settings.
+pub struct Chosen {
+    pub name: &'static str,
+    pub settings: Settings,
+    pub rule: Box<dyn Rule>,
+}
+
+/// The rule that holds where none is named.
+pub const DEFAULT_RULE: &str = "priced";
+
+/// Builds the rule that `value`, the table `[residency]`, names; null is the default.
+///
+/// # Errors
+/// One line that names the field and what was expected.
+pub fn build(value: &Value) -> Result<Chosen, String> {
+    let failed = |error: String| format!("residency: {error}");
+    let empty = serde_json::Map::new();
+    let table = match value {
+        Value::Null => &empty,
+        Value::Object(table) => table,
+        _ => return Err(failed("expected a table".to_owned())),
+    };
+    let name = match table.get("rule") {
+        None => DEFAULT_RULE,
+        Some(Value::String(name)) => name,
+        Some(other) => return Err(failed(format!("rule: expected text, not {other}"))),
+    };
+    let info = rules::TABLE.iter().find(|info| info.name == name);
+    let info = info.ok_or_else(|| {
+        let known: Vec<_> = rules::TABLE.iter().map(|info| info.name).collect();
+        failed(format!(
+            "rule: {name} is unknown; known: {}",
+            known.join(", ")
+        ))
+    })?;
+    let (mut common, mut own) = (serde_json::Map::new(), serde_json::Map::new());
+    for (key, value) in table.iter().filter(|(key, _)| *key != "rule") {
+        let of = |params: &[ParamInfo]| params.iter().any(|param| param.name == key);
+        if !of(PARAMS) && !of(info.params) {
+            let params = info.params.iter().chain(PARAMS);
+            let mut known: Vec<_> = params.map(|param| param.name).collect();
+            // A parameter of both is named once, as the rule's.
+            let mut seen = std::collections::HashSet::new();
+            known.retain(|name| seen.insert(*name));
+            return Err(failed(format!(
+                "{key}: unknown with rule {name}; known: {}",
+                known.join(", ")
+            )));
+        }
+        if value.is_null() {
+            // What became of TOML's nan and inf, for which JSON has no word.
+            return Err(failed(format!(
+                "{key}: expected a value that is not nan, inf or null"
+            )));
+        }
+        // A parameter of both is said once.
+        if of(PARAMS) {
+            common.insert(key.clone(), value.clone());
+        }
+        if of(info.params) {
+            own.insert(key.clone(), value.clone());
+        }
+    }
+    let settings: Settings = crate::model::checks::read(common.into()).map_err(failed)?;
+    settings.check().map_err(failed)?;
+    let rule = (info.build)(own.into()).map_err(failed)?;
+    Ok(Chosen {
+        name: info.name,
+        settings,
+        rule,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_rule_and_its_parameters_stand_side_by_side() {
+        let chosen = build(&json!({"rule": "cap", "sessions": 5, "max_wait_s": 30.0}));
+        let chosen = chosen.map_err(|error| panic!("{error}")).expect("a rule");
+        assert_eq!(chosen.settings.max_wait_s, 30.0);
+        assert_eq!(chosen.rule.sessions_limit(0), Some(5));
+        let default = build(&Value::Null).map_err(|error| panic!("{error}"));
+        assert_eq!(default.expect("a rule").name, "priced");
+    }
+
+    #[test]
+    fn the_documented_defaults_are_those_that_hold() {
+        for info in rules::TABLE {
+            let mut table = serde_json::Map::from_iter([("rule".to_owned(), info.name.into())]);
+            for param in info.params.iter().chain(PARAMS) {
+                let value = serde_json::from_str(param.default).expect("JSON");
+                table.insert(param.name.to_owned(), value);
+            }
+            assert!(build(&table.into()).is_ok(), "{}", info.name);
+        }
+    }
+
+    #[test]
+    fn less_is_kept_free_beside_a_host_tier_unless_it_is_set() {
+        let settings = |table| match build(&table) {
+            Ok(chosen) => [false, true].map(|tier| {
+                (
+                    chosen.settings.fill(tier),
+                    chosen.settings.growth_turns(tier),
+                )
+            }),
+            Err(error) => panic!("{error}"),
+        };
+        assert_eq!(settings(json!({})), [(0.95, 1.0), (0.98, 0.0)]);
+        let set = json!({"fill": 0.9, "growth_turns": 2});
+        assert_eq!(settings(set), [(0.9, 2.0), (0.9, 2.0)]);
+    }
+
+    #[test]
+    fn what_a_rule_knows_is_named_once() {
+        for info in rules::TABLE {
+            let error = build(&json!({"rule": info.name, "lru": 1})).err();
+            let error = error.expect("refused");
+            let (_, known) = error.split_once("known: ").expect("what is known");
+            let names: Vec<_> = known.split(", ").collect();
+            let once: std::collections::HashSet<_> = names.iter().collect();
+            assert_eq!(names.len(), once.len(), "{error}");
+            assert!(names.contains(&"wait_bound_s"), "{error}");
+        }
+    }
+
+    #[test]
+    fn wrong_settings_are_named() {
+        for (table, field) in [
+            (json!({"rule": "lru"}), "rule"),
+            (json!({"rule": "cap", "lease_s": 1}), "lease_s"),
+            (json!({"fill": 1.5}), "fill"),
+            (json!({"fill": 0}), "fill"),
+            (json!({"cold_slots": -1}), "cold_slots"),
+            (json!({"max_wait_s": 0}), "max_wait_s"),
+            (json!({"rule": 3}), "rule"),
+            (json!([]), "residency"),
+        ] {
+            let error = build(&table).err().expect("refused");
+            assert!(
+                error.starts_with("residency: ") && error.contains(field),
+                "{error}"
+            );
+        }
+    }
+}
