@@ -198,6 +198,20 @@ class Outcome:
         alone, their think times as they were; infinite where one failed, and `at_least` so large
         where the end of the run cut one off.
         """
+        return self.sessions_against(self.alone)
+
+    def sessions_against(self, alone: Alone | None) -> pd.DataFrame:
+        """`sessions`, with their stretch over `alone`."""
+        found = self._counted_sessions.copy()
+        if alone is not None and len(self.turns):
+            known = _stretch(self.run, self.turns, alone)
+            found["stretch"] = known["stretch"]
+            found["at_least"] = known["at_least"].reindex(found.index, fill_value=False)
+        return found.reset_index(drop=True)
+
+    @cached_property
+    def _counted_sessions(self) -> pd.DataFrame:
+        """What `sessions` has that no other run says, by session."""
         of = self.turns
         found = self._sessions.rename(columns={"waited_s": "waiting_s"})
         decided = of[of["decided"]]
@@ -211,11 +225,7 @@ class Outcome:
         found[counts] = found[counts].fillna(0)
         found["completion_s"] = _completion_s(self.run)
         found["stretch"], found["at_least"] = np.nan, False
-        if self.alone is not None and len(of):
-            known = _stretch(self.run, of, self.alone)
-            found["stretch"] = known["stretch"]
-            found["at_least"] = known["at_least"].reindex(found.index, fill_value=False)
-        return found.reset_index(drop=True)
+        return found
 
     @cached_property
     def _all_turns(self) -> pd.DataFrame:

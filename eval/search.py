@@ -58,19 +58,23 @@ _SHOWN = (
 class Tried:
     """All runs of one load, and what they say whatever other loads show."""
 
-    runs: Sequence[Run]
+    outcomes: Sequence[Outcome]
     sustained: bool
     violations: list[str]
     """The rules of validity that they broke, by name."""
     figures: Mapping[str, Estimate]
     longest_wait_s: float
 
+    @property
+    def runs(self) -> list[Run]:
+        return [outcome.run for outcome in self.outcomes]
+
 
 def tried(runs: Sequence[Run], slo: Slo) -> Tried:
     """What the repeats of one load say together."""
     outcomes = [Outcome(run, slo) for run in runs]
     return Tried(
-        runs,
+        outcomes,
         sustained=not_sustained(runs) is None,
         violations=sorted(
             {v["rule"] for run in runs for v in run.manifest.get("violations") or []}
@@ -89,7 +93,7 @@ def search_arm(experiment: Experiment, arm: Arm, output: Path, execute: Execute)
     done: dict[float, Tried] = {}
     found: Capacity | None = None
     while True:
-        levels, alone = levels_of(done, slo)
+        levels, alone = levels_of(done)
         load = next_load(levels, search, slo)
         if load is None and experiment.search.measures_alone and 1.0 not in done:
             load = 1.0  # what every session's stretch is held against
@@ -120,16 +124,16 @@ def bounds(experiment: Experiment) -> Search:
     )
 
 
-def levels_of(done: Mapping[float, Tried], slo: Slo) -> tuple[list[Level], Alone | None]:
+def levels_of(done: Mapping[float, Tried]) -> tuple[list[Level], Alone | None]:
     """The runs of each load as levels, and what their sessions' stretch is held against."""
     alone = alone_from([run for level in done.values() for run in level.runs])
     loads = sorted(done)
-    return [level_of(done[load], load, slo, alone) for load in loads], alone
+    return [level_of(done[load], load, alone) for load in loads], alone
 
 
-def level_of(level: Tried, load: float, slo: Slo, alone: Alone | None) -> Level:
+def level_of(level: Tried, load: float, alone: Alone | None) -> Level:
     """The outcomes of all repeats of one load, session by session."""
-    tables = [Outcome(run, slo, alone).sessions for run in level.runs]
+    tables = [outcome.sessions_against(alone) for outcome in level.outcomes]
     sessions = [
         SessionOutcome(
             met=int(row["met"]),
@@ -164,7 +168,7 @@ def judged_again(
     """What ``capacity.json`` would hold of these runs, by load, under another objective. Not
     `finished`: by that objective the search might have tried other levels."""
     done = {load: tried(level, slo) for load, level in runs.items()}
-    levels, alone = levels_of(done, slo)
+    levels, alone = levels_of(done)
     # Of a search's bounds the answer rests on the grid of loads alone.
     found = capacity(levels, Search(start=1.0, whole=over in WHOLE_LOADS), slo)
     return {"arm": arm, "over": over, "finished": False} | _record(found, done, slo, alone)

@@ -231,6 +231,6 @@ def test_a_search_that_ran_out_of_time_goes_on_in_a_copy_of_its_folder(
 
 def test_a_repeat_of_the_same_sessions_makes_no_level_surer(make_run: Callable[..., Run]) -> None:
     runs = [make_run(load="4", repeat=repeat, sessions=12) for repeat in (1, 2, 3)]
-    level = level_of(tried(runs, Slo()), 4.0, Slo(), None)
+    level = level_of(tried(runs, Slo()), 4.0, None)
     assert len(level.sessions) == 36
     assert len({outcome.session for outcome in level.sessions}) == 12
