@@ -155,7 +155,7 @@ def test_levels_without_a_known_stretch_are_said_to_be_judged_by_turns_alone(
 def test_a_search_under_another_objective_and_its_report_have_one_objective(
     experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KNEE", "11")
+    monkeypatch.setenv("KNEE", "5")
     output = tmp_path / "out"
     run(experiment.model_copy(update={"slo": Slo(ttft_s=0.001)}), output, FakeSite())
     strict = find_searches([output])
@@ -163,22 +163,22 @@ def test_a_search_under_another_objective_and_its_report_have_one_objective(
     # From level 4 on upwards; those below are not asked for again.
     run(experiment, output, FakeSite())
     searches = find_searches([output])
-    assert searches[0].agents == 11
+    assert searches[0].agents == 5
     found = gather(find_runs([output]), draws=20, searches=searches)
     assert found.slo == experiment.slo
-    assert "a capacity of 11" in answer(found)
+    assert "a capacity of 5" in answer(found)
     assert "so far" not in answer(found)
     # The answer of before, beside runs that are judged otherwise by now.
     [again] = gather(find_runs([output]), draws=20, searches=strict).searches
     assert Slo.model_validate(again.slo) == experiment.slo
-    assert again.agents == 11
+    assert again.agents == 5
     assert not again.finished
 
 
 def test_a_search_that_was_interrupted_goes_on_and_runs_no_level_twice(
     experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KNEE", "11")
+    monkeypatch.setenv("KNEE", "5")
     output = tmp_path / "out"
     run(experiment, output, FakeSite())
     whole = capacity(output)
@@ -211,7 +211,7 @@ def test_a_search_that_ran_out_of_time_goes_on_in_a_copy_of_its_folder(
     experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on another machine, later: half an hour of a search is kept and not measured again."""
-    monkeypatch.setenv("KNEE", "11")
+    monkeypatch.setenv("KNEE", "5")
     whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
     in_one_go = run(experiment, whole, FakeSite())
     limited = experiment.model_copy(update={"budget_minutes": 2.0, "run_minutes": 0.5})
