@@ -86,7 +86,7 @@ fn sglang_load(body: &[u8]) -> Option<EngineLoad> {
                 .iter()
                 .filter_map(|rank| rank.get("timestamp")?.as_f64())
                 .max_by(f64::total_cmp),
-            progress: None,
+            ..Pulse::default()
         },
     })
 }
@@ -109,12 +109,15 @@ fn vllm_load(text: &str) -> Option<EngineLoad> {
         let tokens = (generated + prompt) as u64;
         (tokens, running_requests, waiting_requests)
     });
+    // Set with every step, though no request has a token of it.
+    let kv_used = sum("vllm:kv_cache_usage_perc").map(|share| (share * 1e6) as u64);
     Some(EngineLoad {
         running_requests,
         waiting_requests,
         pulse: Pulse {
             clock_s: None,
             progress,
+            kv_used,
         },
         ..EngineLoad::default()
     })

@@ -2,6 +2,7 @@
 
 use crate::mock::router::{Router, generate, until, worker};
 use crate::mock::{Clock, Fault, MockWorker, logged};
+use hyper::StatusCode;
 use router_policies::config::{Config, WorkerSpec};
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
@@ -48,13 +49,25 @@ fn executions(mocks: &[MockWorker]) -> usize {
         .sum()
 }
 
-/// Streams of a worker that has served before, and one that has not.
-async fn serve_once(router: &Router, is_warm: bool) {
-    if is_warm {
-        for _ in 0..4 {
-            assert_eq!(router.post("/generate", generate(true)).await.0, 200);
-        }
+fn prompt(tokens: usize, stream: bool) -> Value {
+    let ids: Vec<u32> = (0..tokens).map(|_| fastrand::u32(..1_000_000)).collect();
+    json!({"input_ids": ids, "sampling_params": {"max_new_tokens": 4}, "stream": stream})
+}
+
+/// Until each has served a request.
+async fn warm(router: &Router, mocks: &[MockWorker]) {
+    let served = |mock: &MockWorker| mock.behaviour.served.load(Ordering::SeqCst);
+    let first_token_us = |us: u64| {
+        let all = mocks.iter();
+        all.for_each(|mock| mock.behaviour.first_token_us.store(us, Ordering::SeqCst));
+    };
+    first_token_us(20_000);
+    while mocks.iter().any(|mock| served(mock) == 0) {
+        let post = || router.post("/generate", prompt(3, true));
+        let (one, other) = tokio::join!(post(), post());
+        assert_eq!((one.0, other.0), (StatusCode::OK, StatusCode::OK));
     }
+    first_token_us(0);
 }
 
 #[tokio::test]
@@ -62,7 +75,8 @@ async fn a_hung_sglang_scheduler_is_noticed_though_its_process_answers() {
     for (streamed, health_hangs, is_warm) in [
         (true, false, true),
         (true, true, false),
-        (false, false, false),
+        (false, false, true),
+        (false, true, false),
         (false, true, true),
     ] {
         let mocks: [MockWorker; 2] = mocks().await;
@@ -71,7 +85,9 @@ async fn a_hung_sglang_scheduler_is_noticed_though_its_process_answers() {
             *mock.behaviour.clock.lock() = Clock::GoesOn;
         }
         let router = before(named(&mocks, "sglang")).await;
-        serve_once(&router, is_warm).await;
+        if is_warm {
+            warm(&router, &mocks).await;
+        }
         let served = executions(&mocks);
         let hung = &mocks[0].behaviour;
         *mocks[0].behaviour.fault.lock() = Fault::Stall;
@@ -131,6 +147,7 @@ async fn a_slow_first_token_is_waited_for_and_computed_once() {
         "reports",
         "blocked reports",
         "its clock",
+        "it compiles",
         "vllm",
     ] {
         let mocks: [MockWorker; 3] = mocks().await;
@@ -143,6 +160,9 @@ async fn a_slow_first_token_is_waited_for_and_computed_once() {
             mock.loads_block
                 .store(kind == "blocked reports", Ordering::SeqCst);
             mock.reports_metrics.store(kind == "vllm", Ordering::SeqCst);
+            if kind == "it compiles" {
+                *mock.clock.lock() = Clock::StandsStill;
+            }
             if kind == "its clock" {
                 *mock.clock.lock() = Clock::GoesOn;
                 // As SGLang's does in a long prefill.
@@ -156,7 +176,9 @@ async fn a_slow_first_token_is_waited_for_and_computed_once() {
                 mock.behaviour.health_hangs.store(true, Ordering::SeqCst);
             }
         }
-        for round in 1..=2 {
+        // One that has served does not compile any more.
+        let rounds = if kind == "it compiles" { 1 } else { 2 };
+        for round in 1..=rounds {
             let (status, body) = router.post("/generate", generate(true)).await;
             assert_eq!(status, 200);
             assert!(body.contains("[DONE]"), "{kind}: {body}");
@@ -165,6 +187,52 @@ async fn a_slow_first_token_is_waited_for_and_computed_once() {
         assert!(router.fleet.snapshot().iter().all(|worker| !worker.suspect));
         router.idle().await;
     }
+}
+
+#[tokio::test]
+async fn a_hung_vllm_is_noticed_by_its_counters_though_its_process_answers() {
+    for (streamed, clock) in [(true, Clock::None), (false, Clock::StandsStill)] {
+        let mocks: [MockWorker; 2] = mocks().await;
+        for mock in &mocks {
+            mock.behaviour.reports_metrics.store(true, Ordering::SeqCst);
+            *mock.behaviour.clock.lock() = clock;
+        }
+        let router = before(named(&mocks, "vllm")).await;
+        warm(&router, &mocks).await;
+        mocks[0].set_fault(Fault::Stall);
+        let begun = Instant::now();
+        // In turn where both are idle.
+        for _ in 0..4 {
+            assert_eq!(router.post("/generate", prompt(3, streamed)).await.0, 200);
+        }
+        assert!(
+            begun.elapsed() < Duration::from_secs(2),
+            "{:?}",
+            begun.elapsed()
+        );
+        router.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn a_prefill_in_pieces_is_waited_for_by_vllms_kv_in_use() {
+    let mocks: [MockWorker; 2] = mocks().await;
+    for mock in &mocks {
+        mock.behaviour.reports_metrics.store(true, Ordering::SeqCst);
+        *mock.behaviour.clock.lock() = Clock::GoesOn;
+    }
+    let router = before(named(&mocks, "vllm")).await;
+    warm(&router, &mocks).await;
+    let before = executions(&mocks);
+    for mock in &mocks {
+        mock.behaviour
+            .first_token_us
+            .store(4_000_000, Ordering::SeqCst);
+    }
+    let (status, _) = router.post("/generate", prompt(75_000, true)).await;
+    assert_eq!(status, 200);
+    assert_eq!(executions(&mocks) - before, 1);
+    assert!(router.fleet.snapshot().iter().all(|worker| !worker.suspect));
 }
 
 #[tokio::test]

@@ -5,24 +5,34 @@
 //! it has something to do, never because it is slower than somebody assumed. Signs of life are tokens, a
 //! newer time of SGLang's scheduler in a load report, and counters of vLLM that move. Where none comes:
 //!
-//! - a scheduler that reports its own time stands still where that time does;
+//! - a scheduler that reports its own time stands still where that time does, once it has served something:
+//!   until then it may compile, and its health check has to hang or fail too;
 //! - any other where the health check hangs or fails as well;
 //! - one whose health check answers is waited for: many times as long as this worker has ever stood still
-//!   and gone on, and for minutes where it has not served anything yet, for it may compile.
+//!   and gone on, and for minutes where it has not served anything yet, for it may compile. Counters of vLLM
+//!   that stand still tell sooner, where they have been seen to move with each piece of a prefill, or where no
+//!   prompt is longer than those that it has worked off.
 //!
 //! A suspected worker gets nothing new while another worker can serve, until it gives a sign again. It was
 //! wrongly suspected then, and has twice the time from there on, until many answers have begun at once.
 
 use super::{Fleet, State, Which};
 use crate::policy::WorkerFacts;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A worker whose health check does not answer has so many times what was predicted, or what it has needed.
-const TIMES_UNWELL: f64 = 2.0;
-/// One whose health check does has so many times, and this many times what a scheduler's own time has.
+/// A worker whose health check does not answer, or whose counters would have moved, has so many times what
+/// was predicted, or what it has needed.
+const TIMES_SHOWN: f64 = 2.0;
+/// Another has so many times, and this many times what a scheduler's own time has.
 const TIMES_WELL: f64 = 4.0;
 const PATIENCE_WELL: f64 = 6.0;
+/// The same, where its counters would have moved.
+const PATIENCE_COUNTED: f64 = 1.5;
+/// A prompt of so many tokens is short for everyone.
+const SHORT_TOKENS: u64 = 1_000;
 /// One that has served nothing yet may compile for as long.
 const FIRST_ANSWER_S: f64 = 300.0;
 /// Predictions beyond this are not waited for.
@@ -72,6 +82,8 @@ pub struct Pulse {
     pub clock_s: Option<f64>,
     /// Tokens that the engine has worked off since it started, and requests that run and wait in it.
     pub progress: Option<(u64, u32, u32)>,
+    /// Its KV in use, in millionths: it moves with each piece of a prefill.
+    pub kv_used: Option<u64>,
 }
 
 /// What one worker owes and when it was last heard of.
@@ -83,6 +95,8 @@ pub(crate) struct Liveness {
     busy_since_s: Option<f64>,
     /// Streamed requests here whose first token has not come.
     owed: u32,
+    /// Lengths of the prompts here of which no token has come, and how many there are of each.
+    prompts: BTreeMap<u64, u32>,
     /// The longest that was predicted of the first tokens since it was idle.
     predicted_s: f64,
     /// None where it reports no load.
@@ -96,6 +110,10 @@ pub(crate) struct Liveness {
     has_served: bool,
     /// The longest that it has stood still, busy, and gone on.
     shown_s: f64,
+    /// The most tokens of a prompt that it has computed.
+    shown_tokens: u64,
+    /// Its KV in use has moved where nothing else has: a prefill goes in pieces, and each shows.
+    shows_pieces: bool,
     caution: f64,
     suspicion: Option<Suspicion>,
 }
@@ -107,6 +125,7 @@ impl Default for Liveness {
             seen_s: 0.0,
             busy_since_s: None,
             owed: 0,
+            prompts: BTreeMap::new(),
             predicted_s: 0.0,
             last_report_s: None,
             pulse: Pulse::default(),
@@ -115,6 +134,8 @@ impl Default for Liveness {
             well_s: 0.0,
             has_served: false,
             shown_s: 0.0,
+            shown_tokens: 0,
+            shows_pieces: false,
             caution: 1.0,
             suspicion: None,
         }
@@ -130,22 +151,30 @@ impl Liveness {
         self.suspicion.is_some()
     }
 
-    /// A request was placed whose first token is predicted to take `until_token_s`.
-    pub fn enter(&mut self, now_s: f64, until_token_s: f64, is_streamed: bool) {
+    /// A request with so many tokens was placed whose first token is predicted to take `until_token_s`.
+    pub fn enter(&mut self, now_s: f64, tokens: u64, until_token_s: f64, is_streamed: bool) {
         self.busy_since_s.get_or_insert(now_s);
         self.owed += u32::from(is_streamed);
+        *self.prompts.entry(tokens).or_default() += 1;
         let predicted_s = until_token_s.clamp(0.0, MAX_PREDICTED_S);
         self.predicted_s = self.predicted_s.max(predicted_s);
     }
 
-    /// The first token of a streamed request came, or it ended without one.
-    pub fn settle(&mut self) {
-        self.owed -= 1;
+    /// The first token of a request came, or it ended without one.
+    pub fn settle(&mut self, tokens: u64, is_streamed: bool) {
+        self.owed -= u32::from(is_streamed);
+        if let Entry::Occupied(mut count) = self.prompts.entry(tokens) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
     }
 
-    /// An answer has begun.
-    pub fn serve(&mut self) {
+    /// An answer has begun, for which so many tokens were computed.
+    pub fn serve(&mut self, new_tokens: u64) {
         self.has_served = true;
+        self.shown_tokens = self.shown_tokens.max(new_tokens);
         self.shown_s *= FORGETTING;
         self.caution = (self.caution * FORGETTING).max(1.0);
     }
@@ -159,8 +188,11 @@ impl Liveness {
             pulse.progress.is_some(),
             pulse.progress != self.pulse.progress,
         );
+        let kv_moved = has_moved(pulse.kv_used.is_some(), pulse.kv_used != self.pulse.kv_used);
+        let is_told = self.pulse.progress.is_some() && self.pulse.kv_used.is_some();
+        self.shows_pieces |= is_told && kv_moved && !counters_moved;
         self.pulse = pulse;
-        if clock_moved || counters_moved {
+        if clock_moved || counters_moved || kv_moved {
             self.signs.note(now_s);
         }
     }
@@ -189,6 +221,7 @@ impl Liveness {
             seen_s: now_s,
             busy_since_s: self.busy_since_s.map(|_| now_s),
             owed: self.owed,
+            prompts: std::mem::take(&mut self.prompts),
             predicted_s: self.predicted_s,
             well_s: now_s,
             ..Self::default()
@@ -259,15 +292,18 @@ impl Liveness {
         let is_unwell = self.unwell_s(now_s) > after_s;
         let least_s = self.caution * after_s;
         let known_s = self.shown_s.max(self.predicted_s);
-        // Without counters nothing tells a long answer in one piece from one that does not come.
-        let owes = self.owed > 0 || (is_busy && reports && self.pulse.progress.is_some());
-        let (by, silent_s) = if reports && self.pulse.clock_s.is_some() && still_s > least_s {
+        let is_timed = reports && self.pulse.clock_s.is_some();
+        let is_counted = reports && self.pulse.progress.is_some();
+        // Without either nothing tells a long answer in one piece from one that does not come.
+        let owes = self.owed > 0 || (is_busy && (is_timed || is_counted));
+        let may_compile = !self.has_served && !is_unwell;
+        let (by, silent_s) = if is_timed && !may_compile && still_s > least_s {
             (Evidence::Clock, still_s)
-        } else if is_unwell && is_busy && still_s > least_s.max(TIMES_UNWELL * known_s) {
+        } else if is_unwell && is_busy && still_s > least_s.max(TIMES_SHOWN * known_s) {
             (Evidence::Health, still_s)
         } else if is_unwell && !reports && self.last_report_s.is_some() && !is_busy {
             (Evidence::Health, unreported_s.unwrap_or_default())
-        } else if !is_unwell && owes && still_s > self.patience_s(after_s) {
+        } else if !is_unwell && owes && still_s > self.patience_s(after_s, is_counted) {
             (Evidence::Patience, still_s)
         } else {
             return None;
@@ -277,13 +313,21 @@ impl Liveness {
     }
 
     /// How long a worker whose health check answers may stand still.
-    fn patience_s(&self, after_s: f64) -> f64 {
-        let least_s = PATIENCE_WELL * after_s;
+    fn patience_s(&self, after_s: f64, is_counted: bool) -> f64 {
+        let longest = self
+            .prompts
+            .last_key_value()
+            .map_or(0, |(&tokens, _)| tokens);
+        let is_short = longest <= self.shown_tokens.max(SHORT_TOKENS);
+        let (least, times) = match is_counted && (self.shows_pieces || is_short) {
+            true => (PATIENCE_COUNTED, TIMES_SHOWN),
+            false => (PATIENCE_WELL, TIMES_WELL),
+        };
         let known_s = match self.has_served {
-            true => TIMES_WELL * self.shown_s.max(self.predicted_s),
+            true => times * self.shown_s.max(self.predicted_s),
             false => FIRST_ANSWER_S,
         };
-        self.caution * least_s.max(known_s)
+        self.caution * known_s.max(least * after_s)
     }
 }
 
@@ -451,7 +495,17 @@ mod tests {
         end_s: f64,
         mut each: impl FnMut(&mut Liveness, f64),
     ) -> Option<f64> {
-        liveness.enter(0.0, 0.1, true);
+        owing_s(liveness, 50_000, end_s, &mut each)
+    }
+
+    /// The same, of a request with so many tokens.
+    fn owing_s(
+        liveness: &mut Liveness,
+        tokens: u64,
+        end_s: f64,
+        mut each: impl FnMut(&mut Liveness, f64),
+    ) -> Option<f64> {
+        liveness.enter(0.0, tokens, 0.1, true);
         for quarter in 1..=(4.0 * end_s) as u32 {
             let now_s = f64::from(quarter) / 4.0;
             each(liveness, now_s);
@@ -464,7 +518,7 @@ mod tests {
 
     fn served() -> Liveness {
         let mut liveness = Liveness::default();
-        liveness.serve();
+        liveness.serve(1_500);
         liveness
     }
 
@@ -472,6 +526,7 @@ mod tests {
         Pulse {
             clock_s,
             progress: tokens.map(|tokens| (tokens, 1, 0)),
+            kv_used: None,
         }
     }
 
@@ -482,9 +537,10 @@ mod tests {
 
     #[test]
     fn a_scheduler_whose_own_time_stands_still_is_suspected_whatever_health_says() {
-        for mut liveness in [Liveness::default(), served()] {
+        for (mut liveness, is_well) in [(Liveness::default(), false), (served(), true)] {
             let stood = suspected_s(&mut liveness, 60.0, |liveness, now_s| {
-                well(liveness, now_s);
+                liveness.ask(now_s);
+                liveness.answer(now_s, is_well);
                 liveness.report(now_s, report(Some(1.0), None));
             });
             assert!(stood.is_some_and(|now_s| now_s < 6.0), "{stood:?}");
@@ -540,13 +596,76 @@ mod tests {
 
     #[test]
     fn the_first_answer_may_take_minutes_while_health_answers() {
-        for tokens in [None, Some(7)] {
-            let stood = suspected_s(&mut Liveness::default(), 200.0, |liveness, now_s| {
-                well(liveness, now_s);
-                liveness.report(now_s, report(None, tokens));
-            });
-            assert_eq!(stood, None);
+        for (clock_s, tokens) in [(None, None), (None, Some(7)), (Some(1.0), None)] {
+            for is_streamed in [true, false] {
+                let mut liveness = Liveness::default();
+                liveness.enter(0.0, 10, 0.1, is_streamed);
+                for second in 1..200 {
+                    let now_s = f64::from(second);
+                    well(&mut liveness, now_s);
+                    liveness.report(now_s, report(clock_s, tokens));
+                    assert_eq!(liveness.judge(now_s, 1, 5.0, 5.0), None);
+                }
+            }
         }
+    }
+
+    #[test]
+    fn counters_that_stand_still_tell_within_ten_seconds_of_a_short_prompt() {
+        for (tokens, is_streamed, bound_s) in
+            [(10, true, 10.0), (1_400, false, 10.0), (75_000, true, 31.0)]
+        {
+            let mut liveness = served();
+            liveness.enter(0.0, tokens, 0.1, is_streamed);
+            let stood = (1..400)
+                .map(|quarter| f64::from(quarter) / 4.0)
+                .find(|&now_s| {
+                    well(&mut liveness, now_s);
+                    liveness.report(now_s, report(None, Some(7)));
+                    liveness.judge(now_s, 1, 5.0, 5.0).is_some()
+                });
+            let stood_s = stood.expect("suspected");
+            assert!(
+                stood_s > bound_s - 3.0 && stood_s < bound_s,
+                "{tokens}: {stood_s}"
+            );
+        }
+        // Without counters nobody knows.
+        let stood = owing_s(&mut served(), 10, 29.0, well);
+        assert_eq!(stood, None);
+    }
+
+    #[test]
+    fn a_prefill_in_pieces_is_waited_for_and_one_that_stops_is_noticed() {
+        let in_use = |kv_used| Pulse {
+            kv_used: Some(kv_used),
+            ..report(None, Some(7))
+        };
+        let mut liveness = served();
+        let stood = owing_s(&mut liveness, 75_000, 200.0, |liveness, now_s| {
+            well(liveness, now_s);
+            // A piece every four seconds, until it hangs after a hundred.
+            liveness.report(now_s, in_use((now_s.min(100.0) / 4.0) as u64));
+        });
+        // It has been seen to stand still for four seconds.
+        assert!(
+            stood.is_some_and(|now_s| now_s > 107.0 && now_s < 110.0),
+            "{stood:?}"
+        );
+    }
+
+    #[test]
+    fn prompts_that_are_answered_are_owed_no_more() {
+        let mut liveness = served();
+        for (tokens, is_streamed) in [(9, true), (75_000, true), (75_000, false)] {
+            liveness.enter(0.0, tokens, 0.1, is_streamed);
+        }
+        liveness.settle(75_000, true);
+        assert_eq!(liveness.patience_s(5.0, true), 30.0);
+        liveness.settle(75_000, false);
+        assert_eq!(liveness.patience_s(5.0, true), 7.5);
+        liveness.settle(9, true);
+        assert!(liveness.prompts.is_empty() && liveness.owed == 0);
     }
 
     #[test]
@@ -579,7 +698,7 @@ mod tests {
         };
         assert_eq!(judged(16.0), None);
         assert!(judged(17.0).is_some());
-        (0..100).for_each(|_| liveness.serve());
+        (0..100).for_each(|_| liveness.serve(10));
         assert_eq!(liveness.caution, 1.0);
     }
 
@@ -599,7 +718,7 @@ mod tests {
     #[test]
     fn a_long_answer_in_one_piece_is_no_standstill_where_nothing_counts_its_tokens() {
         let mut liveness = served();
-        liveness.enter(0.0, 0.1, false);
+        liveness.enter(0.0, 10, 0.1, false);
         for second in 1..500 {
             let now_s = f64::from(second);
             well(&mut liveness, now_s);

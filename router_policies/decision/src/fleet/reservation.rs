@@ -216,12 +216,12 @@ impl Reservation {
             state.end_prefill(&self.share, told, prefilled_s, now_s);
             if let Some(worker) = state.worker_mut(self.share.route.answering()) {
                 self.first_token_at = worker.batch_time;
-                worker.liveness.serve();
+                worker.liveness.serve(self.share.new_tokens);
             }
             if self.prefill.is_some()
                 && let Some(worker) = state.worker_mut(self.share.route.prefilling())
             {
-                worker.liveness.serve();
+                worker.liveness.serve(self.share.new_tokens);
             }
             self.fleet.settle(state);
         }

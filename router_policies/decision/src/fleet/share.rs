@@ -84,7 +84,7 @@ impl State {
                 let is_streamed = share.untold_until_us.is_none();
                 worker
                     .liveness
-                    .enter(now_s, share.until_token_s, is_streamed);
+                    .enter(now_s, share.input_tokens, share.until_token_s, is_streamed);
             }
         }
         if let Some(worker) = self.worker_mut(share.route.prefilling()) {
@@ -252,11 +252,13 @@ impl State {
         let answering = share.route.answering();
         self.residency
             .prefill_over(answering, share.key, share.turn);
-        if share.untold_until_us.is_none() {
-            for slot in share.slots() {
-                if let Some(worker) = self.worker_mut(slot) {
-                    worker.liveness.settle();
-                }
+        let is_streamed = share.untold_until_us.is_none();
+        for slot in share.slots() {
+            // When the first token of an answer in one piece was there, nobody knows before its end.
+            if (is_streamed || slot != answering)
+                && let Some(worker) = self.worker_mut(slot)
+            {
+                worker.liveness.settle(share.input_tokens, is_streamed);
             }
         }
         if let Some(worker) = self.worker_mut(answering) {
@@ -325,6 +327,9 @@ impl State {
         let slot = share.route.answering();
         if let Some(worker) = self.worker_mut(slot) {
             worker.pass(now_s);
+            if share.untold_until_us.is_some() {
+                worker.liveness.settle(share.input_tokens, false);
+            }
             worker.load.leave(share.input_tokens);
             worker.load.decoding -= 1;
             worker.load.decode_tokens -= share.input_tokens;

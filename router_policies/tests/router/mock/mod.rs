@@ -52,7 +52,7 @@ pub enum Fault {
     Refuse(u16),
 }
 
-/// The scheduler's own time in load reports.
+/// The scheduler's own time in load reports of SGLang, or the KV in use in those of vLLM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Clock {
     None,
@@ -344,8 +344,20 @@ async fn answer(
             return Ok(whole(200, "application/json", report));
         }
         "/metrics" if behaviour.reports_metrics.load(Ordering::SeqCst) => {
-            let metrics = "vllm:num_requests_running 1.0\nvllm:num_requests_waiting 0.0\n\
-                           vllm:generation_tokens_total 7.0\nvllm:prompt_tokens_total 9.0\n";
+            let kv_in_use = match *behaviour.clock.lock() {
+                Clock::None => String::new(),
+                Clock::GoesOn => {
+                    format!(
+                        "vllm:kv_cache_usage_perc 0.{:06}\n",
+                        fastrand::u32(..1_000_000)
+                    )
+                }
+                Clock::StandsStill => "vllm:kv_cache_usage_perc 0.5\n".to_owned(),
+            };
+            let metrics = format!(
+                "vllm:num_requests_running 1.0\nvllm:num_requests_waiting 0.0\n\
+                 vllm:generation_tokens_total 7.0\nvllm:prompt_tokens_total 9.0\n{kv_in_use}"
+            );
             return Ok(whole(200, "text/plain", metrics));
         }
         "/health" | "/health_generate" if behaviour.health_hangs.load(Ordering::SeqCst) => {
