@@ -16,7 +16,7 @@ import sys
 import typer
 
 from deltaserve import __version__
-from deltaserve.errors import told_in_one_line
+from deltaserve.errors import errors_in_one_line
 from deltaserve.rooms import prefer_ours
 
 # command → (module, attribute holding a typer.Typer, one-line help)
@@ -79,7 +79,7 @@ def main() -> None:
         faulthandler.enable(sys.__stderr__)  # a crash in a library's C code says where Python was
     arguments = sys.argv[1:]
     try:
-        with told_in_one_line():
+        with errors_in_one_line():
             try:
                 if arguments[:1] == ["--version"]:
                     print(f"deltaserve {__version__}")

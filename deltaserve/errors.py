@@ -16,7 +16,7 @@ class InputError(Exception):
 
 
 @contextmanager
-def told_in_one_line() -> Iterator[None]:
+def errors_in_one_line() -> Iterator[None]:
     """Within it an `InputError` ends the program as the command line does."""
     try:
         yield

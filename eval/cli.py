@@ -404,11 +404,11 @@ def list_command(as_json: AsJson = False) -> None:
     """List the packaged experiments."""
     found = {name: load_experiment(name) for name in packaged_experiments()}
     if as_json:
-        told = [
+        listed = [
             {"name": name, "description": experiment.description, "file": str(path)}
             for name, (experiment, path) in found.items()
         ]
-        typer.echo(orjson.dumps({"experiments": told}).decode())
+        typer.echo(orjson.dumps({"experiments": listed}).decode())
         return
     for name, (experiment, path) in found.items():
         typer.echo(f"{name:<20} {experiment.description} ({path})")

@@ -63,9 +63,9 @@ def one_line(
     """The first problems that pydantic found, as ``key.path: what was expected``, with "; " between
     them; where `table` says what was read, an unknown key is answered with the nearest known one.
     """
-    told = [_problem(found, document, table) for found in error.errors()[:_MOST_PROBLEMS]]
-    more = error.error_count() - len(told)
-    return "; ".join(told) + (f" (and {more} more)" if more else "")
+    problems = [_problem(found, document, table) for found in error.errors()[:_MOST_PROBLEMS]]
+    more = error.error_count() - len(problems)
+    return "; ".join(problems) + (f" (and {more} more)" if more else "")
 
 
 def _problem(found: ErrorDetails, document: dict[str, Any], table: type[BaseModel] | None) -> str:

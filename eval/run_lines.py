@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from deltaserve.errors import InputError, told_in_one_line
+from deltaserve.errors import InputError, errors_in_one_line
 from eval.experiment import OBJECTIVES, Slo
 from eval.judged import not_met, product_limit
 from eval.metrics import alone_by_arm
@@ -113,5 +113,5 @@ def main(
 
 
 if __name__ == "__main__":
-    with told_in_one_line():
+    with errors_in_one_line():
         typer.run(main)

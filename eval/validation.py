@@ -17,7 +17,7 @@ import orjson
 import pandas as pd
 import typer
 
-from deltaserve.errors import InputError, told_in_one_line
+from deltaserve.errors import InputError, errors_in_one_line
 from eval.experiment import Slo
 from eval.judged import COLUMNS, Window
 from eval.judged import measures as judged_measures
@@ -163,5 +163,5 @@ def main(
 
 
 if __name__ == "__main__":
-    with told_in_one_line():
+    with errors_in_one_line():
         typer.run(main)

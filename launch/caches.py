@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 
-from launch.http_calls import FAILURES, call, reason, told
+from launch.http_calls import FAILURES, answer_line, call, reason
 from launch.vllm_calls import COMPLETIONS, completion
 
 FLUSH_TIMEOUT_S = 10.0
@@ -22,7 +22,7 @@ _STEP_S = 60.0
 _STEP = [16] * 9
 """No whole block of any size that vLLM has; vLLM 0.32.0 on a CPU with AMX ends at a first
 prompt of one or two tokens."""
-_UNTOLD = "its cache is empty, but the step failed with which its KV events would tell so"
+_UNREPORTED = "its cache is empty, but the step after which its KV events report that failed"
 
 
 class FlushError(Exception):
@@ -63,7 +63,7 @@ def _sglang(url: str, key: str | None, timeout_s: float) -> str | None:
     status, answer = call("POST", url, b"", timeout_s=timeout_s + 30, key=key)
     if status == 200:
         return None
-    return told(path, status, answer)
+    return answer_line(path, status, answer)
 
 
 def _vllm(url: str, key: str | None, timeout_s: float) -> str | None:
@@ -76,7 +76,7 @@ def _vllm(url: str, key: str | None, timeout_s: float) -> str | None:
             "environment when it starts"
         )
     if status != 200:
-        return told(path, status, answer)
+        return answer_line(path, status, answer)
     try:
         said = json.loads(answer or b"{}")
     except ValueError:
@@ -93,6 +93,6 @@ def _step(url: str, key: str | None, model: str) -> None:
     try:
         status, answer = call("POST", url + COMPLETIONS, content, timeout_s=_STEP_S, key=key)
     except FAILURES as error:
-        raise FlushError(f"{_UNTOLD}: {COMPLETIONS}: {reason(error)}") from error
+        raise FlushError(f"{_UNREPORTED}: {COMPLETIONS}: {reason(error)}") from error
     if status != 200:
-        raise FlushError(f"{_UNTOLD}: {told(COMPLETIONS, status, answer)}")
+        raise FlushError(f"{_UNREPORTED}: {answer_line(COMPLETIONS, status, answer)}")

@@ -71,10 +71,10 @@ def assign(topology: Topology, nodes: Sequence[Node]) -> list[Node]:
                 continue
             place = next((n for n in nodes if free[n.id] >= group.tensor_parallel), None)
             if place is None:
-                told = ", ".join(f"{n.address} has {n.gpus}" for n in nodes)
+                there = ", ".join(f"{n.address} has {n.gpus}" for n in nodes)
                 raise InputError(
                     f"{topology.where}: placement: no node with {group.tensor_parallel} free "
-                    f"GPUs is left for worker {len(found) + 1} ({told})"
+                    f"GPUs is left for worker {len(found) + 1} ({there})"
                 )
             free[place.id] -= group.tensor_parallel
             found.append(place)
@@ -91,9 +91,9 @@ def launcher(
     """What to put before a command so that it runs on `node` and is asked to leave by
     `stop_signal`. Its environment there is given in `ENVIRONMENT`, as JSON: anybody on this machine
     can read a command line."""
-    told = [str(_python(placement, "placement")), str(_SCRIPT), "run", placement.address, node.id]
-    told += [str(gpus), str(folder), guard.__file__, str(_REMOTE_GRACE_S), str(int(stop_signal))]
-    return (*told, "--")
+    words = [str(_python(placement, "placement")), str(_SCRIPT), "run", placement.address, node.id]
+    words += [str(gpus), str(folder), guard.__file__, str(_REMOTE_GRACE_S), str(int(stop_signal))]
+    return (*words, "--")
 
 
 def _python(placement: Placement, where: str) -> Path:

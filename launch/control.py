@@ -116,18 +116,18 @@ def status(run_dir: Path) -> FleetStatus:
     record = _read(run_dir)
     here = record["host"] == socket.gethostname()
     alive_before = {p["id"]: _kin(p, run_dir) if here else [] for p in record["processes"]}
-    busy_s = {id_: _cpu_s(kin) for id_, kin in alive_before.items()}
+    busy_s = {id_: _cpu_s(tree) for id_, tree in alive_before.items()}
     began_s = time.monotonic()
     if any(alive_before.values()):
         time.sleep(_CPU_SAMPLE_S)
     elapsed_s = max(time.monotonic() - began_s, 1e-9)
     rows = []
     for process in record["processes"]:
-        kin = alive_before[process["id"]]
+        tree = alive_before[process["id"]]
         state = process["state"]
-        if here and state in ("starting", "ready") and not kin and not process["attached"]:
+        if here and state in ("starting", "ready") and not tree and not process["attached"]:
             state = "dead"
-        spent_s = max(0.0, _cpu_s(kin) - busy_s[process["id"]])
+        spent_s = max(0.0, _cpu_s(tree) - busy_s[process["id"]])
         rows.append(
             ProcessStatus(
                 id=process["id"],
@@ -135,7 +135,7 @@ def status(run_dir: Path) -> FleetStatus:
                 pid=process["pid"],
                 url=process["url"],
                 state=state,
-                rss_bytes=sum(_rss(p) for p in kin),
+                rss_bytes=sum(_rss(p) for p in tree),
                 cpu_percent=round(100 * spent_s / elapsed_s, 1),
                 reason=process.get("reason"),
                 ended_unix_s=process.get("ended_unix_s"),
@@ -273,9 +273,9 @@ def _kin(process: dict[str, Any], run_dir: Path) -> list[psutil.Process]:
     return [] if pid is None else processes_of(pid, started, process["mark"], run_dir)
 
 
-def _cpu_s(kin: list[psutil.Process]) -> float:
+def _cpu_s(tree: list[psutil.Process]) -> float:
     total = 0.0
-    for process in kin:
+    for process in tree:
         try:
             times = process.cpu_times()
             total += times.user + times.system

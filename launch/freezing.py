@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from launch.http_calls import FAILURES, call, reason, told
+from launch.http_calls import FAILURES, answer_line, call, reason
 from launch.planning import Process
 
 _TIMEOUT_S = 30.0
@@ -31,4 +31,4 @@ def freeze(workers: Iterable[Process], tell: Callable[[str], None]) -> None:
             tell(f"{worker.id}: {path}: {reason(error)}")
             continue
         if status != 200:
-            tell(f"{worker.id}: {told(path, status, answer)}")
+            tell(f"{worker.id}: {answer_line(path, status, answer)}")

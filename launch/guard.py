@@ -59,13 +59,13 @@ def processes() -> dict[int, tuple[int, int]]:
 def offspring(session: int) -> list[int]:
     """Live processes in `session`, and below its leader in whatever session; not the leader."""
     table = processes()
-    kin = {pid for pid, (_, of) in table.items() if of == session} | {session}
+    tree = {pid for pid, (_, of) in table.items() if of == session} | {session}
     growing = True
     while growing:
-        below = {pid for pid, (parent, _) in table.items() if parent in kin} - kin
-        kin |= below
+        below = {pid for pid, (parent, _) in table.items() if parent in tree} - tree
+        tree |= below
         growing = bool(below)
-    return sorted(kin - {session})
+    return sorted(tree - {session})
 
 
 def kill_offspring(session: int, grace_s: float) -> list[int]:
@@ -76,11 +76,11 @@ def kill_offspring(session: int, grace_s: float) -> list[int]:
     """
     signalled: set[int] = set()
     deadline_s = time.monotonic() + grace_s
-    while kin := offspring(session):
+    while tree := offspring(session):
         if time.monotonic() >= deadline_s + GIVE_UP_S:
-            return kin
+            return tree
         late = time.monotonic() >= deadline_s
-        for pid in kin:
+        for pid in tree:
             if late or pid not in signalled:
                 signalled.add(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):

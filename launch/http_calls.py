@@ -31,7 +31,7 @@ def call(
         connection.close()
 
 
-def told(path: str, status: int, answer: bytes) -> str:
+def answer_line(path: str, status: int, answer: bytes) -> str:
     """An answer that is not the one hoped for, in a line: what was asked, and how it begins."""
     return f"{path}: {status} {answer[:300].decode(errors='replace').strip()}"
 

@@ -158,10 +158,10 @@ def engine_load(url: str, gauges: tuple[str, ...]) -> list[float | None]:
     return found
 
 
-def _usage(kin: list[psutil.Process]) -> tuple[float, int, int]:
+def _usage(tree: list[psutil.Process]) -> tuple[float, int, int]:
     """CPU seconds spent so far by the live processes, their resident bytes, and their number."""
     cpu_s, rss_bytes, live = 0.0, 0, 0
-    for process in kin:
+    for process in tree:
         try:
             with process.oneshot():
                 times = process.cpu_times()

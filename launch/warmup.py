@@ -24,7 +24,7 @@ import orjson
 
 from deltaserve.step_sizes import step_sizes
 from launch.caches import FlushError, flush
-from launch.http_calls import FAILURES, call, reason, told
+from launch.http_calls import FAILURES, answer_line, call, reason
 from launch.planning import Plan, Process
 from launch.vllm_calls import COMPLETIONS, completion
 
@@ -163,10 +163,10 @@ class _VLLM:
     def send_kv(self, prefill: Process, to: Process, prompt: list[int]) -> None:
         if self._nixl:  # the answer says where its KV is
             asked = {"do_remote_decode": True, "do_remote_prefill": False}
-            told = self._complete(prefill, prompt, 1, asked).get("kv_transfer_params")
-            if not told:
+            given = self._complete(prefill, prompt, 1, asked).get("kv_transfer_params")
+            if not given:
                 raise WarmUpError(prefill, f"{COMPLETIONS}: no kv_transfer_params in the answer")
-            self._complete(to, prompt, _ANSWER_TOKENS, told)
+            self._complete(to, prompt, _ANSWER_TOKENS, given)
             return
         bootstrap = f"http://{urlsplit(prefill.url).hostname}:{prefill.ports['bootstrap']}"
         transfer = uuid.uuid4().hex
@@ -219,5 +219,5 @@ def _post(worker: Process, path: str, body: dict[str, Any]) -> bytes:
     except FAILURES as error:
         raise WarmUpError(worker, f"{path}: {error!r}") from error
     if status != 200:
-        raise WarmUpError(worker, told(path, status, answer))
+        raise WarmUpError(worker, answer_line(path, status, answer))
     return answer

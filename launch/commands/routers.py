@@ -73,9 +73,9 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
         (r"residency: ", "router.residency: "),
         (r"policy (?=\S+ can place no request)", "router.policy: "),
     ):
-        told, found = re.subn(f"^{ours}", of_topology, said)
+        named, found = re.subn(f"^{ours}", of_topology, said)
         if found:
-            return told
+            return named
     return f"router: {said}"
 
 

@@ -595,9 +595,9 @@ def test_a_secret_reaches_the_engine_and_no_file_and_no_command_line(
         assert done.returncode == 0, done.stderr
         record = json.loads((run_dir / "fleet.json").read_text())
         supervisor = psutil.Process(record["supervisor"]["pid"])
-        kin = [supervisor, *supervisor.children(recursive=True)]
-        assert not any(SECRET in word for process in kin for word in process.cmdline())
-        environments = [p.environ().get("MY_TOKEN") for p in kin if "--port" in p.cmdline()]
+        tree = [supervisor, *supervisor.children(recursive=True)]
+        assert not any(SECRET in word for process in tree for word in process.cmdline())
+        environments = [p.environ().get("MY_TOKEN") for p in tree if "--port" in p.cmdline()]
         assert SECRET in environments
         for file in (p for p in run_dir.rglob("*") if p.is_file() and not p.is_symlink()):
             assert SECRET not in file.read_text(errors="replace"), file

@@ -101,8 +101,8 @@ def test_threads_that_bound_themselves_to_a_core_are_freed(tmp_path: Path) -> No
     running = supervised.Supervised(command, dict(os.environ), log, tmp_path)
 
     def cores() -> list[int]:
-        kin = supervised.members(running.pid, running.started)
-        threads = [thread.id for process in kin for thread in process.threads()]
+        tree = supervised.members(running.pid, running.started)
+        threads = [thread.id for process in tree for thread in process.threads()]
         return [len(os.sched_getaffinity(thread)) for thread in threads]
 
     try:

@@ -167,10 +167,10 @@ def ray_cluster() -> Iterator[str]:
         yield address
     finally:
         for node in reversed(started):
-            kin = psutil.Process(node.pid).children(recursive=True)
+            tree = psutil.Process(node.pid).children(recursive=True)
             node.terminate()
             node.wait(30)
-            for process in kin:
+            for process in tree:
                 if process.is_running():
                     process.kill()
         shutil.rmtree(folder, ignore_errors=True)
