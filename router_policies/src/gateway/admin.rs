@@ -5,6 +5,7 @@ use super::client::Client;
 use super::keys::Wants;
 use super::{
     Gateway, Reply, error, guard, json, models, normalise, not_allowed, redact, sessions, stored,
+    ui,
 };
 use crate::config::{WORKER_FIELDS, WorkerSpec};
 use bytes::Bytes;
@@ -98,6 +99,7 @@ async fn answer(
             response.headers_mut().insert(CONTENT_TYPE, kind);
             response
         }
+        (&Method::GET | &Method::HEAD, "/ui") => ui::page(gateway, head.uri.query()),
         (&Method::GET, "/workers") => list_workers(gateway),
         (&Method::GET, "/sessions") => sessions::list(gateway),
         (&Method::GET, path) if path.starts_with("/sessions/") => {
@@ -131,7 +133,7 @@ async fn answer(
         (
             _,
             "/health" | "/livez" | "/liveness" | "/readyz" | "/readiness" | "/metrics"
-            | "/decisions" | "/sessions" | "/v1/models" | "/model_info" | "/get_model_info"
+            | "/ui" | "/decisions" | "/sessions" | "/v1/models" | "/model_info" | "/get_model_info"
             | "/server_info" | "/get_server_info",
         ) => not_allowed("GET"),
         _ => match path.strip_prefix("/workers/") {
@@ -187,6 +189,7 @@ fn shown(worker: &WorkerSnapshot) -> Value {
         "bootstrap_port": spec.bootstrap_port,
         "is_healthy": worker.healthy,
         "load": worker.load.requests,
+        "host_kv_tokens": spec.host_kv_tokens,
         "state": worker,
     })
 }

@@ -68,6 +68,7 @@ pub(crate) struct Metrics {
     duration_s: Histogram,
     queued: IntGauge,
     cached_tokens: IntCounterVec,
+    prompt_tokens: IntCounter,
     prediction_error_tokens: IntCounter,
     waiting: IntGauge,
     waited_s: HistogramVec,
@@ -157,6 +158,13 @@ impl Metrics {
                 "Cached prompt tokens of requests whose engine reported them: believed by the \
                  router, and reported.",
                 &["source"],
+            ),
+            prompt_tokens: keep(
+                &registry,
+                IntCounter::new(
+                    "deltaserve_prompt_tokens_total",
+                    "Prompt tokens of requests whose cached tokens the engine reported.",
+                ),
             ),
             prediction_error_tokens: keep(
                 &registry,
@@ -282,6 +290,8 @@ impl Metrics {
                 .inc_by(tokens);
         }
         if let Some(reported) = finish.cached_tokens {
+            self.prompt_tokens
+                .inc_by(finish.prompt_tokens.unwrap_or(reported));
             let believed = finish.believed_cached_tokens;
             self.cached_tokens
                 .with_label_values(&["believed"])

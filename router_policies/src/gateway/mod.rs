@@ -53,6 +53,7 @@ mod stream;
 mod tls;
 mod too_long;
 mod traces;
+mod ui;
 mod usage;
 mod values;
 mod vocabulary;

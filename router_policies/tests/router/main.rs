@@ -25,6 +25,7 @@ mod gateway_tls;
 mod gateway_too_long;
 mod gateway_traces;
 mod gateway_transfer;
+mod gateway_ui;
 mod mock;
 mod policies;
 mod residency;

@@ -1,0 +1,119 @@
+"""The router's page in a real browser: before 200 sessions, at two widths, behind the admin token."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.browser import Page, needs_browser, opened
+from tests.router_policies.test_cli import router
+
+EVIL = "<img src=x onerror=\"document.title='owned'\">"
+LONG = "x" * 250
+PLACES, WAITING = 150, 50
+
+
+async def turn(client: aiohttp.ClientSession, url: str, session: str) -> None:
+    """A turn of a session, which gets a place and keeps it, or waits for one."""
+    headers = {"x-session-id": session.encode().decode("latin-1")}
+    asked = {"input_ids": list(range(100)), "stream": True}
+    async with client.post(f"{url}/generate", json=asked, headers=headers) as answer:
+        await answer.read()
+
+
+def router_toml(folder: Path, worker: str, more: str = "") -> str:
+    path = folder / "router.toml"
+    path.write_text(
+        f'{more}\n[residency]\nrule = "cap"\nsessions = {PLACES}\n'
+        f'[[workers]]\nid = "w0"\nurl = "{worker}"\nkv_capacity_tokens = 1000000\n'
+    )
+    return str(path)
+
+
+async def sees(page: Page, script: str, *, within: str = "") -> None:
+    await page.until(f"(() => {{ const all = s => [...document.querySelectorAll('{within} ' + s)];"
+                     f" return {script}; }})()")  # fmt: skip
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+async def test_two_hundred_sessions_are_shown_as_text_without_a_scroll_aside(
+    tmp_path: Path, mock_worker: Any, width: int
+) -> None:
+    async with (
+        mock_worker() as worker,
+        router("--config", router_toml(tmp_path, worker.url)) as (url, _),
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client,
+    ):
+        names = [EVIL, LONG, *(f"s{number}" for number in range(PLACES - 2))]
+        for name in names:
+            await turn(client, url, name)
+        waiting = [
+            asyncio.create_task(turn(client, url, f"late{number}")) for number in range(WAITING)
+        ]
+        try:
+            async with opened(f"{url}/ui", tmp_path / "profile", width) as page:
+                await sees(page, f"all('tr').length === {PLACES + WAITING}", within="#sessions")
+                first = await page.value("document.querySelector('#sessions tr').innerText")
+                assert "late" in first
+                assert "waiting" in first
+                assert "limit on sessions" in first
+                heading = await page.value("document.querySelector('#sessions-head').textContent")
+                assert heading == f"Sessions: {WAITING} waiting, 0 running, {PLACES} idle"
+                script = f"all('button').some(it => it.textContent === {EVIL!r})"
+                await sees(page, script, within="#sessions")
+                await page.value(
+                    "[...document.querySelectorAll('#sessions button')]"
+                    ".find(it => it.textContent.startsWith('<img')).click()"
+                )
+                await sees(page, "all('tr').length === 1", within="#turns")
+                assert "w0" in await page.value("document.querySelector('#turns').innerText")
+                assert await page.value("document.querySelectorAll('img').length") == 0
+                assert await page.value("document.title") == "deltaserve"
+                for name in ("documentElement", "body", "querySelector('#session')"):
+                    wide = await page.value(
+                        f"[document.{name}.scrollWidth, document.{name}.clientWidth]"
+                    )
+                    assert wide[0] <= wide[1] <= width, name
+                await page.value("document.querySelector('#close').click()")
+                await page.value(
+                    "(it => { it.value = 'late4'; it.dispatchEvent(new Event('input')); })"
+                    "(document.querySelector('#find'))"
+                )
+                await sees(page, "all('tr').length === 11", within="#sessions")
+                assert page.complaints == []
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@needs_browser
+async def test_the_page_asks_for_the_token_and_keeps_it_in_its_tab(
+    tmp_path: Path, mock_worker: Any
+) -> None:
+    async with mock_worker() as worker:
+        config = router_toml(tmp_path, worker.url, 'admin_token = "secret"')
+        async with (
+            router("--config", config) as (url, _),
+            opened(f"{url}/ui", tmp_path / "profile") as page,
+        ):
+            give = "document.querySelector('#token').value = '{}'; document.querySelector('#ask button').click()"
+            await sees(page, "all('#ask[open]').length === 1 && !all('#workers tr').length")
+            assert page.complaints == []
+            await page.value(give.format("wrong"))
+            await sees(page, "all('#why')[0].textContent.includes('admin token')")
+            page.complaints.clear()  # the browser's own word for the status 401
+            await page.value(give.format("secret"))
+            await sees(page, "all('#workers tr').length === 1")
+            await page.call("Page.reload")
+            await sees(page, "all('#workers tr').length === 1 && !all('#forget')[0].hidden")
+            assert await page.value("localStorage.length + document.cookie.length") == 0
+            assert "secret" not in await page.value("location.href")
+            await page.value("document.querySelector('#forget').click()")
+            await sees(page, "all('#ask[open]').length === 1")
+            assert page.complaints == []
