@@ -1,4 +1,4 @@
-"""The router's page in a real browser: before 200 sessions, at two widths, behind the admin token."""
+"""The router's page in a real browser: 200 sessions, two widths, and the admin token."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tests.router_policies.test_cli import router
 EVIL = "<img src=x onerror=\"document.title='owned'\">"
 LONG = "x" * 250
 PLACES, WAITING = 150, 50
+TOKENS = 600
 
 
-async def turn(client: aiohttp.ClientSession, url: str, session: str) -> None:
+async def turn(client: aiohttp.ClientSession, url: str, session: str, begin: int) -> None:
     """A turn of a session, which gets a place and keeps it, or waits for one."""
-    headers = {"x-session-id": session.encode().decode("latin-1")}
-    asked = {"input_ids": list(range(100)), "stream": True}
+    asked = {"input_ids": list(range(begin, begin + TOKENS)), "stream": True}
+    headers = {"x-session-id": session}
     async with client.post(f"{url}/generate", json=asked, headers=headers) as answer:
         await answer.read()
 
@@ -35,8 +36,14 @@ def router_toml(folder: Path, worker: str, more: str = "") -> str:
 
 
 async def sees(page: Page, script: str, *, within: str = "") -> None:
-    await page.until(f"(() => {{ const all = s => [...document.querySelectorAll('{within} ' + s)];"
-                     f" return {script}; }})()")  # fmt: skip
+    """Waits until that is so of the page, with `all(selector)` for its elements."""
+    find = f"const all = it => [...document.querySelectorAll('{within} ' + it)]"
+    await page.until(f"(() => {{ {find}; return {script}; }})()")
+
+
+async def give(page: Page, token: str) -> None:
+    await page.value(f"document.querySelector('#token').value = '{token}'")
+    await page.value("document.querySelector('#ask button').click()")
 
 
 @needs_browser
@@ -50,10 +57,11 @@ async def test_two_hundred_sessions_are_shown_as_text_without_a_scroll_aside(
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client,
     ):
         names = [EVIL, LONG, *(f"s{number}" for number in range(PLACES - 2))]
-        for name in names:
-            await turn(client, url, name)
+        for number, name in enumerate(names):
+            await turn(client, url, name, number * TOKENS)
         waiting = [
-            asyncio.create_task(turn(client, url, f"late{number}")) for number in range(WAITING)
+            asyncio.create_task(turn(client, url, f"late{number}", (PLACES + number) * TOKENS))
+            for number in range(WAITING)
         ]
         try:
             async with opened(f"{url}/ui", tmp_path / "profile", width) as page:
@@ -102,13 +110,12 @@ async def test_the_page_asks_for_the_token_and_keeps_it_in_its_tab(
             router("--config", config) as (url, _),
             opened(f"{url}/ui", tmp_path / "profile") as page,
         ):
-            give = "document.querySelector('#token').value = '{}'; document.querySelector('#ask button').click()"
             await sees(page, "all('#ask[open]').length === 1 && !all('#workers tr').length")
             assert page.complaints == []
-            await page.value(give.format("wrong"))
+            await give(page, "wrong")
             await sees(page, "all('#why')[0].textContent.includes('admin token')")
             page.complaints.clear()  # the browser's own word for the status 401
-            await page.value(give.format("secret"))
+            await give(page, "secret")
             await sees(page, "all('#workers tr').length === 1")
             await page.call("Page.reload")
             await sees(page, "all('#workers tr').length === 1 && !all('#forget')[0].hidden")

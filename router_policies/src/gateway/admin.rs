@@ -132,8 +132,8 @@ async fn answer(
         (_, "/workers") => not_allowed("GET, POST"),
         (
             _,
-            "/health" | "/livez" | "/liveness" | "/readyz" | "/readiness" | "/metrics"
-            | "/ui" | "/decisions" | "/sessions" | "/v1/models" | "/model_info" | "/get_model_info"
+            "/health" | "/livez" | "/liveness" | "/readyz" | "/readiness" | "/metrics" | "/ui"
+            | "/decisions" | "/sessions" | "/v1/models" | "/model_info" | "/get_model_info"
             | "/server_info" | "/get_server_info",
         ) => not_allowed("GET"),
         _ => match path.strip_prefix("/workers/") {

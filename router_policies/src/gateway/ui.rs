@@ -30,7 +30,9 @@ pub(super) fn page(gateway: &Gateway, query: Option<&str>) -> Response<Reply> {
          require-trusted-types-for 'script'; trusted-types 'none'"
     );
     let asks = gateway.config.admin_token.is_some() || gateway.keys.are_needed();
-    let page = PAGE.replace(NONCE, &nonce).replacen(ASKS, &asks.to_string(), 1);
+    let page = PAGE
+        .replace(NONCE, &nonce)
+        .replacen(ASKS, &asks.to_string(), 1);
     let body = Bytes::from(page);
     let mut response = Response::new(Reply::Whole(Full::from(body)));
     let headers = response.headers_mut();
