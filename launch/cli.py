@@ -21,7 +21,7 @@ from rich.table import Table
 
 from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
-from launch import control, engines, planning
+from launch import control, engines, planning, rolling
 from launch.checking import check
 from launch.claims import announce, claim
 from launch.fleets import FleetError, fleet, log_tail
@@ -30,8 +30,9 @@ from launch.interrupts import held
 from launch.listing import listing
 from launch.planning import Plan
 from launch.redaction import redacted
+from launch.rolling import Rolling
 from launch.serving import keep_serving
-from launch.supervised import keep_previous
+from launch.supervised import is_running, keep_previous
 from launch.topology_files import load_topology
 
 app = typer.Typer(
@@ -165,11 +166,15 @@ def up_command(
         with fleet(topology, folder, _say) as running:
             _show(control.status(folder), as_json)
             _say("Press Ctrl-C to end it.")
+            router = running.plan.router
+            asked_of = (router.url, router.keys.key) if router else ("", None)
+            roller = Rolling(running, folder, asked_of, _say)
             if serving_on:
-                keep_serving(running, _say)
+                keep_serving(running, _say, roller.look)
             while True:
                 time.sleep(0.5)
-                running.check()
+                roller.look()
+                running.check(but=roller.restarting)
     except FleetError as error:
         _say(f"error: {error}")
         raise typer.Exit(1) from None
@@ -242,6 +247,38 @@ def down_command(
     if not ended.processes:
         what = "its start was ended" if ended.supervisor else "was not running"
     _say(f"{run_dir.name}: {what}")
+
+
+@app.command("roll", epilog="Example: deltaserve launch roll sglang-agents")
+def roll_command(
+    name: Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology or a run folder.")],
+    wait_s: Annotated[
+        float, typer.Option("--wait-s", min=0, help="How long a worker's turns may take to end.")
+    ] = 1800.0,
+) -> None:
+    """Restart a fleet's workers one after the other, while the others serve.
+
+    A worker gets nothing new, its turns end, it starts again, and gets requests again when it is
+    ready. Sessions go on elsewhere between two turns.
+    """
+    run_dir = control.find_run_dir(name)
+    now = control.status(run_dir)
+    if now.state != "ready" or now.host != socket.gethostname():
+        raise InputError(f"{now.name}: it is {now.state} on {now.host}; expected a ready one here")
+    record = orjson.loads((run_dir / "fleet.json").read_bytes())
+    rolling.ask(run_dir, rolling.rollable(record), wait_s)
+    said = 0
+    while True:
+        time.sleep(0.3)
+        found = rolling.progress(run_dir)
+        if found is None or not is_running(now.supervisor_pid, record["supervisor"]["started"]):
+            _say("error: the fleet was ended meanwhile")
+            raise typer.Exit(1)
+        for line in found["said"][said:]:
+            _say(line)
+        said = len(found["said"])
+        if found["state"] in ("done", "failed"):
+            raise typer.Exit(int(found["state"] == "failed"))
 
 
 @app.command("logs", epilog="Example: deltaserve launch logs laptop-sglang colocated-0")

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -131,11 +131,14 @@ class Fleet:
             return self.behind.engine_versions
         return dict(self.plan.engine.versions)
 
-    def check(self) -> None:
-        """Raises `FleetError` when a process has died since it was started."""
+    def check(self, but: Collection[str] = ()) -> None:
+        """Raises `FleetError` when a process, other than those of `but`, has died since it was
+        started."""
         if self.behind is not None:
             self.behind.check()
         for member in self._members:
+            if member.plan.id in but:
+                continue
             if member.running and (status := member.running.exit_status()) is not None:
                 self._fail(member, f"{member.plan.id} died ({_status(status)})", status)
 
@@ -209,8 +212,8 @@ class Fleet:
         return found
 
     def restart(self, process_id: str) -> None:
-        """Starts a process that died again, at the same address; its log begins anew. One that the
-        machine has no memory for now still counts as died."""
+        """Starts a process again, at the same address, once it has ended; its log begins anew. One
+        that the machine has no memory for now still counts as died."""
         member = self._member(process_id)
         if member.running:
             member.running.stop()

@@ -79,9 +79,10 @@ class KeepServing:
         self._tell(f"{why}; starting it again in {pause_s:.0f} s")
 
 
-def keep_serving(fleet: Restartable, tell: Callable[[str], None]) -> None:
-    """Keeps `fleet` serving until interrupted."""
+def keep_serving(fleet: Restartable, tell: Callable[[str], None], also: Callable[[], None]) -> None:
+    """Keeps `fleet` serving until interrupted; `also` is called each time before it looks."""
     keeper = KeepServing(fleet, tell, time.monotonic)
     while True:
         time.sleep(0.5)
+        also()
         keeper.look()

@@ -162,6 +162,8 @@ class _Health(http.server.BaseHTTPRequestHandler):
             return 500, b"out of memory"
         if behaviour == "die-asked" and self.path == "/generate":
             os._exit(3)
+        if behaviour == "slow" and self.path == "/generate":
+            time.sleep(0.25)
         if behaviour == "hang-asked" and self.path == "/generate":
             time.sleep(600)
         if self.path.startswith("/reset_prefix_cache"):
