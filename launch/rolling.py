@@ -18,7 +18,7 @@ import orjson
 
 from deltaserve.errors import InputError
 from launch.cache import write_atomically
-from launch.http_calls import FAILURES, call, reason, told
+from launch.http_calls import FAILURES, answer_line, call, reason
 
 _ASKS_S = 5.0
 
@@ -167,5 +167,5 @@ class Rolling:
         except FAILURES as error:
             raise RollError(f"the router does not answer: {reason(error)}") from error
         if status >= 300:
-            raise RollError(told(path, status, answer))
+            raise RollError(answer_line(path, status, answer))
         return answer
