@@ -49,7 +49,7 @@ def build_app(called: str | None) -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="Coding-agent traffic on SGLang: selective PD, one trace, real engines, one report.",
+        help="A router for coding agents before vLLM and SGLang, and what it is measured with.",
     )
 
     @app.callback()
