@@ -196,6 +196,10 @@ def route(
     decision_log: Annotated[
         Path | None, typer.Option(help="Append decision and finish events to this file.")
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Write a trace of what goes by to this file, for deltaserve replay."),
+    ] = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
@@ -260,7 +264,8 @@ def route(
     if residency_param:
         given = dict(_parse_param("--residency-param", text) for text in residency_param)
         settings["residency"] = (settings.get("residency") or {}) | given
-    for key, path in (("decision_log", decision_log), ("tokenizer", tokenizer)):
+    files = (("decision_log", decision_log), ("record", record), ("tokenizer", tokenizer))
+    for key, path in files:
         if path is not None:
             settings[key] = str(path)
     roles = {worker.get("role") for worker in settings.get("workers", [])}

@@ -89,6 +89,20 @@ def sessions_table(sessions: list[dict[str, Any]], workers: list[dict[str, Any]]
     return table
 
 
+def first_difference(told: dict[str, Any] | None) -> str:
+    """Why a turn's prompt was not cached as far as it could have been, and where it differs."""
+    if told is None:
+        return ""
+    where = [told["part"], told["index"], told["name"] and f"({told['name']})"]
+    words = " ".join(str(word) for word in where if word is not None)
+    beside = f"beside {told['beside']}" if told["beside"] else ""
+    cost = f"at token {told['token']:,}, {told['lost_tokens']:,} lost"
+    line = ", ".join(
+        filter(None, (f"{told['why']}: {words}" if words else told["why"], beside, cost))
+    )
+    return _plain(line + (f": {told['text']}" if told.get("text") else ""))
+
+
 def turns_table(session: dict[str, Any]) -> Table:
     """A session's last turns, the newest first."""
     now = ", ".join(
@@ -103,6 +117,7 @@ def turns_table(session: dict[str, Any]) -> Table:
     for name in ("waited s", "input", "new", "cached", "recomputed", "first token s"):
         table.add_column(name, justify="right")
     table.add_column("outcome")
+    table.add_column("first difference", overflow="fold")
     for turn in session["turns"]:
         ended = turn["ended"] or {}
         cached = ended.get("cached_tokens")
@@ -117,6 +132,7 @@ def turns_table(session: dict[str, Any]) -> Table:
             _tokens(ended.get("recomputed_tokens")),
             _seconds(ended.get("first_token_s")),
             ended.get("outcome", "runs"),
+            first_difference(turn["difference"]),
         )
     return table
 

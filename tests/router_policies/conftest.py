@@ -25,7 +25,15 @@ class MockWorker:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for index in range(3):
-            event = json.dumps({"text": f"t{index}"})
+            counts = {
+                "prompt_tokens": len(body.get("input_ids", [])),
+                "completion_tokens": index + 1,
+            }
+            told = {
+                "output_ids": list(range(index + 1)),
+                "meta_info": counts | {"cached_tokens": 0},
+            }
+            event = json.dumps({"text": f"t{index}"} | told)
             await response.write(f"data: {event}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -38,8 +46,12 @@ async def running_worker() -> AsyncIterator[MockWorker]:
     async def health(_: web.Request) -> web.Response:
         return web.Response()
 
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "mock", "object": "model"}]})
+
     app = web.Application()
     app.router.add_get("/health", health)
+    app.router.add_get("/v1/models", models)
     for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
         app.router.add_post(path, worker._answer)
     runner = web.AppRunner(app)

@@ -38,6 +38,17 @@ TURN: dict[str, Any] = {
     "input_tokens": 38_000,
     "new_tokens": 210,
     "believed_cached_tokens": 37_790,
+    "difference": {
+        "why": "changed",
+        "beside": None,
+        "part": "system",
+        "index": 0,
+        "name": None,
+        "offset": 36,
+        "text": "cc_version=2.1.197.c8e\x1b[2J",
+        "token": 36,
+        "lost_tokens": 35_524,
+    },
     "ended": {
         "outcome": "ok",
         "first_token_s": 0.5,
@@ -52,7 +63,7 @@ ANSWERS: dict[str, Any] = {
     "/sessions/a%2Fb": {
         "session_id": "a/b",
         "now": [RUNNING],
-        "turns": [TURN, TURN | {"ended": None}],
+        "turns": [TURN, TURN | {"ended": None, "difference": None}],
     },
 }
 
@@ -78,7 +89,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("DELTASERVE_ADMIN_TOKEN", "secret")
     server = HTTPServer(("127.0.0.1", 0), Answers)
     thread = threading.Thread(target=server.serve_forever)
@@ -110,6 +121,7 @@ def test_trace_shows_what_each_turn_of_a_session_came_to(url: str) -> None:
     )
     for figure in ("400.0", "38,010", "210", "37,000", "790", "0.5"):
         assert figure in done
+    assert "changed: system 0, at token 36, 35,524 lost: cc_version=2.1.197.c8e?[2J" in done
     assert "38,000" in runs
     assert "~37,790" in runs
 

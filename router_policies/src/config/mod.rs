@@ -33,6 +33,11 @@ pub struct Config {
     /// What is kept of the decision log, in MB of 10^6 bytes; 0 keeps all of it.
     #[serde(default)]
     pub decision_log_max_mb: f64,
+    /// A trace of what goes by, for replay, and what is kept of it, in MB of 10^6 bytes.
+    #[serde(default)]
+    pub record: Option<PathBuf>,
+    #[serde(default = "default_record_max_mb")]
+    pub record_max_mb: f64,
     /// A `tokenizer.json`, or a folder with one: text prompts are then compared by their tokens.
     #[serde(default)]
     pub tokenizer: Option<PathBuf>,
@@ -132,6 +137,10 @@ fn default_policy() -> String {
     "unified".to_owned()
 }
 
+fn default_record_max_mb() -> f64 {
+    1000.0
+}
+
 fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get().min(4))
 }
@@ -202,6 +211,8 @@ impl Default for Config {
             residency: serde_json::Value::Null,
             decision_log: None,
             decision_log_max_mb: 0.0,
+            record: None,
+            record_max_mb: default_record_max_mb(),
             tokenizer: None,
             workers: Vec::new(),
             models: BTreeMap::new(),
@@ -255,6 +266,7 @@ impl Config {
         if let Some(folder) = path.parent() {
             for named in [
                 &mut config.decision_log,
+                &mut config.record,
                 &mut config.tokenizer,
                 &mut config.api_keys_file,
                 &mut config.tls_cert_file,
@@ -367,6 +379,7 @@ impl Config {
             within("decision_log_max_mb", self.decision_log_max_mb, 1.0..=1e9)
                 .map_err(|error| format!("{error}; 0 keeps all"))?;
         }
+        within("record_max_mb", self.record_max_mb, 1.0..=1e9)?;
         if self.load_interval_s != 0.0 {
             within("load_interval_s", self.load_interval_s, MIN_S..=MAX_S)
                 .map_err(|error| format!("{error}; 0 asks for none"))?;

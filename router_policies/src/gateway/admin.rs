@@ -46,7 +46,10 @@ async fn answer(
 ) -> Response<Reply> {
     let method = &head.method;
     let path = head.uri.path().trim_end_matches('/').to_owned();
-    let changes = *method != Method::GET && (path == "/workers" || path.starts_with("/workers/"));
+    let is_changed = |path: &str| {
+        path == "/workers" || path.starts_with("/workers/") || path.starts_with("/record/")
+    };
+    let changes = *method != Method::GET && is_changed(&path);
     if changes
         && let Some((status, message)) = guard::refusal(gateway, &head.headers, body.is_some())
     {
@@ -54,9 +57,8 @@ async fn answer(
     }
     let wants = match path.as_str() {
         "/metrics" => Some(Wants::Metrics),
-        "/workers" | "/decisions" | "/sessions" | "/server_info" | "/get_server_info" => {
-            Some(Wants::Inside)
-        }
+        "/workers" | "/decisions" | "/sessions" | "/record" | "/server_info"
+        | "/get_server_info" => Some(Wants::Inside),
         "/v1/models" | "/model_info" | "/get_model_info" => Some(Wants::Model),
         path if is_model(path) || stored::is_one(path) => Some(Wants::Model),
         path if path.starts_with("/workers/") || path.starts_with("/sessions/") => {
@@ -105,6 +107,10 @@ async fn answer(
         (&Method::GET, path) if path.starts_with("/sessions/") => {
             sessions::one(gateway, &unescaped(&path["/sessions/".len()..]))
         }
+        (&Method::GET, "/record") => recording(gateway, None),
+        (&Method::POST, "/record/start") => recording(gateway, Some(true)),
+        (&Method::POST, "/record/stop") => recording(gateway, Some(false)),
+        (_, "/record/start" | "/record/stop") => not_allowed("POST"),
         (&Method::POST, "/workers") => add_worker(gateway, client, body.take()).await,
         (&Method::GET, "/decisions") => {
             let limit = match query(&head.uri, "limit").map(str::parse::<usize>) {
@@ -133,8 +139,8 @@ async fn answer(
         (
             _,
             "/health" | "/livez" | "/liveness" | "/readyz" | "/readiness" | "/metrics" | "/ui"
-            | "/decisions" | "/sessions" | "/v1/models" | "/model_info" | "/get_model_info"
-            | "/server_info" | "/get_server_info",
+            | "/decisions" | "/sessions" | "/record" | "/v1/models" | "/model_info"
+            | "/get_model_info" | "/server_info" | "/get_server_info",
         ) => not_allowed("GET"),
         _ => match path.strip_prefix("/workers/") {
             Some(id) => one_worker(gateway, method, id),
@@ -148,6 +154,18 @@ async fn answer(
             ),
         },
     }
+}
+
+/// What is recorded, once that is switched on or off.
+fn recording(gateway: &Gateway, switch: Option<bool>) -> Response<Reply> {
+    let Some(recorder) = &gateway.recorder else {
+        let message = "record: the router has no file to record to";
+        return error(StatusCode::CONFLICT, "conflict", message);
+    };
+    if let Some(on) = switch {
+        recorder.switch(on);
+    }
+    json(StatusCode::OK, &recorder.shown())
 }
 
 fn text(status: StatusCode, body: &'static str) -> Response<Reply> {

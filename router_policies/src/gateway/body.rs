@@ -10,7 +10,7 @@ pub use super::apis::Api;
 use super::apis::PromptKeys;
 pub use super::cursor::Malformed;
 use super::cursor::{Cursor, TokenRun};
-use super::prompts::{Conversation, Prompts};
+use super::prompts::{Conversation, Places, Prompts};
 use super::{normalise, session};
 use crate::config::Engine;
 use decision::fleet::prefix::hash::PromptHashes;
@@ -53,6 +53,7 @@ pub struct Scanned {
     pub has_transfer_keys: bool,
     /// What of it is left out: see [`super::normalise`].
     pub(super) cut: Option<Range<usize>>,
+    pub(super) places: Places,
     /// What vLLM may get in the place of a `vllm_xargs` by which the client steers the moving of KV.
     pub xargs: Option<String>,
     /// Position of the outer object's closing brace.
@@ -338,6 +339,7 @@ impl Scanner {
         if cursor.peek().is_some() {
             return cursor.fail("the end of the body");
         }
+        let places = std::mem::take(&mut conversation.places);
         let found = match shape.prompt {
             PromptKeys::Prompts { .. } => prompts.or(second_choice),
             PromptKeys::Conversation { .. } => conversation.finish(text_block).map(Prompts::one),
@@ -374,6 +376,7 @@ impl Scanner {
             largest_token: found.largest_token,
             has_transfer_keys,
             cut,
+            places,
             xargs,
             close: outer.close,
             is_empty: outer.is_empty,

@@ -6,6 +6,7 @@ use super::apis::{Api, Separates, Waits};
 use super::attempt::Head;
 use super::body::{Scanned, Scanner};
 use super::departure::{self, Stay};
+use super::doctor::Turn;
 use super::exchange::{Exchange, RequestContext};
 use super::fault::{
     Failure, Fault, SHUTTING_DOWN, Suspects, TIME_IS_OVER, excerpt, from_worker, is_refusal, relay,
@@ -19,6 +20,7 @@ use super::usage::usage_of_answer;
 use super::waiting::{self, NotPlaced, retried_after};
 use super::{Gateway, Reply, error_of, session, stored, with_body};
 use crate::config::WorkerSpec;
+use decision::fleet::prefix::hash::Unit;
 use decision::fleet::{
     ESTIMATE_BLOCK_TOKENS, Outcome, Refused, Request as Placement, Reservation, SGLANG_GROUP,
     Separable, random_id,
@@ -210,6 +212,7 @@ async fn serve(
     if let Some(trace) = &mut context.trace {
         trace.event("admitted");
     }
+    let mut text = None;
     let encoder = gateway.encoder.read().clone();
     if let Some(encoder) = encoder {
         // Boxed, so that requests of routers that have none do not carry the room for it.
@@ -218,7 +221,7 @@ async fn serve(
         let encoding = Box::pin(encoding);
         // Past the deadline the first attempt ends the request.
         if let Ok(Some(prompt)) = tokio::time::timeout_at(deadline, encoding).await {
-            placement.prompt = prompt;
+            text = Some(std::mem::replace(&mut placement.prompt, prompt));
         }
     }
     let prompt = &placement.prompt;
@@ -231,6 +234,8 @@ async fn serve(
         .apart
         .namespace(scanned.model.as_deref(), &gateway.models);
     placement.prompt = std::mem::take(&mut placement.prompt).within(namespace);
+    let recorder = gateway.recorder.as_ref();
+    let recording = recorder.and_then(|it| it.came(&placement));
     let mut exchange = Exchange {
         gateway,
         context,
@@ -239,6 +244,8 @@ async fn serve(
         bytes,
         scanned,
         placement,
+        text,
+        recording,
         is_repeated: AtomicBool::new(false),
         own_fields,
         decision_id: None,
@@ -618,6 +625,35 @@ impl Exchange<'_> {
         self.error(StatusCode::SERVICE_UNAVAILABLE, "no_candidates", &message)
     }
 
+    /// Has the cache doctor see the prompt, whose KV a worker now has. A call beside a conversation says nothing of it.
+    fn examine(&mut self, decision_id: &str, worker: &str) {
+        let placement = &mut self.placement;
+        let Some(session) = placement.session_id.as_deref() else {
+            return;
+        };
+        if placement.may_be_aside || self.scanned.prompts > 1 {
+            return;
+        }
+        let (is_exact, tokens) = (
+            placement.prompt.unit == Unit::Tokens,
+            placement.prompt.tokens(),
+        );
+        self.gateway.doctor.began(Turn {
+            tenant: placement.tenant,
+            session,
+            decision_id,
+            worker,
+            api: self.context.api,
+            body: &self.bytes,
+            scanned: &self.scanned,
+            prompt: self
+                .text
+                .take()
+                .unwrap_or_else(|| std::mem::take(&mut placement.prompt)),
+            tokens: is_exact.then_some(tokens),
+        });
+    }
+
     fn pass_on(
         &mut self,
         success: Success,
@@ -629,6 +665,12 @@ impl Exchange<'_> {
             prefill,
             mut reservation,
         } = success;
+        if head.status().is_success() {
+            if let Some(recording) = self.recording.take() {
+                recording.began(reservation.decision_id());
+            }
+            self.examine(reservation.decision_id(), &answering.id);
+        }
         let response = match head {
             Head::Whole(response, status) => {
                 if self.context.api == Api::Responses && status.is_success() {

@@ -5,10 +5,12 @@ use super::apis::Api;
 use super::body::Scanned;
 use super::client::Client;
 use super::departure::Stay;
+use super::record::Ticket;
 use super::splice::{Pieces, splice};
 use super::traces::RequestTrace;
 use bytes::Bytes;
 use decision::fleet::Request as Placement;
+use decision::fleet::prefix::hash::PromptHashes;
 use hyper::header::{HeaderMap, HeaderValue};
 use hyper::http::uri::PathAndQuery;
 use std::sync::Arc;
@@ -50,6 +52,10 @@ pub(super) struct Exchange<'a> {
     pub bytes: Bytes,
     pub scanned: Scanned,
     pub placement: Placement,
+    /// Of a prompt that was encoded: its text, as it stands in the body.
+    pub text: Option<PromptHashes>,
+    /// Where it is recorded, until its answer begins.
+    pub recording: Option<Ticket>,
     /// A worker has had it already, and may get it again.
     pub is_repeated: AtomicBool,
     /// What the worker calls otherwise than the client does: fields of the body, joined by commas.

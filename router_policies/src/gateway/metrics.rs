@@ -75,6 +75,7 @@ pub(crate) struct Metrics {
     admissions: Words<RESIDENCES>,
     given_up: IntCounterVec,
     recomputed_tokens: IntCounterVec,
+    broken_prefix_tokens: IntCounterVec,
     overloaded: IntGaugeVec,
     unlogged: IntCounter,
     lost_spans: IntCounter,
@@ -206,6 +207,16 @@ impl Metrics {
                 "Prompt tokens that a session had been served before and that were computed again.",
                 &["worker"],
             ),
+            broken_prefix_tokens: keep(
+                &registry,
+                IntCounterVec::new(
+                    Opts::new(
+                        "deltaserve_prefix_broken_tokens_total",
+                        "Prompt tokens that were computed though they had been cached, by why.",
+                    ),
+                    &["worker", "why"],
+                ),
+            ),
             overloaded: keep(
                 &registry,
                 IntGaugeVec::new(
@@ -304,6 +315,12 @@ impl Metrics {
         }
     }
 
+    /// A prompt's tokens were computed again that had been cached on the worker, or on another.
+    pub fn broken_prefix(&self, worker: &str, why: &str, tokens: u64) {
+        let counter = self.broken_prefix_tokens.with_label_values(&[worker, why]);
+        counter.inc_by(tokens);
+    }
+
     /// Spans that did not get to their collector.
     pub fn lost_spans(&self, spans: u64) {
         self.lost_spans.inc_by(spans);
@@ -390,6 +407,10 @@ impl Metrics {
             }
             // Each is an error where there is no such series.
             let _ = self.recomputed_tokens.remove_label_values(&[worker]);
+            if let Some(why) = named("why").map(LabelPair::value) {
+                let counters = &self.broken_prefix_tokens;
+                let _ = counters.remove_label_values(&[worker, why]);
+            }
             if let Some(kind) = named("kind").map(LabelPair::value) {
                 for histograms in [&self.client_first_token_s, &self.realised_over_expected] {
                     let _ = histograms.remove_label_values(&[worker, kind]);

@@ -16,6 +16,7 @@ mod conversation;
 mod cursor;
 mod departure;
 mod dispatch;
+mod doctor;
 mod dumped_tools;
 mod encoder;
 mod engine_info;
@@ -38,6 +39,7 @@ mod patience;
 mod pieces;
 mod prompts;
 mod reason;
+mod record;
 mod redact;
 mod reuse;
 mod seam;
@@ -66,7 +68,7 @@ use buffers::{Budget, Buffers, NotCollected};
 use bytes::Bytes;
 use client::Socket;
 use decision::fleet::Fleet;
-use decision::fleet::log::EventSink;
+use decision::fleet::log::{Event, EventSink};
 use decision::fleet::residency::settings;
 use decision::policy::{Policy, Role};
 use encoder::PromptEncoder;
@@ -140,6 +142,9 @@ pub(crate) struct Gateway {
     pub vocabulary: vocabulary::Vocabulary,
     pub keys: Keys,
     pub cache_keys: session::CacheKeys,
+    pub doctor: Arc<doctor::Doctor>,
+    /// Where what goes by is recorded.
+    pub recorder: Option<Arc<record::Recorder>>,
     /// Which worker has which response.
     pub stored: Arc<stored::Stored>,
     pub asked: passthrough::Asked,
@@ -265,7 +270,25 @@ impl Gateway {
             None => EventSink::in_memory(),
         };
         let observer = Arc::clone(&metrics);
-        let sink = sink.observing(move |event| observer.saw(event));
+        let doctor = Arc::<doctor::Doctor>::default();
+        let examiner = Arc::clone(&doctor);
+        let kept_bytes = (config.record_max_mb * 1e6) as u64;
+        let recorder = config.record.as_deref();
+        let recorder = recorder.map(|path| record::Recorder::start(path, kept_bytes));
+        let recorder = recorder.transpose()?;
+        let records = recorder.clone();
+        let sink = sink.observing(move |event| {
+            observer.saw(event);
+            let Event::Finish(finish) = event else {
+                return;
+            };
+            if let Some((why, tokens)) = examiner.ended(finish) {
+                observer.broken_prefix(&finish.worker.id, why.word(), tokens);
+            }
+            if let Some(recorder) = &records {
+                recorder.ended(finish);
+            }
+        });
         let residency = settings::build(&config.residency)?;
         let fleet = Fleet::new(policy, config.policy.clone(), sink, fastrand::u64(..));
         let fleet = fleet
@@ -285,6 +308,8 @@ impl Gateway {
             vocabulary: vocabulary::Vocabulary::new(config.vocab_size),
             keys: Keys::load(&config)?,
             cache_keys: session::CacheKeys::default(),
+            doctor,
+            recorder,
             stored: Arc::default(),
             asked: passthrough::Asked::default(),
             tracer,
@@ -814,6 +839,9 @@ impl Server {
             );
             gateway.is_cutting_off.send_replace(true);
             let _ = tokio::time::timeout(client::LAST_WORDS, ended).await;
+        }
+        if let Some(recorder) = &gateway.recorder {
+            recorder.write();
         }
         if let Some(tracer) = &gateway.tracer {
             // A collector that is gone must not keep the router.

@@ -9,9 +9,18 @@ use std::ops::Range;
 /// Places of so many texts are noted. A body of empty ones would otherwise take five times its size.
 pub(super) const MAX_TEXTS: usize = 1024;
 
+/// Where in a body the parts of a conversation stand: what comes before the turns, in the prompt's order, and the
+/// turns without their brackets or quotes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Places {
+    pub before: SmallVec<[Range<usize>; 2]>,
+    pub turns: Range<usize>,
+}
+
 /// The parts of a conversation, in whatever order its keys come.
 #[derive(Default)]
 pub(super) struct Conversation<'a> {
+    pub places: Places,
     before: SmallVec<[&'a [u8]; 2]>,
     turns: Option<&'a [u8]>,
     /// Where in the turns pictures, sounds and files stand.
@@ -69,7 +78,9 @@ impl<'a> Conversation<'a> {
     ) -> Result<bool, Malformed> {
         if let Some(at) = before.iter().position(|name| key == name.as_bytes()) {
             self.before.resize(before.len(), &[]);
+            self.places.before.resize(before.len(), 0..0);
             self.before[at] = cursor.value()?;
+            self.places.before[at] = cursor.at - self.before[at].len()..cursor.at;
             return Ok(true);
         }
         if key != turns.as_bytes() {
@@ -77,12 +88,18 @@ impl<'a> Conversation<'a> {
         }
         self.pictures.clear();
         self.turns = Some(match cursor.peek() {
-            Some(b'"') => cursor.string()?,
+            Some(b'"') => {
+                let text = cursor.string()?;
+                let end = cursor.at - 1;
+                self.places.turns = end - text.len()..end;
+                text
+            }
             Some(b'[') => {
                 cursor.long.clear();
                 // Without the brackets, so that a longer conversation extends a shorter one.
                 let raw = cursor.value()?;
                 let begin = cursor.at - raw.len() + 1;
+                self.places.turns = begin..cursor.at - 1;
                 let long = cursor.long.drain(..);
                 let data = long.filter(|at| is_data(cursor.bytes, at));
                 self.pictures = data.map(|at| at.start - begin..at.end - begin).collect();
@@ -96,6 +113,8 @@ impl<'a> Conversation<'a> {
     /// Of what stands before the turns under `key`, this alone counts.
     pub fn shorten(&mut self, key: &[u8], before: &[&str], rest: &'a [u8]) {
         if let Some(at) = before.iter().position(|name| key == name.as_bytes()) {
+            let place = &mut self.places.before[at];
+            place.start = place.end - rest.len();
             self.before[at] = rest;
         }
     }

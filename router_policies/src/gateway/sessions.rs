@@ -21,7 +21,7 @@ pub(super) fn one(gateway: &Gateway, id: &str) -> Response<Reply> {
     let turns = recent
         .iter()
         .filter(|turn| turn.session_id.as_deref() == Some(id));
-    let turns: Vec<_> = turns.take(TURNS).map(|turn| shown(turn)).collect();
+    let turns: Vec<_> = turns.take(TURNS).map(|turn| shown(gateway, turn)).collect();
     if places.is_empty() && turns.is_empty() {
         let message = format!(
             "session {id}: it has no place, waits for none, and is in none of the last decisions"
@@ -34,7 +34,18 @@ pub(super) fn one(gateway: &Gateway, id: &str) -> Response<Reply> {
     )
 }
 
-fn shown(turn: &DecisionRecord) -> Value {
+/// Whether whoever may ask may see what stands in prompts: the admin, or who alone is on this machine.
+fn shows_text(gateway: &Gateway) -> bool {
+    let is_alone = gateway.is_loopback && !gateway.keys.are_needed();
+    gateway.config.admin_token.is_some() || is_alone
+}
+
+fn shown(gateway: &Gateway, turn: &DecisionRecord) -> Value {
+    let finding = gateway.doctor.finding(&turn.decision_id);
+    let finding = finding.map(|it| match shows_text(gateway) {
+        true => it,
+        false => it.without_text(),
+    });
     let worker = match &turn.route {
         NamedRoute::Local { worker } => value!({"worker": worker.id}),
         NamedRoute::PrefillDecode { prefill, decode } => {
@@ -53,5 +64,6 @@ fn shown(turn: &DecisionRecord) -> Value {
         "new_tokens": turn.new_tokens,
         "believed_cached_tokens": turn.input_tokens.saturating_sub(turn.new_tokens),
         "ended": turn.ended.get(),
+        "difference": finding,
     })
 }

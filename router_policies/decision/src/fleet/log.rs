@@ -111,6 +111,7 @@ pub struct FinishRecord {
     /// As the engine reported them, if it did.
     pub prompt_tokens: Option<u64>,
     pub cached_tokens: Option<u64>,
+    pub output_tokens: Option<u64>,
     /// What the router believed of the answering worker.
     pub believed_cached_tokens: u64,
     /// Tokens that the session had been served before and that were computed again; none where the
@@ -680,7 +681,7 @@ impl LogFile {
 }
 
 /// Where the lines before those of the log at `path` are.
-fn older(path: &Path) -> PathBuf {
+pub fn older(path: &Path) -> PathBuf {
     let mut name = path.file_stem().unwrap_or_default().to_owned();
     name.push(".1");
     if let Some(suffix) = path.extension() {

@@ -411,6 +411,7 @@ impl Drop for Reservation {
             error: self.error.take(),
             prompt_tokens: self.usage.prompt_tokens,
             cached_tokens: self.usage.cached_tokens,
+            output_tokens: self.usage.output_tokens,
             believed_cached_tokens: self.share.input_tokens - self.share.delta_tokens,
             recomputed_tokens,
             worker: Arc::clone(&self.answering),
