@@ -16,4 +16,5 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib.metadata import version
 
-        return version("deltaserve")
+        found = globals()[name] = version("deltaserve")
+        return found

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 from pathlib import Path
 
-import numpy as np
 import orjson
 
 TURNS = 8
@@ -25,7 +25,7 @@ load = arguments.max_inflight_sessions
 knee = float(os.environ["KNEE"])
 warm = "WARM" in os.environ
 uncounted = "UNCOUNTED" in os.environ
-rng = np.random.default_rng(load)
+rng = random.Random(load)
 (arguments.output / "replay.json").write_text(
     json.dumps(
         {
@@ -41,7 +41,7 @@ with (arguments.output / "calls").open("a") as calls:
     calls.write("called\n")
 results = (arguments.output / "requests.jsonl").open("ab", buffering=0)
 for session in range(load * 4):
-    at_s = (session % 4) * WINDOW_S / 4 + float(rng.uniform(0, 2))
+    at_s = (session % 4) * WINDOW_S / 4 + rng.uniform(0, 2)
     for turn in range(TURNS):
         slow = load > knee and rng.random() < min(0.9, 0.2 + 0.1 * (load - knee))
         ttft_s = 20.0 if slow else 0.2
