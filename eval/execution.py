@@ -252,10 +252,9 @@ def _replay(
     results = _Lines(folder / "requests.jsonl")
     process = Supervised(command, os.environ, log_path, Path.cwd())
     try:
-        while (status := process.exit_status()) is None:
+        while (status := process.wait(_LOOK_EVERY_S)) is None:
             check_fleet()
             progress.count("replaying", results.count(), planned)
-            time.sleep(_LOOK_EVERY_S)
     finally:
         process.stop()
     check_fleet()

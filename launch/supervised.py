@@ -102,6 +102,12 @@ class Supervised:
         status = self._guardian.poll()
         return status if status is None or status >= 0 else 128 - status
 
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit status as soon as it has one; None where it still runs after `timeout_s`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guardian.wait(timeout_s)
+        return self.exit_status()
+
     def listens_on(self, port: int) -> bool:
         """Whether one of its processes listens on the TCP port."""
         for process in members(self.pid, self.started):
