@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -328,6 +329,49 @@ def test_a_file_for_keys_without_one_is_named_by_the_check(tmp_path: Path) -> No
         result = as_process("route", "--port", "0", "--config", str(config), *flags)
         assert result.returncode == 2, result.stderr
         assert f"api_keys_file: {tmp_path}/keys.txt: expected a key a line" in result.stderr
+
+
+async def test_sighup_reads_the_keys_again_and_keeps_them_where_it_cannot(
+    tmp_path: Path, mock_worker: Any
+) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("the-first-key\n")
+    config = tmp_path / "router.toml"
+
+    async def statuses(url: str) -> list[int]:
+        found = []
+        async with aiohttp.ClientSession() as client:
+            for key in ("the-first-key", "the-other-key"):
+                headers = {"authorization": f"Bearer {key}"}
+                async with client.get(f"{url}/metrics", headers=headers) as answer:
+                    found.append(answer.status)
+        return found
+
+    async def until(url: str, expected: list[int]) -> None:
+        for _ in range(100):
+            if (found := await statuses(url)) == expected:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(found)
+
+    async with mock_worker() as worker:
+        config.write_text(
+            f'api_keys_file = "{keys}"\n[[workers]]\nid = "w"\nurl = "{worker.url}"\n'
+        )
+        async with router("--config", str(config)) as (url, process):
+            await until(url, [200, 401])
+            # Of the same length and time: only the signal tells that it is another.
+            before = keys.stat()
+            keys.write_text("the-other-key\n")
+            os.utime(keys, ns=(before.st_atime_ns, before.st_mtime_ns))
+            await asyncio.sleep(2.5)
+            assert await statuses(url) == [200, 401]
+            process.send_signal(signal.SIGHUP)
+            await until(url, [401, 200])
+            keys.write_text("# nobody\n")
+            process.send_signal(signal.SIGHUP)
+            await asyncio.sleep(0.5)
+            assert await statuses(url) == [401, 200]
 
 
 def test_residency_is_explained_and_its_wrong_settings_are_named() -> None:

@@ -1,5 +1,6 @@
 //! The router's configuration: what `router.toml` and the command line may say, and nothing else.
 
+use decision::fleet::residency::{Priority, Tenant};
 use decision::model::checks::{described, plainly, read, within};
 use decision::model::worker::default_true;
 pub use decision::model::{Connector, Engine, Secret, WORKER_FIELDS, WorkerSpec};
@@ -46,6 +47,12 @@ pub struct Config {
     /// Names that clients may ask for, in which `*` stands for any text, and the models that they stand for.
     #[serde(default)]
     pub models: BTreeMap<String, String>,
+    /// Who shares the workers, and how. Requests that belong to none are those of `default`.
+    #[serde(default)]
+    pub tenants: BTreeMap<String, TenantConfig>,
+    /// The header in which a gateway that is trusted names the tenant.
+    #[serde(default)]
+    pub tenant_header: Option<String>,
     /// Threads that serve requests.
     #[serde(default = "default_threads")]
     pub threads: usize,
@@ -123,6 +130,32 @@ pub struct Config {
     /// On shutdown, running requests have this long to end.
     #[serde(default = "default_drain_timeout_s")]
     pub drain_timeout_s: f64,
+}
+
+/// One of those that share the workers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TenantConfig {
+    /// Its API keys, or `env:NAME`.
+    #[serde(default)]
+    pub keys: Vec<Secret>,
+    #[serde(default = "default_weight")]
+    pub weight: f64,
+    #[serde(default)]
+    pub priority: Priority,
+    #[serde(default)]
+    pub max_sessions: Option<usize>,
+    #[serde(default)]
+    pub tokens_per_min: Option<f64>,
+}
+
+/// Of those that belong to no other.
+const NO_TENANT: &str = "default";
+/// Each has lines of its own in the metrics.
+const MAX_TENANTS: usize = 256;
+
+fn default_weight() -> f64 {
+    1.0
 }
 
 fn default_host() -> String {
@@ -216,6 +249,8 @@ impl Default for Config {
             tokenizer: None,
             workers: Vec::new(),
             models: BTreeMap::new(),
+            tenants: BTreeMap::new(),
+            tenant_header: None,
             threads: default_threads(),
             max_body_bytes: default_max_body_bytes(),
             request_timeout_s: default_request_timeout_s(),
@@ -248,6 +283,72 @@ impl Config {
     /// What is kept of the decision log; none where all of it is.
     pub fn decision_log_max_bytes(&self) -> Option<u64> {
         (self.decision_log_max_mb > 0.0).then_some((self.decision_log_max_mb * 1e6) as u64)
+    }
+
+    /// Names of the tenants; the first is that of requests which belong to none.
+    pub fn tenant_names(&self) -> Vec<&str> {
+        let others = self.tenants.keys().map(String::as_str);
+        let others = others.filter(|name| *name != NO_TENANT);
+        std::iter::once(NO_TENANT).chain(others).collect()
+    }
+
+    /// The tenants in that order; none where the configuration names none.
+    pub fn tenant_list(&self) -> Vec<Tenant> {
+        if self.tenants.is_empty() {
+            return Vec::new();
+        }
+        let tenant = |name: &str| {
+            let of = self.tenants.get(name);
+            Tenant {
+                name: name.to_owned(),
+                weight: of.map_or(1.0, |of| of.weight),
+                priority: of.map(|of| of.priority).unwrap_or_default(),
+                max_sessions: of.and_then(|of| of.max_sessions),
+                tokens_per_min: of.and_then(|of| of.tokens_per_min),
+            }
+        };
+        self.tenant_names().into_iter().map(tenant).collect()
+    }
+
+    fn check_tenants(&mut self) -> Result<(), String> {
+        within("tenants", self.tenants.len(), 0..=MAX_TENANTS)?;
+        let mut all = HashSet::new();
+        for (name, of) in &mut self.tenants {
+            let field = |field: &str| format!("tenants.{name}.{field}");
+            if name.is_empty() || name.len() > 64 || name.contains(char::is_control) {
+                return Err(format!("tenants: {name:?}: expected a name"));
+            }
+            within(&field("weight"), of.weight, 1e-3..=1e3)?;
+            within(
+                &field("max_sessions"),
+                of.max_sessions.unwrap_or(1),
+                1..=1 << 20,
+            )?;
+            within(
+                &field("tokens_per_min"),
+                of.tokens_per_min.unwrap_or(1.0),
+                1.0..=1e12,
+            )?;
+            for key in &mut of.keys {
+                *key = key
+                    .clone()
+                    .of_environment()
+                    .map_err(|error| format!("{}: {error}", field("keys")))?;
+                let text = key.as_str();
+                let is_key = (8..=512).contains(&text.len())
+                    && text.bytes().all(|byte| byte.is_ascii_graphic());
+                if !is_key || !all.insert(text.to_owned()) {
+                    let expected =
+                        "expected keys of 8 to 512 characters without white space, each once";
+                    return Err(format!("{}: {expected}", field("keys")));
+                }
+            }
+        }
+        let header = self.tenant_header.as_deref();
+        if header.is_some_and(|name| name.parse::<hyper::header::HeaderName>().is_err()) {
+            return Err("tenant_header: expected the name of a header".to_owned());
+        }
+        Ok(())
     }
 
     /// Reads a TOML file; relative paths in it are relative to it.
@@ -327,6 +428,7 @@ impl Config {
             .map(|worker| worker.with_key_of_environment()?.normalise())
             .collect::<Result<_, _>>()?;
         decision::fleet::residency::settings::build(&self.residency)?;
+        self.check_tenants()?;
         let mut ids = HashSet::new();
         if let Some(worker) = self.workers.iter().find(|w| !ids.insert(&w.id)) {
             return Err(format!("worker {}: id: given twice", worker.id));

@@ -93,6 +93,7 @@ async fn answer(
         (&Method::GET | &Method::HEAD, "/metrics") => {
             let body = gateway.metrics.render(
                 &gateway.fleet.snapshot(),
+                &gateway.fleet.tenants(),
                 gateway.admission.queued(),
                 gateway.fleet.waiting_turns(),
             );

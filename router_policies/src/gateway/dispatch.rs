@@ -174,6 +174,7 @@ async fn serve(
         hints: session::hints(&parts.headers, session_id.as_deref()),
         session_id,
         tenant,
+        payer: gateway.keys.payer(&parts.headers),
         may_be_aside: false,
         received_s: Some(received_s),
         arrived_s: None,

@@ -3,7 +3,7 @@
 //! what a request holds would be held until its deadline. So quiet connections are probed by the kernel, and one on
 //! which what was sent is not acknowledged ends after the same time.
 
-use hyper_util::client::legacy::connect::HttpConnector;
+use super::resolve::Connector;
 use socket2::{SockRef, TcpKeepalive};
 use std::time::Duration;
 use tokio::net::TcpListener;
@@ -39,7 +39,7 @@ impl Probes {
 }
 
 /// Has the connections that `connector` makes probed.
-pub(super) fn probe_workers(connector: &mut HttpConnector) {
+pub(super) fn probe_workers(connector: &mut Connector) {
     connector.set_keepalive(Some(OF_WORKERS.idle));
     connector.set_keepalive_interval(Some(OF_WORKERS.interval));
     connector.set_keepalive_retries(Some(OF_WORKERS.most));

@@ -37,6 +37,10 @@ pub(super) type NotAllowed = (StatusCode, &'static str, &'static str);
 /// What clients and the admin know.
 pub(crate) struct Keys {
     keys: RwLock<Vec<String>>,
+    /// Tenants' keys, and whose they are.
+    of_tenants: Vec<(String, usize)>,
+    /// The header that names a tenant, and their names.
+    names: Option<(HeaderName, Vec<String>)>,
     are_needed: bool,
     admin_token: Option<String>,
     file: Option<PathBuf>,
@@ -78,8 +82,18 @@ impl Keys {
         let file = config.api_keys_file.clone();
         let stamp = file.as_deref().and_then(stamp_of);
         let keys = read(file.as_deref())?;
+        let names = config.tenant_names();
+        let of_tenants = names.iter().enumerate().flat_map(|(payer, name)| {
+            let keys = config.tenants.get(*name).map_or(&[][..], |of| &of.keys);
+            keys.iter().map(move |key| (key.as_str().to_owned(), payer))
+        });
+        let of_tenants: Vec<_> = of_tenants.collect();
+        let header = config.tenant_header.as_deref();
+        let header = header.and_then(|name| name.parse().ok());
         Ok(Self {
-            are_needed: !keys.is_empty(),
+            are_needed: !keys.is_empty() || !of_tenants.is_empty(),
+            of_tenants,
+            names: header.map(|header| (header, names.into_iter().map(str::to_owned).collect())),
             keys: RwLock::new(keys),
             admin_token: config.admin_token.clone(),
             file,
@@ -155,21 +169,50 @@ impl Keys {
         ))
     }
 
+    /// Whose share a request takes: a place in the list of tenants, by its header or by its key.
+    pub fn payer(&self, headers: &HeaderMap) -> usize {
+        if let Some((header, names)) = &self.names
+            && let Some(given) = headers.get(header)
+        {
+            let named = |name: &String| name.as_bytes() == given.as_bytes();
+            return names.iter().position(named).unwrap_or(0);
+        }
+        let given = self.given(headers);
+        self.of_tenants.iter().fold(0, |found, (key, payer)| {
+            let mut given = given.into_iter().flatten();
+            match given.any(|given| is_same(given, key.as_bytes())) {
+                true => *payer,
+                false => found,
+            }
+        })
+    }
+
+    fn given<'a>(&self, headers: &'a HeaderMap) -> [Option<&'a [u8]>; 2] {
+        let key = headers.get(&API_KEY).map(|value| value.as_bytes());
+        [bearer(headers), key]
+    }
+
     /// Whose a request is: a number for each key, 0 where nobody needs one. Sessions' ids are those of their tenant.
     pub fn tenant(&self, headers: &HeaderMap) -> u64 {
+        // Behind one key of a gateway there are many tenants.
+        let named = match &self.names {
+            Some(_) => self.payer(headers),
+            None => 0,
+        };
         if !self.are_needed() {
-            return 0;
+            return match named {
+                0 => 0,
+                named => self.hasher.hash_one(named) | 1,
+            };
         }
-        let given = [
-            bearer(headers),
-            headers.get(&API_KEY).map(|value| value.as_bytes()),
-        ];
+        let given = self.given(headers);
         let keys = self.keys.read();
-        keys.iter().fold(0, |found, key| {
+        let of_tenants = self.of_tenants.iter().map(|(key, _)| key);
+        keys.iter().chain(of_tenants).fold(0, |found, key| {
             let mut given = given.into_iter().flatten();
             match given.any(|given| is_same(given, key.as_bytes())) {
                 // Its place in the file may change.
-                true => self.hasher.hash_one(key) | 1,
+                true => self.hasher.hash_one((key, named)) | 1,
                 false => found,
             }
         })
@@ -178,7 +221,8 @@ impl Keys {
     /// Looks at all keys, so that the time taken does not say which one is alike.
     fn knows(&self, given: &[u8]) -> bool {
         let keys = self.keys.read();
-        let all = keys.iter();
+        let of_tenants = self.of_tenants.iter().map(|(key, _)| key);
+        let all = keys.iter().chain(of_tenants);
         all.fold(false, |found, key| found | is_same(given, key.as_bytes()))
     }
 }
@@ -279,6 +323,8 @@ mod tests {
     fn keys(keys: &[&str], admin: Option<&str>) -> Keys {
         Keys {
             keys: RwLock::new(keys.iter().map(|&key| key.to_owned()).collect()),
+            of_tenants: Vec::new(),
+            names: None,
             are_needed: !keys.is_empty(),
             admin_token: admin.map(str::to_owned),
             file: None,
@@ -291,6 +337,18 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.insert(name, HeaderValue::from_static(value));
         headers
+    }
+
+    #[test]
+    fn without_keys_a_share_is_that_of_an_address_or_of_a_network_of_ipv6() {
+        let keys = keys(&[], None);
+        let owner = |address: &str| keys.owner(0, address.parse().ok());
+        assert_eq!((owner("127.0.0.1"), owner("::1")), (None, None));
+        assert_eq!(owner("::ffff:127.0.0.1"), None);
+        assert_eq!(owner("10.0.0.1"), owner("::ffff:10.0.0.1"));
+        assert_ne!(owner("10.0.0.1"), owner("10.0.0.2"));
+        assert_eq!(owner("2001:db8::1"), owner("2001:db8::2"));
+        assert_ne!(owner("2001:db8::1"), owner("2001:db8:0:1::1"));
     }
 
     #[test]

@@ -1,14 +1,14 @@
 //! Prometheus metrics.
 
 use decision::fleet::log::{Event, FinishRecord};
-use decision::fleet::residency::Residence;
 use decision::fleet::residency::queue::WaitEnd;
+use decision::fleet::residency::{Residence, TenantShown};
 use decision::fleet::{Outcome, WorkerSnapshot};
 use hyper::StatusCode;
 use parking_lot::Mutex;
 use prometheus::proto::{LabelPair, Metric, MetricFamily};
 use prometheus::{
-    Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
+    Encoder, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
     IntGaugeVec, Opts, Registry, TextEncoder,
 };
 use serde::Serialize;
@@ -77,6 +77,7 @@ pub(crate) struct Metrics {
     recomputed_tokens: IntCounterVec,
     broken_prefix_tokens: IntCounterVec,
     overloaded: IntGaugeVec,
+    tenant: GaugeVec,
     unlogged: IntCounter,
     lost_spans: IntCounter,
     worker: IntGaugeVec,
@@ -227,6 +228,16 @@ impl Metrics {
                     &["worker"],
                 ),
             ),
+            tenant: keep(
+                &registry,
+                GaugeVec::new(
+                    Opts::new(
+                        "deltaserve_tenant",
+                        "What tenants hold, want, have used and were refused, by fact.",
+                    ),
+                    &["tenant", "fact"],
+                ),
+            ),
             lost_spans: keep(
                 &registry,
                 IntCounter::new(
@@ -345,8 +356,29 @@ impl Metrics {
 
     /// The exposition text, with the workers as they are now. What was counted of one that is gone is
     /// shown once more and then forgotten, as fleets whose workers come and go would add series for ever.
-    pub fn render(&self, workers: &[WorkerSnapshot], queued: usize, waiting: usize) -> Vec<u8> {
+    pub fn render(
+        &self,
+        workers: &[WorkerSnapshot],
+        tenants: &[TenantShown],
+        queued: usize,
+        waiting: usize,
+    ) -> Vec<u8> {
         let rendering = self.rendering.lock();
+        for of in tenants {
+            for (fact, value) in [
+                ("waiting", of.waiting as f64),
+                ("running", f64::from(of.running)),
+                ("held_tokens", of.held_tokens as f64),
+                ("share_tokens", of.share_tokens as f64),
+                ("kv_token_seconds", of.kv_token_seconds),
+                ("refused_sessions", of.refused_sessions as f64),
+                ("refused_tokens", of.refused_tokens as f64),
+            ] {
+                self.tenant
+                    .with_label_values(&[&of.tenant, fact])
+                    .set(value);
+            }
+        }
         self.waiting.set(waiting as i64);
         self.queued.set(queued as i64);
         self.worker.reset();
@@ -500,7 +532,7 @@ mod tests {
         let workers = fleet.snapshot();
         let asked = || {
             (0..100).all(|_| {
-                let text = String::from_utf8(metrics.render(&workers, 0, 0)).expect("UTF-8");
+                let text = String::from_utf8(metrics.render(&workers, &[], 0, 0)).expect("UTF-8");
                 text.matches("fact=\"healthy\"").count() == workers.len()
             })
         };
@@ -529,7 +561,7 @@ mod tests {
         // How it is now is not counted.
         let states = ["deltaserve_worker{", "deltaserve_overloaded{"];
         let series_of = |id: &str| {
-            let text = metrics.render(&fleet.snapshot(), 0, 0);
+            let text = metrics.render(&fleet.snapshot(), &[], 0, 0);
             let text = String::from_utf8(text).expect("UTF-8");
             let label = format!("worker=\"{id}\"");
             text.lines()

@@ -41,6 +41,7 @@ mod prompts;
 mod reason;
 mod record;
 mod redact;
+mod resolve;
 mod reuse;
 mod seam;
 mod session;
@@ -76,12 +77,12 @@ use exchange::RequestContext;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::header::{
-    ALLOW, AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE,
+    ALLOW, AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue, RETRY_AFTER, TRANSFER_ENCODING,
+    WWW_AUTHENTICATE,
 };
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use keys::{Keys, Wants};
@@ -293,6 +294,7 @@ impl Gateway {
         let fleet = Fleet::new(policy, config.policy.clone(), sink, fastrand::u64(..));
         let fleet = fleet
             .with_residency(residency)
+            .with_tenants(config.tenant_list())
             .with_secret(RandomState::new().hash_one(0));
         let client = client_of(&config)?;
         let of_spans = Arc::clone(&metrics);
@@ -428,6 +430,19 @@ impl Gateway {
         }
         let api = Api::at(path);
         let reaches_model = api.is_some() || passthrough::is_passed_on(path);
+        let codings = request.headers().get_all(TRANSFER_ENCODING).iter();
+        let is_plain = |value: &HeaderValue| value.as_bytes().eq_ignore_ascii_case(b"chunked");
+        if reaches_model && !codings.into_iter().all(is_plain) {
+            // Its bytes would be taken for what they are the coding of.
+            let message = "transfer-encoding: expected none, or chunked alone";
+            let refusal = error(
+                StatusCode::NOT_IMPLEMENTED,
+                "invalid_request_error",
+                message,
+            );
+            self.metrics.refused(StatusCode::NOT_IMPLEMENTED);
+            return unread(&client, request, refusal).await;
+        }
         if !http_body::Body::is_end_stream(request.body()) {
             client.sends_body();
         }
@@ -563,7 +578,7 @@ fn unhealthy(status: StatusCode) -> String {
 
 /// What sends requests to workers.
 fn client_of(config: &Config) -> Result<WorkerClient, String> {
-    let mut connector = HttpConnector::new();
+    let mut connector = resolve::connector();
     connector.set_nodelay(true);
     connector.set_connect_timeout(Some(Duration::from_secs_f64(config.connect_timeout_s)));
     keepalive::probe_workers(&mut connector);

@@ -4,12 +4,13 @@
 //! then breaks without an answer, which says nothing of the worker or the request: it is sent once more.
 //! On a new connection the same thing is a failure.
 
+use super::resolve::Connector;
 use super::splice::Pieces;
 use hyper::body::Incoming;
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper::{Request, Response, Uri};
 use hyper_rustls::HttpsConnector;
-use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
+use hyper_util::client::legacy::connect::{Connected, Connection};
 use hyper_util::client::legacy::{Client, Error};
 use std::io::{ErrorKind, IoSlice, Result};
 use std::pin::Pin;
@@ -24,7 +25,7 @@ use tower_service::Service;
 /// breaks later had its request at work.
 const STALE_WITHIN: Duration = Duration::from_millis(250);
 
-pub(crate) type WorkerClient = Client<NotingConnector<HttpsConnector<HttpConnector>>, Pieces>;
+pub(crate) type WorkerClient = Client<NotingConnector<HttpsConnector<Connector>>, Pieces>;
 
 /// Whether a connection has carried a request to its answer.
 #[derive(Clone, Debug, Default)]

@@ -10,7 +10,14 @@ const TURNS: usize = 50;
 
 pub(super) fn list(gateway: &Gateway) -> Response<Reply> {
     let sessions = gateway.fleet.sessions();
-    json(StatusCode::OK, &value!({"sessions": sessions}))
+    let tenants = gateway.fleet.tenants();
+    json(
+        StatusCode::OK,
+        &match tenants.is_empty() {
+            true => value!({"sessions": sessions}),
+            false => value!({"sessions": sessions, "tenants": tenants}),
+        },
+    )
 }
 
 pub(super) fn one(gateway: &Gateway, id: &str) -> Response<Reply> {

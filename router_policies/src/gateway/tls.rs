@@ -1,8 +1,8 @@
 //! TLS on both sides: of clients' connections with the router's certificate, of connections to workers
 //! whose URL begins with `https`. rustls, with ring.
 
+use super::resolve::Connector;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
-use hyper_util::client::legacy::connect::HttpConnector;
 use rustls::crypto::ring::default_provider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -34,9 +34,9 @@ pub(super) fn acceptor(certificates: &Path, key: &Path) -> Result<TlsAcceptor, S
 /// # Errors
 /// One line that names the field and the file.
 pub(super) fn connector(
-    mut http: HttpConnector,
+    mut http: Connector,
     authorities: Option<&Path>,
-) -> Result<HttpsConnector<HttpConnector>, String> {
+) -> Result<HttpsConnector<Connector>, String> {
     let mut roots = RootCertStore::empty();
     match authorities {
         Some(file) => {

@@ -4,6 +4,7 @@
 use super::admission::{NotAdmitted, Permit};
 use super::apis::Api;
 use super::{Gateway, Reply, error_of};
+use decision::fleet::residency::Quota;
 use decision::fleet::residency::queue::{WaitEnd, WhyRefused};
 use decision::fleet::{Admit, Refused, Request, Reservation, Ticket};
 use decision::policy::Refusal;
@@ -160,6 +161,20 @@ pub(super) fn answer(
             StatusCode::TOO_MANY_REQUESTS,
             "overloaded",
             "as many requests wait for room in the workers' KV caches as may (residency.max_waiting)",
+            Some(*retry_after_s),
+        ),
+        NotPlaced::Refused(Refused::Quota {
+            reached,
+            retry_after_s,
+        }) => (
+            StatusCode::TOO_MANY_REQUESTS,
+            "rate_limit_error",
+            match reached {
+                Quota::Sessions => {
+                    "as many sessions of this tenant are active as may be (max_sessions)"
+                }
+                Quota::Tokens => "this tenant has used its tokens of this minute (tokens_per_min)",
+            },
             Some(*retry_after_s),
         ),
         NotPlaced::Refused(Refused::WaitedTooLong { retry_after_s }) => (

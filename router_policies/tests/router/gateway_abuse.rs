@@ -45,6 +45,36 @@ async fn transfer_keys_reach_no_engine_by_any_way() {
 }
 
 #[tokio::test]
+async fn a_body_in_a_coding_that_is_not_undone_reaches_no_worker() {
+    let mock = MockWorker::start().await;
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    let body = generate(false).to_string();
+    for (codings, expected) in [
+        ("transfer-encoding: gzip, chunked", "501"),
+        (
+            "transfer-encoding: gzip\r\ntransfer-encoding: chunked",
+            "501",
+        ),
+        ("transfer-encoding: Chunked", "200"),
+    ] {
+        let mut client = TcpStream::connect(&router.url["http://".len()..])
+            .await
+            .expect("a connection");
+        let request = format!(
+            "POST /generate HTTP/1.1\r\nhost: r\r\nconnection: close\r\n{codings}\r\n\r\n\
+             {:x}\r\n{body}\r\n0\r\n\r\n",
+            body.len()
+        );
+        client.write_all(request.as_bytes()).await.expect("sent");
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).await.expect("an answer");
+        let status = answer.split(' ').nth(1);
+        assert_eq!(status, Some(expected), "{codings}: {answer}");
+    }
+    assert_eq!(mock.bodies().len(), 1);
+}
+
+#[tokio::test]
 async fn transfer_keys_of_clients_reach_neither_half_of_a_pair() {
     for (engine, more) in [
         ("sglang", json!({"bootstrap_port": 8998})),

@@ -3,6 +3,7 @@
 use crate::mock::MockWorker;
 use crate::mock::logged;
 use crate::mock::router::{Router, until, worker};
+use decision::fleet::residency::Residence;
 use hyper::StatusCode;
 use rmpv::Value;
 use router_policies::config::Config;
@@ -342,4 +343,30 @@ async fn what_is_held_stays_known_while_the_worker_cannot_be_reached() {
     publisher.send(stored(5, 5_000)).await.expect("sent");
     until_cached(&router, 5_000).await;
     assert_eq!(cached(&router, 1_000).await, 0);
+}
+
+#[tokio::test]
+async fn events_of_other_tokens_take_no_place_twice_where_the_engine_finds_the_prompt() {
+    let (mut publisher, router, mock) = followed_beside(None, true).await;
+    // Of the hundred that it counts in every prompt.
+    mock.behaviour.cached_tokens.store(90, Ordering::SeqCst);
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    publisher.send(stored(0, 500_000)).await.expect("sent");
+    until_cached(&router, 500_000).await;
+    let mut states = Vec::new();
+    for turn in 1..=6 {
+        let ids: Vec<u32> = (0..2_000 + 100 * turn).collect();
+        let body = json!({"input_ids": ids, "stream": true}).to_string();
+        let headers = [("x-session-id", "s")];
+        let answer = router.send("/generate", &headers, body.into_bytes()).await;
+        assert_eq!(answer.status(), StatusCode::OK);
+        crate::mock::router::text(answer).await;
+        router.idle().await;
+        states.push(router.fleet.sink().recent(1)[0].residency.state);
+        // By then events would have told.
+        tokio::time::sleep(Duration::from_millis(1100)).await;
+    }
+    let lost = router.fleet.snapshot()[0].residency.given_up;
+    assert!((1..=2).contains(&lost), "{lost}: {states:?}");
+    assert_eq!(states[3..], [Residence::Resident; 3], "{states:?}");
 }

@@ -23,6 +23,7 @@ mod gateway_requests;
 mod gateway_residency;
 mod gateway_shutdown;
 mod gateway_stored;
+mod gateway_tenants;
 mod gateway_tls;
 mod gateway_too_long;
 mod gateway_traces;

@@ -3,7 +3,7 @@
 
 use decision::fleet::log::EventSink;
 use decision::fleet::prefix::hash::TokenHasher;
-use decision::fleet::residency::{Residence, ResidencyRecord, settings};
+use decision::fleet::residency::{Residence, ResidencyRecord, Tenant, settings};
 use decision::fleet::{
     Admit, Fleet, Hints, Outcome, Refused, Request, Reservation, Separable, Ticket, Usage,
 };
@@ -20,6 +20,7 @@ mod overlaps;
 mod retries;
 mod rotation;
 mod slices;
+mod tenants;
 
 const CAPACITY: u64 = 100_000;
 
@@ -35,6 +36,11 @@ impl World {
     }
 
     fn with_sink(workers: usize, residency: Value, sink: EventSink) -> Self {
+        Self::shared(workers, residency, sink, Vec::new())
+    }
+
+    /// One that these tenants share.
+    fn shared(workers: usize, residency: Value, sink: EventSink, tenants: Vec<Tenant>) -> Self {
         let clock_us = Arc::new(AtomicU64::new(0));
         let shown = Arc::clone(&clock_us);
         let fleet = Fleet::with_clock(
@@ -46,6 +52,7 @@ impl World {
         );
         let residency = settings::build(&residency).map_err(|error| panic!("{error}"));
         let fleet = fleet.with_residency(residency.expect("a rule"));
+        let fleet = fleet.with_tenants(tenants);
         let world = Self {
             fleet: Arc::new(fleet),
             clock_us,

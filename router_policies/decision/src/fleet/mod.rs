@@ -54,8 +54,8 @@ use parking_lot::Mutex;
 use prefix::estimate::EstimateTree;
 use prefix::events::ExactIndex;
 use prefix::hash::PromptHashes;
-use residency::Residency;
 use residency::settings::{self, Chosen};
+use residency::{Residency, Tenant};
 use share::Share;
 use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
@@ -77,6 +77,8 @@ pub struct Request {
     pub session_id: Option<String>,
     /// Whose the session's id is: that of others is another session. 0 is nobody's.
     pub tenant: u64,
+    /// Whose share it takes: the place in the list of [`Fleet::with_tenants`].
+    pub payer: usize,
     /// It may be a call beside the session's conversation, such as one for a title: small and without tools.
     pub may_be_aside: bool,
     pub prompt: PromptHashes,
@@ -219,6 +221,13 @@ impl Fleet {
             *residency = Residency::new(chosen);
             residency.session_keys = session_keys;
         }
+        self
+    }
+
+    /// The same fleet, shared by these tenants; the first is of requests that belong to no other.
+    #[must_use]
+    pub fn with_tenants(self, tenants: Vec<Tenant>) -> Self {
+        self.state.lock().residency.share_among(tenants);
         self
     }
 

@@ -8,7 +8,7 @@ use super::reservation::Reservation;
 use super::residency::footprint::Coarse;
 use super::residency::identity::Identity;
 use super::residency::queue::{Progress, WaitEnd, WaitingTurn, WhyRefused};
-use super::residency::{Asked, SessionShown, Site, WaitReason, Wake, site_of};
+use super::residency::{Asked, Quota, SessionShown, Site, TenantShown, WaitReason, Wake, site_of};
 use super::whole::{self, Separable};
 use super::{ESTIMATE_BLOCK_TOKENS, Fleet, Request, State, can_serve_whole};
 use crate::policy::{Decision, Policy, Refusal, View};
@@ -38,6 +38,11 @@ pub enum Refused {
     ByPolicy(Refusal),
     /// As many turns wait as may.
     QueueFull {
+        retry_after_s: f64,
+    },
+    /// Its tenant has used what it may.
+    Quota {
+        reached: Quota,
         retry_after_s: f64,
     },
     WaitedTooLong {
@@ -88,6 +93,16 @@ impl Fleet {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         let identity = state.meet(request, exclude, now_s);
+        let tokens = request.prompt.tokens();
+        if request.arrived_s.is_none()
+            && let Err((reached, retry_after_s)) =
+                state.residency.take_quota(&identity, tokens, now_s)
+        {
+            return Admit::Refused(Refused::Quota {
+                reached,
+                retry_after_s,
+            });
+        }
         let output_tokens = state.output_tokens(request);
         let whose = identity.name.as_ref();
         let whose = whose.map_or(request.tenant, |_| identity.key);
@@ -146,6 +161,12 @@ impl Fleet {
         let verdict = match home {
             // Behind others it would wait for what does not come, and not be told what became of it.
             _ if !has_other(&sites, &not_for) => Err(WaitReason::NoWorker),
+            home if state
+                .residency
+                .is_held_back(identity.payer, home.map(|site| site.slot)) =>
+            {
+                Err(WaitReason::BehindOthers)
+            }
             _ if state.residency.must_queue(home.is_some(), now_s) => Err(WaitReason::BehindOthers),
             _ => state.residency.ask_now(&asked, &sites, now_s),
         };
@@ -361,6 +382,11 @@ impl Fleet {
             Some(worker.spec.id.clone())
         };
         state.residency.shown(worker, now_s)
+    }
+
+    /// Those who share the workers, if the configuration names some.
+    pub fn tenants(&self) -> Vec<TenantShown> {
+        self.state.lock().residency.tenants()
     }
 
     /// Turns that wait for room.

@@ -27,27 +27,36 @@ pub fn host_of(authority: &str) -> Option<String> {
 fn may_be_worker(host: &str) -> bool {
     let name = host.trim_end_matches('.').to_ascii_lowercase();
     match address_of(&name) {
-        Some(IpAddr::V4(address)) => {
+        Some(address) => is_worker_address(address),
+        None => !ends_in_number(&name) && !METADATA_NAMES.contains(&&*name),
+    }
+}
+
+/// Whether an address is one of one host that is no cloud's metadata.
+pub fn is_worker_address(address: IpAddr) -> bool {
+    match plain(address) {
+        IpAddr::V4(address) => {
             !(address.is_link_local()
                 || address.is_multicast()
                 || address.is_broadcast()
                 || METADATA_V4.contains(&address))
         }
-        Some(IpAddr::V6(address)) => {
+        IpAddr::V6(address) => {
             !(address.is_unicast_link_local() || address.is_multicast() || address == METADATA_V6)
         }
-        None => !ends_in_number(&name) && !METADATA_NAMES.contains(&&*name),
     }
 }
 
-/// The address that a host is, where it is none by name; an IPv4 address that is written as one of IPv6 is
-/// the former.
+/// The address that a host is, where it is none by name.
 fn address_of(host: &str) -> Option<IpAddr> {
-    let host = host.trim_matches(['[', ']']);
-    if let Ok(address) = host.parse::<Ipv4Addr>() {
-        return Some(address.into());
-    }
-    let address: Ipv6Addr = host.parse().ok()?;
+    host.trim_matches(['[', ']']).parse().ok().map(plain)
+}
+
+/// An IPv4 address that is written as one of IPv6 is the former.
+fn plain(address: IpAddr) -> IpAddr {
+    let IpAddr::V6(address) = address else {
+        return address;
+    };
     let [a, b, .., c, d] = address.segments();
     let embedded = match address.to_ipv4_mapped() {
         Some(mapped) => Some(mapped),
@@ -59,7 +68,7 @@ fn address_of(host: &str) -> Option<IpAddr> {
         }
         None => None,
     };
-    Some(embedded.map_or(IpAddr::V6(address), IpAddr::V4))
+    embedded.map_or(IpAddr::V6(address), IpAddr::V4)
 }
 
 /// Whether some readers take a host for an address that is written in no usual way: `2852039166`, `0xa9fea9fe`,

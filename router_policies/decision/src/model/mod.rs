@@ -5,5 +5,6 @@ pub mod checks;
 mod role;
 pub mod worker;
 
+pub use address::is_worker_address;
 pub use role::Role;
 pub use worker::{Connector, Engine, Secret, WORKER_FIELDS, WorkerSpec, bracketed};

@@ -43,6 +43,19 @@ impl Secret {
     pub fn as_str(&self) -> &str {
         &self.0
     }
+
+    /// What `env:NAME` stands for; any other stays.
+    ///
+    /// # Errors
+    /// Names the variable that is not set.
+    pub fn of_environment(self) -> Result<Self, String> {
+        match self.0.strip_prefix(FROM_ENVIRONMENT) {
+            Some(variable) => std::env::var(variable)
+                .map(Self)
+                .map_err(|_| format!("the variable {variable} is not set")),
+            None => Ok(self),
+        }
+    }
 }
 
 impl std::fmt::Debug for Secret {
@@ -152,18 +165,14 @@ impl WorkerSpec {
     /// # Errors
     /// One line that names the variable which is not set.
     pub fn with_key_of_environment(mut self) -> Result<Self, String> {
-        if let Some(Secret(key)) = &mut self.api_key
-            && let Some(variable) = key.strip_prefix(FROM_ENVIRONMENT)
-        {
+        if let Some(key) = self.api_key.take() {
             let name = if self.id.is_empty() {
                 &self.url
             } else {
                 &self.id
             };
-            let value = std::env::var(variable).map_err(|_| {
-                format!("worker {name}: api_key: the variable {variable} is not set")
-            })?;
-            *key = value;
+            let key = key.of_environment();
+            self.api_key = Some(key.map_err(|error| format!("worker {name}: api_key: {error}"))?);
         }
         Ok(self)
     }

@@ -4,7 +4,7 @@ use super::book::{Hold, Occupant, Served};
 use super::footprint::Coarse;
 use super::identity::{Identity, Key, Name};
 use super::sessions::{GAIN as OWN_GAIN, ServedPrompt};
-use super::{Asked, GiveUp, Residence, Residency, Site, Sites, site_of};
+use super::{Asked, GiveUp, Quota, Residence, Residency, Site, Sites, TenantShown, site_of};
 use crate::fleet::prefix::hash::step;
 use crate::fleet::{Hints, Request, Usage};
 
@@ -24,6 +24,7 @@ pub(in crate::fleet) struct Seat {
     pub slot: usize,
     pub serial: u64,
     pub key: Key,
+    payer: usize,
     /// Its number in the book; 0 where nothing is booked.
     pub turn: u64,
     /// Booked for its answer so far.
@@ -52,6 +53,7 @@ impl Residency {
         let Some(name) = request.session_id.as_deref() else {
             return Identity {
                 key: self.sessions.family_of(prompt),
+                payer: request.payer,
                 name: None,
                 is_aside: false,
             };
@@ -63,9 +65,36 @@ impl Residency {
                 true => step(key, ASIDE),
                 false => key,
             },
+            payer: request.payer,
             name: Some(name.into()),
             is_aside,
         }
+    }
+
+    /// Takes what a request of so many tokens wants from what its tenant may use.
+    ///
+    /// # Errors
+    /// The limit that is reached, and after how many seconds another try may succeed.
+    pub fn take_quota(
+        &mut self,
+        identity: &Identity,
+        tokens: u64,
+        now_s: f64,
+    ) -> Result<(), (Quota, f64)> {
+        let sessions = &self.sessions;
+        let is_busy = |key: Key| {
+            let known = sessions.get(key);
+            known.is_some_and(|known| known.in_flight > 0 || known.waiting > 0)
+        };
+        // A call beside a conversation is none.
+        let session = (!identity.is_aside).then_some(identity.key);
+        self.queue
+            .tenants
+            .take(identity.payer, session, tokens, is_busy, now_s)
+    }
+
+    pub fn tenants(&self) -> Vec<TenantShown> {
+        self.queue.tenants.shown()
     }
 
     /// Whether a prompt goes on from the last one that its session was served.
@@ -88,6 +117,7 @@ impl Residency {
         let most_s = || self.gaps.nearly_all_s();
         self.endings.settle(&mut self.sessions, now_s, most_s);
         let known = self.sessions.of(key);
+        known.payer = request.payer;
         if let Some(parent) = &hints.parent_session {
             known.parent = Some(self.session_keys.of_tenant(request.tenant, parent));
             known.parent = known.parent.filter(|&parent| parent != key);
@@ -183,6 +213,7 @@ impl Residency {
             slot: site.slot,
             serial: site.serial,
             key: identity.key,
+            payer: identity.payer,
             turn,
             output_tokens,
             aside_tokens,
@@ -261,6 +292,10 @@ impl Residency {
         }
         let turn = self.book(site, identity, &asked.prompt, asked.output_tokens, now_s);
         if turn != 0 {
+            let tokens = asked.prompt.tokens + asked.output_tokens;
+            self.queue
+                .tenants
+                .begin(identity.payer, turn, tokens, now_s);
             self.note_turn(asked, identity, site, now_s);
             self.begin_cold(site, asked, state, turn);
             self.leave_old_home(identity.key, site, sites, now_s);
@@ -280,6 +315,11 @@ impl Residency {
         now_s: f64,
     ) -> Ended {
         self.aside_tokens -= seat.aside_tokens;
+        self.queue.tenants.end(seat.turn, now_s);
+        self.queue.tenants.spend(seat.payer, output_tokens);
+        if seat.hints.ends {
+            self.queue.tenants.leave(seat.payer, seat.key);
+        }
         let cached = usage.cached_tokens.filter(|_| served == Served::Yes);
         let reported = usage.prompt_tokens.unwrap_or(seat.prompt_tokens);
         let recomputed_tokens = cached.map(|cached| {
@@ -348,6 +388,7 @@ impl Residency {
 
     /// Ends a turn that was let in and not placed.
     pub fn unbook(&mut self, slot: usize, key: Key, turn: u64, now_s: f64) {
+        self.queue.tenants.end(turn, now_s);
         if turn != 0 && slot < self.holds.len() {
             self.holds[slot].end(key, turn, Served::No, 0, now_s);
             self.forget_idle(key, slot);

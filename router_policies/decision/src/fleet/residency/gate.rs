@@ -610,9 +610,18 @@ impl Residency {
         );
         let places = self.idle_places(site, round.now_s, &busy);
         let demand = round.demand();
-        let keys = self
+        let mut keys = self
             .rule
             .may_give_up(&self.view(site, &places, round.now_s), demand);
+        if self.taker.is_some() {
+            let mut over: Vec<_> = places.iter().filter(|it| self.gives_way(it.key)).collect();
+            over.retain(|place| keys.iter().all(|(key, _)| *key != place.key));
+            over.sort_by(|one, other| {
+                let longest = other.idle_s.total_cmp(&one.idle_s);
+                longest.then(one.key.cmp(&other.key))
+            });
+            keys.extend(over.iter().map(|place| (place.key, GiveUp::OverShare)));
+        }
         let hold = self.holds.get(site.slot);
         let tokens = keys.iter().filter_map(|(key, _)| {
             let occupant = hold?.occupant(*key)?;

@@ -14,6 +14,8 @@ pub enum GiveUp {
     HadItsShare,
     /// Its worker has nothing to do while others wait, and it is computed again soon enough.
     WorkerIdle,
+    /// Its tenant holds more than its share, and another is owed room.
+    OverShare,
     /// It has been idle for longer than the rule lets it.
     IdleTooLong,
     /// Another with a place has grown, or answers were longer than was expected.

@@ -34,6 +34,8 @@ impl Serialize for Name {
 #[derive(Clone, Debug)]
 pub struct Identity {
     pub key: Key,
+    /// Its tenant.
+    pub payer: usize,
     pub name: Option<Name>,
     /// A call beside the session's conversation, whose place it leaves alone.
     pub is_aside: bool,

@@ -29,6 +29,7 @@ pub mod sessions;
 pub mod settings;
 mod shown;
 mod slices;
+pub mod tenants;
 #[cfg(test)]
 mod testing;
 mod wanted;
@@ -39,6 +40,7 @@ pub use give_up::GiveUp;
 pub use queue::{WaitReason, Wake};
 pub use record::{Residence, ResidencyRecord};
 pub use shown::SessionShown;
+pub use tenants::{Priority, Quota, Tenant, TenantShown};
 
 use super::affinity::SessionKeys;
 use super::log::{Event, GiveUpRecord, unix_now_s};
@@ -65,6 +67,7 @@ use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::ops::Deref;
 use std::sync::Arc;
+use tenants::Tenants;
 use wanted::Wanted;
 
 /// Growth a turn that is assumed until some was seen.
@@ -223,6 +226,8 @@ pub(super) struct Residency {
     round_s: f64,
     told_s: f64,
     has_parents: bool,
+    /// The tenant whose turn asks and is owed room.
+    taker: Option<usize>,
     outbox: Outbox,
 }
 
@@ -267,8 +272,13 @@ impl Residency {
             round_s: f64::NEG_INFINITY,
             told_s: f64::NEG_INFINITY,
             has_parents: false,
+            taker: None,
             outbox: Outbox::default(),
         }
+    }
+
+    pub fn share_among(&mut self, tenants: Vec<Tenant>) {
+        self.queue.tenants = Tenants::new(tenants);
     }
 
     /// Whether turns may have to wait at all.

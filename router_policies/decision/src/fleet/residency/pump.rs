@@ -236,6 +236,7 @@ impl Residency {
             self.gather_at(None);
             return;
         };
+        self.weigh_tenants(sites, now_s);
         let mut round = Round::new(sites, now_s, now_s - since_s, self.bound_scale(sites));
         let is_round = self
             .manner
@@ -248,9 +249,10 @@ impl Residency {
             self.rotate(&rule, sites, now_s);
         }
         loop {
-            let ids = self.in_order(sites, &round);
+            let ids = self.queue.shared_out(self.in_order(sites, &round));
             self.gather(&ids, sites, &round);
             self.let_in(&ids, sites, &mut round, is_round);
+            self.taker = None;
             if !self.break_deadlock(sites, now_s) {
                 return;
             }
@@ -304,8 +306,11 @@ impl Residency {
             let gathers = self.gathers;
             let others = gathers.filter(|(head, _)| *head != id);
             let key = waiter.turn.identity.key;
-            let has_slice =
-                |slot| site_of(sites, slot).is_some_and(|site| self.has_slice(key, site));
+            let payer = waiter.turn.identity.payer;
+            let has_slice = |slot| {
+                !self.is_held_back(payer, Some(slot))
+                    && site_of(sites, slot).is_some_and(|site| self.has_slice(key, site))
+            };
             round.closed = others
                 .map(|(_, slot)| slot)
                 .filter(|&slot| !has_slice(slot));
@@ -329,6 +334,11 @@ impl Residency {
                 arrived_s,
                 parent: waiter.turn.parent,
             };
+            let home = self.residence_of(&asked, sites).map(|site| site.slot);
+            if self.is_held_back(payer, home) {
+                continue;
+            }
+            self.set_taker(payer, asked.prompt.tokens + output_tokens, round);
             let is_head = gathers.is_some_and(|(head, _)| head == id);
             let went = match self.ask(&asked, sites, round) {
                 Ok(go) => Some(go),
@@ -485,6 +495,10 @@ impl Residency {
         if self.manner.rotates.is_some() {
             return;
         }
+        let owed = ids.iter().find_map(|&id| {
+            let waiter = self.queue.get(id)?;
+            self.is_owed(&waiter.turn).then_some((id, waiter))
+        });
         let has_slices = self.has_slices(sites);
         let after_s = match has_slices {
             true => self.settings.wait_bound_s * round.bound_scale,
@@ -499,9 +513,8 @@ impl Residency {
             .iter()
             .filter_map(|&id| Some((id, self.queue.get(id)?)))
             .find(|(_, waiter)| waiter.turn.grows_at.is_none() && may_be_head(waiter));
-        let Some((id, waiter)) =
-            head.filter(|(_, waiter)| has_waited(waiter) && !self.manner.smallest_first)
-        else {
+        let head = head.filter(|(_, waiter)| has_waited(waiter) && !self.manner.smallest_first);
+        let Some((id, waiter)) = owed.or(head) else {
             self.gather_at(None);
             return;
         };
@@ -537,6 +550,72 @@ impl Residency {
         let best = sites.iter().filter(may_go).max_by_key(suits);
         let best = best.map(|site| (id, site.slot));
         self.gather_at(best);
+    }
+
+    /// What every tenant may hold now.
+    fn weigh_tenants(&mut self, sites: &Sites, now_s: f64) {
+        let Some(count) = self.queue.tenants.are_to_be_weighed(now_s) else {
+            return;
+        };
+        let mut held = vec![(0.0, 0.0); count];
+        for hold in self.holds.iter() {
+            for (key, occupant) in hold.occupants() {
+                let (tokens, sessions) = &mut held[self.payer_of(key)];
+                *tokens += hold.unshared_tokens(occupant) as f64;
+                *sessions += 1.0;
+            }
+        }
+        // Where a rule counts sessions, each is worth as much of the KV.
+        let limits = sites.iter().map(|site| self.rule.sessions_limit(site.slot));
+        let limit: Option<usize> = limits.sum();
+        let each = limit.map_or(0.0, |limit| {
+            sites.budget_tokens as f64 / limit.max(1) as f64
+        });
+        let held = held.into_iter();
+        let held: Vec<f64> = held
+            .map(|(tokens, sessions): (f64, f64)| tokens.max(sessions * each))
+            .collect();
+        self.queue.tenants.weigh(&held, sites.budget_tokens, each);
+    }
+
+    fn payer_of(&self, key: Key) -> usize {
+        self.sessions.get(key).map_or(0, |known| known.payer)
+    }
+
+    fn is_owed(&self, turn: &WaitingTurn) -> bool {
+        let tokens = turn.prompt.tokens() + turn.output_tokens;
+        let payer = turn.identity.payer;
+        turn.grows_at.is_none() && self.queue.tenants.is_owed(payer, tokens)
+    }
+
+    /// Whether a turn of the tenant's lets that of another go first for which room gathers where its place is.
+    pub fn is_held_back(&self, payer: usize, home: Option<usize>) -> bool {
+        self.queue.tenants.are_some()
+            && self.gathers.is_some_and(|(head, slot)| {
+                let head = self.queue.get(head).map(|waiter| &waiter.turn);
+                home == Some(slot)
+                    && head.is_some_and(|head| {
+                        let to = head.identity.payer;
+                        self.queue.tenants.yields(payer, to) && self.is_owed(head)
+                    })
+            })
+    }
+
+    /// A turn of the tenant's asks next: what may be given up depends on whether it is owed room.
+    fn set_taker(&mut self, payer: usize, tokens: u64, round: &mut Round) {
+        let tenants = &self.queue.tenants;
+        let taker = tenants.is_owed(payer, tokens).then_some(payer);
+        if taker != self.taker {
+            self.taker = taker;
+            round.forget_eligible();
+        }
+    }
+
+    /// Whether the tenant of a session gives way to the one that asks and is owed room.
+    pub(super) fn gives_way(&self, key: Key) -> bool {
+        let tenants = &self.queue.tenants;
+        self.taker
+            .is_some_and(|taker| tenants.yields(self.payer_of(key), taker))
     }
 
     /// Room gathers there from now on, for that turn; where it did before, it is for all again.

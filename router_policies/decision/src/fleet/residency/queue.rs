@@ -4,6 +4,7 @@
 use super::cached::Cached;
 use super::identity::{Identity, Key, Name};
 use super::record::Residence;
+use super::tenants::Tenants;
 use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::PromptHashes;
 use serde::Serialize;
@@ -135,8 +136,10 @@ type Rank = (u8, u64, u64);
 /// Waiting turns, and those that were let in and have not been fetched yet.
 #[derive(Default)]
 pub struct Queue {
+    pub tenants: Tenants,
     waiters: StateMap<Waiter>,
-    order: BTreeMap<Rank, u64>,
+    /// By tenant.
+    orders: Vec<BTreeMap<Rank, u64>>,
     by_arrival: BTreeSet<(u64, u64)>,
     /// Those that wait, as they came to the queue.
     listed: BTreeSet<u64>,
@@ -182,7 +185,7 @@ impl Ranking {
 
 impl Queue {
     pub fn push(&mut self, turn: WaitingTurn, ranking: Ranking) -> u64 {
-        if self.order.is_empty() {
+        if self.listed.is_empty() {
             self.skip_until(turn.queued_s);
         }
         self.next += 1;
@@ -220,7 +223,12 @@ impl Queue {
                 None => waiter.turn.prompt.tokens() + waiter.turn.output_tokens,
             };
             self.tokens += waiter.listed_tokens;
-            self.order.insert(waiter.rank, id);
+            let payer = waiter.turn.identity.payer;
+            if self.orders.len() <= payer {
+                self.orders.resize_with(payer + 1, BTreeMap::new);
+            }
+            self.orders[payer].insert(waiter.rank, id);
+            self.tenants.enqueue(payer);
             self.by_arrival.insert((micros(waiter.turn.arrived_s), id));
             self.listed.insert(id);
             if waiter.turn.is_repeated {
@@ -232,7 +240,11 @@ impl Queue {
     fn delist(&mut self, id: u64) {
         if let Some(waiter) = self.waiters.get_mut(&id) {
             self.tokens -= std::mem::take(&mut waiter.listed_tokens);
-            self.order.remove(&waiter.rank);
+            let payer = waiter.turn.identity.payer;
+            let order = self.orders.get_mut(payer);
+            if order.is_some_and(|order| order.remove(&waiter.rank).is_some()) {
+                self.tenants.dequeue(payer);
+            }
             self.by_arrival.remove(&(micros(waiter.turn.arrived_s), id));
             self.listed.remove(&id);
             self.repeated.remove(&id);
@@ -268,9 +280,38 @@ impl Queue {
 
     /// Those that wait, first the first.
     pub fn waiting(&self) -> impl Iterator<Item = (u64, &Waiter)> {
-        self.order
-            .values()
-            .filter_map(|&id| Some((id, self.waiters.get(&id)?)))
+        let shared = self.tenants.are_some();
+        let of_each = || self.orders.iter().map(|order| order.values().copied());
+        let merged = shared.then(|| {
+            let tokens = |&id: &u64| self.tokens_of(id);
+            self.tenants.merged(of_each().collect(), tokens)
+        });
+        let all = (!shared).then(|| of_each().flatten());
+        let ids = merged.into_iter().flatten();
+        ids.chain(all.into_iter().flatten())
+            .filter_map(|id| Some((id, self.waiters.get(&id)?)))
+    }
+
+    fn tokens_of(&self, id: u64) -> u64 {
+        let turn = self.waiters.get(&id).map(|waiter| &waiter.turn);
+        turn.map_or(0, |turn| turn.prompt.tokens() + turn.output_tokens)
+    }
+
+    /// The same turns, of each tenant in this order, and among tenants by what they have used.
+    pub fn shared_out(&self, ids: Vec<u64>) -> Vec<u64> {
+        if !self.tenants.are_some() {
+            return ids;
+        }
+        let mut of_each = vec![Vec::new(); self.orders.len()];
+        for id in ids {
+            if let Some(waiter) = self.waiters.get(&id) {
+                of_each[waiter.turn.identity.payer].push(id);
+            }
+        }
+        let of_each = of_each.into_iter().map(Vec::into_iter).collect();
+        self.tenants
+            .merged(of_each, |&id| self.tokens_of(id))
+            .collect()
     }
 
     /// Those that wait and have failed on a worker.
@@ -287,11 +328,11 @@ impl Queue {
 
     /// How many wait.
     pub fn len(&self) -> usize {
-        self.order.len()
+        self.listed.len()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.order.is_empty()
+        self.listed.is_empty()
     }
 
     /// Nobody waits, and everybody who was let in was fetched.
@@ -332,6 +373,7 @@ mod tests {
             whose: 1,
             identity: Identity {
                 key: 1,
+                payer: 0,
                 name: None,
                 is_aside: false,
             },

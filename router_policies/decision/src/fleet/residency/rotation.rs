@@ -581,8 +581,9 @@ impl Residency {
                 is_new: turn.is_first_turn,
             }
         };
-        all.into_iter()
-            .map(|(_, _, waiter)| outsider(waiter))
+        let ids = all.iter().map(|(_, id, _)| *id).collect();
+        let ids = self.queue.shared_out(ids).into_iter();
+        ids.filter_map(|id| Some(outsider(self.queue.get(id)?)))
             .collect()
     }
 

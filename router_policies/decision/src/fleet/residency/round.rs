@@ -98,6 +98,12 @@ impl Round {
         self.busy = None;
     }
 
+    /// Another tenant's turn asks.
+    pub fn forget_eligible(&mut self) {
+        self.eligible.clear();
+        self.loads.clear();
+    }
+
     /// The same, and what depends on it on all workers.
     pub fn forget_all(&mut self) {
         self.eligible.clear();

@@ -64,6 +64,8 @@ impl ServedPrompt {
 /// One session.
 #[derive(Debug, Default)]
 pub struct Known {
+    /// Its tenant.
+    pub payer: usize,
     pub gaps: OwnGaps,
     /// When its last turn ended, while none is in flight.
     pub ended_s: Option<f64>,

@@ -21,6 +21,9 @@ pub enum State {
 pub struct SessionShown {
     /// None of a family, which no client has named.
     pub session_id: Option<Name>,
+    /// None where the configuration names no tenants.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tenant: Option<String>,
     pub state: State,
     /// Where its place is; of one that waits, where it waits to grow.
     pub worker: Option<String>,
@@ -37,6 +40,7 @@ pub struct SessionShown {
 impl Residency {
     /// All of them: those that wait first, in their order, then by worker. `worker` names those of slots.
     pub fn shown(&self, worker: impl Fn(usize) -> Option<String>, now_s: f64) -> Vec<SessionShown> {
+        let tenant = |payer: usize| self.queue.tenants.name(payer).map(str::to_owned);
         let waiting = self
             .queue
             .waiting()
@@ -45,6 +49,7 @@ impl Residency {
                 let turn = &waiter.turn;
                 SessionShown {
                     session_id: turn.identity.name.clone(),
+                    tenant: tenant(turn.identity.payer),
                     state: State::Waiting,
                     worker: turn.grows_at.and_then(&worker),
                     tokens: turn.prompt.tokens() + turn.output_tokens,
@@ -57,10 +62,11 @@ impl Residency {
         let mut all: Vec<_> = waiting.collect();
         for (slot, hold) in self.holds.iter().enumerate() {
             let name = worker(slot);
-            all.extend(hold.occupants().map(|(_, occupant)| {
+            all.extend(hold.occupants().map(|(key, occupant)| {
                 let runs = !occupant.turns.is_empty();
                 SessionShown {
                     session_id: occupant.name.clone(),
+                    tenant: tenant(self.sessions.get(key).map_or(0, |known| known.payer)),
                     state: match runs {
                         true => State::Running,
                         false => State::Idle,

@@ -230,8 +230,9 @@ impl Residency {
             let Tokens { over_time, kept } = self.expected_of(known, site, now_s);
             load.tokens += over_time;
             load.kept += kept;
-            let since_s =
-                since_s.filter(|since_s| now_s - since_s >= self.slice_s(known, site, demand));
+            let since_s = since_s.filter(|since_s| {
+                now_s - since_s >= self.slice_s(known, site, demand) || self.gives_way(key)
+            });
             if let Some(since_s) = since_s {
                 let tokens = blended(0, over_time);
                 over.push((since_s, Over { key, tokens, kept }));
