@@ -21,7 +21,8 @@ fn config(mock: &MockWorker, more: Value) -> Config {
 }
 
 async fn ask(router: &Router, path: &str, headers: &[(&str, &str)]) -> (StatusCode, u64, Value) {
-    let body = json!({"model": "mock", "max_tokens": 4,
+    // With tools, so that it is no call beside a conversation.
+    let body = json!({"model": "mock", "max_tokens": 4, "tools": [],
         "messages": [{"role": "user", "content": "x".repeat(1_000)}]});
     let response = router
         .send(path, headers, body.to_string().into_bytes())
