@@ -463,7 +463,7 @@ def _explain_residency(name: str, as_json: bool) -> None:
         for rule in rules.values():
             print(f"rule      {rule['name']:<{width}}  {rule['summary']}")
         _print_params(residency["settings"])
-        print("\ndeltaserve policy explain residency.RULE explains one; docs/residency.md has more")
+        print("\ndeltaserve policy explain residency.RULE explains one; docs/admission.md has more")
         return
     if name not in rules:
         raise InputError(f"policy residency.{name}: unknown; known rules: {', '.join(rules)}")

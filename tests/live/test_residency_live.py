@@ -3,7 +3,7 @@
 Without control every turn is computed again; with it what has a place is served from the cache.
 What is asserted is the share of prompt tokens that the engine itself says it had cached. A place
 is kept while its session thinks only where computing its prompt again takes longer than that, by
-the room that it takes up (docs/residency.md). So sessions here think for 50 ms at most: with half a
+the room that it takes up (docs/admission.md). So sessions here think for 50 ms at most: with half a
 second, the tiny model computed a prompt again in less on a fast machine, places were given up, and
 rightly so. For the same reason places are kept here though their worker has nothing to do.
 """
