@@ -200,17 +200,23 @@ impl Doctor {
             body: turn.body,
             places: &turn.scanned.places,
         };
-        let last = self.0.lock().pop(&whose);
+        let mut last = self.0.lock().pop(&whose);
         let common = last.as_ref().map_or(0, |it| it.common_blocks(&turn.prompt));
         let same = common * turn.prompt.block;
-        let before = last.as_ref().map_or(&[][..], |it| &it.parts);
+        let goes_on = |it: &Served| common == it.prompt.states.len();
+        let known = match &mut last {
+            // Nothing is compared.
+            Some(last) if goes_on(last) => std::mem::take(&mut last.parts),
+            Some(last) => last.parts.clone(),
+            None => Vec::new(),
+        };
         let parts = match turn.scanned.is_conversation {
-            true => text.outline(before.to_vec(), same).unwrap_or_default(),
-            false => Vec::new(),
+            true => text.outline(known, same),
+            false => known,
         };
         let beside_last = last.map(|last| {
-            let differs = common < last.prompt.states.len();
-            let difference = differs.then(|| turn.difference(text, &last.parts, &parts, same));
+            let difference =
+                (!goes_on(&last)).then(|| turn.difference(text, &last.parts, &parts, same));
             let why = match last.worker == turn.worker {
                 true => Why::Evicted,
                 false => Why::Moved,

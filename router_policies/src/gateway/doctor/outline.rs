@@ -4,11 +4,11 @@
 //! Clients move marks (`cache_control`) and write a text now as a string and now as a block: neither reaches the
 //! prompt, and neither counts.
 
-use crate::gateway::cursor::{Cursor, Malformed};
 use crate::gateway::prompts::Places;
+use decision::fleet::prefix::hash::step;
 use serde::Deserialize;
 use std::borrow::Cow;
-use std::hash::{BuildHasher, Hasher, RandomState};
+use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
 
 /// As much of a role's or a tool's name as is kept.
@@ -58,51 +58,47 @@ impl<'a> Text<'a> {
     }
 
     /// Its parts; those of `known` that end within the first `same` bytes are taken over.
-    pub fn outline(self, mut known: Vec<Part>, same: usize) -> Result<Vec<Part>, Malformed> {
-        known.truncate(known.partition_point(|part| part.end <= same));
+    pub fn outline(self, known: Vec<Part>, same: usize) -> Vec<Part> {
         let mut parts = known;
+        parts.truncate(parts.partition_point(|part| part.end <= same));
         let turns = self.places.before.len();
         for (key, (begin, value)) in self.values().enumerate() {
-            let brackets = match key == turns {
-                true if self.is_one_turn() => None,
-                true => Some(0),
-                false => value.starts_with(b"[").then_some(1),
-            };
             let done = parts.last().map_or(0, |part| part.end);
+            if begin + value.len() <= done {
+                continue;
+            }
             let mut index = parts.iter().rev().take_while(|it| it.key == key).count();
-            let mut add = |from: usize, to: usize, index: usize| {
+            let mut add = |from: usize, (hash, to): (u64, usize)| {
                 parts.push(Part {
                     key,
                     index,
                     start: begin + from,
                     end: begin + to,
-                    hash: meaning(&value[from..to]),
+                    hash,
                 });
+                index += 1;
+                to
             };
-            let Some(brackets) = brackets else {
-                if !value.is_empty() && begin + value.len() > done {
-                    add(0, value.len(), 0);
-                }
-                continue;
-            };
-            let mut cursor = Cursor {
-                bytes: &value[..value.len() - brackets.min(value.len())],
-                at: brackets.max(done.saturating_sub(begin)),
-                run: None,
-                long: Vec::new(),
-            };
-            while let Some(next) = cursor.peek() {
-                if next == b',' {
-                    cursor.at += 1;
+            let (list, mut at) = match key == turns {
+                true if self.is_one_turn() => {
+                    add(0, (hash_of(value), value.len()));
                     continue;
                 }
-                let from = cursor.at;
-                cursor.value()?;
-                add(from, cursor.at, index);
-                index += 1;
+                true => (value, 0),
+                false => match value {
+                    [b'[', .., b']'] => (&value[..value.len() - 1], 1),
+                    _ => (value, 0),
+                },
+            };
+            at = at.max(done.saturating_sub(begin));
+            while let Some(found) = list
+                .get(at..)
+                .and_then(|rest| rest.iter().position(is_begin))
+            {
+                at = add(at + found, meaning(list, at + found));
             }
         }
-        Ok(parts)
+        parts
     }
 
     /// Text of the whole conversation from `from` to `to`, within one part.
@@ -154,39 +150,67 @@ pub(super) fn first_difference(old: &[Part], new: &[Part]) -> Option<(Part, Opti
     Some((*new, (old.key < new.key).then_some(*old)))
 }
 
-/// A hash of what JSON says: its texts, numbers and words, without marks and without what tells a block of text from
-/// a string.
-fn meaning(raw: &[u8]) -> u64 {
-    static KEYS: LazyLock<RandomState> = LazyLock::new(RandomState::new);
-    let mut hasher = KEYS.build_hasher();
-    let mut at = 0;
+/// Whether a value may begin with this, behind a bracket or a comma.
+fn is_begin(byte: &u8) -> bool {
+    !b", \t\r\n".contains(byte)
+}
+
+/// What the value of JSON that begins at `at` says, as a hash, and where it ends: its texts, numbers and words,
+/// without marks and without what tells a block of text from a string.
+fn meaning(raw: &[u8], at: usize) -> (u64, usize) {
+    let (mut at, mut depth) = (at, 0_usize);
+    let mut hash = 0;
     while let Some(&byte) = raw.get(at) {
         let begin = at;
         match byte {
             b'"' => {
                 at = end_of_string(raw, at);
-                let text = raw.get(begin + 1..at - 1).unwrap_or_default();
-                let is_key = raw[at..].trim_ascii_start().starts_with(b":");
-                match text {
-                    b"cache_control" if is_key => at = end_of_mark(raw, at),
+                match raw.get(begin + 1..at - 1).unwrap_or_default() {
+                    b"cache_control" if is_key(raw, at) => at = end_of_mark(raw, at),
                     b"type" | b"text" => {}
-                    _ => {
-                        hasher.write(text);
-                        hasher.write_u8(0);
-                    }
+                    text => hash = step(hash, hash_of(text)),
                 }
             }
-            b'{' | b'}' | b'[' | b']' | b',' | b':' => at += 1,
+            b'{' | b'[' => {
+                depth += 1;
+                at += 1;
+            }
+            b'}' | b']' => {
+                depth = depth.saturating_sub(1);
+                at += 1;
+            }
+            b',' | b':' => at += 1,
             _ if byte.is_ascii_whitespace() => at += 1,
             _ => {
                 let ends = |byte: &u8| b"{}[],:\" \t\r\n".contains(byte);
                 at += raw[at..].iter().position(ends).unwrap_or(raw.len() - at);
-                hasher.write(&raw[begin..at]);
-                hasher.write_u8(1);
+                hash = step(hash, !hash_of(&raw[begin..at]));
             }
         }
+        if depth == 0 {
+            break;
+        }
     }
-    hasher.finish()
+    (hash, at)
+}
+
+/// Of bytes, with a key that each process draws.
+fn hash_of(bytes: &[u8]) -> u64 {
+    static KEY: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
+    let key = *KEY;
+    let (words, rest) = bytes.as_chunks();
+    let mut last = [0; 8];
+    last[..rest.len()].copy_from_slice(rest);
+    let words = words.iter().chain([&last]);
+    let hash = words.fold(key, |hash, word| {
+        step(hash, u64::from_le_bytes(*word) ^ key)
+    });
+    step(hash, bytes.len() as u64)
+}
+
+/// Whether the string that ends at `at` is a key.
+fn is_key(raw: &[u8], at: usize) -> bool {
+    raw[at..].trim_ascii_start().starts_with(b":")
 }
 
 /// Behind the closing quote of the string that begins at `at`.
@@ -215,10 +239,14 @@ fn end_of_mark(raw: &[u8], at: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gateway::cursor::Cursor;
     use serde_json::{Value, json};
 
     fn means(value: &Value) -> u64 {
-        meaning(value.to_string().as_bytes())
+        let text = value.to_string();
+        let (hash, end) = meaning(text.as_bytes(), 0);
+        assert_eq!(end, text.len());
+        hash
     }
 
     #[test]
@@ -242,7 +270,7 @@ mod tests {
         assert_ne!(means(&json!(["ab", "c"])), means(&json!(["a", "bc"])));
         assert_ne!(means(&json!([1, 23])), means(&json!([12, 3])));
         for cut in 0..block.to_string().len() {
-            meaning(&block.to_string().as_bytes()[..cut]);
+            meaning(&block.to_string().as_bytes()[..cut], 0);
         }
     }
 
@@ -285,14 +313,12 @@ mod tests {
         let before = places(&short, &keys, "messages");
         let after = places(&long, &keys, "messages");
         let known = text_of(&short, &before).outline(Vec::new(), 0);
-        let known = known.expect("JSON");
         let whole = text_of(&long, &after).outline(Vec::new(), 0);
-        let whole = whole.expect("JSON");
         assert_eq!(whole.len(), 10);
         assert_eq!(first_difference(&known, &whole), None);
         for same in 0..=known.last().expect("parts").end {
             let grown = text_of(&long, &after).outline(known.clone(), same);
-            assert_eq!(grown.expect("JSON"), whole, "{same}");
+            assert_eq!(grown, whole, "{same}");
         }
         let text = text_of(&long, &after);
         let names: Vec<_> = whole.iter().map(|part| text.name(part)).collect();
