@@ -114,7 +114,6 @@ async def test_the_page_asks_for_the_token_and_keeps_it_in_its_tab(
             assert page.complaints == []
             await give(page, "wrong")
             await sees(page, "all('#why')[0].textContent.includes('admin token')")
-            page.complaints.clear()  # the browser's own word for the status 401
             await give(page, "secret")
             await sees(page, "all('#workers tr').length === 1")
             await page.call("Page.reload")
@@ -123,4 +122,5 @@ async def test_the_page_asks_for_the_token_and_keeps_it_in_its_tab(
             assert "secret" not in await page.value("location.href")
             await page.value("document.querySelector('#forget').click()")
             await sees(page, "all('#ask[open]').length === 1")
-            assert page.complaints == []
+            # The browser's own words for the wrong token may come late.
+            assert [it for it in page.complaints if "401" not in it] == []
