@@ -8,7 +8,6 @@ use bytes::{Bytes, BytesMut};
 use http_body::Body;
 use http_body_util::BodyExt;
 use hyper::StatusCode;
-use hyper::body::Incoming;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -47,7 +46,7 @@ pub(super) enum NotCollected {
     TimeIsOver,
     /// The router ends, and has waited for it for long enough.
     ShuttingDown,
-    Broken(hyper::Error),
+    Broken(String),
 }
 
 impl NotCollected {
@@ -199,13 +198,16 @@ impl Buffers {
     /// The whole body, of at most `limit` bytes, and what it takes of the budget and of its client's share, to be
     /// held as long as it. Where it comes in pieces, `on_more` gets what is there so far and the length that is
     /// announced, while the next piece is on its way.
-    pub(super) async fn collect(
+    pub(super) async fn collect<B>(
         &self,
         client: Option<u64>,
-        body: &mut Incoming,
+        body: &mut B,
         limit: usize,
         mut on_more: impl FnMut(&[u8], usize),
-    ) -> Result<(Bytes, Budget), NotCollected> {
+    ) -> Result<(Bytes, Budget), NotCollected>
+    where
+        B: Body<Data = Bytes, Error: std::error::Error> + Unpin,
+    {
         let announced = body.size_hint();
         if announced.lower() > limit as u64 {
             return Err(NotCollected::TooLarge);
@@ -216,6 +218,7 @@ impl Buffers {
             client,
             bytes: 0,
         };
+        let broken = |failure: B::Error| NotCollected::Broken(failure.to_string());
         let mut whole: Option<BytesMut> = None;
         let mut pace = Pace::new(self.patience);
         loop {
@@ -223,7 +226,7 @@ impl Buffers {
             let Some(frame) = frame.map_err(|_| NotCollected::Silent(self.patience))? else {
                 break;
             };
-            let Ok(data) = frame.map_err(NotCollected::Broken)?.into_data() else {
+            let Ok(data) = frame.map_err(broken)?.into_data() else {
                 continue;
             };
             pace.came(data.len());

@@ -1,10 +1,11 @@
 //! One request from the client's headers to the answer's first bytes: decide, send to one worker or
 //! to two, and try elsewhere as long as nothing of the answer has been passed on.
 
-use super::admission::Permit;
+use super::admission::{NotAdmitted, Permit};
 use super::apis::{Api, Separates, Waits};
 use super::attempt::Head;
 use super::body::{Scanned, Scanner};
+use super::buffers::NotCollected;
 use super::departure::{self, Stay};
 use super::doctor::Turn;
 use super::exchange::{Exchange, RequestContext};
@@ -14,13 +15,14 @@ use super::fault::{
 use super::headers::{REQUEST_ID, header};
 use super::normalise;
 use super::patience::Opening;
-use super::stream::{Answer, Held, PrefillHalf};
+use super::stream::{Answer, Counted, Held, PrefillHalf};
 use super::too_long;
 use super::usage::usage_of_answer;
 use super::waiting::{self, NotPlaced, retried_after};
 use super::{Gateway, Reply, error_of, session, stored, with_body};
 use crate::config::WorkerSpec;
-use decision::fleet::prefix::hash::Unit;
+use bytes::Bytes;
+use decision::fleet::prefix::hash::{PromptHashes, Unit};
 use decision::fleet::{
     ESTIMATE_BLOCK_TOKENS, Outcome, Refused, Request as Placement, Reservation, SGLANG_GROUP,
     Separable, random_id,
@@ -28,12 +30,13 @@ use decision::fleet::{
 use decision::policy::{Decision, Reason, Refusal, Route};
 use http_body_util::Full;
 use hyper::body::Incoming;
-use hyper::header::{CONTENT_ENCODING, HeaderName, HeaderValue};
+use hyper::header::{CONTENT_ENCODING, HeaderMap, HeaderName, HeaderValue};
 use hyper::http::uri::PathAndQuery;
 use hyper::{Request, Response, StatusCode, Uri};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use tokio::time::Instant;
 
 const DECISION_ID: HeaderName = HeaderName::from_static("x-deltaserve-decision-id");
 
@@ -86,35 +89,149 @@ async fn serve(
     let (api, deadline) = (context.api, context.deadline);
     let received_s = gateway.fleet.now_s();
     let (parts, incoming) = request.into_parts();
-    let limit = gateway.config.max_body_bytes;
-    let refuse = |status: StatusCode, kind: &str, message: &str| {
-        gateway.metrics.refused(status);
-        error_of(api, status, kind, message)
-    };
-    let invalid = |message: &str| {
-        let status = StatusCode::BAD_REQUEST;
-        refuse(status, "invalid_request_error", message)
-    };
-    if let Some(encoding) = parts.headers.get(CONTENT_ENCODING)
-        && encoding != "identity"
-    {
-        let message = "content-encoding: expected none: prompts are read to be routed";
-        let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+    if let Some(refusal) = encoded(gateway, api, &parts.headers) {
         Box::pin(context.client.pass_over(&parts.headers, incoming)).await;
-        return refuse(status, "invalid_request_error", message);
+        return refusal;
     }
-    let normalises = gateway.config.normalise_prompts;
-    let scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
-    let mut scanner = scanner.normalising(normalises);
+    let mut scanner = scanner_of(gateway, api);
     let more = |begin: &[u8], bytes| scanner.scan_ahead(begin, bytes);
     let (client, headers) = (&context.client, &parts.headers);
-    let collected = gateway.collect(client, headers, incoming, deadline, more);
-    let (mut bytes, _budget) = match collected.await {
+    let owner = gateway
+        .keys
+        .owner(gateway.keys.tenant(headers), client.address);
+    let collected = gateway.collect(client, headers, owner, incoming, deadline, more);
+    let (bytes, _budget) = match collected.await {
         Ok(collected) => collected,
-        Err(failure) => {
-            let (status, kind) = failure.status();
-            return refuse(status, kind, &failure.message(limit));
-        }
+        Err(failure) => return uncollected(gateway, api, &failure),
+    };
+    let read = read(gateway, api, &parts.headers, bytes, scanner, received_s);
+    let Arrived {
+        bytes,
+        scanned,
+        mut placement,
+        own_fields,
+    } = match read {
+        Ok(arrived) => arrived,
+        Err(refusal) => return *refusal,
+    };
+    if let Some(trace) = &mut context.trace {
+        trace.event("body");
+        trace.note("deltaserve.request_id", Some(placement.request_id.as_str()));
+        trace.note("deltaserve.session_id", placement.session_id.as_deref());
+        let model = scanned.model.clone().map(session::bounded);
+        trace.note("gen_ai.request.model", model);
+    }
+    let headers = gateway.forwarded(parts.headers, &placement.request_id);
+    if scanned.stream && api.shape().waits != Waits::InSilence {
+        context.client.may_wait(Opening {
+            api,
+            request_id: headers.get(REQUEST_ID).cloned(),
+            model: (api == Api::Responses)
+                .then(|| scanned.model.clone())
+                .flatten(),
+            stored: (api == Api::Responses).then(|| Arc::clone(&gateway.stored)),
+        });
+    }
+    let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
+    let permit = match gateway.admission.enter(patience, deadline).await {
+        Ok(permit) => permit,
+        Err(refusal) => return not_admitted(gateway, api, refusal),
+    };
+    if let Some(trace) = &mut context.trace {
+        trace.event("admitted");
+    }
+    let parsed = (&bytes, &scanned);
+    let completed = complete(gateway, api, parsed, &mut placement, owner, deadline);
+    let text = match completed.await {
+        Ok(text) => text,
+        Err(refusal) => return *refusal,
+    };
+    let recorder = gateway.recorder.as_ref();
+    let recording = recorder.and_then(|it| it.came(&placement));
+    let mut exchange = Exchange {
+        gateway,
+        context,
+        target: target_of(api, &parts.uri),
+        headers,
+        bytes,
+        scanned,
+        placement,
+        text,
+        recording,
+        is_repeated: AtomicBool::new(false),
+        own_fields,
+        decision_id: None,
+    };
+    let mut response = exchange.run(permit).await;
+    // Failures too: what became of them stands in the log under it.
+    if let Some(id) = exchange.decision_id.take() {
+        response.headers_mut().insert(DECISION_ID, id);
+    }
+    gateway.buffers.give_back(exchange.bytes);
+    response
+}
+
+/// A request as routing reads it.
+pub(super) struct Arrived {
+    pub bytes: Bytes,
+    pub scanned: Scanned,
+    pub placement: Placement,
+    /// What the worker calls otherwise than the client does: see [`Exchange::own_fields`].
+    pub own_fields: String,
+}
+
+/// Reads requests' bodies as this router's configuration wants.
+pub(super) fn scanner_of(gateway: &Gateway, api: Api) -> Scanner {
+    let scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
+    scanner.normalising(gateway.config.normalise_prompts)
+}
+
+/// A refusal of `api`, counted.
+pub(super) fn refuse(
+    gateway: &Gateway,
+    api: Api,
+    (status, kind): (StatusCode, &str),
+    message: &str,
+) -> Response<Reply> {
+    gateway.metrics.refused(status);
+    error_of(api, status, kind, message)
+}
+
+/// What a client is told whose body is compressed, if it is.
+pub(super) fn encoded(gateway: &Gateway, api: Api, headers: &HeaderMap) -> Option<Response<Reply>> {
+    let encoding = headers.get(CONTENT_ENCODING)?;
+    let message = "content-encoding: expected none: prompts are read to be routed";
+    let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+    let refused = || refuse(gateway, api, (status, "invalid_request_error"), message);
+    (encoding != "identity").then(refused)
+}
+
+/// What a client is told whose body was not taken.
+pub(super) fn uncollected(gateway: &Gateway, api: Api, failure: &NotCollected) -> Response<Reply> {
+    let message = failure.message(gateway.config.max_body_bytes);
+    refuse(gateway, api, failure.status(), &message)
+}
+
+/// What a client is told whose request may not run.
+pub(super) fn not_admitted(gateway: &Gateway, api: Api, refusal: NotAdmitted) -> Response<Reply> {
+    let (status, kind, message) = refusal.told();
+    let response = refuse(gateway, api, (status, kind), message);
+    retried_after(response, refusal.retry_after_s())
+}
+
+/// Reads a request of which headers and body are there. `scanner` may have read of the body ahead.
+pub(super) fn read(
+    gateway: &Gateway,
+    api: Api,
+    headers: &HeaderMap,
+    mut bytes: Bytes,
+    scanner: Scanner,
+    received_s: f64,
+) -> Result<Arrived, Box<Response<Reply>>> {
+    let normalises = gateway.config.normalise_prompts;
+    let invalid = |message: &str| {
+        let kind = (StatusCode::BAD_REQUEST, "invalid_request_error");
+        Err(Box::new(refuse(gateway, api, kind, message)))
     };
     let mut scanned = match scanner.scan(&bytes) {
         Ok(scanned) => scanned,
@@ -126,8 +243,7 @@ async fn serve(
         && let Some(changed) = normalise::later_systems(&bytes)
     {
         bytes = changed.into();
-        let scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
-        scanned = match scanner.normalising(true).scan(&bytes) {
+        scanned = match scanner_of(gateway, api).scan(&bytes) {
             Ok(scanned) => scanned,
             Err(malformed) => return invalid(&malformed.to_string()),
         };
@@ -157,13 +273,13 @@ async fn serve(
     {
         return invalid(&message);
     }
-    let tenant = gateway.keys.tenant(&parts.headers);
+    let tenant = gateway.keys.tenant(headers);
     let in_body = std::mem::take(&mut scanned.session);
     let prompt = &scanned.prompt;
     let is_shared = |key: &str| gateway.cache_keys.is_shared(tenant, key, prompt);
-    let session_id = session::of(&parts.headers, in_body, is_shared);
-    let mut placement = Placement {
-        request_id: header(&parts.headers, &REQUEST_ID)
+    let session_id = session::of(headers, in_body, is_shared);
+    let placement = Placement {
+        request_id: header(headers, &REQUEST_ID)
             .or_else(|| scanned.rid.clone())
             .map(session::bounded)
             .unwrap_or_else(|| random_id(fastrand::u64(..))),
@@ -171,10 +287,10 @@ async fn serve(
         prompt: std::mem::take(&mut scanned.prompt),
         max_output_tokens: scanned.max_output_tokens,
         stream: scanned.stream,
-        hints: session::hints(&parts.headers, session_id.as_deref()),
+        hints: session::hints(headers, session_id.as_deref()),
         session_id,
         tenant,
-        payer: gateway.keys.payer(&parts.headers),
+        payer: gateway.keys.payer(headers),
         may_be_aside: false,
         received_s: Some(received_s),
         arrived_s: None,
@@ -182,43 +298,30 @@ async fn serve(
         answers: scanned.answers.saturating_mul(scanned.prompts as u64),
         prompts: scanned.prompts as u64,
     };
-    if let Some(trace) = &mut context.trace {
-        trace.event("body");
-        trace.note("deltaserve.request_id", Some(placement.request_id.as_str()));
-        trace.note("deltaserve.session_id", placement.session_id.as_deref());
-        let model = scanned.model.clone().map(session::bounded);
-        trace.note("gen_ai.request.model", model);
-    }
-    let owner = gateway.keys.owner(tenant, context.client.address);
-    let headers = gateway.forwarded(parts.headers, &placement.request_id);
-    if scanned.stream && api.shape().waits != Waits::InSilence {
-        context.client.may_wait(Opening {
-            api,
-            request_id: headers.get(REQUEST_ID).cloned(),
-            model: (api == Api::Responses)
-                .then(|| scanned.model.clone())
-                .flatten(),
-            stored: (api == Api::Responses).then(|| Arc::clone(&gateway.stored)),
-        });
-    }
-    let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
-    let permit = match gateway.admission.enter(patience, deadline).await {
-        Ok(permit) => permit,
-        Err(refusal) => {
-            let (status, kind, message) = refusal.told();
-            let response = refuse(status, kind, message);
-            return retried_after(response, refusal.retry_after_s());
-        }
-    };
-    if let Some(trace) = &mut context.trace {
-        trace.event("admitted");
-    }
+    Ok(Arrived {
+        bytes,
+        scanned,
+        placement,
+        own_fields,
+    })
+}
+
+/// Completes what is known of a request that has been let in: the tokens of its text, and whether they are too
+/// many. Comes with the text of a prompt that was encoded, as it stands in the body.
+pub(super) async fn complete(
+    gateway: &Gateway,
+    api: Api,
+    (bytes, scanned): (&Bytes, &Scanned),
+    placement: &mut Placement,
+    owner: Option<u64>,
+    deadline: Instant,
+) -> Result<Option<PromptHashes>, Box<Response<Reply>>> {
     let mut text = None;
     let encoder = gateway.encoder.read().clone();
     if let Some(encoder) = encoder {
         // Boxed, so that requests of routers that have none do not carry the room for it.
         let block = gateway.fleet.token_block();
-        let encoding = encoder.encode(api, &bytes, &scanned, block, owner);
+        let encoding = encoder.encode(api, bytes, scanned, block, owner);
         let encoding = Box::pin(encoding);
         // Past the deadline the first attempt ends the request.
         if let Ok(Some(prompt)) = tokio::time::timeout_at(deadline, encoding).await {
@@ -226,38 +329,99 @@ async fn serve(
         }
     }
     let prompt = &placement.prompt;
-    placement.may_be_aside = session::may_be_aside(&scanned, prompt, &bytes);
-    if let Some(found) = too_long::of_request(gateway, api, &bytes, &scanned, prompt) {
+    placement.may_be_aside = session::may_be_aside(scanned, prompt, bytes);
+    if let Some(found) = too_long::of_request(gateway, api, bytes, scanned, prompt) {
         gateway.metrics.refused(StatusCode::BAD_REQUEST);
-        return with_body(StatusCode::BAD_REQUEST, &found.told(api));
+        let refusal = with_body(StatusCode::BAD_REQUEST, &found.told(api));
+        return Err(Box::new(refusal));
     }
     let namespace = scanned
         .apart
         .namespace(scanned.model.as_deref(), &gateway.models);
     placement.prompt = std::mem::take(&mut placement.prompt).within(namespace);
-    let recorder = gateway.recorder.as_ref();
-    let recording = recorder.and_then(|it| it.came(&placement));
-    let mut exchange = Exchange {
-        gateway,
-        context,
-        target: target_of(api, &parts.uri),
-        headers,
-        bytes,
-        scanned,
-        placement,
-        text,
-        recording,
-        is_repeated: AtomicBool::new(false),
-        own_fields,
-        decision_id: None,
-    };
-    let mut response = exchange.run(permit).await;
-    // Failures too: what became of them stands in the log under it.
-    if let Some(id) = exchange.decision_id.take() {
-        response.headers_mut().insert(DECISION_ID, id);
+    Ok(text)
+}
+
+/// Ids of the workers that cannot take a request, whatever they have to do: they serve another model, or another
+/// one has the response that it goes on from.
+pub(super) fn unable(
+    gateway: &Gateway,
+    scanned: &Scanned,
+) -> Result<Vec<String>, Box<Response<Reply>>> {
+    let mut unable = gateway.models.not_serving(scanned.model.as_deref());
+    if let Some(id) = &scanned.previous_response {
+        match gateway.stored.others_than_has(id, &gateway.fleet) {
+            Ok(others) => unable.extend(others),
+            Err(stored::Gone) => {
+                let refusal = stored::not_found(id, StatusCode::BAD_REQUEST);
+                return Err(Box::new(refusal));
+            }
+        }
     }
-    gateway.buffers.give_back(exchange.bytes);
-    response
+    Ok(unable)
+}
+
+/// What a client is told whose request no worker got.
+pub(super) fn unplaced(
+    gateway: &Gateway,
+    api: Api,
+    (scanned, placement): (&Scanned, &Placement),
+    not_placed: &NotPlaced,
+) -> Response<Reply> {
+    if let Some(response) = waiting::answer(gateway, api, not_placed) {
+        return response;
+    }
+    let is_whole = placement.separable != Separable::ByAll;
+    if is_whole && !gateway.fleet.serves_alone() {
+        gateway.metrics.refused(StatusCode::BAD_REQUEST);
+        let what = match scanned.answers {
+            _ if api.shape().separates == Separates::None => api.path(),
+            0 | 1 => "a request with several prompts",
+            _ => "n > 1",
+        };
+        let message = format!(
+            "{what}: cannot be prefilled on one worker and decoded on another, and no worker \
+         here serves requests alone"
+        );
+        let status = StatusCode::BAD_REQUEST;
+        return error_of(api, status, "invalid_request_error", &message);
+    }
+    gateway.metrics.refused(StatusCode::SERVICE_UNAVAILABLE);
+    let message = match not_placed {
+        NotPlaced::Refused(Refused::ByPolicy(Refusal::OutsideCandidates)) => {
+            "the policy chose a worker that is no candidate".to_owned()
+        }
+        NotPlaced::Refused(Refused::ByPolicy(Refusal::PolicyFailed)) => {
+            "the policy failed; the router's log says how".to_owned()
+        }
+        _ => {
+            let state = gateway.fleet.state_of_workers();
+            format!("no worker can take the request now: {state}")
+        }
+    };
+    let status = StatusCode::SERVICE_UNAVAILABLE;
+    error_of(api, status, "no_candidates", &message)
+}
+
+/// Gives a reservation back whose answer came in one piece.
+pub(super) fn answered(
+    gateway: &Gateway,
+    api: Api,
+    mut reservation: Reservation,
+    status: StatusCode,
+    body: &[u8],
+) {
+    let (outcome, error) = if status.is_success() {
+        if api == Api::Responses {
+            gateway.stored.note(body, &reservation.answering().id);
+        }
+        reservation.output(1);
+        reservation.report(usage_of_answer(api, body));
+        (Outcome::Ok, None)
+    } else {
+        (Outcome::Rejected, Some(excerpt(body)))
+    };
+    reservation.finish(outcome, Some(status.as_u16()), error);
 }
 
 /// Where the worker gets a request that came to `uri`: at the API's own path, with the client's query.
@@ -299,15 +463,10 @@ impl Exchange<'_> {
         let gateway = self.gateway;
         let fleet = &gateway.fleet;
         let retries = self.gateway.config.retries;
-        let mut exclude = gateway.models.not_serving(self.scanned.model.as_deref());
-        if let Some(id) = &self.scanned.previous_response {
-            match gateway.stored.others_than_has(id, fleet) {
-                Ok(others) => exclude.extend(others),
-                Err(stored::Gone) => {
-                    return stored::not_found(id, StatusCode::BAD_REQUEST);
-                }
-            }
-        }
+        let mut exclude = match unable(gateway, &self.scanned) {
+            Ok(unable) => unable,
+            Err(refusal) => return *refusal,
+        };
         let mut last: Option<(String, Fault)> = None;
         let mut local: Option<Reservation> = None;
         let mut moved: Option<Reservation> = None;
@@ -590,40 +749,8 @@ impl Exchange<'_> {
                 }
             };
         }
-        let api = self.context.api;
-        if let Some(response) = waiting::answer(self.gateway, api, not_placed) {
-            return response;
-        }
-        let is_whole = self.placement.separable != Separable::ByAll;
-        if is_whole && !self.gateway.fleet.serves_alone() {
-            self.gateway.metrics.refused(StatusCode::BAD_REQUEST);
-            let what = match self.scanned.answers {
-                _ if api.shape().separates == Separates::None => api.path(),
-                0 | 1 => "a request with several prompts",
-                _ => "n > 1",
-            };
-            let message = format!(
-                "{what}: cannot be prefilled on one worker and decoded on another, and no worker \
-                 here serves requests alone"
-            );
-            return self.error(StatusCode::BAD_REQUEST, "invalid_request_error", &message);
-        }
-        self.gateway
-            .metrics
-            .refused(StatusCode::SERVICE_UNAVAILABLE);
-        let message = match not_placed {
-            NotPlaced::Refused(Refused::ByPolicy(Refusal::OutsideCandidates)) => {
-                "the policy chose a worker that is no candidate".to_owned()
-            }
-            NotPlaced::Refused(Refused::ByPolicy(Refusal::PolicyFailed)) => {
-                "the policy failed; the router's log says how".to_owned()
-            }
-            _ => {
-                let state = self.gateway.fleet.state_of_workers();
-                format!("no worker can take the request now: {state}")
-            }
-        };
-        self.error(StatusCode::SERVICE_UNAVAILABLE, "no_candidates", &message)
+        let request = (&self.scanned, &self.placement);
+        unplaced(self.gateway, self.context.api, request, not_placed)
     }
 
     /// Has the cache doctor see the prompt, whose KV a worker now has. A call beside a conversation says nothing of it.
@@ -664,7 +791,7 @@ impl Exchange<'_> {
         let Success {
             head,
             prefill,
-            mut reservation,
+            reservation,
         } = success;
         if head.status().is_success() {
             if let Some(recording) = self.recording.take() {
@@ -674,17 +801,8 @@ impl Exchange<'_> {
         }
         let response = match head {
             Head::Whole(response, status) => {
-                if self.context.api == Api::Responses && status.is_success() {
-                    self.gateway.stored.note(response.body(), &answering.id);
-                }
-                let (outcome, error) = if status.is_success() {
-                    reservation.output(1);
-                    reservation.report(usage_of_answer(self.context.api, response.body()));
-                    (Outcome::Ok, None)
-                } else {
-                    (Outcome::Rejected, Some(excerpt(response.body())))
-                };
-                reservation.finish(outcome, Some(status.as_u16()), error);
+                let api = self.context.api;
+                answered(self.gateway, api, reservation, status, response.body());
                 if let Some(prefill) = prefill {
                     prefill.linger();
                 }
@@ -695,25 +813,18 @@ impl Exchange<'_> {
                 if self.context.api == Api::Responses {
                     self.gateway.stored.note(&first, &answering.id);
                 }
-                reservation.streams();
                 let mut trace = self.context.trace.take();
                 if let Some(trace) = &mut trace {
                     trace.note_status(status);
                     trace.first_event();
                 }
+                let api = self.context.api;
+                let counted = Counted::new(api, status, reservation, trace);
                 response.map(|incoming| {
-                    Reply::Stream(Box::new(Answer::new(
-                        first,
-                        incoming,
-                        reservation,
-                        (self.context.api, status),
-                        Arc::clone(&self.context.client),
-                        Held {
-                            prefill,
-                            permit,
-                            trace,
-                        },
-                    )))
+                    let client = Arc::clone(&self.context.client);
+                    let held = Held { prefill, permit };
+                    let answer = Answer::new(first, incoming, counted, client, held);
+                    Reply::Stream(Box::new(answer))
                 })
             }
         };

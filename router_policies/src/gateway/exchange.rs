@@ -70,14 +70,24 @@ impl Exchange<'_> {
     }
 
     /// The client's body with these fields, and with workers' own names in place of the client's.
-    pub(super) fn spliced(&self, mut fields: String) -> Pieces {
-        if !self.own_fields.is_empty() {
-            let separator = if fields.is_empty() { "" } else { "," };
-            fields = format!("{fields}{separator}{}", self.own_fields);
-        }
-        match fields.is_empty() && self.scanned.cut.is_none() {
-            true => Pieces::from(self.bytes.clone()),
-            false => splice(&self.bytes, &self.scanned, fields),
-        }
+    pub(super) fn spliced(&self, fields: String) -> Pieces {
+        spliced(&self.bytes, &self.scanned, &self.own_fields, fields)
+    }
+}
+
+/// A body with these fields and, behind them, `own_fields`: what the worker calls otherwise than the client does.
+pub(super) fn spliced(
+    bytes: &Bytes,
+    scanned: &Scanned,
+    own_fields: &str,
+    mut fields: String,
+) -> Pieces {
+    if !own_fields.is_empty() {
+        let separator = if fields.is_empty() { "" } else { "," };
+        fields = format!("{fields}{separator}{own_fields}");
+    }
+    match fields.is_empty() && scanned.cut.is_none() {
+        true => Pieces::from(bytes.clone()),
+        false => splice(bytes, scanned, fields),
     }
 }

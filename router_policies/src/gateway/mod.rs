@@ -365,28 +365,17 @@ impl Gateway {
         headers::forwarded(headers, request_id, self.config.strip_transfer_keys)
     }
 
-    /// A request's whole body: see [`Buffers::collect`]. What is still coming at `deadline`, or when the
-    /// router waits no longer, is given up, so that its client is told.
+    /// A request's whole body: see [`Gateway::collect_of`].
     async fn collect(
         &self,
         client: &client::Client,
         headers: &HeaderMap,
+        owner: Option<u64>,
         mut body: Incoming,
         deadline: Instant,
         on_more: impl FnMut(&[u8], usize),
     ) -> Result<(Bytes, Budget), NotCollected> {
-        let limit = self.config.max_body_bytes;
-        let owner = self.keys.owner(self.keys.tenant(headers), client.address);
-        let collected = self.buffers.collect(owner, &mut body, limit, on_more);
-        // Asked for only where the body does not come at once, as most do.
-        let is_cut_off = async { self.cut_off().await };
-        let collected = tokio::select! {
-            biased;
-            collected = tokio::time::timeout_at(deadline, collected) => {
-                collected.unwrap_or(Err(NotCollected::TimeIsOver))
-            }
-            () = is_cut_off => Err(NotCollected::ShuttingDown),
-        };
+        let collected = self.collect_of(owner, &mut body, deadline, on_more).await;
         match collected {
             Ok(_) => client.has_sent_body(),
             Err(NotCollected::TooLarge | NotCollected::NoRoom | NotCollected::NoShare) => {
@@ -396,6 +385,31 @@ impl Gateway {
             Err(_) => {}
         }
         collected
+    }
+
+    /// A whole body: see [`Buffers::collect`]. What is still coming at `deadline`, or when the router waits no
+    /// longer, is given up, so that its client is told.
+    async fn collect_of<B>(
+        &self,
+        owner: Option<u64>,
+        body: &mut B,
+        deadline: Instant,
+        on_more: impl FnMut(&[u8], usize),
+    ) -> Result<(Bytes, Budget), NotCollected>
+    where
+        B: http_body::Body<Data = Bytes, Error: std::error::Error> + Unpin,
+    {
+        let limit = self.config.max_body_bytes;
+        let collected = self.buffers.collect(owner, body, limit, on_more);
+        // Asked for only where the body does not come at once, as most do.
+        let is_cut_off = async { self.cut_off().await };
+        tokio::select! {
+            biased;
+            collected = tokio::time::timeout_at(deadline, collected) => {
+                collected.unwrap_or(Err(NotCollected::TimeIsOver))
+            }
+            () = is_cut_off => Err(NotCollected::ShuttingDown),
+        }
     }
 
     /// Adds a worker and starts watching its health.

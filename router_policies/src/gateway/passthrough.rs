@@ -116,7 +116,11 @@ pub(super) async fn handle(
         refusal(&path, status, kind, message)
     };
     let limit = gateway.config.max_body_bytes;
-    let collected = gateway.collect(client, &parts.headers, incoming, deadline, |_, _| {});
+    let headers = &parts.headers;
+    let owner = gateway
+        .keys
+        .owner(gateway.keys.tenant(headers), client.address);
+    let collected = gateway.collect(client, headers, owner, incoming, deadline, |_, _| {});
     let (body, _budget) = match collected.await {
         Ok(collected) => collected,
         Err(failure) => {
@@ -137,18 +141,7 @@ pub(super) async fn handle(
     let headers = gateway.forwarded(parts.headers, &request_id);
     let until = deadline.min(Instant::now() + PATIENCE);
     let mut last = None;
-    let mut workers = candidates(gateway);
-    let mut pieces = Pieces::from(body.clone());
-    if gateway.models.differ() || !gateway.aliases.is_empty() {
-        let mut named: Named = serde_json::from_slice(&body).unwrap_or_default();
-        let asked = named.model.as_deref();
-        if let Some(model) = asked.and_then(|name| gateway.aliases.model(name)) {
-            pieces = renamed(&body, model);
-            named.model = Some(model.to_owned());
-        }
-        let not_serving = gateway.models.not_serving(named.model.as_deref());
-        workers.retain(|worker| !not_serving.contains(&worker.id));
-    }
+    let (workers, pieces) = candidates_of(gateway, &body);
     for worker in workers.into_iter().take(TRIES) {
         let _asking = gateway.asked.begin(&worker.id);
         let mut request =
@@ -217,6 +210,23 @@ fn renamed(body: &Bytes, model: &str) -> Pieces {
         Bytes::from(format!(",\"model\":{name}")),
         body.slice(close..),
     ])
+}
+
+/// The workers that can answer such a request, the best first, and its body as they get it.
+pub(super) fn candidates_of(gateway: &Gateway, body: &Bytes) -> (Vec<Arc<WorkerSpec>>, Pieces) {
+    let mut workers = candidates(gateway);
+    let mut pieces = Pieces::from(body.clone());
+    if gateway.models.differ() || !gateway.aliases.is_empty() {
+        let mut named: Named = serde_json::from_slice(body).unwrap_or_default();
+        let asked = named.model.as_deref();
+        if let Some(model) = asked.and_then(|name| gateway.aliases.model(name)) {
+            pieces = renamed(body, model);
+            named.model = Some(model.to_owned());
+        }
+        let not_serving = gateway.models.not_serving(named.model.as_deref());
+        workers.retain(|worker| !not_serving.contains(&worker.id));
+    }
+    (workers, pieces)
 }
 
 /// Workers that are up, those that serve whole requests first, then by what they have to do.

@@ -50,60 +50,43 @@ impl PrefillHalf {
     }
 }
 
-/// An event stream from a worker to the client. It holds the reservation: when the client leaves, or
-/// does not read and its request's time is over, this is dropped, and with it the connections to the
-/// workers and the reservation.
-pub struct Answer {
-    first: Option<Bytes>,
-    incoming: Incoming,
+/// What an answer's stream tells while it passes, and the reservation that it holds: given back once, with what
+/// became of the answer.
+pub(super) struct Counted {
     progress: SseProgress,
     reservation: Option<Reservation>,
     status: u16,
     api: Api,
-    client: Arc<Client>,
     /// That have passed.
     events: u64,
     usage: StreamUsage,
-    held: Held,
-}
-
-/// What lives as long as the answer.
-pub(crate) struct Held {
-    pub prefill: Option<PrefillHalf>,
-    #[expect(dead_code, reason = "held for what dropping it does")]
-    pub permit: Option<Permit>,
     /// Ends with the answer.
-    pub trace: Option<Box<RequestTrace>>,
+    trace: Option<Box<RequestTrace>>,
 }
 
-impl Answer {
-    /// `first` has been read from `incoming` already.
+impl Counted {
     pub fn new(
-        first: Bytes,
-        incoming: Incoming,
-        reservation: Reservation,
-        (api, status): (Api, u16),
-        client: Arc<Client>,
-        held: Held,
+        api: Api,
+        status: u16,
+        mut reservation: Reservation,
+        trace: Option<Box<RequestTrace>>,
     ) -> Self {
+        reservation.streams();
         let usage = StreamUsage::of(api);
         Self {
-            first: Some(first),
-            incoming,
             progress: SseProgress::ending_with(api.ends())
                 .echoing(api != Api::Generate)
                 .looking_into(usage.events()),
             reservation: Some(reservation),
             status,
             api,
-            client,
             events: 0,
             usage,
-            held,
+            trace,
         }
     }
 
-    fn count(&mut self, data: &[u8]) {
+    pub fn count(&mut self, data: &[u8]) {
         let usage = &mut self.usage;
         let look = |event: &[u8]| usage.see(event);
         let events = self.progress.feed_and_look(data, look);
@@ -117,8 +100,8 @@ impl Answer {
     }
 
     /// Gives the reservation back and ends the trace, with what became of the answer.
-    fn finish(&mut self, outcome: Outcome, message: Option<String>) {
-        if let Some(trace) = self.held.trace.take() {
+    pub fn finish(&mut self, outcome: Outcome, message: Option<String>) {
+        if let Some(trace) = self.trace.take() {
             trace.streamed(outcome, message.as_deref());
         }
         if let Some(reservation) = self.reservation.take() {
@@ -126,15 +109,8 @@ impl Answer {
         }
     }
 
-    /// Ends the stream with an event that says why.
-    fn break_off(&mut self, outcome: Outcome, message: &str) -> Bytes {
-        self.finish(outcome, Some(message.to_owned()));
-        let event = self.api.error_event(outcome, message, self.events);
-        Bytes::from(format!("{}{event}", self.progress.separator()))
-    }
-
     /// The worker has said all that it had to say; whether that was an answer, its events tell.
-    fn end(&mut self) {
+    pub fn end(&mut self) {
         if let Some(reservation) = &mut self.reservation {
             reservation.report(Usage {
                 output_tokens: self.usage.output_tokens(),
@@ -147,6 +123,67 @@ impl Answer {
                 self.finish(Outcome::Ok, None);
             }
         }
+    }
+
+    /// Whether the client has all of it, or knows that no more comes.
+    pub fn is_told(&self) -> bool {
+        self.progress.is_done() || self.progress.has_error()
+    }
+
+    /// What is missing of a stream that has ended.
+    pub fn missing(&self) -> Option<String> {
+        let is_whole = self.progress.is_done_at_end() || self.progress.has_error();
+        let end = self.api.end();
+        (!is_whole).then(|| format!("the worker's stream ended before {end}"))
+    }
+}
+
+/// An event stream from a worker to the client. It holds the reservation: when the client leaves, or
+/// does not read and its request's time is over, this is dropped, and with it the connections to the
+/// workers and the reservation.
+pub struct Answer {
+    first: Option<Bytes>,
+    incoming: Incoming,
+    counted: Counted,
+    client: Arc<Client>,
+    held: Held,
+}
+
+/// What lives as long as the answer.
+pub(crate) struct Held {
+    pub prefill: Option<PrefillHalf>,
+    #[expect(dead_code, reason = "held for what dropping it does")]
+    pub permit: Option<Permit>,
+}
+
+impl Answer {
+    /// `first` has been read from `incoming` already.
+    pub(super) fn new(
+        first: Bytes,
+        incoming: Incoming,
+        counted: Counted,
+        client: Arc<Client>,
+        held: Held,
+    ) -> Self {
+        Self {
+            first: Some(first),
+            incoming,
+            counted,
+            client,
+            held,
+        }
+    }
+
+    /// Ends the stream with an event that says why.
+    fn break_off(&mut self, outcome: Outcome, message: &str) -> Bytes {
+        let counted = &mut self.counted;
+        counted.finish(outcome, Some(message.to_owned()));
+        let event = counted.api.error_event(outcome, message, counted.events);
+        Bytes::from(format!("{}{event}", counted.progress.separator()))
+    }
+
+    fn end(&mut self) {
+        self.counted.end();
         if let Some(prefill) = self.held.prefill.take() {
             prefill.linger();
         }
@@ -155,13 +192,12 @@ impl Answer {
 
 impl Drop for Answer {
     fn drop(&mut self) {
-        if self.progress.is_done() || self.progress.has_error() {
-            // The client has all of it, or knows that no more comes, and left without waiting for the
-            // connection's own end.
+        if self.counted.is_told() {
+            // It left without waiting for the connection's own end.
             self.end();
         } else if let Some(cut_off) = self.client.cut_off() {
             let (outcome, message) = cut_off.told();
-            self.finish(outcome, Some(message.to_owned()));
+            self.counted.finish(outcome, Some(message.to_owned()));
         }
     }
 }
@@ -176,10 +212,10 @@ impl http_body::Body for Answer {
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let this = &mut *self;
         if let Some(first) = this.first.take() {
-            this.count(&first);
+            this.counted.count(&first);
             return Poll::Ready(Some(Ok(Frame::data(first))));
         }
-        if this.reservation.is_none() {
+        if this.counted.reservation.is_none() {
             return Poll::Ready(None);
         }
         if let Some(cut_off) = this.client.cut_off() {
@@ -187,35 +223,25 @@ impl http_body::Body for Answer {
             let event = this.break_off(outcome, message);
             return Poll::Ready(Some(Ok(Frame::data(event))));
         }
-        let event = match Pin::new(&mut this.incoming).poll_frame(cx) {
+        let fault = match Pin::new(&mut this.incoming).poll_frame(cx) {
             Poll::Ready(Some(Ok(frame))) => {
                 if let Some(data) = frame.data_ref() {
                     let data = data.clone();
-                    this.count(&data);
+                    this.counted.count(&data);
                 }
                 return Poll::Ready(Some(Ok(frame)));
             }
-            Poll::Ready(Some(Err(error)))
-                if !this.progress.is_done() && !this.progress.has_error() =>
-            {
-                this.break_off(
-                    Outcome::WorkerError,
-                    &format!("the worker's stream broke: {error}"),
-                )
-            }
-            Poll::Ready(None) if !this.progress.is_done_at_end() && !this.progress.has_error() => {
-                this.break_off(
-                    Outcome::WorkerError,
-                    &format!("the worker's stream ended before {}", this.api.end()),
-                )
-            }
-            // Nothing more comes, or what comes behind the end is not of this answer.
-            Poll::Ready(_) => {
-                this.end();
-                return Poll::Ready(None);
-            }
             Poll::Pending => return Poll::Pending,
+            Poll::Ready(Some(Err(_))) if this.counted.is_told() => None,
+            Poll::Ready(Some(Err(error))) => Some(format!("the worker's stream broke: {error}")),
+            Poll::Ready(None) => this.counted.missing(),
         };
+        let Some(fault) = fault else {
+            // Nothing more comes, or what comes behind the end is not of this answer.
+            this.end();
+            return Poll::Ready(None);
+        };
+        let event = this.break_off(Outcome::WorkerError, &fault);
         Poll::Ready(Some(Ok(Frame::data(event))))
     }
 }
