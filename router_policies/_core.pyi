@@ -14,10 +14,13 @@ def check(config: str, decide: Callable[[str], str] | None = None) -> list[tuple
     check, and whether it may only not have started. `decide` as in `serve`."""
 
 def serve(
-    config: str, announce: Callable[[str], object], decide: Callable[[str], str] | None = None
+    config: str,
+    announce: Callable[[str, str | None], object],
+    decide: Callable[[str], str] | None = None,
 ) -> None:
-    """Serves the JSON `config` until SIGINT or SIGTERM; calls `announce` with host:port. `decide`
-    takes a view as JSON and answers a route as JSON, in place of the configured policy."""
+    """Serves the JSON `config` until SIGINT or SIGTERM; calls `announce` with host:port, and with
+    that of the endpoint picker where there is one. `decide` takes a view as JSON and answers a
+    route as JSON, in place of the configured policy."""
 
 def policies() -> str:
     """The table of policies, as a JSON list."""

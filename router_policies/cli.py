@@ -193,6 +193,12 @@ def route(
     decode_policy: Annotated[str | None, typer.Option(help="As --prefill-policy.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    picker_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port for gateways that ask where requests go (ext_proc); 0 takes a free one."
+        ),
+    ] = None,
     decision_log: Annotated[
         Path | None, typer.Option(help="Append decision and finish events to this file.")
     ] = None,
@@ -253,6 +259,8 @@ def route(
     for key, value in given_flags:
         if value is not None:
             settings[key] = value
+    if picker_port is not None:
+        settings["picker"] = (settings.get("picker") or {}) | {"port": picker_port}
     if policy is not None:
         settings.pop("policy_params", None)
     if policy_param:
@@ -288,7 +296,11 @@ def route(
             return
         _raise_open_files()
         scheme = "https" if settings.get("tls_cert_file") else "http"
-        _core.serve(json.dumps(settings), lambda address: _announce(scheme, address), decide)
+        _core.serve(
+            json.dumps(settings),
+            lambda address, picker: _announce(f"{scheme}://{address}", picker),
+            decide,
+        )
     except ValueError as error:
         raise InputError(str(error)) from None
     except KeyboardInterrupt:
@@ -377,9 +389,10 @@ def _parse_param(flag: str, text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _announce(scheme: str, address: str) -> None:
+def _announce(url: str, picker: str | None) -> None:
     # One write: the router's threads log to the same stream, also where it is unbuffered.
-    sys.stderr.write(f"deltaserve route: listening on {scheme}://{address}\n")
+    of_picker = f"deltaserve route: gateways ask at {picker}\n" if picker else ""
+    sys.stderr.write(f"{of_picker}deltaserve route: listening on {url}\n")
     sys.stderr.flush()
 
 

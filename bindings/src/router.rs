@@ -53,8 +53,8 @@ pub fn check(
     Ok(lines.collect())
 }
 
-/// Serves until SIGINT or SIGTERM. `announce` is called with the address once it is bound; `decide`
-/// takes the place of the configured policy.
+/// Serves until SIGINT or SIGTERM. `announce` is called with the address once it is bound, and with that of the
+/// endpoint picker if there is one; `decide` takes the place of the configured policy.
 #[pyfunction]
 #[pyo3(signature = (config, announce, decide=None))]
 pub fn serve(
@@ -83,7 +83,8 @@ pub fn serve(
             };
             let server = bound.map_err(PyValueError::new_err)?;
             let address = server.address()?.to_string();
-            Python::attach(|py| announce.call1(py, (address,)))?;
+            let picker = server.picker_address().map(|picker| picker.to_string());
+            Python::attach(|py| announce.call1(py, (address, picker)))?;
             let reopen = reopen_signal(server.reopen_logs())
                 .map_err(|error| PyOSError::new_err(error.to_string()))?;
             let reopening = tokio::spawn(reopen);

@@ -176,6 +176,14 @@ async def said_until_listening(*arguments: str) -> str:
     return said
 
 
+async def test_where_gateways_ask_is_said(tmp_path: Path) -> None:
+    config = tmp_path / "router.toml"
+    config.write_text('[[workers]]\nurl = "http://127.0.0.1:9"\n[picker]\nport = 1\n')
+    said = await said_until_listening("--config", str(config), "--picker-port", "0")
+    (line,) = [line for line in said.splitlines() if "gateways ask at" in line]
+    assert line.rpartition(" ")[2].startswith("127.0.0.1:")
+
+
 def router_tomls() -> list[str]:
     """Every TOML block of the documentation that has a router's workers in it."""
     texts = [block.text for block in blocks() if block.language == "toml"]
@@ -203,6 +211,7 @@ def test_a_wrong_file_is_named_with_its_line_and_field(tmp_path: Path) -> None:
         ("load_interval_s = 1e300", "router.toml: load_interval_s: expected a number from"),
         ("threads = 100000", "router.toml: threads: expected a number from 1 to 1024"),
         ('port = "x"', "router.toml:1: port: invalid type"),
+        ("[picker]\nport = 1\npatience_s = 0", "picker.patience_s: expected a number from"),
     ]:
         config.write_text(text)
         result = as_process("route", "--config", str(config))

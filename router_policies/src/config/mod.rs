@@ -13,6 +13,24 @@ const MAX_S: f64 = 7.0 * 86_400.0;
 /// Shorter ones would keep a processor busy.
 const MIN_S: f64 = 0.001;
 
+/// Where gateways ask where requests go: see `gateway::picker`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Picker {
+    #[serde(default = "default_host")]
+    pub host: String,
+    /// 0 takes a free port.
+    pub port: u16,
+    /// A request that waits for room longer than this is refused with 429. Where a gateway waits for messages, it
+    /// must wait longer.
+    #[serde(default = "default_patience_s")]
+    pub patience_s: f64,
+}
+
+fn default_patience_s() -> f64 {
+    60.0
+}
+
 /// The whole configuration.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -53,6 +71,8 @@ pub struct Config {
     /// The header in which a gateway that is trusted names the tenant.
     #[serde(default)]
     pub tenant_header: Option<String>,
+    #[serde(default)]
+    pub picker: Option<Picker>,
     /// Threads that serve requests.
     #[serde(default = "default_threads")]
     pub threads: usize,
@@ -251,6 +271,7 @@ impl Default for Config {
             models: BTreeMap::new(),
             tenants: BTreeMap::new(),
             tenant_header: None,
+            picker: None,
             threads: default_threads(),
             max_body_bytes: default_max_body_bytes(),
             request_timeout_s: default_request_timeout_s(),
@@ -463,6 +484,9 @@ impl Config {
                     "expected http://HOST:PORT or https://HOST:PORT, with a path if it has one";
                 return Err(format!("otlp_endpoint: {expected}"));
             }
+        }
+        if let Some(picker) = &self.picker {
+            within("picker.patience_s", picker.patience_s, MIN_S..=MAX_S)?;
         }
         within("otlp_sample_ratio", self.otlp_sample_ratio, 0.0..=1.0)?;
         within("vocab_size", self.vocab_size.unwrap_or(1), 1..=1 << 32)?;

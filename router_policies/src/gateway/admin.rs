@@ -38,7 +38,7 @@ pub(super) async fn handle(
     answer
 }
 
-async fn answer(
+pub(super) async fn answer(
     gateway: &Arc<Gateway>,
     client: &Client,
     head: &Parts,
@@ -59,8 +59,7 @@ async fn answer(
         "/metrics" => Some(Wants::Metrics),
         "/workers" | "/decisions" | "/sessions" | "/record" | "/server_info"
         | "/get_server_info" => Some(Wants::Inside),
-        "/v1/models" | "/model_info" | "/get_model_info" => Some(Wants::Model),
-        path if is_model(path) || stored::is_one(path) => Some(Wants::Model),
+        path if tells_of_models(path) => Some(Wants::Model),
         path if path.starts_with("/workers/") || path.starts_with("/sessions/") => {
             Some(Wants::Inside)
         }
@@ -175,6 +174,12 @@ fn text(status: StatusCode, body: &'static str) -> Response<Reply> {
     ))));
     *response.status_mut() = status;
     response
+}
+
+/// Whether what is asked for at this path is a model, or what one said.
+pub(super) fn tells_of_models(path: &str) -> bool {
+    let is_one = |path| is_model(path) || stored::is_one(path);
+    matches!(path, "/v1/models" | "/model_info" | "/get_model_info") || is_one(path)
 }
 
 /// Whether the path is that of one model. A name may have slashes of its own.

@@ -102,10 +102,7 @@ impl Exchange<'_> {
     /// The body with these fields of ours, and less what would steer an engine's moving of KV or names a
     /// request that the worker may still know.
     fn overridden(&self, engine: Engine, ours: String) -> Pieces {
-        let mut fields = match self.gateway.config.strip_transfer_keys {
-            true => self.scanned.overrides(engine),
-            false => Vec::new(),
-        };
+        let mut fields = self.gateway.overrides(&self.scanned, engine);
         if self.is_repeated() && engine == Engine::Sglang {
             // Of two requests of one name it refuses the second.
             if let Some(rid) = &self.scanned.rid {

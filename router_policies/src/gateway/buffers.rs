@@ -261,6 +261,17 @@ impl Buffers {
         Ok((whole.unwrap_or_default().freeze(), budget))
     }
 
+    /// Room for what is no body yet, such as a message that brings one.
+    pub(super) fn hold(&self, bytes: usize) -> Result<Budget, NotCollected> {
+        let mut budget = Budget {
+            held: Arc::clone(&self.held),
+            client: None,
+            bytes: 0,
+        };
+        budget.hold(bytes, self.max_held_bytes)?;
+        Ok(budget)
+    }
+
     fn take(&self, bytes: usize) -> BytesMut {
         if (MIN_KEPT_BYTES..=MAX_KEPT_BYTES).contains(&bytes) {
             let mut kept = self.kept.lock();

@@ -38,7 +38,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
-const DECISION_ID: HeaderName = HeaderName::from_static("x-deltaserve-decision-id");
+pub(super) const DECISION_ID: HeaderName = HeaderName::from_static("x-deltaserve-decision-id");
 
 /// A body that broke so many workers' connections is not tried on another: it may end every engine
 /// that gets it.
@@ -425,7 +425,7 @@ pub(super) fn answered(
 }
 
 /// Where the worker gets a request that came to `uri`: at the API's own path, with the client's query.
-fn target_of(api: Api, uri: &Uri) -> PathAndQuery {
+pub(super) fn target_of(api: Api, uri: &Uri) -> PathAndQuery {
     let own = || PathAndQuery::from_static(api.path());
     match uri.path_and_query() {
         // It is parsed already.

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use std::io::ErrorKind;
 use std::sync::Arc;
 
-const WORKER: HeaderName = HeaderName::from_static("x-deltaserve-worker");
+pub(super) const WORKER: HeaderName = HeaderName::from_static("x-deltaserve-worker");
 
 /// What a client is told at its request's deadline.
 pub(super) const TIME_IS_OVER: &str = "the request's time is over";
@@ -255,6 +255,14 @@ pub(super) fn is_full(status: StatusCode) -> bool {
         status,
         StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS
     )
+}
+
+/// What became of a request that a worker answered so, and nobody tries again.
+pub(super) fn outcome_of(status: StatusCode) -> Outcome {
+    match status.is_server_error() && !is_full(status) {
+        true => Outcome::WorkerError,
+        false => Outcome::Rejected,
+    }
 }
 
 /// Whether the worker finds fault with the request; one that says 429 is only full.

@@ -36,6 +36,7 @@ mod mooncake;
 mod normalise;
 mod passthrough;
 mod patience;
+pub mod picker;
 mod pieces;
 mod prompts;
 mod reason;
@@ -365,6 +366,14 @@ impl Gateway {
         headers::forwarded(headers, request_id, self.config.strip_transfer_keys)
     }
 
+    /// The fields of a body that override what a client says of the moving of KV.
+    fn overrides(&self, scanned: &body::Scanned, engine: Engine) -> Vec<String> {
+        match self.config.strip_transfer_keys {
+            true => scanned.overrides(engine),
+            false => Vec::new(),
+        }
+    }
+
     /// A request's whole body: see [`Gateway::collect_of`].
     async fn collect(
         &self,
@@ -671,7 +680,7 @@ pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<Vec<Unre
     };
     let config = config.normalise()?;
     if let (Some(certificates), Some(key)) = (&config.tls_cert_file, &config.tls_key_file) {
-        tls::acceptor(certificates, key)?;
+        tls::acceptor(certificates, key, "http/1.1")?;
     }
     let client = client_of(&config)?;
     Keys::load(&config)?;
@@ -724,9 +733,15 @@ async fn unreached(client: &WorkerClient, spec: &WorkerSpec) -> Option<Unreached
 pub struct Server {
     gateway: Arc<Gateway>,
     listener: TcpListener,
-    /// Where clients speak TLS.
-    tls: Option<TlsAcceptor>,
+    /// Where gateways ask.
+    picker: Option<TcpListener>,
+    /// Where clients and gateways speak TLS.
+    tls: Option<[TlsAcceptor; 2]>,
 }
+
+/// What a connection is for, by its place in [`Server::tls`].
+const TO_FRONT: usize = 0;
+const TO_PICKER: usize = 1;
 
 impl Server {
     /// Binds the address and registers the workers. Needs a tokio runtime.
@@ -759,14 +774,17 @@ impl Server {
             None => None,
         };
         let tls = match (&config.tls_cert_file, &config.tls_key_file) {
-            (Some(certificates), Some(key)) => Some(tls::acceptor(certificates, key)?),
+            (Some(certificates), Some(key)) => Some([
+                tls::acceptor(certificates, key, "http/1.1")?,
+                tls::acceptor(certificates, key, "h2")?,
+            ]),
             _ => None,
         };
-        let address = format!("{}:{}", config.host, config.port);
-        let listener = TcpListener::bind(&address)
-            .await
-            .map_err(|error| format!("host, port: cannot listen on {address}: {error}"))?;
-        keepalive::probe_clients(&listener);
+        let listener = listen("", &config.host, config.port).await?;
+        let picker = match &config.picker {
+            Some(picker) => Some(listen("picker.", &picker.host, picker.port).await?),
+            None => None,
+        };
         let is_loopback = listener
             .local_addr()
             .is_ok_and(|address| address.ip().is_loopback());
@@ -785,6 +803,7 @@ impl Server {
         Ok(Self {
             gateway,
             listener,
+            picker,
             tls,
         })
     }
@@ -795,6 +814,11 @@ impl Server {
     /// The socket has no address.
     pub fn address(&self) -> std::io::Result<std::net::SocketAddr> {
         self.listener.local_addr()
+    }
+
+    /// Where gateways ask, if they may.
+    pub fn picker_address(&self) -> Option<std::net::SocketAddr> {
+        self.picker.as_ref()?.local_addr().ok()
     }
 
     /// What the router knows of its workers.
@@ -818,14 +842,22 @@ impl Server {
         let Self {
             gateway,
             listener,
+            picker,
             tls,
         } = self;
         let connections = GracefulShutdown::new();
         let mut stop = std::pin::pin!(stop);
         loop {
-            let accepted = tokio::select! {
+            let of_picker = async {
+                match &picker {
+                    Some(picker) => picker.accept().await,
+                    None => std::future::pending().await,
+                }
+            };
+            let (accepted, to) = tokio::select! {
                 () = &mut stop => break,
-                accepted = listener.accept() => accepted,
+                accepted = listener.accept() => (accepted, TO_FRONT),
+                accepted = of_picker => (accepted, TO_PICKER),
             };
             let (socket, address) = match accepted {
                 Ok((socket, address)) => (socket, address.ip()),
@@ -838,19 +870,26 @@ impl Server {
             };
             let _ = socket.set_nodelay(true);
             let gateway = Arc::clone(&gateway);
-            let (tls, watcher) = (tls.clone(), connections.watcher());
+            let watcher = connections.watcher();
+            let tls = tls.as_ref().map(|tls| tls[to].clone());
             tokio::spawn(async move {
                 let Some(tls) = tls else {
-                    return serve_connection(gateway, socket, address, watcher).await;
+                    return match to {
+                        TO_PICKER => picker::serve_connection(gateway, socket, watcher).await,
+                        _ => serve_connection(gateway, socket, address, watcher).await,
+                    };
                 };
                 match tokio::time::timeout(HEADER_TIMEOUT, tls.accept(socket)).await {
+                    Ok(Ok(socket)) if to == TO_PICKER => {
+                        picker::serve_connection(gateway, socket, watcher).await;
+                    }
                     Ok(Ok(socket)) => serve_connection(gateway, socket, address, watcher).await,
                     Ok(Err(error)) => log::debug!("client connection: {error}"),
                     Err(_) => log::debug!("client connection: no TLS handshake"),
                 }
             });
         }
-        drop(listener);
+        drop((listener, picker));
         gateway.admission.close();
         let drain = Duration::from_secs_f64(gateway.config.drain_timeout_s.max(0.0));
         let ended = async {
@@ -877,6 +916,16 @@ impl Server {
             let _ = tokio::time::timeout(FLUSH_PATIENCE, tracer.flush()).await;
         }
     }
+}
+
+/// Listens where the configuration says, in the keys that begin with `section`.
+async fn listen(section: &str, host: &str, port: u16) -> Result<TcpListener, String> {
+    let address = format!("{host}:{port}");
+    let listener = TcpListener::bind(&address).await.map_err(|error| {
+        format!("{section}host, {section}port: cannot listen on {address}: {error}")
+    })?;
+    keepalive::probe_clients(&listener);
+    Ok(listener)
 }
 
 /// The answer to a request of which only the headers were read.

@@ -47,14 +47,14 @@ const TRIES: usize = 2;
 pub(crate) struct Asked(Mutex<HashMap<String, (u32, u64)>>);
 
 /// One of them, on its worker.
-struct Asking<'a>(&'a Asked, String);
+pub(super) struct Asking<'a>(&'a Asked, String);
 
 impl Asked {
     fn of(&self, worker: &str) -> (u32, u64) {
         self.0.lock().get(worker).copied().unwrap_or_default()
     }
 
-    fn begin(&self, worker: &str) -> Asking<'_> {
+    pub(super) fn begin(&self, worker: &str) -> Asking<'_> {
         let mut all = self.0.lock();
         let (now, ever) = all.entry(worker.to_owned()).or_default();
         *now += 1;

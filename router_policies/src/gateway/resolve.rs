@@ -38,7 +38,7 @@ impl Service<Name> for Checked {
 }
 
 /// Those of the addresses of a name that a worker may have.
-fn allowed(host: &str, mut found: Vec<SocketAddr>) -> Result<IntoIter<SocketAddr>> {
+pub(super) fn allowed(host: &str, mut found: Vec<SocketAddr>) -> Result<IntoIter<SocketAddr>> {
     let had_some = !found.is_empty();
     found.retain(|address| is_worker_address(address.ip()));
     if had_some && found.is_empty() {

@@ -41,6 +41,15 @@ impl Pieces {
         Self([begin, middle, end, Bytes::new()])
     }
 
+    pub fn into_parts(self) -> [Bytes; 4] {
+        self.0
+    }
+
+    /// How many bytes it has.
+    pub fn bytes(&self) -> usize {
+        self.0.iter().map(Bytes::len).sum()
+    }
+
     /// All bytes, joined.
     pub fn concat(&self) -> Vec<u8> {
         self.0.concat()
@@ -64,7 +73,7 @@ impl http_body::Body for Pieces {
     }
 
     fn size_hint(&self) -> http_body::SizeHint {
-        http_body::SizeHint::with_exact(self.0.iter().map(|piece| piece.len() as u64).sum())
+        http_body::SizeHint::with_exact(self.bytes() as u64)
     }
 }
 

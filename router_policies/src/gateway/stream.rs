@@ -125,6 +125,11 @@ impl Counted {
         }
     }
 
+    /// Whether an event has passed.
+    pub fn has_begun(&self) -> bool {
+        self.events > 0
+    }
+
     /// Whether the client has all of it, or knows that no more comes.
     pub fn is_told(&self) -> bool {
         self.progress.is_done() || self.progress.has_error()

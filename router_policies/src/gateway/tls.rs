@@ -11,12 +11,16 @@ use std::path::Path;
 use std::sync::Arc;
 use tokio_rustls::TlsAcceptor;
 
-/// What takes clients' TLS connections. `certificates` is the router's own and those up to an authority
+/// What takes TLS connections of clients that speak `protocol`. `certificates` is the router's own and those up to an authority
 /// that clients know, `key` its private key, both PEM.
 ///
 /// # Errors
 /// One line that names the field and the file.
-pub(super) fn acceptor(certificates: &Path, key: &Path) -> Result<TlsAcceptor, String> {
+pub(super) fn acceptor(
+    certificates: &Path,
+    key: &Path,
+    protocol: &str,
+) -> Result<TlsAcceptor, String> {
     let chain = read_certificates("tls_cert_file", certificates)?;
     let key = PrivateKeyDer::from_pem_file(key)
         .map_err(|error| format!("tls_key_file: {}: {error}", key.display()))?;
@@ -24,7 +28,7 @@ pub(super) fn acceptor(certificates: &Path, key: &Path) -> Result<TlsAcceptor, S
         .with_safe_default_protocol_versions()
         .and_then(|config| config.with_no_client_auth().with_single_cert(chain, key))
         .map_err(|error| format!("tls_cert_file, tls_key_file: {error}"))?;
-    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    config.alpn_protocols = vec![protocol.into()];
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 

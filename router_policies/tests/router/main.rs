@@ -17,6 +17,7 @@ mod gateway_kv_events;
 mod gateway_models;
 mod gateway_openings;
 mod gateway_patience;
+mod gateway_picker;
 mod gateway_prefixes;
 mod gateway_record;
 mod gateway_requests;

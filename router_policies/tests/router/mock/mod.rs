@@ -3,6 +3,7 @@
 
 #![allow(dead_code, reason = "each test and benchmark uses its own part")]
 
+pub mod envoy;
 pub mod logged;
 pub mod router;
 

@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 
 pub struct Router {
     pub url: String,
+    /// Where gateways ask.
+    pub picker: Option<std::net::SocketAddr>,
     pub fleet: Arc<Fleet>,
     pub client: Client<HttpConnector, Full<Bytes>>,
     task: tokio::task::JoinHandle<()>,
@@ -66,6 +68,7 @@ impl Router {
         let fleet = server.fleet();
         Self {
             url,
+            picker: server.picker_address(),
             fleet,
             client: Client::builder(TokioExecutor::new()).build_http(),
             task: tokio::spawn(server.serve(std::future::pending())),
