@@ -21,6 +21,7 @@ mod retries;
 mod rotation;
 mod slices;
 mod tenants;
+mod two_models;
 
 const CAPACITY: u64 = 100_000;
 

@@ -21,6 +21,8 @@ struct Client {
     think_s: f64,
     state: Doing,
     served: usize,
+    /// Turns that waited for no more than a second.
+    at_once: usize,
     longest_s: f64,
 }
 
@@ -42,6 +44,7 @@ impl Client {
             think_s,
             state: Doing::Thinks(0.0),
             served: 0,
+            at_once: 0,
             longest_s: 0.0,
         }
     }
@@ -53,7 +56,10 @@ impl Client {
                 self.length += 50;
                 let request = world.turn(self.session, self.length);
                 match world.ask(&request) {
-                    Admit::Placed(turn) => Doing::Runs(turn, now_s + self.run_s),
+                    Admit::Placed(turn) => {
+                        self.at_once += 1;
+                        Doing::Runs(turn, now_s + self.run_s)
+                    }
                     Admit::Waiting(ticket) => Doing::Waits(ticket, request, now_s),
                     Admit::Refused(refused) => panic!("{refused:?}"),
                 }
@@ -61,7 +67,10 @@ impl Client {
             Doing::Waits(ticket, request, since_s) => {
                 self.longest_s = self.longest_s.max(now_s - since_s);
                 match world.fetch(ticket, &request) {
-                    Ok(turn) => Doing::Runs(turn, now_s + self.run_s),
+                    Ok(turn) => {
+                        self.at_once += usize::from(now_s - since_s <= 1.0);
+                        Doing::Runs(turn, now_s + self.run_s)
+                    }
                     Err(ticket) => Doing::Waits(ticket, request, since_s),
                 }
             }
@@ -96,6 +105,24 @@ fn while_the_tiers_keep_all_nobody_waits() {
     }
     assert_eq!(world.resident(0), 4);
     assert_eq!(world.fleet.snapshot()[0].residency.given_up, 0);
+}
+
+#[test]
+fn where_turns_do_not_fit_sessions_have_them_in_bursts_and_wait_as_long_as_patience_allows() {
+    let world = rotating(Some(1_000_000), json!({"patience_s": 120}));
+    let mut clients: Vec<Client> = (0..12).map(|s| Client::new(s, 20_000, 8.0, 2.0)).collect();
+    run(&world, &mut clients, 1_200.0);
+    let served: usize = clients.iter().map(|client| client.served).sum();
+    let at_once: usize = clients.iter().map(|client| client.at_once).sum();
+    assert!(2 * at_once > served, "{at_once} of {served} at once");
+    for client in &clients {
+        assert!(client.longest_s <= 1.5 * 120.0, "{}", client.longest_s);
+        assert!(
+            client.served * 24 >= served,
+            "{} of {served}",
+            client.served
+        );
+    }
 }
 
 #[test]

@@ -157,7 +157,7 @@ pub(super) fn chosen<'s>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fleet::residency::pump::LOOKED_AT;
+    use crate::fleet::residency::queue::LOOKED_AT;
     use crate::fleet::residency::testing::{add, fleet_under, turn};
     use crate::fleet::{Admit, Fleet, Outcome, Request, Reservation, Ticket};
     use proptest::prelude::*;

@@ -6,7 +6,9 @@ use super::footprint::Coarse;
 use super::gate::{Asked, Go};
 use super::identity::Identity;
 use super::looks::LOOK_INTERVAL_S;
-use super::queue::{Admitted, Progress, Ranking, WaitEnd, Waiter, WaitingTurn, WhyRefused};
+use super::queue::{
+    Admitted, FirstOfEach, Progress, Ranking, WaitEnd, Waiter, WaitingTurn, WhyRefused,
+};
 use super::round::Round;
 use super::rules::{Observed, Placement};
 use super::{GiveUp, Key, Residence, Residency, Since, Site, Sites, site_of};
@@ -18,8 +20,6 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Waiting turns that are looked at each time: those behind them pass nobody, unless they have a time slice.
-pub(in crate::fleet) const LOOKED_AT: usize = 64;
 /// By so much of the bound on waits turns go later whose session no host tier holds. More brings more
 /// turns an hour and longer waits of the others; chosen in simulation.
 const NOT_HELD_WAITS: f64 = 0.75;
@@ -202,7 +202,7 @@ impl Residency {
 
     /// The first waiting turns whose knowledge of caches is old, and their prompts.
     pub fn stale_waiters(&self, now_s: f64) -> Vec<(u64, Arc<PromptHashes>)> {
-        let first = self.queue.waiting().take(LOOKED_AT);
+        let first = self.queue.first_of_each();
         first
             .filter(|(_, waiter)| now_s - waiter.turn.cached_at_s > CACHED_AGE_S)
             .map(|(id, waiter)| (id, Arc::clone(&waiter.turn.prompt)))
@@ -368,14 +368,14 @@ impl Residency {
     /// that can still be in time: in the order of arrival one late turn makes all behind it late as well.
     fn in_order(&self, sites: &Sites, round: &Round) -> Vec<u64> {
         if let Some(rule) = &self.manner.rotates {
-            return self.by_deadline(rule, sites, round.now_s);
+            return self.by_deadline(rule, sites);
         }
-        let waiting = self.queue.waiting();
         if !self.has_slices(sites) {
-            return waiting.take(LOOKED_AT).map(|(id, _)| id).collect();
+            return self.queue.first_of_each().map(|(id, _)| id).collect();
         }
-        let waiting = waiting.enumerate().filter(|(at, (_, waiter))| {
-            *at < LOOKED_AT || self.has_slice_at_home(waiter.turn.identity.key, sites)
+        let mut first = FirstOfEach::default();
+        let waiting = self.queue.waiting().filter(|(_, waiter)| {
+            first.has(&waiter.turn) || self.has_slice_at_home(waiter.turn.identity.key, sites)
         });
         let bound_s = self.settings.wait_bound_s * round.bound_scale;
         let behind_s = NOT_HELD_WAITS * bound_s;
@@ -394,7 +394,7 @@ impl Residency {
             of_site.get(&key).copied()
         };
         let mut ranked: Vec<(f64, u64)> = waiting
-            .map(|(_, (id, waiter))| {
+            .map(|(id, waiter)| {
                 let turn = &waiter.turn;
                 if turn.grows_at.is_some() {
                     return (f64::NEG_INFINITY, id);

@@ -8,7 +8,7 @@ use super::tenants::Tenants;
 use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::PromptHashes;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 /// Called, without the fleet's lock, when a waiting turn may be placed or is refused.
@@ -150,6 +150,24 @@ pub struct Queue {
     next: u64,
     /// When the last turns were let in, by a clock that stands while nobody waits.
     let_in_s: VecDeque<f64>,
+}
+
+/// Waiting turns that are looked at each time, of each set of workers that may serve them: those behind them
+/// pass nobody.
+pub(in crate::fleet) const LOOKED_AT: usize = 64;
+
+/// Counts waiting turns by the workers that may not serve them: many that wait for some workers hide none that
+/// may go to others.
+#[derive(Default)]
+pub(super) struct FirstOfEach<'a>(HashMap<&'a [String], usize>);
+
+impl<'a> FirstOfEach<'a> {
+    /// Whether this turn, the next of all, is one of the first.
+    pub fn has(&mut self, turn: &'a WaitingTurn) -> bool {
+        let count = self.0.entry(turn.exclude.as_slice()).or_default();
+        *count += 1;
+        *count <= LOOKED_AT
+    }
 }
 
 /// Turns let in from which the rate is taken.
@@ -312,6 +330,13 @@ impl Queue {
         self.tenants
             .merged(of_each, |&id| self.tokens_of(id))
             .collect()
+    }
+
+    /// The first of those that wait, of each set of workers that may serve them.
+    pub fn first_of_each(&self) -> impl Iterator<Item = (u64, &Waiter)> {
+        let mut first = FirstOfEach::default();
+        self.waiting()
+            .filter(move |(_, waiter)| first.has(&waiter.turn))
     }
 
     /// Those that wait and have failed on a worker.

@@ -9,19 +9,17 @@ use super::cached::Cached;
 use super::footprint::{Blocks, Chain, Coarse};
 use super::gate::{Asked, Go, cheapest, compute_s};
 use super::identity::{Identity, Key, Name};
-use super::queue::{Waiter, WaitingTurn};
+use super::queue::{FirstOfEach, Waiter};
 use super::round::{Leaving, Round};
+use super::sessions::Known;
 use super::{GiveUp, Residence, Residency, Site, Sites, WaitReason, site_of};
 use crate::fleet::log::{Event, OverloadRecord, unix_now_s};
 use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::PromptHashes;
 use serde::Deserialize;
 use smallvec::{SmallVec, smallvec};
-use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Waiting turns of sessions outside that are looked at, of each set of workers that may serve them.
-const LOOKED_AT: usize = 64;
 /// What is known of a worker's members is worked out anew so often.
 const TICK_S: f64 = 1.0;
 /// A member that is so unlikely to come back has gone.
@@ -31,6 +29,9 @@ const GONE: f64 = 0.05;
 const AFFORDABLE: f64 = 0.6;
 /// A return is worth so many times the idleness that computing the prompt again pays for.
 const RETURN_WORTH: f64 = 2.0;
+/// How a session's silence is judged: as it was when it had lasted for so much of it. Who is expected at any
+/// moment is not gone a moment later.
+const SEEN: f64 = 0.8;
 
 /// What becomes of sessions that come while a worker is overloaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -49,11 +50,18 @@ pub enum Overload {
 #[derive(Clone, Copy, Debug)]
 pub struct Rotates {
     pub patience_s: f64,
-    pub first_token_s: f64,
+    pub quantum_s: f64,
     pub keep: f64,
     pub busy: f64,
     pub overhead: f64,
     pub overload: Overload,
+}
+
+impl Rotates {
+    /// How far apart sessions enter of which each costs so much: no further than anybody should wait.
+    fn apart_s(&self, cost_s: f64) -> f64 {
+        (cost_s / self.overhead).min(self.patience_s)
+    }
 }
 
 /// A session that is in.
@@ -63,8 +71,8 @@ struct Member {
     since_s: f64,
     /// Its last prompt.
     chain: Chain,
-    /// Until when its turns are to be prompt.
-    quantum_until_s: f64,
+    /// Since when its turns are to be prompt, while they are.
+    prompt_since_s: Option<f64>,
     /// It leaves once its turn has ended.
     leaves: bool,
     name: Option<Name>,
@@ -82,19 +90,20 @@ pub(super) struct Rotation {
     members: StateMap<Member>,
     kept: Blocks,
     leaving: usize,
-    /// From when on a session may enter in another's place: as patience wants, and as its cost allows.
+    /// From when on a session may enter in another's place, as patience wants and as its cost allows.
     next_s: f64,
+    /// From when on its cost allows to take the place of one who is not expected soon.
     soonest_s: f64,
     tick_s: f64,
-    /// Turns of all members are more than the GPU holds over time: each then has a quantum of so long.
-    quantum_s: Option<f64>,
+    /// Turns of all members are more than the GPU holds over time, and need quanta.
+    short: bool,
+    /// When a quantum was last taken for one that waits.
+    change_s: f64,
     affords_all: bool,
     is_tiered: bool,
     /// Sessions that wait to enter here; with them there are more than the tiers keep.
     outside: f64,
     crowded: bool,
-    /// Somebody left for one that is to enter.
-    makes_room: bool,
     overloaded: bool,
     /// One more session would make it so.
     full: bool,
@@ -136,18 +145,6 @@ impl Rotation {
             tokens: member.chain.tokens(),
             name: member.name,
         })
-    }
-}
-
-/// Counts waiting turns by the workers that may not serve them: the first of each such set are looked at.
-#[derive(Default)]
-struct FirstOfEach<'a>(HashMap<&'a [String], usize>);
-
-impl<'a> FirstOfEach<'a> {
-    fn has(&mut self, turn: &'a WaitingTurn) -> bool {
-        let count = self.0.entry(turn.exclude.as_slice()).or_default();
-        *count += 1;
-        *count <= LOOKED_AT
     }
 }
 
@@ -210,8 +207,15 @@ impl Residency {
                 .map(|(slot, _)| slot),
         };
         if let Some(site) = self.member_at(asked.key, sites).filter(|s| asked.may_go(s)) {
-            if round.blocked.contains(&site.slot) {
+            let is_prompt = self.is_prompt(asked.key, site);
+            if round.blocked.contains(&site.slot)
+                || (!is_prompt && round.queued.contains(&site.slot))
+            {
                 return Err(WaitReason::BehindOthers);
+            }
+            if !is_prompt && !self.fits_prompt(rule, asked.key, asked.prompt.tokens, site) {
+                round.queued.push(site.slot);
+                return Err(WaitReason::SessionsLimit);
             }
             return match self.room_for(asked, site, true) {
                 Ok((plan, state)) => Ok(go(
@@ -239,7 +243,7 @@ impl Residency {
             if round.shut.contains(&site.slot) || round.blocked.contains(&site.slot) {
                 continue;
             }
-            let enters = self.may_enter(rule, asked, site, round.now_s);
+            let enters = self.may_enter(rule, asked, site);
             if let Err(why) = enters {
                 round.shut.push(site.slot);
                 reason = why;
@@ -270,23 +274,11 @@ impl Residency {
     }
 
     /// Whether a session from outside may enter now, as far as the rotation goes.
-    fn may_enter(
-        &self,
-        rule: &Rotates,
-        asked: &Asked<'_>,
-        site: &Site,
-        now_s: f64,
-    ) -> Result<(), WaitReason> {
+    fn may_enter(&self, rule: &Rotates, asked: &Asked<'_>, site: &Site) -> Result<(), WaitReason> {
         if !self.keeps(rule, site, |kept| {
             let new = kept.new_blocks(&asked.prompt, 0);
             asked.prompt.tokens_of(new)
         }) {
-            return Err(WaitReason::SessionsLimit);
-        }
-        let too_soon = |rotation: &Rotation| {
-            rotation.crowded && !rotation.affords_all && now_s < rotation.soonest_s
-        };
-        if self.turns_on(site) > 0 && self.rotation(site.slot).is_some_and(too_soon) {
             return Err(WaitReason::SessionsLimit);
         }
         let new = asked
@@ -364,13 +356,13 @@ impl Residency {
     }
 
     /// The first of those that wait, in the order in which they go: by deadline.
-    pub(super) fn by_deadline(&self, rule: &Rotates, sites: &Sites, now_s: f64) -> Vec<u64> {
+    pub(super) fn by_deadline(&self, rule: &Rotates, sites: &Sites) -> Vec<u64> {
         let mut outside = FirstOfEach::default();
         let mut ranked: Vec<(f64, u64)> = Vec::new();
         for (id, waiter) in self.queue.waiting() {
             let turn = &waiter.turn;
             let within_s = match self.member_at(turn.identity.key, sites) {
-                Some(site) if self.is_prompt(turn.identity.key, site, now_s) => rule.first_token_s,
+                Some(site) if self.is_prompt(turn.identity.key, site) => 0.0,
                 Some(_) => rule.patience_s,
                 None if !outside.has(turn) => continue,
                 None if rule.overload == Overload::Door && turn.is_first_turn => {
@@ -385,14 +377,21 @@ impl Residency {
     }
 
     /// Whether a member's turns are to be prompt.
-    fn is_prompt(&self, key: Key, site: &Site, now_s: f64) -> bool {
+    fn is_prompt(&self, key: Key, site: &Site) -> bool {
         self.rotation(site.slot).is_none_or(|rotation| {
-            rotation.quantum_s.is_none()
+            !rotation.short
                 || rotation
                     .members
                     .get(&key)
-                    .is_some_and(|member| now_s < member.quantum_until_s)
+                    .is_some_and(|member| member.prompt_since_s.is_some())
         })
+    }
+
+    /// Whether a session's turns may be prompt beside those whose turns are.
+    fn fits_prompt(&self, rule: &Rotates, key: Key, tokens: u64, site: &Site) -> bool {
+        let load = self.prompt_load(site, key);
+        let limit = self.budget_tokens(site).unwrap_or(u64::MAX) as f64 * rule.busy;
+        load <= 0.0 || load + self.held_over_time(key, tokens) <= limit
     }
 
     /// A turn was let in: its session is in from now on.
@@ -414,28 +413,17 @@ impl Residency {
         self.tick(&rule, site, now_s);
         let rotation = &mut self.seen[site.slot].rotation;
         if !rotation.members.contains_key(&key) {
-            rotation.soonest_s = now_s + compute_s(asked, site) / rule.overhead;
-            if !std::mem::take(&mut rotation.makes_room) {
-                rotation.next_s = rotation.next_s.max(rotation.soonest_s);
-            }
+            rotation.soonest_s = now_s + rule.apart_s(compute_s(asked, site));
         }
         rotation.is_tiered = site.host_tier_tokens().is_some();
         rotation.set(key, &asked.prompt, now_s);
         if let Some(member) = rotation.members.get_mut(&key) {
             member.name.clone_from(&identity.name);
         }
-        let Some(quantum_s) = rotation.quantum_s else {
-            return;
-        };
-        if now_s < rotation.members[&key].quantum_until_s {
-            return;
-        }
-        let own = self.held_over_time(key, asked.prompt.tokens);
-        let limit = self.budget_tokens(site).unwrap_or(0) as f64 * rule.busy;
-        if self.prompt_load(site, key, now_s) + own <= limit
-            && let Some(member) = self.seen[site.slot].rotation.members.get_mut(&key)
+        if rotation.short
+            && let Some(member) = rotation.members.get_mut(&key)
         {
-            member.quantum_until_s = now_s + quantum_s;
+            member.prompt_since_s.get_or_insert(now_s);
         }
     }
 
@@ -443,18 +431,49 @@ impl Residency {
         self.over_time(tokens as f64, self.sessions.get(key))
     }
 
-    /// What those hold over time whose turns are to be prompt, but for `key`.
-    fn prompt_load(&self, site: &Site, key: Key, now_s: f64) -> f64 {
+    /// What those hold over time, but for `key`, who have a quantum or run a turn.
+    fn prompt_load(&self, site: &Site, key: Key) -> f64 {
         let Some(rotation) = self.rotation(site.slot) else {
             return 0.0;
+        };
+        let runs = |key: Key| {
+            let occupant = self
+                .holds
+                .get(site.slot)
+                .and_then(|hold| hold.occupant(key));
+            occupant.is_some_and(|occupant| !occupant.is_idle())
         };
         let others = rotation
             .members
             .iter()
-            .filter(|(of, member)| **of != key && now_s < member.quantum_until_s);
+            .filter(|(of, member)| **of != key && (member.prompt_since_s.is_some() || runs(**of)));
         others
             .map(|(key, member)| self.held_over_time(*key, member.chain.tokens()))
             .sum()
+    }
+
+    /// Takes the quantum of whoever has had one for longest, for one that waits.
+    fn change_prompt(&mut self, rule: &Rotates, site: &Site, waiting: usize, now_s: f64) {
+        let rotation = &mut self.seen[site.slot].rotation;
+        if !rotation.short || waiting == 0 {
+            rotation.change_s = now_s;
+            return;
+        }
+        let held = rotation.members.iter_mut();
+        let mut held: Vec<(f64, Key, &mut Member)> = held
+            .filter_map(|(&key, member)| Some((member.prompt_since_s?, key, member)))
+            .collect();
+        let count = held.len() as f64;
+        let interval_s = (rule.quantum_s / count).min(rule.patience_s / waiting as f64);
+        let longest = held
+            .iter_mut()
+            .min_by(|one, other| one.0.total_cmp(&other.0).then(one.1.cmp(&other.1)));
+        if let Some((_, _, member)) = longest
+            && now_s >= rotation.change_s + interval_s
+        {
+            member.prompt_since_s = None;
+            rotation.change_s = now_s;
+        }
     }
 
     /// The end of a turn, after which nothing of its session is in flight on the worker.
@@ -501,7 +520,7 @@ impl Residency {
         let (mut count, mut wanted, mut cost_s, mut work) = (0.0, 0.0, 0.0, 0.0);
         for (&key, member) in &rotation.members {
             let known = self.sessions.get(key);
-            if known.is_none_or(|known| self.returns(known, now_s) < GONE) {
+            if known.is_none_or(|known| self.has_gone(known, now_s)) {
                 gone.push(key);
                 continue;
             }
@@ -514,11 +533,8 @@ impl Residency {
             work += compute_s / self.period_s(known).max(1e-3);
         }
         let limit = self.budget_tokens(site).unwrap_or(u64::MAX) as f64 * rule.busy;
-        let quantum_s = (wanted > limit).then(|| {
-            // As many at a time as fit; the others wait for as long as patience wants, at most.
-            let at_once = limit / (wanted / count);
-            rule.patience_s * at_once / (count - at_once).max(1e-3)
-        });
+        // Where sessions wait to enter, those who are in go as they come: more waiting would have the tier drop them.
+        let short = wanted > limit && !rotation.crowded;
         let mean_s = cost_s / f64::max(count, 1.0);
         let affords_all = work * (count + outside) / f64::max(count, 1.0) <= AFFORDABLE;
         let wait_s = |outside: f64| outside * mean_s / rule.overhead;
@@ -536,12 +552,22 @@ impl Residency {
         }
         rotation.full = full;
         rotation.tick_s = now_s;
-        rotation.quantum_s = quantum_s;
+        if !short {
+            for member in rotation.members.values_mut() {
+                member.prompt_since_s = None;
+            }
+        }
+        rotation.short = short;
         rotation.affords_all = affords_all;
         rotation.overloaded = overloaded;
         for key in gone {
             self.put_out(key, site, GiveUp::ReturnsLate, now_s);
         }
+    }
+
+    fn has_gone(&self, known: &Known, now_s: f64) -> bool {
+        let ended_s = known.ended_s.unwrap_or(now_s);
+        self.returns(known, ended_s + SEEN * (now_s - ended_s)) < GONE
     }
 
     fn outsiders(&self, sites: &Sites) -> Vec<Outsider> {
@@ -606,6 +632,15 @@ impl Residency {
             rotation.crowded = rotation.kept.tokens() + tokens / open as u64 > limit;
             self.tick(rule, site, now_s);
             self.let_leave(site, now_s);
+        }
+        for site in gated() {
+            let waits = |waiter: &Waiter| {
+                let key = waiter.turn.identity.key;
+                self.is_member(key, site) && !self.is_prompt(key, site)
+            };
+            let waiting = self.queue.waiting().filter(|(_, waiter)| waits(waiter));
+            let waiting = waiting.count();
+            self.change_prompt(rule, site, waiting, now_s);
         }
         let mut taken: SmallVec<[usize; 8]> = SmallVec::new();
         for outsider in &outsiders {
@@ -724,7 +759,7 @@ impl Residency {
                 return false;
             };
             let worth_s = RETURN_WORTH * site.compute_s(tokens, 0) * limit / tokens.max(1) as f64;
-            let idle_s = known.ended_s.map_or(0.0, |ended_s| now_s - ended_s);
+            let idle_s = SEEN * known.ended_s.map_or(0.0, |ended_s| now_s - ended_s);
             let last_share = self.endings.last_share(known.kind());
             self.gaps
                 .keeping_pays(&known.gaps, last_share, idle_s, worth_s)
@@ -775,10 +810,9 @@ impl Residency {
                 }
             }
         }
-        let soonest_s = cost_s / rule.overhead;
+        let soonest_s = rule.apart_s(cost_s);
         let wanted_s = rule.patience_s / f64::max(outside, 1.0);
         let rotation = &mut self.seen[site.slot].rotation;
         rotation.next_s = now_s + soonest_s.max(wanted_s);
-        rotation.makes_room = true;
     }
 }

@@ -35,6 +35,8 @@ pub(super) struct Round {
     /// Slots whose room is kept for a turn that goes before, and those that another session enters before.
     pub blocked: SmallVec<[usize; 8]>,
     pub shut: SmallVec<[usize; 8]>,
+    /// Slots where one waits for its turns to be prompt.
+    pub queued: SmallVec<[usize; 8]>,
     /// Sessions that wait for their sub-agents.
     pub busy: Option<Rc<HashSet<Key>>>,
 }
@@ -81,6 +83,7 @@ impl Round {
             loads: Vec::new(),
             blocked: SmallVec::new(),
             shut: SmallVec::new(),
+            queued: SmallVec::new(),
             busy: None,
         }
     }

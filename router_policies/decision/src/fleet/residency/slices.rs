@@ -10,7 +10,7 @@
 use super::book::Occupant;
 use super::gaps::{MOST_S, OwnGaps};
 use super::identity::Key;
-use super::pump::LOOKED_AT;
+use super::queue::LOOKED_AT;
 use super::round::{Load, Over, Round};
 use super::rules::Demand;
 use super::sessions::Known;

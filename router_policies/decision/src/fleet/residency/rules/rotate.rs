@@ -14,38 +14,39 @@ pub const INFO: Info = Info {
            host tier where it is larger than the GPU's KV, else what may be booked of that. While all fit nobody waits to enter. Else \
            the one that has waited longest enters next, and whoever has been in for longest leaves after its turn: \
            every patience_s / n seconds, n being how many wait, but never so often that computing their prompts takes more than \
-           `overhead` of the worker's time. Who has ended, is not expected back, or costs more to keep than to compute again (its \
+           `overhead` of the worker's time, unless that is more than patience_s apart. Who has ended, is not expected back, or costs more to keep than to compute again (its \
            prompt's computation x what the tiers keep / its tokens, twice that) leaves at once for one that waits. Where computing \
-           every prompt again at every turn would take no more than 0.6 of the worker's time nobody is kept out. Turns: by deadline, as \
+           every prompt again at every turn would take no more than 0.6 of the worker's time nobody is kept out. Turns go as \
            the GPU's KV has room for prompts and expected answers in flight (what is idle needs none where a tier gives it \
            back); nobody passes one that goes before it on the same worker. While the turns of all fit in `busy` of the KV over \
-           time each is due within first_token_s. Else as many sessions as fit have a quantum, for as long as has \
-           the others wait for no more than patience_s, in which their turns are due so soon; the others' later",
+           time, or sessions wait to enter, they go as they come. Else as many sessions as fit have a quantum, in which their turns go as they come; the others \
+           wait, oldest first, and whoever has had a quantum for longest gives it up for them: every quantum_s / m seconds, m having \
+           one, and at least every patience_s / n, n waiting for one",
     params: &[
         ParamInfo {
             name: "patience_s",
-            default: "60",
+            default: "120",
             meaning: "how long a session should wait at most. A worker whose sessions are expected to wait longer, however fast they rotate, is overloaded",
         },
         ParamInfo {
-            name: "first_token_s",
-            default: "3",
-            meaning: "a turn of a session with a quantum is due within so long: the objective for a first token",
+            name: "quantum_s",
+            default: "90",
+            meaning: "for how long turns of a session go as they come while others wait, unless those would wait for more than patience_s",
         },
         ParamInfo {
             name: "keep",
-            default: "0.8",
+            default: "0.85",
             meaning: "the share of a worker's host tier that the prompts of those who are in may take; more of them, and the tier drops some between two turns",
         },
         ParamInfo {
             name: "busy",
-            default: "0.8",
+            default: "0.7",
             meaning: "the share of a worker's KV that sessions with a quantum hold over time",
         },
         ParamInfo {
             name: "overhead",
-            default: "0.33",
-            meaning: "the share of a worker's time that computing the prompts of sessions which enter may take",
+            default: "0.2",
+            meaning: "the share of a worker's time that computing the prompts of sessions which enter in another's place may take",
         },
         ParamInfo {
             name: "overload",
@@ -58,7 +59,7 @@ pub const INFO: Info = Info {
         let params = parse::<Rotate>(params, |p| {
             vec![
                 ("patience_s", "a number above 0", p.patience_s > 0.0),
-                ("first_token_s", "a number above 0", p.first_token_s > 0.0),
+                ("quantum_s", "a number above 0", p.quantum_s > 0.0),
                 (
                     "keep",
                     "a share above 0 and up to 1",
@@ -80,7 +81,7 @@ pub const INFO: Info = Info {
 #[serde(default, deny_unknown_fields)]
 struct Rotate {
     patience_s: f64,
-    first_token_s: f64,
+    quantum_s: f64,
     keep: f64,
     busy: f64,
     overhead: f64,
@@ -90,11 +91,11 @@ struct Rotate {
 impl Default for Rotate {
     fn default() -> Self {
         Self {
-            patience_s: 60.0,
-            first_token_s: 3.0,
-            keep: 0.8,
-            busy: 0.8,
-            overhead: 0.33,
+            patience_s: 120.0,
+            quantum_s: 90.0,
+            keep: 0.85,
+            busy: 0.7,
+            overhead: 0.2,
             overload: Overload::Rotate,
         }
     }
@@ -105,7 +106,7 @@ impl Rule for Rotate {
         Manner {
             rotates: Some(Rotates {
                 patience_s: self.patience_s,
-                first_token_s: self.first_token_s,
+                quantum_s: self.quantum_s,
                 keep: self.keep,
                 busy: self.busy,
                 overhead: self.overhead,
