@@ -83,7 +83,9 @@ def derive(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for campaign in sorted({run["campaign"] for run in known["runs"]}):
         runs = [run for run in known["runs"] if run["campaign"] == campaign]
-        rows = [row for run in runs for row in _turns(run, known["raw_commit"])]
+        rows = [
+            row for run in runs for row in _turns(run, run.get("raw_commit", known["raw_commit"]))
+        ]
         table = pd.DataFrame(rows)
         for name in _SECONDS:
             table[name] = table[name].astype(float).round(6)
@@ -265,10 +267,17 @@ def simulated() -> list[dict[str, Any]]:
     ]
 
 
+def predicted() -> dict[str, dict[str, float]]:
+    """By run of `predicted.csv`: what the simulator said before it that sessions would feel."""
+    with (HERE / "predicted.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    return {line.pop("run"): {name: float(of) for name, of in line.items()} for line in lines}
+
+
 def simulated_errors() -> dict[str, dict[str, float]]:
     """How far the simulator is off, of all runs and by whether residency is in front: pairs,
     geometric mean and standard deviation of the ratio of requests/s, mean difference in points."""
-    behind = ("residency", "priced")
+    behind = ("residency", "priced", "rotate")
     groups: dict[str, list[dict[str, Any]]] = {
         "all": [],
         "behind residency": [],
@@ -369,6 +378,7 @@ def pages() -> dict[str, str]:
         "ratio": ratio,
         "carried": carried,
         "simulated": simulated,
+        "predicted": predicted,
         "simulated_errors": simulated_errors,
         "strongest": strongest,
         "superseded": superseded(),
