@@ -77,7 +77,7 @@ def test_every_worker_is_started_again_and_no_request_fails(fakes: Fakes, tmp_pa
             found = rolled(running)
         assert found["state"] == "done", found
         assert all(worker.pid != before[worker.id] for worker in running.workers)
-        assert len(load.statuses) > 30
+        assert len(load.statuses) > 12, "the sessions went on meanwhile"
         assert set(load.statuses) == {200}
         _, answer = call("GET", f"{running.router_url}/workers", timeout_s=5)
         workers = json.loads(answer)["workers"]
