@@ -56,6 +56,7 @@ def deltaserve(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_an_experiment_runs_on_real_engines_and_its_report_shows_kv_saved(tmp_path: Path) -> None:
     file = tmp_path / "short.toml"

@@ -225,5 +225,5 @@ def test_a_killed_search_leaves_no_engine_and_goes_on_without_repeating_finished
     assert found["per_worker"] == found["agents"]
     deltaserve(*report, tmp_path / "report")
     markdown = (tmp_path / "report.md").read_text()
-    assert f"**one carries {found['agents']:g} agents a worker" in markdown
+    assert f"{found['agents']:g} agents a worker" in markdown
     assert "so far" not in markdown
