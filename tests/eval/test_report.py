@@ -37,6 +37,7 @@ from eval.report.evidence import Evidence
 from eval.report.figures.curves import capacity_curves
 from eval.report.figures.latency import latency_bars
 from eval.report.opening import opening
+from tests.browser import CHROMIUM, needs_browser
 
 MakeRun = Callable[..., Run]
 RunWriter = Callable[..., Path]
@@ -308,9 +309,6 @@ def test_every_column_of_a_table_has_one_type_which_parquet_needs(
         assert len(pd.read_parquet(path)) == len(tables_told[path.stem])
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-
 def width_of(page: Path, window: int) -> int:
     """How wide the page is in a window of that many pixels, with everything unfolded."""
     assert CHROMIUM is not None, "needs Chromium"
@@ -331,10 +329,6 @@ def width_of(page: Path, window: int) -> int:
     title = re.search(r"<title>(\d+)</title>", done.stdout)
     assert title is not None, done.stderr[-2000:]
     return int(title[1])
-
-
-# .ci/run installs it where it can.
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
 
 @needs_browser

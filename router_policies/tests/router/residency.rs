@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 mod aside;
+mod clients;
 mod come_again;
 mod overlaps;
 mod retries;

@@ -1,6 +1,7 @@
 //! The rule `rotate` under a virtual clock: who is in takes turns, who is outside enters in order, and
 //! everybody is served again and again.
 
+use super::clients::{Client, run};
 use super::*;
 
 /// One worker whose tiers keep so many tokens.
@@ -11,88 +12,6 @@ fn rotating(host_kv_tokens: Option<u64>, mut settings: Value) -> World {
     let world = World::new(0, settings);
     world.add_tiered("w0", host_kv_tokens);
     world
-}
-
-/// A session in a closed loop: it sends, is answered for a while, thinks, and sends again.
-struct Client {
-    session: u32,
-    length: u32,
-    run_s: f64,
-    think_s: f64,
-    state: Doing,
-    served: usize,
-    /// Turns that waited for no more than a second.
-    at_once: usize,
-    longest_s: f64,
-}
-
-// A handful of them, each moved once a step.
-#[expect(clippy::large_enum_variant)]
-enum Doing {
-    Thinks(f64),
-    Waits(Ticket, Request, f64),
-    Runs(Reservation, f64),
-    Gone,
-}
-
-impl Client {
-    fn new(session: u32, length: u32, run_s: f64, think_s: f64) -> Self {
-        Self {
-            session,
-            length,
-            run_s,
-            think_s,
-            state: Doing::Thinks(0.0),
-            served: 0,
-            at_once: 0,
-            longest_s: 0.0,
-        }
-    }
-
-    fn step(&mut self, world: &World) {
-        let now_s = world.now_s();
-        self.state = match std::mem::replace(&mut self.state, Doing::Gone) {
-            Doing::Thinks(until_s) if until_s <= now_s => {
-                self.length += 50;
-                let request = world.turn(self.session, self.length);
-                match world.ask(&request) {
-                    Admit::Placed(turn) => {
-                        self.at_once += 1;
-                        Doing::Runs(turn, now_s + self.run_s)
-                    }
-                    Admit::Waiting(ticket) => Doing::Waits(ticket, request, now_s),
-                    Admit::Refused(refused) => panic!("{refused:?}"),
-                }
-            }
-            Doing::Waits(ticket, request, since_s) => {
-                self.longest_s = self.longest_s.max(now_s - since_s);
-                match world.fetch(ticket, &request) {
-                    Ok(turn) => {
-                        self.at_once += usize::from(now_s - since_s <= 1.0);
-                        Doing::Runs(turn, now_s + self.run_s)
-                    }
-                    Err(ticket) => Doing::Waits(ticket, request, since_s),
-                }
-            }
-            Doing::Runs(turn, until_s) if until_s <= now_s => {
-                world.serve(turn);
-                self.served += 1;
-                Doing::Thinks(now_s + self.think_s)
-            }
-            other => other,
-        };
-    }
-}
-
-fn run(world: &World, clients: &mut [Client], seconds: f64) {
-    let until_s = world.now_s() + seconds;
-    while world.now_s() < until_s {
-        world.advance(0.5);
-        world.fleet.pump();
-        for client in &mut *clients {
-            client.step(world);
-        }
-    }
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! Tenants under a virtual clock: one that floods costs another a time slice at most, whatever the rule;
 //! background gives way; limits are told.
 
+use super::clients::{Client, run};
 use super::*;
 use decision::fleet::residency::{Priority, Quota};
-use std::sync::atomic::AtomicBool;
 
 fn tenant(name: &str, weight: f64, priority: Priority) -> Tenant {
     Tenant {
@@ -22,86 +22,12 @@ fn shared(rule: &str, tenants: Vec<Tenant>) -> World {
     World::shared(0, settings, EventSink::in_memory(), tenants)
 }
 
-/// A session in a closed loop: it sends, is answered for a while, thinks, and sends again.
-struct Client {
-    payer: usize,
-    session: u32,
-    length: u32,
-    run_s: f64,
-    think_s: f64,
-    state: Doing,
-    served: usize,
-    longest_s: f64,
-}
-
-#[expect(clippy::large_enum_variant, reason = "moved once a step")]
-enum Doing {
-    Thinks(f64),
-    Waits(Ticket, Request, f64, Arc<AtomicBool>),
-    Runs(Reservation, f64),
-    Gone,
-}
-
-impl Client {
-    fn new(payer: usize, session: u32, length: u32, (run_s, think_s): (f64, f64)) -> Self {
-        Self {
-            payer,
-            session,
-            length,
-            run_s,
-            think_s,
-            state: Doing::Thinks(0.0),
-            served: 0,
-            longest_s: 0.0,
-        }
-    }
-
-    fn step(&mut self, world: &World) {
-        let now_s = world.now_s();
-        self.state = match std::mem::replace(&mut self.state, Doing::Gone) {
-            Doing::Thinks(until_s) if until_s <= now_s => {
-                let mut request = world.turn(self.session, self.length);
-                request.payer = self.payer;
-                let woken = Arc::new(AtomicBool::new(false));
-                let wake = Arc::clone(&woken);
-                let asked = world
-                    .fleet
-                    .admit(&request, &[], move || wake.store(true, Ordering::Relaxed));
-                match asked {
-                    Admit::Placed(turn) => Doing::Runs(turn, now_s + self.run_s),
-                    Admit::Waiting(ticket) => Doing::Waits(ticket, request, now_s, woken),
-                    Admit::Refused(refused) => panic!("{refused:?}"),
-                }
-            }
-            Doing::Waits(ticket, request, since_s, woken) => {
-                self.longest_s = self.longest_s.max(now_s - since_s);
-                match woken.swap(false, Ordering::Relaxed) {
-                    false => Doing::Waits(ticket, request, since_s, woken),
-                    true => match world.fetch(ticket, &request) {
-                        Ok(turn) => Doing::Runs(turn, now_s + self.run_s),
-                        Err(ticket) => Doing::Waits(ticket, request, since_s, woken),
-                    },
-                }
-            }
-            Doing::Runs(turn, until_s) if until_s <= now_s => {
-                world.serve(turn);
-                self.served += 1;
-                Doing::Thinks(now_s + self.think_s)
-            }
-            other => other,
-        };
-    }
-}
-
-fn run(world: &World, clients: &mut [Client], seconds: f64) {
-    let until_s = world.now_s() + seconds;
-    while world.now_s() < until_s {
-        world.advance(0.5);
-        world.fleet.pump();
-        for client in &mut *clients {
-            client.step(world);
-        }
-    }
+/// A client of `payer` whose prompts stay as long as they are.
+fn client(payer: usize, session: u32, length: u32, (run_s, think_s): (f64, f64)) -> Client {
+    let mut client = Client::new(session, length, run_s, think_s);
+    client.payer = payer;
+    client.growth = 0;
+    client
 }
 
 /// A polite session beside so many that never pause, for five minutes: its longest wait, and the turns that it
@@ -111,10 +37,10 @@ fn beside(rule: &str, tenants: Vec<Tenant>, host: Option<u64>, flood: u32) -> (f
     let world = shared(rule, tenants);
     world.add_tiered("w0", host);
     let mut clients: Vec<Client> = (1..=flood)
-        .map(|session| Client::new(0, session, 6_000, (3.0, 0.0)))
+        .map(|session| client(0, session, 6_000, (3.0, 0.0)))
         .collect();
     run(&world, &mut clients, 60.0);
-    clients.push(Client::new(polite, 0, 9_000, (2.0, 2.0)));
+    clients.push(client(polite, 0, 9_000, (2.0, 2.0)));
     run(&world, &mut clients, 300.0);
     let polite = clients.pop().expect("the last");
     let others = clients.iter().map(|client| client.served).sum();
@@ -169,7 +95,7 @@ fn room_is_shared_by_weight_where_all_want_it() {
     );
     world.add_tiered("w0", None);
     let mut clients: Vec<Client> = (0..80)
-        .map(|session| Client::new(1 + session as usize % 2, session, 8_000, (3.0, 0.0)))
+        .map(|session| client(1 + session as usize % 2, session, 8_000, (3.0, 0.0)))
         .collect();
     run(&world, &mut clients, 600.0);
     let served = |payer: usize| -> usize {
@@ -194,12 +120,12 @@ fn background_gives_way_and_has_what_is_left() {
     );
     world.add_tiered("w0", None);
     let mut clients: Vec<Client> = (0..100)
-        .map(|session| Client::new(1, session, 8_000, (3.0, 0.0)))
+        .map(|session| client(1, session, 8_000, (3.0, 0.0)))
         .collect();
     run(&world, &mut clients, 60.0);
     let before: usize = clients.iter().map(|client| client.served).sum();
     assert!(before > 100, "alone it has everything: {before}");
-    clients.extend((100..108).map(|session| Client::new(0, session, 8_000, (3.0, 1.0))));
+    clients.extend((100..108).map(|session| client(0, session, 8_000, (3.0, 1.0))));
     run(&world, &mut clients, 300.0);
     for client in &clients[100..] {
         assert!(client.longest_s <= 8.0, "{}", client.longest_s);

@@ -254,17 +254,8 @@ impl Hold {
                 false => self.blocks.keep_common(&mut chain, prompt),
             }
         }
-        chain.block_tokens = prompt.block_tokens;
         chain.tail_tokens = prompt.tail_tokens();
-        let known = chain.states.len();
-        let new = (known..prompt.blocks()).map(|at| prompt.state(at));
-        self.blocks.add(new.clone(), prompt.block_tokens);
-        chain.states.extend(new);
-        if known == 0
-            && let Some(&first) = chain.states.first()
-        {
-            self.blocks.start(first, prompt.block_tokens);
-        }
+        self.blocks.extend(&mut chain, prompt);
         self.loose_tokens += chain.tail_tokens + output_tokens;
         self.growth_tokens -= std::mem::take(&mut occupant.growth_tokens);
         occupant.returns_s = None;

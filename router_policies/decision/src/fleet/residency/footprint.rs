@@ -166,8 +166,22 @@ impl Blocks {
         }
     }
 
+    /// Has a chain, which the prompt begins with, go on to the prompt's last block.
+    pub fn extend(&mut self, chain: &mut Chain, prompt: &Coarse<'_>) {
+        chain.block_tokens = prompt.block_tokens;
+        let known = chain.states.len();
+        let new = (known..prompt.blocks()).map(|at| prompt.state(at));
+        self.add(new.clone(), prompt.block_tokens);
+        chain.states.extend(new);
+        if known == 0
+            && let Some(&first) = chain.states.first()
+        {
+            self.start(first, prompt.block_tokens);
+        }
+    }
+
     /// Another chain begins with this block.
-    pub fn start(&mut self, state: u64, block_tokens: u32) {
+    fn start(&mut self, state: u64, block_tokens: u32) {
         match self.starts.iter_mut().find(|start| start.state == state) {
             Some(start) => start.chains += 1,
             None => self.starts.push(Start {

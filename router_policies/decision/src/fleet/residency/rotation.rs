@@ -125,16 +125,7 @@ impl Rotation {
         });
         let chain = &mut member.chain;
         self.kept.keep_common(chain, prompt);
-        chain.block_tokens = prompt.block_tokens;
-        let known = chain.states.len();
-        let new = (known..prompt.blocks()).map(|at| prompt.state(at));
-        self.kept.add(new.clone(), prompt.block_tokens);
-        chain.states.extend(new);
-        if known == 0
-            && let Some(&first) = chain.states.first()
-        {
-            self.kept.start(first, prompt.block_tokens);
-        }
+        self.kept.extend(chain, prompt);
     }
 
     pub fn remove(&mut self, key: Key) -> Option<Left> {
