@@ -82,6 +82,8 @@ def test_a_process_that_takes_its_time_to_die_was_killed_all_the_same(
 
     monkeypatch.setattr(supervised.psutil, "wait_procs", too_short)
     try:
+        # For a moment after its start a process has no environment yet.
+        wait_until(lambda: bool(psutil.Process(process.pid).environ()))
         assert supervised.sweep(999_999_999, "", "slow", tmp_path) == []
         assert waited
     finally:
