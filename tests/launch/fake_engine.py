@@ -108,6 +108,7 @@ rank that it keeps for itself."""
 
 
 _first_transfer = threading.Lock()
+_prompts: "dict[tuple[int, ...], list[int]]" = {}
 _keys = {"key": os.environ.get("VLLM_API_KEY"), "admin_key": None}
 
 
@@ -164,6 +165,9 @@ class _Health(http.server.BaseHTTPRequestHandler):
             os._exit(3)
         if behaviour == "slow" and self.path == "/generate":
             time.sleep(0.25)
+        if behaviour == "caches" and self.path == "/generate":
+            time.sleep(0.05)
+            return 200, json.dumps(_computed(json.loads(body)["input_ids"])).encode()
         if behaviour == "hang-asked" and self.path == "/generate":
             time.sleep(600)
         if self.path.startswith("/reset_prefix_cache"):
@@ -185,6 +189,16 @@ class _Health(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+def _computed(prompt: "list[int]") -> "dict[str, object]":
+    """An answer that says what this process had of the prompt, of those that it has answered."""
+    begin = tuple(prompt[:16])
+    earlier = _prompts.get(begin, [])
+    cached = len(earlier) if prompt[: len(earlier)] == earlier else 0
+    _prompts[begin] = prompt
+    counts = {"prompt_tokens": len(prompt), "cached_tokens": cached, "completion_tokens": 1}
+    return {"text": "a", "meta_info": counts, "process": os.getpid()}
 
 
 def _serve(arguments: list[str]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from pathlib import Path
 
 import orjson
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -16,6 +18,7 @@ from launch import Fleet, fleet, rolling
 from launch.cli import app
 from launch.http_calls import call
 from launch.rolling import Rolling
+from tests.processes import wait_until
 
 from .conftest import Fakes
 
@@ -47,6 +50,49 @@ class Load:
             ids = [50 * session + n % 50 for n in range(100 + 10 * turn)]
             body = orjson.dumps({"input_ids": ids, "sampling_params": {"max_new_tokens": 4}})
             self.statuses.append(call("POST", f"{self._url}/generate", body, timeout_s=60)[0])
+
+
+class Sessions:
+    """Sessions whose prompts grow, and what of them was computed again."""
+
+    def __init__(self, url: str, count: int) -> None:
+        self._url, self._ends = url, threading.Event()
+        self.prompt_tokens = 0
+        self.computed_again: dict[tuple[int, int], int] = {}
+        """Tokens by the session and the process that it was on before: 0 where it stayed."""
+        self.longest: dict[tuple[int, int], int] = {}
+        """The last prompt that each session had on a process."""
+        self.turns = 0
+        self._threads = [threading.Thread(target=self._send, args=(n,)) for n in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        self._ends.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait_for(self, turns: int) -> None:
+        wait_until(lambda: self.turns >= turns)
+
+    def _send(self, session: int) -> None:
+        before, was_on = 0, 0
+        tokens = random.Random(session)
+        ids: list[int] = []
+        while not self._ends.is_set():
+            ids += tokens.choices(range(1_000), k=200)
+            body = orjson.dumps({"input_ids": ids, "sampling_params": {"max_new_tokens": 1}})
+            status, answer = call("POST", f"{self._url}/generate", body, timeout_s=60)
+            assert status == 200, answer
+            told = json.loads(answer)
+            again = before - told["meta_info"]["cached_tokens"]
+            moved_from = was_on if told["process"] != was_on else 0
+            key = session, moved_from
+            self.computed_again[key] = self.computed_again.get(key, 0) + again
+            self.longest[session, told["process"]] = len(ids)
+            self.prompt_tokens += len(ids)
+            self.turns += 1
+            before, was_on = len(ids), told["process"]
 
 
 def rolled(running: Fleet, wait_s: float = 60) -> dict[str, object]:
@@ -83,6 +129,30 @@ def test_every_worker_is_started_again_and_no_request_fails(fakes: Fakes, tmp_pa
         workers = json.loads(answer)["workers"]
         assert [w["state"]["draining"] for w in workers] == [False] * 3
         assert running.died() == {}
+
+
+def test_a_roll_computes_again_what_the_moved_sessions_held_and_little_more(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    topology = fakes("caches", "caches", "caches", overrides=ROUTER)
+    with fleet(topology, tmp_path / "run") as running:
+        assert running.router_url is not None
+        sessions = Sessions(running.router_url, 9)
+        try:
+            sessions.wait_for(40)
+            found = rolled(running)
+            sessions.wait_for(sessions.turns + 40)
+        finally:
+            sessions.end()
+        assert found["state"] == "done", found
+        # Whoever was on a worker that ended had to leave it, once.
+        has_ended = {pid: not psutil.pid_exists(pid) for _, pid in sessions.longest}
+        assert sum(has_ended.values()) == 3
+        left = (key for key in sessions.computed_again if has_ended.get(key[1]))
+        moved = {key: sessions.longest[key] for key in left}
+        assert len(moved) >= 9, "each session had to move"
+        beyond = sum(sessions.computed_again.values()) - sum(moved.values())
+        assert beyond <= 0.05 * sessions.prompt_tokens
 
 
 def test_a_worker_whose_turns_do_not_end_keeps_serving(fakes: Fakes, tmp_path: Path) -> None:
