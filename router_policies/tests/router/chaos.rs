@@ -59,10 +59,9 @@ async fn trouble(mut mock: MockWorker, stop: Arc<AtomicBool>) -> MockWorker {
         let behaviour = Arc::clone(&mock.behaviour);
         match fastrand::u8(..8) {
             0 => {
-                let address = mock.url.trim_start_matches("http://").to_owned();
-                drop(mock);
+                let port = mock.die();
                 tokio::time::sleep(millis(50..1_500)).await;
-                mock = MockWorker::start_on(&address).await;
+                mock = MockWorker::start_on(port).await;
                 calm(&mock);
             }
             1 => {

@@ -3,6 +3,7 @@
 //!
 //! `ROUTER_FAULT_SECONDS` sets how long it runs (default 5), `ROUTER_FAULT_SEED` the seed.
 
+use crate::mock::router::until;
 use crate::mock::{Fault, MockWorker};
 use http_body_util::{BodyExt, Full};
 use hyper::Request;
@@ -243,26 +244,22 @@ async fn seeded_faults_leave_nothing_behind() {
     let serving = tokio::spawn(server.serve(async move {
         let _ = stopped.await;
     }));
-    while !fleet.is_ready() {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    until("it is ready", || fleet.is_ready()).await;
     let mut ports: Vec<u16> = mocks.iter().map(|mock| port_of(&mock.url)).collect();
     ports.push(port_of(&url));
     let open_before = open_connections(&ports);
     let ends = Arc::new(Ends::default());
     let mut clients = tokio::task::JoinSet::new();
     let mut sent = 0;
-    let until = Instant::now() + Duration::from_secs(seconds);
-    while Instant::now() < until {
+    let end = Instant::now() + Duration::from_secs(seconds);
+    while Instant::now() < end {
         let victim = random.usize(0..mocks.len());
         match random.u32(0..60) {
             0 => {
                 // Death, and a restart on the same address.
-                let address = mocks[victim].url.trim_start_matches("http://").to_owned();
-                let dead = mocks.remove(victim);
-                drop(dead);
+                let port = mocks.remove(victim).die();
                 tokio::time::sleep(Duration::from_millis(random.u64(0..50))).await;
-                mocks.insert(victim, MockWorker::start_on(&address).await);
+                mocks.insert(victim, MockWorker::start_on(port).await);
                 mocks[victim]
                     .behaviour
                     .keep_bodies
@@ -295,29 +292,12 @@ async fn seeded_faults_leave_nothing_behind() {
     for mock in &mocks {
         mock.set_fault(Fault::None);
     }
-    for _ in 0..400 {
-        if fleet.is_idle() {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    assert!(
-        fleet.is_idle(),
-        "reservations leaked, seed {seed}: {:?}",
-        fleet.snapshot()
-    );
+    until("no reservation is left", || fleet.is_idle()).await;
     // Idle connections to workers are closed after some seconds.
-    for _ in 0..800 {
-        if open_connections(&ports) <= open_before + 8 {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    assert!(
-        open_connections(&ports) <= open_before + 8,
-        "connections leaked: {} from {open_before}",
-        open_connections(&ports)
-    );
+    until("no connection is left", || {
+        open_connections(&ports) <= open_before + 8
+    })
+    .await;
     let counted = |end: &AtomicUsize| end.load(Ordering::SeqCst);
     let total = counted(&ends.complete)
         + counted(&ends.error_event)

@@ -1040,10 +1040,14 @@ fn post_text(body: &str) -> String {
 }
 
 async fn hurried_router(mock: &MockWorker, config: Config) -> Router {
+    hurried_by(0.7, mock, config).await
+}
+
+async fn hurried_by(request_timeout_s: f64, mock: &MockWorker, config: Config) -> Router {
     Router::with(Config {
         policy: "round_robin".to_owned(),
         workers: vec![worker(mock, "w", "colocated")],
-        request_timeout_s: 0.7,
+        request_timeout_s,
         ..config
     })
     .await
@@ -1057,7 +1061,8 @@ async fn at_the_deadline_a_client_that_does_not_read_loses_its_stream_and_its_wo
         decision_log: Some(log.clone()),
         ..Config::default()
     };
-    let router = hurried_router(&mock, config).await;
+    // On a slow machine too the stream stands still by then.
+    let router = hurried_by(4.0, &mock, config).await;
     let body = json!({"input_ids": [1], "user": "flood", "stream": true});
     let socket = raw(&router, &post_text(&body.to_string())).await;
     until("it is reserved", || !router.fleet.is_idle()).await;

@@ -585,7 +585,7 @@ async fn answer_after_sending(
     later: Duration,
 ) -> String {
     let mut socket = connect(router).await;
-    let body = vec![b' '; 16 << 20];
+    let body = vec![b' '; 4 << 20];
     let bytes = body.len();
     let head =
         format!("{asked} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {bytes}\r\n{headers}\r\n");

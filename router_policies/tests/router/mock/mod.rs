@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::mpsc;
 
 /// What goes wrong with a request.
@@ -125,8 +125,44 @@ pub struct Behaviour {
     pub aborted: AtomicUsize,
 }
 
+/// A port that stays its worker's while that is dead: bound, without anything that listens. No other test gets it,
+/// neither to listen on nor as the near end of a connection.
+pub struct Port(TcpSocket);
+
+impl Port {
+    fn free() -> Self {
+        let port = Self::socket();
+        port.0
+            .bind(([127, 0, 0, 1], 0).into())
+            .expect("a free port");
+        port
+    }
+
+    fn socket() -> Self {
+        let socket = TcpSocket::new_v4().expect("a socket");
+        // The kernel lets another bind to it that says the same, as long as one of them listens at most.
+        socket.set_reuseaddr(true).expect("an option");
+        Self(socket)
+    }
+
+    async fn listen(&self) -> TcpListener {
+        let address = self.0.local_addr().expect("bound");
+        loop {
+            let again = Self::socket();
+            if again.0.bind(address).is_ok()
+                && let Ok(listener) = again.0.listen(1024)
+            {
+                return listener;
+            }
+            // The task of the one before may not have ended yet.
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
 pub struct MockWorker {
     pub url: String,
+    port: Arc<Port>,
     pub behaviour: Arc<Behaviour>,
     task: tokio::task::JoinHandle<()>,
 }
@@ -139,20 +175,16 @@ impl Drop for MockWorker {
 
 impl MockWorker {
     pub async fn start() -> Self {
-        Self::start_on("127.0.0.1:0").await
+        Self::start_on(Arc::new(Port::free())).await
     }
 
-    pub async fn start_on(address: &str) -> Self {
-        // A restarted worker's port may still be in use for a moment.
-        let mut bound = TcpListener::bind(address).await;
-        for _ in 0..200 {
-            if bound.is_ok() {
-                break;
-            }
-            tokio::time::sleep(Duration::from_millis(25)).await;
-            bound = TcpListener::bind(address).await;
-        }
-        let listener = bound.expect("a free port");
+    /// Dies, with its connections; its port is kept.
+    pub fn die(self) -> Arc<Port> {
+        Arc::clone(&self.port)
+    }
+
+    pub async fn start_on(port: Arc<Port>) -> Self {
+        let listener = port.listen().await;
         let url = format!("http://{}", listener.local_addr().expect("bound"));
         let behaviour = Arc::new(Behaviour {
             fault: Mutex::new(Fault::None),
@@ -208,6 +240,7 @@ impl MockWorker {
         });
         Self {
             url,
+            port,
             behaviour,
             task,
         }
@@ -632,7 +665,7 @@ async fn answer(
 
 /// A connection of a client that hardly reads: a few kilobytes wait for it, and a stream soon stands still.
 pub async fn narrow_connection(address: &str) -> tokio::net::TcpStream {
-    let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
+    let socket = TcpSocket::new_v4().expect("a socket");
     socket.set_recv_buffer_size(4096).expect("a small buffer");
     let address = address.parse().expect("an address");
     socket.connect(address).await.expect("a connection")
