@@ -43,11 +43,11 @@ pub(super) async fn watch(gateway: Weak<Gateway>, spec: Arc<WorkerSpec>, unasked
         let answer = gateway.get(&spec, "/health", PATIENCE).await;
         let is_good = matches!(&answer, Ok((status, _)) if status.is_success());
         gateway.fleet.note_check(&spec, Some(is_good));
-        // SGLang's check waits for the scheduler's next output, which a long prefill has not.
+        // SGLang's check waits for the scheduler's next output, which a long prefill and a compile have not.
         let is_busy = began.elapsed() >= LATE
             && gateway
                 .fleet
-                .has_moved_within(&spec, gateway.config.silence_timeout_s);
+                .is_at_work(&spec, gateway.config.silence_timeout_s);
         match answer {
             Ok((status, _)) if status.is_success() => {
                 failures = 0;

@@ -9,6 +9,7 @@
 
 mod replay;
 
+use super::resolve;
 use crate::config::WorkerSpec;
 use decision::fleet::prefix::events::decode;
 use decision::fleet::{EventsBegin, Fleet};
@@ -87,8 +88,16 @@ impl Follower<'_> {
         ready_at: Instant,
     ) -> Result<(), String> {
         let is_waited_for = unread.is_some() && Instant::now() < ready_at;
+        let address = match resolve::endpoint(endpoint).await {
+            Ok(address) => address,
+            Err(error) => {
+                drop(unread.take());
+                tokio::time::sleep(PATIENCE).await;
+                return Err(error);
+            }
+        };
         let mut socket = SubSocket::new();
-        let connect = socket.connect(endpoint);
+        let connect = socket.connect(&address);
         tokio::time::timeout(PATIENCE, connect)
             .await
             .map_err(|_| format!("{endpoint}: no connection"))?

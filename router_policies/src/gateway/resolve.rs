@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::vec::IntoIter;
+use tokio::net::TcpStream;
 use tower_service::Service;
 
 pub(crate) type Connector = HttpConnector<Checked>;
@@ -35,6 +36,28 @@ impl Service<Name> for Checked {
         let looked_up = self.0.call(name);
         Box::pin(async move { allowed(&host, looked_up.await?.collect()) })
     }
+}
+
+/// Where `tcp://HOST:PORT` is: an address that a worker may have. Of several the first that listens.
+pub(super) async fn endpoint(endpoint: &str) -> std::result::Result<String, String> {
+    let place = endpoint.strip_prefix("tcp://").unwrap_or(endpoint);
+    let find = async {
+        let found: Vec<SocketAddr> = tokio::net::lookup_host(place).await?.collect();
+        let found: Vec<SocketAddr> = allowed(place, found)?.collect();
+        let Some(&first) = found.first() else {
+            return Err(Error::other("no address"));
+        };
+        if found.len() == 1 {
+            return Ok(first);
+        }
+        let connected = TcpStream::connect(&found[..]).await;
+        let listening = connected.and_then(|stream| stream.peer_addr());
+        Ok(listening.unwrap_or(first))
+    };
+    let found = find.await;
+    found
+        .map(|address| format!("tcp://{address}"))
+        .map_err(|error| format!("{endpoint}: {error}"))
 }
 
 /// Those of the addresses of a name that a worker may have.
@@ -76,6 +99,19 @@ mod tests {
         let left: Vec<SocketAddr> = allowed("name", mixed).expect("some").collect();
         assert_eq!(left, good);
         assert_eq!(allowed("name", Vec::new()).expect("none").count(), 0);
+    }
+
+    #[tokio::test]
+    async fn an_endpoint_is_an_address_that_a_worker_may_have() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;
+        let address = listener.expect("a port").local_addr().expect("bound");
+        let named = format!("tcp://localhost:{}", address.port());
+        let found = endpoint(&named).await.expect("an address");
+        assert_eq!(found, format!("tcp://{address}"));
+        for bad in ["169.254.169.254", "[fe80::1]", "224.0.0.1"] {
+            let refused = endpoint(&format!("tcp://{bad}:5557")).await;
+            assert!(refused.is_err_and(|error| error.contains(bad)), "{bad}");
+        }
     }
 
     #[tokio::test]

@@ -6,7 +6,8 @@
 //! newer time of SGLang's scheduler in a load report, and counters of vLLM that move. Where none comes:
 //!
 //! - a scheduler that reports its own time stands still where that time does, once it has served something:
-//!   until then it may compile, and its health check has to hang or fail too;
+//!   until then it may compile, for minutes in which its health check hangs too, and only one that fails at once
+//!   tells;
 //! - any other where the health check hangs or fails as well;
 //! - one whose health check answers is waited for: many times as long as this worker has ever stood still
 //!   and gone on, and for minutes where it has not served anything yet, for it may compile. Counters of vLLM
@@ -33,6 +34,8 @@ const PATIENCE_WELL: f64 = 6.0;
 const PATIENCE_COUNTED: f64 = 1.5;
 /// A prompt of so many tokens is short for everyone.
 const SHORT_TOKENS: u64 = 1_000;
+/// A health check that fails sooner is no scheduler's that is busy: SGLang's waits for the scheduler.
+const LATE_S: f64 = 5.0;
 /// One that has served nothing yet may compile for as long.
 const FIRST_ANSWER_S: f64 = 300.0;
 /// Predictions beyond this are not waited for.
@@ -106,6 +109,7 @@ pub(crate) struct Liveness {
     /// the last one came that was good.
     asked_s: Option<f64>,
     failing_s: Option<f64>,
+    fails_at_once: bool,
     well_s: f64,
     has_served: bool,
     /// The longest that it has stood still, busy, and gone on.
@@ -131,6 +135,7 @@ impl Default for Liveness {
             pulse: Pulse::default(),
             asked_s: None,
             failing_s: None,
+            fails_at_once: false,
             well_s: 0.0,
             has_served: false,
             shown_s: 0.0,
@@ -205,6 +210,7 @@ impl Liveness {
     /// And has been answered, or given up.
     pub fn answer(&mut self, now_s: f64, is_good: bool) {
         let asked_s = self.asked_s.take().unwrap_or(now_s);
+        self.fails_at_once = !is_good && now_s - asked_s < LATE_S;
         if is_good {
             self.failing_s = None;
             self.well_s = now_s;
@@ -237,6 +243,20 @@ impl Liveness {
     /// Whether it has given a sign since then, busy.
     pub fn has_moved_since(&self, then_s: f64) -> bool {
         self.busy_since_s.is_some() && self.signs.last_s() > then_s
+    }
+
+    /// Whether it has begun on its first requests and may be compiling for them: its process reports, with the
+    /// scheduler's time, and nothing says that it is more than busy.
+    pub fn may_compile(&self, now_s: f64, reports_after_s: f64) -> bool {
+        let begun_s = self.busy_since_s.map_or(0.0, |since_s| now_s - since_s);
+        let reports = self
+            .last_report_s
+            .is_some_and(|then_s| now_s - then_s <= reports_after_s);
+        !self.has_served
+            && !self.fails_at_once
+            && reports
+            && self.pulse.clock_s.is_some()
+            && begun_s <= FIRST_ANSWER_S
     }
 
     /// How long its health check has not answered, or failed.
@@ -296,10 +316,15 @@ impl Liveness {
         let is_counted = reports && self.pulse.progress.is_some();
         // Without either nothing tells a long answer in one piece from one that does not come.
         let owes = self.owed > 0 || (is_busy && (is_timed || is_counted));
-        let may_compile = !self.has_served && !is_unwell;
-        let (by, silent_s) = if is_timed && !may_compile && still_s > least_s {
+        let may_compile = self.may_compile(now_s, reports_after_s);
+        let waits = may_compile || !self.has_served && !is_unwell;
+        let (by, silent_s) = if is_timed && !waits && still_s > least_s {
             (Evidence::Clock, still_s)
-        } else if is_unwell && is_busy && still_s > least_s.max(TIMES_SHOWN * known_s) {
+        } else if is_unwell
+            && is_busy
+            && !may_compile
+            && still_s > least_s.max(TIMES_SHOWN * known_s)
+        {
             (Evidence::Health, still_s)
         } else if is_unwell && !reports && self.last_report_s.is_some() && !is_busy {
             (Evidence::Health, unreported_s.unwrap_or_default())
@@ -424,11 +449,15 @@ impl Fleet {
             .unwrap_or_default()
     }
 
-    /// Whether the worker has had something to do and given a sign of life in the last `seconds`.
-    pub fn has_moved_within<'a>(&self, which: impl Into<Which<'a>>, seconds: f64) -> bool {
-        let then_s = self.now_s() - seconds;
-        self.with_worker(which, |worker| worker.liveness.has_moved_since(then_s))
-            .unwrap_or_default()
+    /// Whether the worker has something to do that keeps its health check waiting: it has given a sign of life in
+    /// the last `seconds`, or may be compiling.
+    pub fn is_at_work<'a>(&self, which: impl Into<Which<'a>>, seconds: f64) -> bool {
+        let now_s = self.now_s();
+        self.with_worker(which, |worker| {
+            let liveness = &worker.liveness;
+            liveness.has_moved_since(now_s - seconds) || liveness.may_compile(now_s, seconds)
+        })
+        .unwrap_or_default()
     }
 
     /// Whether nothing should be expected of the worker: it is down, or suspected to hang.
@@ -607,6 +636,46 @@ mod tests {
                     assert_eq!(liveness.judge(now_s, 1, 5.0, 5.0), None);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_scheduler_that_compiles_for_its_first_answer_is_waited_for_though_health_hangs() {
+        // (`/health` fails at once, load reports come, it has served): suspected.
+        for (fails_at_once, reports, has_served) in [
+            (false, true, false),
+            (true, true, false),
+            (false, false, false),
+            (false, true, true),
+        ] {
+            let mut liveness = if has_served {
+                served()
+            } else {
+                Liveness::default()
+            };
+            liveness.report(0.0, report(Some(1.0), None));
+            let stood = suspected_s(&mut liveness, 150.0, |liveness, now_s| {
+                if reports {
+                    liveness.report(now_s, report(Some(1.0), None));
+                }
+                match fails_at_once {
+                    true => {
+                        liveness.ask(now_s);
+                        liveness.answer(now_s, false);
+                    }
+                    // Of 20 s each, as SGLang's.
+                    false if now_s % 20.0 == 0.0 => liveness.answer(now_s, false),
+                    false if liveness.asked_s.is_none() => liveness.ask(now_s),
+                    false => {}
+                }
+            });
+            let waits = !fails_at_once && reports && !has_served;
+            assert_eq!(
+                stood.is_none(),
+                waits,
+                "{fails_at_once} {reports} {has_served}"
+            );
+            assert!(stood.is_none_or(|now_s| now_s < 12.0), "{stood:?}");
         }
     }
 

@@ -4,7 +4,7 @@
 //! messages), the end of the replay among it. So what lacks is asked for again, as soon as something is seen to
 //! lack or nothing comes any more, and as long as each answer brings some of it.
 
-use super::PATIENCE;
+use super::{PATIENCE, resolve};
 use bytes::Bytes;
 use std::time::Duration;
 use tokio::sync::mpsc::Sender;
@@ -71,7 +71,8 @@ async fn answer(
     let mut ask = ZmqMessage::from(Bytes::new());
     ask.push_back(Bytes::copy_from_slice(&asked.to_be_bytes()));
     let begin = async {
-        socket.connect(endpoint).await.map_err(fail)?;
+        let address = resolve::endpoint(endpoint).await?;
+        socket.connect(&address).await.map_err(fail)?;
         socket.send(ask).await.map_err(fail)?;
         socket.recv().await.map_err(fail)
     };
