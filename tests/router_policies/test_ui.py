@@ -124,3 +124,30 @@ async def test_the_page_asks_for_the_token_and_keeps_it_in_its_tab(
             await sees(page, "all('#ask[open]').length === 1")
             # The browser's own words for the wrong token may come late.
             assert [it for it in page.complaints if "401" not in it] == []
+
+
+@needs_browser
+async def test_tenants_are_shown_with_what_they_hold_where_there_are_some(
+    tmp_path: Path, mock_worker: Any
+) -> None:
+    tenants = f"[tenants.agents]\nweight = 3\n[tenants.{LONG[:60]}]\npriority = 'background'\n"
+    async with (
+        mock_worker() as worker,
+        aiohttp.ClientSession() as client,
+    ):
+        header = 'tenant_header = "x-tenant"\n'
+        config = router_toml(tmp_path, worker.url, header + tenants)
+        async with router("--config", config) as (url, _):
+            client.headers["x-tenant"] = "agents"
+            await turn(client, url, "s", 0)
+            async with opened(f"{url}/ui", tmp_path / "profile", 390) as page:
+                await sees(page, "all('tr').length === 3", within="#tenants")
+                shown = "all('tr').some(it => /agents[^]*[1-9]\\d* of /.test(it.innerText))"
+                await sees(page, shown, within="#tenants")
+                assert await page.value("document.documentElement.scrollWidth") <= 390
+                assert page.complaints == []
+        async with (
+            router("--config", router_toml(tmp_path, worker.url)) as (url, _),
+            opened(f"{url}/ui", tmp_path / "other") as page,
+        ):
+            await sees(page, "all('#workers tr').length === 1 && all('#shares')[0].hidden")
