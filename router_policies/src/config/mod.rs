@@ -1,6 +1,7 @@
 //! The router's configuration: what `router.toml` and the command line may say, and nothing else.
 
 use decision::fleet::residency::{Priority, Tenant};
+use decision::model::address::{canonical, host_of};
 use decision::model::checks::{described, plainly, read, within};
 use decision::model::worker::default_true;
 pub use decision::model::{Connector, Engine, Secret, WORKER_FIELDS, WorkerSpec};
@@ -71,6 +72,9 @@ pub struct Config {
     /// The header in which a gateway that is trusted names the tenant.
     #[serde(default)]
     pub tenant_header: Option<String>,
+    /// Other routers before the same workers.
+    #[serde(default)]
+    pub peers: Vec<String>,
     #[serde(default)]
     pub picker: Option<Picker>,
     /// Threads that serve requests.
@@ -271,6 +275,7 @@ impl Default for Config {
             models: BTreeMap::new(),
             tenants: BTreeMap::new(),
             tenant_header: None,
+            peers: Vec::new(),
             picker: None,
             threads: default_threads(),
             max_body_bytes: default_max_body_bytes(),
@@ -485,6 +490,30 @@ impl Config {
                 return Err(format!("otlp_endpoint: {expected}"));
             }
         }
+        let mut peers = HashSet::new();
+        for peer in &self.peers {
+            let place = peer
+                .split_once("://")
+                .filter(|(scheme, _)| matches!(*scheme, "http" | "https"));
+            let place = place
+                .map(|(_, place)| place)
+                .filter(|place| host_of(place).is_some());
+            let Some(place) = place else {
+                return Err(format!(
+                    "peers: {peer:?}: expected http://HOST:PORT or https://HOST:PORT"
+                ));
+            };
+            if !peers.insert(canonical(place)) {
+                return Err(format!("peers: {peer:?}: given twice"));
+            }
+        }
+        if let Some(worker) = self
+            .workers
+            .iter()
+            .find(|w| peers.contains(&canonical(w.authority())))
+        {
+            return Err(format!("worker {}: url: it is that of a peer", worker.id));
+        }
         if let Some(picker) = &self.picker {
             within("picker.patience_s", picker.patience_s, MIN_S..=MAX_S)?;
         }
@@ -669,6 +698,18 @@ mod tests {
             ("max_queued = 10000000", "max_queued: expected"),
             ("max_body_bytes = 0", "max_body_bytes: expected"),
             ("retries = 100000", "retries: expected"),
+            (
+                "peers = [\"10.0.0.2:9000\"]",
+                "peers: \"10.0.0.2:9000\": expected http://HOST:PORT",
+            ),
+            (
+                "peers = [\"http://localhost:1\", \"http://127.0.0.1:1\"]",
+                "given twice",
+            ),
+            (
+                "peers = [\"http://a:1\"]\n[[workers]]\nurl = \"http://a:1\"",
+                "it is that of a peer",
+            ),
             ("admin_token = \"\"", "admin_token: expected"),
             ("admin_token = \"secret \"", "admin_token: expected"),
             ("[residency]\nfill = nan", "residency: fill: expected"),

@@ -95,6 +95,7 @@ pub(super) async fn answer(
                 &gateway.fleet.tenants(),
                 gateway.admission.queued(),
                 gateway.fleet.waiting_turns(),
+                gateway.fleet.routers(),
             );
             let mut response = Response::new(Reply::Whole(Full::from(body)));
             let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");

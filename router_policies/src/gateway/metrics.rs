@@ -67,6 +67,7 @@ pub(crate) struct Metrics {
     realised_over_expected: HistogramVec,
     duration_s: Histogram,
     queued: IntGauge,
+    routers: IntGauge,
     cached_tokens: IntCounterVec,
     prompt_tokens: IntCounter,
     prediction_error_tokens: IntCounter,
@@ -180,6 +181,13 @@ impl Metrics {
                 IntGauge::new(
                     "deltaserve_waiting_turns",
                     "Requests that wait for room in a worker's KV cache.",
+                ),
+            ),
+            routers: keep(
+                &registry,
+                IntGauge::new(
+                    "deltaserve_routers",
+                    "Routers that share the workers: this one, and its peers that are there.",
                 ),
             ),
             waited_s: keep(
@@ -362,6 +370,7 @@ impl Metrics {
         tenants: &[TenantShown],
         queued: usize,
         waiting: usize,
+        routers: u64,
     ) -> Vec<u8> {
         let rendering = self.rendering.lock();
         for of in tenants {
@@ -381,6 +390,7 @@ impl Metrics {
         }
         self.waiting.set(waiting as i64);
         self.queued.set(queued as i64);
+        self.routers.set(routers as i64);
         self.worker.reset();
         self.overloaded.reset();
         for worker in workers {
@@ -532,7 +542,8 @@ mod tests {
         let workers = fleet.snapshot();
         let asked = || {
             (0..100).all(|_| {
-                let text = String::from_utf8(metrics.render(&workers, &[], 0, 0)).expect("UTF-8");
+                let text =
+                    String::from_utf8(metrics.render(&workers, &[], 0, 0, 1)).expect("UTF-8");
                 text.matches("fact=\"healthy\"").count() == workers.len()
             })
         };
@@ -561,7 +572,7 @@ mod tests {
         // How it is now is not counted.
         let states = ["deltaserve_worker{", "deltaserve_overloaded{"];
         let series_of = |id: &str| {
-            let text = metrics.render(&fleet.snapshot(), &[], 0, 0);
+            let text = metrics.render(&fleet.snapshot(), &[], 0, 0, 1);
             let text = String::from_utf8(text).expect("UTF-8");
             let label = format!("worker=\"{id}\"");
             text.lines()

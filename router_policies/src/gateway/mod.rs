@@ -36,6 +36,7 @@ mod mooncake;
 mod normalise;
 mod passthrough;
 mod patience;
+mod peers;
 pub mod picker;
 mod pieces;
 mod prompts;
@@ -293,6 +294,8 @@ impl Gateway {
         });
         let residency = settings::build(&config.residency)?;
         let fleet = Fleet::new(policy, config.policy.clone(), sink, fastrand::u64(..));
+        // Until one is known to be gone: a router that has just started takes no more than its part.
+        fleet.count_peers(config.peers.len() as i64);
         let fleet = fleet
             .with_residency(residency)
             .with_tenants(config.tenant_list())
@@ -793,6 +796,9 @@ impl Server {
         tokio::spawn(found::announce(Arc::downgrade(&gateway)));
         if gateway.config.api_keys_file.is_some() {
             tokio::spawn(keys::watch(Arc::downgrade(&gateway)));
+        }
+        for peer in &gateway.config.peers {
+            tokio::spawn(peers::watch(Arc::downgrade(&gateway), peer.clone()));
         }
         for spec in gateway.config.workers.clone() {
             gateway.add_worker(spec)?;

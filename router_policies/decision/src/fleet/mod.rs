@@ -119,6 +119,8 @@ pub(crate) struct State {
     sessions: LruCache<u64, Session>,
     sequence: u64,
     next_serial: u64,
+    /// Those that share the workers, this one among them.
+    routers: u64,
     separated_inflight: u32,
     /// Prefills whose end nothing will tell, by when they are predicted to end (µs) and id.
     untold: BTreeMap<(u64, u64), Box<Share>>,
@@ -188,6 +190,7 @@ impl Fleet {
                 sessions: LruCache::new(NonZeroUsize::new(SESSIONS).unwrap_or(NonZeroUsize::MIN)),
                 sequence: 0,
                 next_serial: 0,
+                routers: 1,
                 separated_inflight: 0,
                 untold: BTreeMap::new(),
                 mean_output_tokens: 256.0,

@@ -38,7 +38,8 @@ impl Fleet {
         let now_s = self.now_s();
         let kind = state.kinds.of(&spec);
         let beliefs = Beliefs::new(state.kinds.rates(kind), now_s);
-        let worker = Worker::new(Arc::clone(&spec), serial, block, (kind, beliefs));
+        let mut worker = Worker::new(Arc::clone(&spec), serial, block, (kind, beliefs));
+        worker.share_among(state.routers);
         let slot = match state.workers.iter().position(Option::is_none) {
             Some(slot) => slot,
             None => {
@@ -56,6 +57,28 @@ impl Fleet {
         state.set_estimate_capacity(slot, block, capacity);
         self.set_token_block(&state);
         Ok(spec)
+    }
+
+    /// So many other routers before the same workers came, or went: each books an equal part of every worker.
+    pub fn count_peers(&self, change: i64) {
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        let routers = state.routers.saturating_add_signed(change);
+        state.routers = routers;
+        for slot in 0..state.workers.len() {
+            let Some(worker) = &mut state.workers[slot] else {
+                continue;
+            };
+            worker.share_among(routers);
+            let (block, capacity) = (worker.estimate_block, worker.estimate_capacity_tokens());
+            state.set_estimate_capacity(slot, block, capacity);
+        }
+        self.settle(guard);
+    }
+
+    /// How many routers share the workers, this one among them.
+    pub fn routers(&self) -> u64 {
+        self.state.lock().routers
     }
 
     /// Whether there is, or was, a worker whose queued requests must not be aborted.

@@ -30,6 +30,10 @@ pub const SGLANG_GROUP: u32 = 0;
 
 pub(crate) struct Worker {
     pub spec: Arc<WorkerSpec>,
+    /// As residency sees it: with this router's share of the host tier.
+    shared_spec: Arc<WorkerSpec>,
+    /// Routers that share it, this one among them.
+    routers: u64,
     /// Never reused, unlike the slot.
     pub serial: u64,
     pub estimate_block: usize,
@@ -130,6 +134,8 @@ impl Worker {
             kind,
             beliefs,
             prior,
+            shared_spec: Arc::clone(&spec),
+            routers: 1,
             spec,
             serial,
             estimate_block,
@@ -155,6 +161,30 @@ impl Worker {
             decisions: 0,
             migrations: VecDeque::new(),
         }
+    }
+
+    /// From now on so many routers share it.
+    pub fn share_among(&mut self, routers: u64) {
+        self.routers = routers.max(1);
+        self.shared_spec = match self.spec.host_kv_tokens {
+            Some(tokens) if self.routers > 1 => Arc::new(WorkerSpec {
+                host_kv_tokens: Some(tokens / self.routers),
+                ..WorkerSpec::clone(&self.spec)
+            }),
+            _ => Arc::clone(&self.spec),
+        };
+    }
+
+    /// This router's share of the KV.
+    fn own_kv_tokens(&self) -> Option<u64> {
+        self.kv_capacity_tokens.map(|tokens| tokens / self.routers)
+    }
+
+    /// What requests of others hold of it.
+    fn taken_of_own_tokens(&self) -> u64 {
+        let all = self.kv_capacity_tokens.unwrap_or(0);
+        let of_other_routers = all - all / self.routers;
+        self.external_tokens().saturating_sub(of_other_routers)
     }
 
     /// Whether the estimate says what it holds, alone or beside KV events that are not all there.
@@ -196,7 +226,7 @@ impl Worker {
     pub fn estimate_capacity_tokens(&self) -> u64 {
         let device = self.kv_capacity_tokens;
         let device = device.unwrap_or(DEFAULT_KV_CAPACITY_TOKENS);
-        device.max(self.spec.host_kv_tokens.unwrap_or(0))
+        device.max(self.spec.host_kv_tokens.unwrap_or(0)) / self.routers
     }
 
     /// Takes over an engine's report. What it has beyond our reservations is someone else's, and
@@ -326,16 +356,15 @@ impl Worker {
     pub fn site(&self, slot: usize, now_s: f64) -> Site {
         let (serves_local, ..) = abilities(&self.spec);
         let used = self.engine.and_then(|engine| engine.used_tokens);
-        let external_tokens = self.external_tokens();
         let capacity = self.kv_capacity_tokens;
         Site {
             slot,
             serial: self.serial,
-            spec: Arc::clone(&self.spec),
+            spec: Arc::clone(&self.shared_spec),
             routable: self.may_get_requests(&[], now_s),
             prefills: serves_local,
-            kv_capacity_tokens: capacity,
-            external_tokens,
+            kv_capacity_tokens: self.own_kv_tokens(),
+            external_tokens: self.taken_of_own_tokens(),
             prefilling: self.prefills.busy(),
             is_exact: !self.needs_estimate(),
             keeps_prefixes: self.keeps_prefixes,
@@ -347,15 +376,18 @@ impl Worker {
     /// Makes of an older site what [`Worker::site`] is now. What never changes of a worker stays, so
     /// that thousands of them cost no count of references.
     pub fn renew_site(&self, site: &mut Site, slot: usize, now_s: f64) {
-        if site.serial != self.serial || site.slot != slot {
+        if site.serial != self.serial
+            || site.slot != slot
+            || !Arc::ptr_eq(&site.spec, &self.shared_spec)
+        {
             *site = self.site(slot, now_s);
             return;
         }
         let used = self.engine.and_then(|engine| engine.used_tokens);
         let capacity = self.kv_capacity_tokens;
         site.routable = self.may_get_requests(&[], now_s);
-        site.kv_capacity_tokens = capacity;
-        site.external_tokens = self.external_tokens();
+        site.kv_capacity_tokens = self.own_kv_tokens();
+        site.external_tokens = self.taken_of_own_tokens();
         site.prefilling = self.prefills.busy();
         site.is_exact = !self.needs_estimate();
         site.keeps_prefixes = self.keeps_prefixes;
@@ -504,6 +536,41 @@ mod tests {
         };
         worker.take_report(ours, 3.0);
         assert_eq!(worker.external_tokens(), 0);
+    }
+
+    #[test]
+    fn routers_that_share_a_worker_have_equal_parts_of_it_less_what_strangers_hold() {
+        let spec = serde_json::json!({"id": "w", "url": "http://localhost:1",
+            "kv_capacity_tokens": 100_000, "host_kv_tokens": 300_000});
+        let spec: WorkerSpec = serde_json::from_value(spec).expect("a worker");
+        let beliefs = Beliefs::new(rates::prior(&spec).rates, 0.0);
+        let mut worker = Worker::new(Arc::new(spec), 0, 16, (0, beliefs));
+        let mut site = worker.site(0, 0.0);
+        let mut seen = |worker: &Worker| {
+            worker.renew_site(&mut site, 0, 0.0);
+            let kv = site.kv_capacity_tokens.expect("known");
+            (kv, site.external_tokens, site.host_tier_tokens())
+        };
+        let report = |worker: &mut Worker, used_tokens| {
+            let load = EngineLoad {
+                running_requests: 4,
+                used_tokens: Some(used_tokens),
+                ..EngineLoad::default()
+            };
+            (0..EXTERNAL_REPORTS).for_each(|_| worker.take_report(load, 0.0));
+        };
+        worker.share_among(2);
+        assert_eq!(seen(&worker), (50_000, 0, Some(150_000)));
+        report(&mut worker, 50_000);
+        assert_eq!(
+            seen(&worker),
+            (50_000, 0, Some(150_000)),
+            "the other's part"
+        );
+        report(&mut worker, 80_000);
+        assert_eq!(seen(&worker), (50_000, 30_000, Some(150_000)), "and more");
+        worker.share_among(1);
+        assert_eq!(seen(&worker), (100_000, 80_000, Some(300_000)));
     }
 
     #[test]
