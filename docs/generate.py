@@ -166,7 +166,7 @@ _OF_THE_MACHINE = {"threads"}
 
 def _default(key: str, value: Any, said: str) -> str:
     """A default as tables show it; `said` where the code has none, or not the same everywhere."""
-    if value is None or isinstance(value, dict) or key in _OF_THE_MACHINE:
+    if value is None or isinstance(value, dict | list) or key in _OF_THE_MACHINE:
         return said
     if isinstance(value, bool):
         return str(value).lower()

@@ -106,7 +106,7 @@ class Clients:
 async def test_two_routers_book_what_there_is_once_and_one_outlives_the_other(
     tmp_path: Path,
 ) -> None:
-    async with AsyncExitStack() as stack, asyncio.timeout(120):
+    async with AsyncExitStack() as stack, asyncio.timeout(300):
         worker = Worker()
         await worker.start(stack)
         ports = [kept_port(stack) for _ in range(2)]
@@ -125,7 +125,10 @@ async def test_two_routers_book_what_there_is_once_and_one_outlives_the_other(
                 (found,) = (await answer.json())["workers"]
             return int(found["state"]["residency"]["budget_tokens"] or 0)
 
-        assert [await budget(url) for url in urls] == [9_500, 9_500]
+        # Once the worker has said what it holds.
+        while (budgets := [await budget(url) for url in urls]) != [9_500, 9_500]:
+            assert set(budgets) <= {0, 9_500}
+            await asyncio.sleep(0.05)
         clients = Clients(client)
         tasks = []
         for session, url in zip(range(2 * SESSIONS), itertools.cycle(urls)):
