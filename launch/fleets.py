@@ -20,13 +20,11 @@ from launch import checking, guard, planning
 from launch.caches import FlushError, flush
 from launch.capacity import Holds, reported
 from launch.claims import announced, claim
-from launch.engines import is_older
 from launch.freezing import freeze
 from launch.gpus import named_gpus
 from launch.hardware import GpuError, GpuSample, sample_gpus, sample_until_free
 from launch.http_calls import FAILURES, call, reason
 from launch.interrupts import held
-from launch.jit_locks import KERNEL_LOCKS_SINCE, remove_stale
 from launch.kv import worker_kv
 from launch.planning import Plan, Process
 from launch.record import write_record
@@ -170,8 +168,6 @@ class Fleet:
         if why := self.plan.topology.why_no_telemetry:
             self._tell(f"telemetry: not written: {why}")
         self._tell_gpus(sample_gpus)
-        if is_older(self.plan.engine.versions.get("torch", "0"), KERNEL_LOCKS_SINCE):
-            remove_stale((w.full_environment() for w in self.plan.workers), self._tell)
         self._state = "starting"
         self._write()
         self._start_all([m for m in self._members if m.plan.kind == "worker"])

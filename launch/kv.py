@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltaserve.errors import InputError
-from launch.engines import is_older
 from launch.models import is_shape, model_folder, shape_config
 from launch.topology import KvKeys, Topology, WorkerGroup
 
@@ -36,9 +35,6 @@ _DTYPE_BYTES = {
     "fp8_e4m3": 1,
     "fp8_e5m2": 1,
 }
-ELASTIC_HOST_TIER_SINCE = (0, 5, 23)
-"""The release of SGLang whose elastic workers may have a host tier."""
-
 _GB = 10**9
 
 
@@ -91,24 +87,6 @@ def worker_kv(topology: Topology, group: WorkerGroup) -> WorkerKv:
         host_gb=keys.host_kv_gb or None,
         bytes_per_token=bytes_per_token,
     )
-
-
-def host_tier_too_new_for(
-    topology: Topology, group: WorkerGroup, version: str
-) -> tuple[str, str] | None:
-    """The key of a host tier that SGLang `version` cannot have on these workers, and why not."""
-    keys = topology.kv_keys(group)
-    if group.role != "elastic" or not is_older(version, ELASTIC_HOST_TIER_SINCE):
-        return None
-    for key in ("host_kv_tokens", "host_kv_gb"):
-        if getattr(keys, key):
-            newer = ".".join(map(str, ELASTIC_HOST_TIER_SINCE))
-            why = (
-                f"an elastic worker of SGLang {version} has no host tier; "
-                f'engine.version = "{newer}" has one, workers.{group.role}.{key} = 0 leaves it out'
-            )
-            return key, why
-    return None
 
 
 def unlike(topology: Topology) -> tuple[str, str] | None:

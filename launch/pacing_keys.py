@@ -1,7 +1,7 @@
 """Keys by which a colocated SGLang worker shares its steps between prefill and decode.
 
-Owns the keys, which workers and releases have them, and the flags that they become. What pacing
-does is `sglang_ext.paced`'s, and SGLang's own where SGLang has the flag.
+Owns the keys, which workers have them, and the flags that they become. What pacing does is
+`sglang_ext.paced`'s, and SGLang's own where SGLang has the flag.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 from deltaserve.quantities import Count, PositiveCount, PositiveTokens
-from launch.engines import is_older
 
 _FLAGS = {
     "max_prefill_tokens": "--max-prefill-tokens",
@@ -17,8 +16,6 @@ _FLAGS = {
     "prefill_decode_interval": "--prefill-decode-interval",
     "prefill_decode_interval_min_bs": "--prefill-decode-interval-min-bs",
 }
-_SINCE = {"prefill_decode_interval": (0, 5, 23), "prefill_decode_interval_min_bs": (0, 5, 23)}
-"""The release that a flag came with, where not all that launch knows have it."""
 
 
 class PacingKeys(BaseModel):
@@ -36,9 +33,9 @@ class PacingKeys(BaseModel):
     prefill_max_requests: PositiveCount | None = None
     """A step prefills at most so many prompts."""
     prefill_decode_interval: Count | None = None
-    """SGLang 0.5.23: so many steps only decode after a step that prefilled."""
+    """SGLang: so many steps only decode after a step that prefilled."""
     prefill_decode_interval_min_bs: Count | None = None
-    """SGLang 0.5.23: the interval applies from so many decoding requests on."""
+    """SGLang: the interval applies from so many decoding requests on."""
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -61,13 +58,3 @@ class PacingKeys(BaseModel):
             if (value := getattr(self, key)) is not None:
                 argv += [flag, str(value)]
         return argv
-
-    def too_new_for(self, version: str) -> tuple[str, str] | None:
-        """The first key whose flag SGLang `version` does not have, and why it cannot be had."""
-        for key in self.given:
-            since = _SINCE.get(key)
-            if since and is_older(version, since):
-                newer = ".".join(map(str, since))
-                why = f'SGLang {version} has no {_FLAGS[key]}; engine.version = "{newer}" does'
-                return key, why
-        return None

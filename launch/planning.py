@@ -30,7 +30,7 @@ from launch.engines import ENVIRONMENTS, Engine, find, require
 from launch.gpus import on_gpus
 from launch.guard import older_log
 from launch.keys import Keys, engine_keys, router_environment, router_keys, variable
-from launch.kv import host_tier_too_new_for, unlike, vocab_size, worker_kv
+from launch.kv import unlike, vocab_size, worker_kv
 from launch.models import is_folder, is_shape, model_folder, shape_folder, write_shape
 from launch.policies import with_policy
 from launch.ports import free_base, worker_ports
@@ -165,14 +165,6 @@ def layout(
     in order) where given. Pure.
     """
     known = _ENGINES[engine.name]
-    for index, group in enumerate(topology.workers):
-        refused = topology.pacing_keys(group).too_new_for(engine.version) or host_tier_too_new_for(
-            topology, group, engine.version
-        )
-        if refused and not group.urls:
-            key, why = refused
-            at = f"workers.{index}.{key}" if key in group.model_fields_set else key
-            raise InputError(f"{topology.where}: {at}: {why}")
     if found := unlike(topology):
         raise InputError(f"{topology.where}: {': '.join(found)}")
     on_cpu = topology.device == "cpu"

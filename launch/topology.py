@@ -100,9 +100,7 @@ class EngineChoice(_Strict):
     name: Literal["sglang", "vllm"]
     """The engine."""
     version: _Text | None = None
-    """A pinned release (`launch install sglang-0.5.23`); with `python`, the release that
-    must be found there. Without it the default release.
-    """
+    """The release that must be found. Without it the pinned one, or whatever `python` has."""
     python: Path | None = None
     """The Python of an environment of yours, in place of the project's."""
 

@@ -41,13 +41,13 @@ class PlacedHook:
     """A hook in the installed release.
 
     `target` is the dotted path of a function or method; `signature` the target's parameters as in
-    `parameters_of`, several where tested releases differ.
+    `parameters_of`.
     """
 
     target: str
     kind: Kind
     function: Callable[..., Any]
-    signature: str | tuple[str, ...]
+    signature: str
 
 
 def parameters_of(function: Callable[..., Any]) -> str:
@@ -93,9 +93,8 @@ def check_hooks(hooks: Iterable[PlacedHook]) -> None:
                 f"deltaserve's SGLang plugin hooks {hook.target}, which this SGLang lacks: {error}"
             ) from error
         found = parameters_of(target)
-        accepted = (hook.signature,) if isinstance(hook.signature, str) else hook.signature
-        if found not in accepted:
+        if found != hook.signature:
             raise PluginMismatch(
-                f"deltaserve's SGLang plugin hooks {hook.target}{' or '.join(accepted)}, "
+                f"deltaserve's SGLang plugin hooks {hook.target}{hook.signature}, "
                 f"but this SGLang has {found}"
             )

@@ -21,7 +21,6 @@ from sglang_ext.guards import Hook, PluginMismatch
 from sglang_ext.pacing.prefill import (
     Chunk,
     PacedPrefill,
-    carry_true_lengths,
     check_chunking,
     is_decoding,
 )
@@ -142,11 +141,6 @@ def _paused(_result: None, scheduler: Any, _request: Any) -> None:
         paced.nothing_runs()
 
 
-def _mixed(_result: None, batch: Any, running_batch: Any) -> None:
-    if _paced:
-        carry_true_lengths(batch, running_batch)
-
-
 def _adder_made(_result: None, adder: Any, *_: Any, **__: Any) -> None:
     if _kept_tokens:
         current().keep_from_adder(adder, _kept_tokens)
@@ -180,7 +174,6 @@ HOOKS = (
     Hook("scheduler.process_result", "after", _learn),
     Hook("scheduler.idle", "after", _idle),
     Hook("scheduler.pause", "after", _paused),
-    Hook("batch.mixed", "after", _mixed),
     Hook("adder.made", "after", _adder_made),
     Hook("adder.add_chunked", "around", _add_chunked),
     Hook("adder.add_one", "around", _add_one),

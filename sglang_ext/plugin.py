@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from sglang_ext.guards import Hook, PlacedHook, PluginMismatch, check_applied, check_hooks
-from sglang_ext.sglang import check_features, place, select, use
+from sglang_ext.sglang import place, select, use
 
 FEATURES = {
     "cpu": "sglang_ext.cpu",
@@ -45,7 +45,7 @@ def check(sglang_version: str) -> None:
     """
     names = requested_features(os.environ.get("DELTASERVE_SGLANG", ""))
     if names:
-        check_features(select(sglang_version), sglang_version, names)
+        select(sglang_version)
         for name in names:
             importlib.import_module(FEATURES[name])  # which reads its settings
 
@@ -67,9 +67,7 @@ def install() -> None:
 
 
 def _install(names: list[str]) -> None:
-    found = version("sglang")
-    release = select(found)
-    check_features(release, found, names)
+    release = select(version("sglang"))
     use(release)
     declared: list[Hook] = []
     for name in names:

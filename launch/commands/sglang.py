@@ -1,4 +1,4 @@
-"""How an SGLang worker is started (0.5.17 and 0.5.23).
+"""How an SGLang worker is started (0.5.23).
 
 Every port that SGLang would pick by itself is given; its `/health` is told not to generate, because
 a generated token would be in the cache before the first request.
@@ -6,9 +6,12 @@ a generated token would be in the cache before the first request.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+from pathlib import Path
 
+from launch.cache import cache_dir
 from launch.commands import (
     Command,
     Paths,
@@ -19,7 +22,6 @@ from launch.commands import (
     parsers,
     visible_gpus,
 )
-from launch.jit_locks import VARIABLE, extensions_dir
 from launch.kv import hicache_size, worker_kv
 from launch.models import is_shape
 from launch.topology import Role, Topology, WorkerGroup
@@ -37,6 +39,8 @@ FAILURES = (
     "Failed to execute general plugin: deltaserve",
     "Failed to apply hooks to",
 )
+
+_EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 
 _PREFILL_GRAPHS_UP_TO = ("--cuda-graph-max-bs-prefill", "4096")
 
@@ -58,6 +62,16 @@ def features(topology: Topology, group: WorkerGroup) -> list[str]:
     return [name for name, wanted in asked.items() if wanted]
 
 
+def _extensions_dir(python: Path) -> Path:
+    """Where torch compiles extensions of the SGLang with this interpreter to.
+
+    Each has a folder of its own: releases of SGLang give different sources the same name, and would
+    compile them over each other.
+    """
+    name = hashlib.sha256(str(python).encode()).hexdigest()[:12]
+    return cache_dir() / "torch_extensions" / name
+
+
 def command(topology: Topology, place: Place, paths: Paths) -> Command:
     """The command of one worker."""
     group = place.group
@@ -77,7 +91,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         argv += ["--skip-tokenizer-init"]
         argv += ["--grammar-backend", "none"]
     elif topology.device == "cpu":
-        # xgrammar, SGLang's default, has no kernel for a CPU's logits in SGLang 0.5.17.
+        # xgrammar, SGLang's default, has no kernel that ran here for a CPU's logits.
         argv += ["--grammar-backend", "llguidance"]
     argv += parsers(topology)
     if topology.context_tokens:
@@ -105,8 +119,8 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         "DELTASERVE_TELEMETRY_DIR": str(paths.run_dir / "steps"),
         "DELTASERVE_WORKER_ID": place.id,
     }
-    if VARIABLE not in os.environ:
-        environment[VARIABLE] = str(extensions_dir(paths.python))
+    if _EXTENSIONS not in os.environ:
+        environment[_EXTENSIONS] = str(_extensions_dir(paths.python))
     python_path = [str(paths.plugin_dir)]
     if topology.device == "cpu":
         # A stand-in for the kernels' package, whose own import needs a CUDA driver.

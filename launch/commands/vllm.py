@@ -1,4 +1,4 @@
-"""How a vLLM worker is started (0.26.0; on a CPU 0.32.0 too)."""
+"""How a vLLM worker is started (0.33.0; on a CPU 0.32.0)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAILURES: tuple[str, ...] = ()
 STOP_SIGNAL = signal.SIGTERM
 OWN_BLOCKS = 1
 """Of each rank's KV cache vLLM keeps one block for itself, which stands where a request has none;
-it is asked for besides, so that `max_total_tokens` are for requests. 0.32 does not start where the
+it is asked for besides, so that `max_total_tokens` are for requests. It does not start where the
 longest request does not fit beside it."""
 
 _GIB = 2**30

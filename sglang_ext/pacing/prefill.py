@@ -271,19 +271,3 @@ def check_chunking(scheduler: Any, settings: PacingSettings, prefix: str) -> Non
 def is_decoding(running_batch: Any) -> bool:
     """Whether anyone in `running_batch` waits for a next token."""
     return not running_batch.is_empty() and not running_batch.is_prefill_only
-
-
-def carry_true_lengths(batch: Any, running_batch: Any) -> None:
-    """Corrects the lengths of the decodes of `running_batch` that were mixed into `batch`.
-
-    With overlap scheduling SGLang takes each decode's last token for one that it has not noted
-    yet. A request that has just arrived brought its token along: it would be taken to be longer
-    by one than it is.
-    """
-    riding = running_batch.batch_size()
-    if riding == 0 or batch.seq_lens_cpu is None:
-        return
-    batch.prefix_lens = [
-        *batch.prefix_lens[:-riding],
-        *(length - 1 for length in batch.seq_lens_cpu[-riding:].tolist()),
-    ]

@@ -9,19 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang_ext.guards import Hook, PlacedHook, PluginMismatch
-from sglang_ext.sglang.base import ElasticVerbs, NotNeeded, Release
-from sglang_ext.sglang.v0_5_17 import Sglang0517
-from sglang_ext.sglang.v0_5_22 import Sglang0519, Sglang0520, Sglang0521, Sglang0522
+from sglang_ext.sglang.base import ElasticVerbs, Release
 from sglang_ext.sglang.v0_5_23 import Sglang0523
 
-RELEASES: tuple[Release, ...] = (
-    Sglang0517(),
-    Sglang0519(),
-    Sglang0520(),
-    Sglang0521(),
-    Sglang0522(),
-    Sglang0523(),
-)
+RELEASES: tuple[Release, ...] = (Sglang0523(),)
 
 _current: list[Release] = []
 
@@ -53,26 +44,10 @@ def current() -> Release:
 
 def elastic() -> ElasticVerbs:
     """The elastic worker's verbs of that release."""
-    verbs = current().elastic
-    assert verbs is not None, "the feature is refused where a release has none"
-    return verbs
-
-
-def check_features(release: Release, version: str, features: Iterable[str]) -> None:
-    """Raises `PluginMismatch` for a feature that cannot be had with this release."""
-    for feature in features:
-        if feature in release.lacking:
-            raise PluginMismatch(
-                f"DELTASERVE_SGLANG asks for {feature}, which SGLang {version} cannot have: "
-                f"{release.lacking[feature]}"
-            )
+    return current().elastic
 
 
 def place(hooks: Iterable[Hook], release: Release) -> list[PlacedHook]:
-    """`hooks` where they belong in `release`, less those that it can do without."""
-    placed = []
-    for hook in hooks:
-        target = release.targets[hook.point]
-        if not isinstance(target, NotNeeded):
-            placed.append(PlacedHook(target.path, hook.kind, hook.function, target.signature))
-    return placed
+    """`hooks` where they belong in `release`."""
+    targets = [(release.targets[hook.point], hook) for hook in hooks]
+    return [PlacedHook(t.path, hook.kind, hook.function, t.signature) for t, hook in targets]

@@ -2,8 +2,7 @@
 
 An adapter owns two things. `Release.targets` says where each hook goes and which parameters are
 expected there. The verbs are how plugin code touches state of SGLang that releases keep in
-different places. Whatever is the same in all supported releases is used directly and stands in no
-adapter; outside of this folder nothing asks for a version.
+different places. Outside of this folder nothing asks for a version.
 """
 
 from __future__ import annotations
@@ -17,19 +16,11 @@ from typing import Any, Protocol
 class Target:
     """Where a hook goes: the dotted path of a function or method, and its parameters.
 
-    `signature` is in the form of `guards.parameters_of`; there are several where one adapter serves
-    releases that differ.
+    `signature` is in the form of `guards.parameters_of`.
     """
 
     path: str
-    signature: str | tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class NotNeeded:
-    """A hook that a release can do without, and `why`."""
-
-    why: str
+    signature: str
 
 
 @dataclass(frozen=True)
@@ -122,10 +113,6 @@ class ElasticVerbs(Protocol):
         """Drops that copy."""
         ...
 
-    def came_back(self, tree_cache: Any, req: Any) -> None:
-        """Mends what SGLang forgets of a request that came back from host memory."""
-        ...
-
     def kept_from_adder(self, adder: Any) -> int:
         """Tokens of the KV pool that `adder` leaves alone."""
         ...
@@ -137,14 +124,11 @@ class Release(Protocol):
     versions: tuple[str, ...]
     """The releases of SGLang that were run with it."""
 
-    targets: Mapping[str, Target | NotNeeded]
+    targets: Mapping[str, Target]
     """Name of a hook's point → where it is."""
 
-    lacking: Mapping[str, str]
-    """Feature of the plugin that cannot be had with these releases → what is missing."""
-
-    elastic: ElasticVerbs | None
-    """The elastic worker's verbs; None where `lacking` says why there are none."""
+    elastic: ElasticVerbs
+    """The elastic worker's verbs."""
 
     def parallel(self, scheduler: Any) -> Parallel:
         """How `scheduler`'s worker is spread over processes."""
@@ -165,7 +149,7 @@ class Release(Protocol):
     def can_ride(self, running_batch: Any) -> bool:
         """Whether SGLang mixes the requests of `running_batch` into a prefill at all.
 
-        Beside that, logprobs and embeddings keep it from it in every release.
+        Beside that, logprobs and embeddings keep it from it.
         """
         ...
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_ext.sglang.elastic_common import ElasticCommon
 
-
-class Elastic0523(ElasticCommon):
-    """A request's KV is in its record ``req.kv`` there, which is never None, its lock ``req.lock``.
+class Elastic0523:
+    """A request's KV is in its record ``req.kv``, which is never None, its lock ``req.lock``.
 
     SGLang itself keeps the KV of a failed transfer until the prefill worker acknowledges the abort,
     and starts a request that comes back from host memory at the tree's root.
@@ -38,7 +37,7 @@ class Elastic0523(ElasticCommon):
             "storage behind the host tier": scheduler.enable_hicache_storage,
             # Requests of sessions own KV while they wait in line, where local prompts own none.
             "streaming sessions": get_serving().enable_streaming_session,
-            # SGLang has these three with the decode radix cache since 0.5.21.
+            # SGLang has these three with the decode radix cache. They were not tried here.
             "speculative decoding": not scheduler.spec_algorithm.is_none(),
             "sliding windows": scheduler.is_hybrid_swa,
             "state-space models": scheduler.is_hybrid_ssm,
@@ -46,27 +45,18 @@ class Elastic0523(ElasticCommon):
             "retraction backups other than cpu_tensor": (
                 disagg.disaggregation_decode_retraction_backup != "cpu_tensor"
             ),
-            **self._since_0521(disagg),
+            "KV received in host memory": disagg.disaggregation_decode_host_receive_threshold < 1,
+            "changing roles": disagg.enable_pd_role_switch,
             # It keeps SGLang from forming a prefill batch, in the midst of which transfers come in.
             "a prefill-decode interval": scheduler.prefill_decode_interval > 0,
             "the unified memory pool": scheduler.enable_unified_memory,
             "session radix caches": memory.enable_session_radix_cache,
-            "caches of others (LMCache, FlexKV, external linkers)": self._caches_of_others(memory),
+            "caches of others (LMCache, FlexKV, external linkers)": (
+                memory.enable_lmcache
+                or memory.enable_flexkv
+                or memory.enable_unified_cache_external_linker
+            ),
         }
-
-    def _since_0521(self, disagg: Any) -> Mapping[str, bool]:
-        """What came with 0.5.21 and was not tried."""
-        return {
-            "KV received in host memory": disagg.disaggregation_decode_host_receive_threshold < 1,
-            "changing roles": disagg.enable_pd_role_switch,
-        }
-
-    def _caches_of_others(self, memory: Any) -> bool:
-        return bool(
-            memory.enable_lmcache
-            or memory.enable_flexkv
-            or memory.enable_unified_cache_external_linker
-        )
 
     def enter_line(self, scheduler: Any, req: Any) -> None:
         req.arrival_processed_tokens = scheduler.processed_tokens_counter
@@ -118,20 +108,36 @@ class Elastic0523(ElasticCommon):
         queue.resolve_deferred_releases()
 
     def start_over(self, req: Any) -> None:
-        super().start_over(req)
+        retractions, stained = req.retraction_count, req.retracted_stain
+        req.reset_for_retract()
+        req.retraction_count, req.retracted_stain = retractions, stained
+        req.full_untruncated_fill_ids = array("q")
         req.expected_kv_checksum = 0
+
+    def put_back(self, scheduler: Any, req: Any) -> None:
+        from sglang.srt.managers.schedule_batch import release_req
+
+        release_req(
+            req=req,
+            remaing_req_count=0,
+            req_to_token_pool=scheduler.req_to_token_pool,
+            token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+            tree_cache=scheduler.tree_cache,
+            hisparse_coordinator=None,
+            offload_kv=False,
+        )
 
     def allocated_tokens(self, req: Any) -> int | None:
         return int(req.kv.kv_allocated_len) if req.kv.holds_kv else None
+
+    def tokens_to_come_back(self, preallocation: Any, req: Any) -> int:
+        return int(preallocation._prealloc_required_tokens(req)[0])
 
     def is_in_host_memory(self, req: Any) -> bool:
         return req.kv.retraction_backup is not None
 
     def forget_host_copy(self, req: Any) -> None:
         req.kv.retraction_backup = None
-
-    def came_back(self, tree_cache: Any, req: Any) -> None:
-        """Nothing to mend: SGLang starts it from the tree's root since 0.5.21."""
 
     def kept_from_adder(self, adder: Any) -> int:
         return int(adder.memory_budget.total_offset)

@@ -231,7 +231,7 @@ def _serve(arguments: list[str]) -> None:
 
 def main(arguments: list[str]) -> None:
     if arguments[:2] == ["-I", "-c"]:
-        print(json.dumps({"python": "3.11.0", "sglang": "0.5.17", "vllm": "0.26.0"}))
+        print(json.dumps({"python": "3.11.0", "sglang": "0.5.23", "vllm": "0.33.0"}))
     elif arguments[0].endswith("probe.py"):
         flags, switches = _FLAGS, _SWITCHES
         if arguments[1:] == ["vllm"]:

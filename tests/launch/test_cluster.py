@@ -16,7 +16,7 @@ from launch.planning import layout, router_config
 from launch.topology import Placement
 from launch.topology_files import load_topology
 
-SGLANG = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.17"})
+SGLANG = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.23"})
 RAY = ("placement.kind=ray", "placement.python=/opt/ray/bin/python")
 
 

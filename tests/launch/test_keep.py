@@ -35,7 +35,7 @@ def test_the_same_workers_serve_behind_one_router_after_the_other(
         run_dir = tmp_path / f"run{number}"
         with kept.fleet(routed(fakes("serve", "serve"), policy), run_dir) as running:
             pids.append([worker.pid for worker in running.workers])
-            assert running.engine_versions["sglang"] == "0.5.17"
+            assert running.engine_versions["sglang"] == "0.5.23"
             running.check()
         config = tomllib.loads((run_dir / "router.toml").read_text())
         assert config["policy"] == policy

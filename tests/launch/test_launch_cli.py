@@ -236,7 +236,7 @@ def test_down_ends_a_fleet_that_is_still_checked(fake_python: Path, tmp_path: Pa
     assert as_process("up", "laptop-sglang", *fakes, "--detach").returncode == 0
     assert deltaserve("down", str(run_dir)).returncode == 0
     # Another engine: its options are asked for, which takes as long as it is imported.
-    script = fake_python.read_text().replace("0.5.17", "0.5.23")
+    script = fake_python.read_text().replace("3.11.0", "3.12.0")
     asked = 'elif arguments[0].endswith("probe.py"):\n'
     assert asked in script
     fake_python.write_text(script.replace(asked, f"{asked}        time.sleep(600)\n"))

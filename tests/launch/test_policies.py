@@ -68,7 +68,7 @@ def test_the_router_finds_a_python_class_where_the_fleet_was_asked_for(
     monkeypatch.setenv("PYTHONPATH", "beside")
     topology = with_policy(load_topology("laptop-sglang", ["router.policy=ours:Mine"]))
     path = [str(module), str(module / "beside"), str(Path(deltaserve.__file__).parents[1])]
-    engine = Engine("sglang", Path("/opt/python"), {"sglang": "0.5.17"})
+    engine = Engine("sglang", Path("/opt/python"), {"sglang": "0.5.23"})
     made = layout(topology, module / "run", engine, 4)
     assert made.router is not None
     assert made.router.environment["PYTHONPATH"] == os.pathsep.join(path)

@@ -22,12 +22,6 @@ from launch.engines import Environment, environment_for
 VOCABULARY = 1024
 """Of the tiny model; ids below 16 are left to special tokens."""
 
-DEFAULT, NEWER = "0.5.17", "0.5.23"
-"""The pinned releases of SGLang."""
-
-NEWER_VLLM = "0.32.0"
-"""The newer of the pinned releases of vLLM."""
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -35,13 +29,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.live)
 
 
-def installed(engine: str, version: str | None = None) -> Environment:
+def installed(engine: str) -> Environment:
     """The pinned environment of an engine for a CPU; where it is missing, the test is skipped.
 
     ``make test-live`` has installed them all and sets ``DELTASERVE_LIVE_REQUIRED``: there a missing
-    one fails the test, so that continuous integration cannot pass by skipping a release.
+    one fails the test, so that continuous integration cannot pass by skipping an engine.
     """
-    environment = environment_for(engine, "cpu", version)
+    environment = environment_for(engine, "cpu")
     if not environment.installed:
         missing = f"not installed: deltaserve launch install {environment.name}"
         if os.environ.get("DELTASERVE_LIVE_REQUIRED"):

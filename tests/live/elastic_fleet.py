@@ -1,9 +1,8 @@
 """A colocated, a prefill and an elastic worker of real SGLang on a CPU, and ways to ask them.
 
-Owns how the workers are started, replaced and asked; the tests say what of. Each release that is
-pinned can be started where it is installed; ``DELTASERVE_LIVE_ENGINE`` names the Python of another
-environment with SGLang and NIXL, which then takes the place of ``DELTASERVE_LIVE_VERSION`` (default
-0.5.17).
+Owns how the workers are started, replaced and asked; the tests say what of.
+``DELTASERVE_LIVE_ENGINE`` names the Python of another environment with SGLang and NIXL than the
+installed one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import pytest
 
 import sglang_ext
 from launch.models import write_shape
-from tests.live.conftest import DEFAULT, installed, total_of
+from tests.live.conftest import installed, total_of
 
 START_S = 400.0
 ANSWER_S = 90.0
@@ -66,14 +65,9 @@ MODEL: dict[str, Any] = {
 }
 
 
-def engine_python(version: str = DEFAULT) -> str:
-    """The Python of an environment with SGLang `version`; see `installed` where it is missing."""
-    given = os.environ.get("DELTASERVE_LIVE_ENGINE")
-    if given and version == os.environ.get("DELTASERVE_LIVE_VERSION", DEFAULT):
-        return given
-    if given:
-        pytest.skip("DELTASERVE_LIVE_ENGINE names another environment")
-    return str(installed("sglang", version).python)
+def engine_python() -> str:
+    """The Python of an environment with SGLang; see `installed` where it is missing."""
+    return os.environ.get("DELTASERVE_LIVE_ENGINE") or str(installed("sglang").python)
 
 
 def needs_mooncake(python: str) -> None:
@@ -112,7 +106,6 @@ class Server:
     folder: Path
     flags: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
-    version: str = DEFAULT
     text: bool = False
     """With a tokenizer and grammars; else it takes and gives token ids alone."""
     process: subprocess.Popen[bytes] | None = None
@@ -158,7 +151,7 @@ class Server:
             **self.variables,
         }
         command = [
-            *(engine_python(self.version), "-m", "sglang.launch_server"),
+            *(engine_python(), "-m", "sglang.launch_server"),
             *("--model-path", str(model)),
             *("--device", "cpu", "--dtype", "float32", "--load-format", "dummy"),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -363,7 +356,6 @@ class Workers:
 
     folder: Path
     base_port: int
-    version: str = DEFAULT
     text: bool = False
     running: dict[str, Server] = field(default_factory=dict)
 
@@ -381,7 +373,6 @@ class Workers:
             self.folder,
             flags,
             variables | {"KEY": key},
-            self.version,
             self.text,
         )
         server.log.unlink(missing_ok=True)

@@ -1,17 +1,14 @@
 #!/usr/bin/env bash
 # Runs the live tests of the elastic worker and of reading KV over Mooncake's TCP transport, without a GPU or
 # RDMA device:
-#   tests/live/mooncake.sh [0.5.17|0.5.23] [folder of the environment]
-# Makes an environment of that pinned SGLang with Mooncake in it (beside the one that `deltaserve launch
+#   tests/live/mooncake.sh [folder of the environment]
+# Makes an environment of the pinned SGLang with Mooncake in it (beside the one that `deltaserve launch
 # install` makes, which has none), once. Mooncake's library links RDMA's even when it uses TCP: those are
 # the system's, and installing them needs root.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-version=${1:-0.5.17}
-environment=${2:-${XDG_CACHE_HOME:-$HOME/.cache}/deltaserve/sglang-$version-with-mooncake}
+environment=${1:-${XDG_CACHE_HOME:-$HOME/.cache}/deltaserve/sglang-with-mooncake}
 mooncake=mooncake-transfer-engine-non-cuda==0.3.13.post1
-lock=launch/engines/sglang-$version.lock
-[ "$version" = 0.5.17 ] && lock=launch/engines/sglang.lock
 
 missing=()
 for library in libibverbs.so.1 librdmacm.so.1 libnl-3.so.200 libnl-route-3.so.200; do
@@ -26,9 +23,9 @@ fi
 if ! "$environment/bin/python" -c "import mooncake.engine" 2>/dev/null; then
   .venv/bin/uv venv --quiet --clear --python .venv/bin/python "$environment"
   .venv/bin/uv pip install --quiet --python "$environment/bin/python" --no-deps --require-hashes \
-    --requirement "$lock"
+    --requirement launch/engines/sglang.lock
   .venv/bin/uv pip install --quiet --python "$environment/bin/python" --no-deps "$mooncake"
 fi
-DELTASERVE_LIVE_ENGINE=$environment/bin/python DELTASERVE_LIVE_VERSION=$version \
+DELTASERVE_LIVE_ENGINE=$environment/bin/python \
   exec .venv/bin/python -m pytest -q -s -m live -k mooncake \
   tests/live/test_elastic_live.py tests/live/test_kv_read_live.py

@@ -14,8 +14,6 @@ import pytest
 
 from launch import Fleet, fleet, load_topology
 
-from .conftest import NEWER
-
 CLIENT = Path(__file__).with_name("agent_client.py")
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
@@ -46,7 +44,6 @@ def logged(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     [
         # One prefill worker and one that does both: what PD cannot carry is served there alone.
         ("laptop-sglang-elastic", ["kv_events=true"]),
-        ("laptop-sglang-elastic", ["kv_events=true", f"engine.version={NEWER}"]),
         ("laptop-vllm", ["workers.0.count=1"]),
     ],
 )

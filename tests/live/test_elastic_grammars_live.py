@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from tests.live.conftest import DEFAULT, NEWER
 from tests.live.elastic_fleet import Fleet, Workers, ask, client_of, engine_python, request
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
@@ -28,10 +27,9 @@ GRAMMAR = "yes|no|perhaps"
 
 
 @pytest.fixture
-def workers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Workers]:
-    version = getattr(request, "param", NEWER)
-    engine_python(version)
-    workers = Workers(tmp_path, BASE_PORT, version, text=True)
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    engine_python()
+    workers = Workers(tmp_path, BASE_PORT, text=True)
     try:
         yield workers
     finally:
@@ -76,7 +74,6 @@ async def test_grammars_give_the_tokens_of_a_colocated_worker(workers: Workers) 
     assert state["counts"]["separated"] >= 12 > fallbacks
 
 
-@pytest.mark.parametrize("workers", [DEFAULT, NEWER], indirect=True)
 async def test_a_prompt_whose_grammar_has_to_be_compiled_is_paced_from_its_first_chunk(
     workers: Workers,
 ) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.live.conftest import DEFAULT, NEWER, total_of
+from tests.live.conftest import total_of
 from tests.live.elastic_fleet import (
     VOCABULARY,
     Fleet,
@@ -44,19 +44,15 @@ from tests.live.elastic_fleet import (
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 
-SESSIONS = {DEFAULT: 60, NEWER: 200}
-if given := os.environ.get("DELTASERVE_LIVE_SESSIONS"):
-    SESSIONS = dict.fromkeys(SESSIONS, int(given))
+SESSIONS = int(os.environ.get("DELTASERVE_LIVE_SESSIONS", "200"))
 SEED = int(os.environ.get("DELTASERVE_LIVE_SEED", "1"))
 
 
-@pytest.fixture(scope="module", params=[DEFAULT, NEWER])
-def workers(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Workers]:
-    engine_python(request.param)
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    engine_python()
     base_port = int(os.environ.get("DELTASERVE_LIVE_BASE_PORT", "32100"))
-    workers = Workers(tmp_path_factory.mktemp("elastic"), base_port, request.param)
+    workers = Workers(tmp_path_factory.mktemp("elastic"), base_port)
     try:
         yield workers
     finally:
@@ -158,7 +154,7 @@ async def test_any_path_gives_the_tokens_of_a_colocated_worker(workers: Workers)
                 await fleet.prefill.ready(fleet.client)
 
         dying = asyncio.create_task(deaths())
-        count = SESSIONS[workers.version]
+        count = SESSIONS
         await sessions.run(count)
         while not dying.done():  # the second death, too, is to hit transfers
             await sessions.run(8)
@@ -341,8 +337,6 @@ async def tokens_back(fleet: Any) -> float:
 async def test_what_was_evicted_comes_back_from_host_memory_on_either_path(
     workers: Workers,
 ) -> None:
-    if workers.version == DEFAULT:
-        pytest.skip(f"SGLang {DEFAULT}: an elastic worker has no host tier there")
     async with workers.fleet(
         "host tier",
         (),
@@ -440,12 +434,12 @@ async def test_a_more_important_request_pushes_others_out_and_they_come_back(
 
 
 async def test_mooncake_over_tcp(workers: Workers) -> None:
-    needs_mooncake(engine_python(workers.version))
+    needs_mooncake(engine_python())
     async with workers.fleet(
         "mooncake", (), ("--disable-overlap-schedule",), backend="mooncake_tcp"
     ) as fleet:
         sessions = Sessions(fleet, random.Random(SEED + 3), longest_tokens=1800)
-        running = asyncio.create_task(sessions.run(max(16, SESSIONS[workers.version] // 5)))
+        running = asyncio.create_task(sessions.run(max(16, SESSIONS // 5)))
         while sessions.seen["separated"] < 12 and not running.done():
             await asyncio.sleep(0.05)
         fleet.prefill.kill()

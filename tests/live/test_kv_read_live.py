@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from sglang_ext.kv_read.run import MAPPED_WAYS, MOONCAKE_WAYS, NIXL_WAYS
-from tests.live.conftest import DEFAULT
 from tests.live.elastic_fleet import engine_python, needs_mooncake
 
 pytestmark = pytest.mark.timeout(300)
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def python() -> str:
-    return engine_python(os.environ.get("DELTASERVE_LIVE_VERSION", DEFAULT))
+    return engine_python()
 
 
 def samples_of(

@@ -22,13 +22,7 @@ import pytest
 from launch import Fleet, FleetError, catalog, checking, fleet, load_topology, plan
 from launch.engines import ENVIRONMENTS, install
 from launch.http_calls import call
-from tests.live.conftest import (
-    NEWER,
-    cached_of,
-    generate_separated,
-    installed,
-    processes_of,
-)
+from tests.live.conftest import cached_of, generate_separated, installed, processes_of
 from tests.processes import working_in
 
 FAKE_ENGINE = Path(__file__).parent.parent / "launch" / "fake_engine.py"
@@ -36,21 +30,12 @@ FAKE_ENGINE = Path(__file__).parent.parent / "launch" / "fake_engine.py"
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
-def with_releases() -> list[tuple[str, str | None]]:
-    """Each shipped topology with its engine's default release, SGLang's with the newer one too."""
-    pairs: list[tuple[str, str | None]] = [(name, None) for name in catalog()]
-    for name in catalog():
-        if load_topology(name).engine.name == "sglang":
-            pairs.append((name, NEWER))
-    return pairs
-
-
-@pytest.mark.parametrize(("name", "version"), with_releases())
+@pytest.mark.parametrize("name", catalog())
 def test_every_flag_of_a_shipped_topology_is_one_of_the_installed_engines(
-    name: str, version: str | None, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     engine = load_topology(name).engine.name
-    python = installed(engine, version).python
+    python = installed(engine).python
     # vLLM for a CPU has the same parser as vLLM for CUDA.
     topology = load_topology(name, [f"engine.python={python}", "base_port=0"])
     checking.check(plan(topology, tmp_path / "run"), gpus=False)
@@ -80,13 +65,11 @@ def check_the_router_knows_what_it_holds(running: Fleet, asked: list[int], sourc
 
 
 # Colocated workers of both engines, with KV events: test_residency_live.py. Separated: below.
-# Elastic ones of the default release: test_agents_live.py.
 def test_an_elastic_fleet_answers_and_the_router_knows_what_it_holds(
     prompt: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
-    installed("sglang", NEWER)
-    newer = f'engine.version="{NEWER}"'
-    overrides = ["kv_events=true", "warm_up=true", "base_port=0", newer]
+    installed("sglang")
+    overrides = ["kv_events=true", "warm_up=true", "base_port=0"]
     with fleet(load_topology("laptop-sglang-elastic", overrides), tmp_path / "run") as running:
         check_the_router_knows_what_it_holds(running, prompt(600), "events")
     record = json.loads((tmp_path / "run" / "fleet.json").read_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch import fleet, load_topology
-from tests.live.conftest import DEFAULT, NEWER, Generation, generate, installed, worker_of
+from tests.live.conftest import Generation, generate, installed, worker_of
 
 OVERRIDES = [
     "base_port=0",
@@ -27,12 +27,11 @@ OVERRIDES = [
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("version", [DEFAULT, NEWER])
 def test_a_short_turn_whose_prefix_is_in_host_memory_does_not_wait_for_a_long_prompt(
-    version: str, prompt: Callable[[int], list[int]], tmp_path: Path
+    prompt: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
-    installed("sglang", version)
-    topology = load_topology("laptop-sglang-1", [*OVERRIDES, f"engine.version={version}"])
+    installed("sglang")
+    topology = load_topology("laptop-sglang-1", OVERRIDES)
     with fleet(topology, tmp_path / "run") as running:
         url = worker_of(running, "colocated").url
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 import urllib.request
@@ -17,8 +16,6 @@ import pytest
 from launch import Fleet, fleet, load_topology
 from sglang_ext.plugin import FEATURES
 from tests.live.conftest import (
-    DEFAULT,
-    NEWER,
     Generation,
     generate,
     generate_separated,
@@ -33,23 +30,17 @@ Prompt = Callable[[int], list[int]]
 
 @pytest.fixture(
     scope="module",
-    params=[(DEFAULT, 1), (NEWER, 64)],
-    ids=lambda param: "{}-pages-of-{}".format(*param),
+    params=[1, 64],
+    ids="pages-of-{}".format,
 )
 def sglang(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
-    """The fleet on each release that is pinned, or on that of ``DELTASERVE_LIVE_ENGINE``: with
-    pages of one token, as workers on a CPU have, and of 64, as those that send each other KV on
-    GPUs."""
-    release, page_tokens = request.param
-    python = engine_python(release)
-    choice = f'engine.version="{release}"'
-    if os.environ.get("DELTASERVE_LIVE_ENGINE"):
-        choice = f'engine.python="{python}"'
+    """The fleet with pages of one token, as workers on a CPU have, and of 64, as those that send
+    each other KV on GPUs."""
     topology = load_topology(
         Path(__file__).with_name("sglang-pd-beside-colocated.toml"),
-        [choice, f"page_size={page_tokens}"],
+        [f'engine.python="{engine_python()}"', f"page_size={request.param}"],
     )
     with fleet(topology, tmp_path_factory.mktemp("sglang"), on_progress=print) as running:
         yield running

@@ -1,4 +1,4 @@
-"""The parts of SGLang 0.5.17's decode scheduler that the elastic worker hooks, in small.
+"""The parts of SGLang's decode scheduler that the elastic worker hooks, in small.
 
 Each method does what SGLang's does, as far as memory, locks and queues go, and nothing else: pages
 are counts, a transfer is a status that the test sets. The hooks are applied to these classes the
@@ -22,9 +22,6 @@ import pytest
 from sglang_ext import sglang as releases
 from sglang_ext.guards import Hook, PlacedHook
 
-VERSION = "0.5.17"
-"""The release that the fake stands for."""
-
 FAILED, WAITING, TRANSFERRING, SUCCESS = 0, 2, 3, 4
 FAKE_HOST = "2.2.2.2"
 
@@ -37,6 +34,11 @@ class Node:
         self.children: list[Node] = []
         self.lock_ref = 0
         self.is_in_host = False
+
+
+@dataclass
+class MatchPrefixParams:
+    key: tuple[int, ...]
 
 
 class Tree:
@@ -68,6 +70,14 @@ class Tree:
                     break
             else:
                 return length, node
+
+    def match_prefix(self, params: MatchPrefixParams) -> Any:
+        length, node = self.match(params.key)
+        in_host = 0
+        while node.is_in_host and node.parent is not None:
+            in_host += len(node.key)
+            node = node.parent
+        return SimpleNamespace(device_prefix_len=length - in_host, host_hit_length=in_host)
 
     def inc_lock_ref(self, node: Node) -> None:
         while node.parent is not None:
@@ -126,7 +136,11 @@ class FINISH_ABORT:
 
 @dataclass
 class KV:
+    """A request's KV record, which is always there."""
+
     kv_allocated_len: int = 0
+    holds_kv: bool = False
+    retraction_backup: Any = None
 
 
 class Stats:
@@ -161,6 +175,7 @@ class Req:
         self.input_embeds = None
         self.session = None
         self.logprob = SimpleNamespace()
+        self.beam_group: Any = None
         self.is_retracted = False
         self.retraction_count, self.retracted_stain = 0, False
         self.pd_rebootstrap_in_progress = False
@@ -168,16 +183,19 @@ class Req:
         self.finished_reason: Any = None
         self.to_finish: Any = None
         self.cached_tokens = 0
-        self.req_pool_idx: int | None = None
-        self.kv: KV | None = None
-        self.last_node: Node | None = None
-        self.prefix_indices: list[int] = []
-        self.host_hit_length = 0
-        self.extend_range = SimpleNamespace(length=0)
+        self.kv = KV()
+        self.lock: Node | None = None
+        self.prefix_len = self.extend_len = self.host_hit_length = 0
+        self.expected_kv_checksum = 0
 
     def init_next_round_input(self, tree_cache: Tree) -> None:
         self.full_untruncated_fill_ids = self.origin_input_ids + self.output_ids
-        match_prefix_for_req(tree_cache, self, self.full_untruncated_fill_ids)
+        found = tree_cache.match_prefix(MatchPrefixParams(tuple(self.full_untruncated_fill_ids)))
+        self.prefix_len, self.host_hit_length = found.device_prefix_len, found.host_hit_length
+
+    def detach_kv(self) -> KV:
+        record, self.kv = self.kv, KV()
+        return record
 
     @property
     def seqlen(self) -> int:
@@ -191,7 +209,8 @@ class Req:
         self.to_finish = FINISH_ABORT(error_msg)
 
     def reset_for_retract(self) -> None:
-        self.prefix_indices, self.last_node = [], None
+        assert not self.kv.holds_kv
+        self.prefix_len, self.lock = 0, None
         self.is_retracted = True
         self.retraction_count += 1
 
@@ -227,13 +246,22 @@ class Batch:
     def merge_batch(self, other: Batch) -> None:
         self.reqs += other.reqs
 
-    def mix_with_running(self, running_batch: Any) -> None: ...
-
 
 @dataclass
 class Receiver:
+    """A receiver, whose prefill worker may be able to say that its writes have ended."""
+
     status: int = WAITING
     message: str = "Lost connection with prefill instance"
+    acknowledges: bool = False
+    asked: list[bool] = field(default_factory=list)
+
+    @property
+    def kv_mgr(self) -> Any:
+        return SimpleNamespace(enable_deferred_decode_kv_release=self.acknowledges)
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        self.asked.append(force_arm)
 
     def failure_exception(self) -> None:
         raise RuntimeError(self.message)
@@ -342,7 +370,7 @@ def classes() -> SimpleNamespace:
             pool.events.append(f"allocate {req.rid}")
             tokens = req.seqlen - (prefix_len or 0)
             pool.free -= tokens
-            req.req_pool_idx, req.kv = 1, KV(tokens)
+            req.kv = KV(tokens, holds_kv=True)
 
         def resume_retracted_reqs(self) -> list[Req]:
             resumed = []
@@ -365,11 +393,12 @@ def classes() -> SimpleNamespace:
                 if not entry.waiting_for_input:
                     continue
                 length, node = s.tree_cache.match(tuple(entry.req.origin_input_ids))
-                entry.req.last_node = node
+                entry.req.lock = node
                 s.tree_cache.inc_lock_ref(node)
                 budget = self._allocatable_token_budgets(extra_reserved_reqs=len(admitted))
                 if entry.req.seqlen - length + self.num_reserved_decode_tokens > budget:
                     s.tree_cache.dec_lock_ref(node)
+                    entry.req.lock = None
                     break
                 self._pre_alloc(entry.req, None, length, length)
                 entry.metadata_buffer_index = len(s.rooms.written) + len(admitted) + 1
@@ -387,6 +416,23 @@ def classes() -> SimpleNamespace:
             self.queue: list[Entry] = []
             self.metadata_buffers = SimpleNamespace(bootstrap_room=scheduler.rooms)
             self.req_to_metadata_buffer_idx_allocator = MetadataSlots()
+            self.deferred_kv_release_timeout = 30.0
+            self.deferred: list[tuple[Entry, float]] = []
+            self.acknowledged = False
+
+        def _defer_release(self, entry: Entry) -> None:
+            self.deferred.append((entry, self.deferred_kv_release_timeout))
+
+        def num_pending_deferred_releases(self) -> int:
+            return len(self.deferred)
+
+        def resolve_deferred_releases(self) -> None:
+            if self.acknowledged:
+                for entry, _ in self.deferred:
+                    release_kv_cache(entry.req, self.scheduler.tree_cache, checkpoint=False)
+                    slots = self.req_to_metadata_buffer_idx_allocator
+                    slots.free(entry.metadata_buffer_index)
+                self.deferred = []
 
         def _poll_with_metadata_gate(self) -> list[int]:
             return [entry.kv_receiver.status for entry in self.queue]
@@ -430,7 +476,7 @@ def classes() -> SimpleNamespace:
             self.rem_chunk_tokens = rem_chunk_tokens
             if rem_chunk_tokens is not None:
                 self.rem_chunk_tokens = rem_chunk_tokens - num_mixed_decode_tokens
-            self.rem_total_token_offset = 0
+            self.memory_budget = SimpleNamespace(total_offset=0)
             self.free = token_to_kv_pool_allocator.free + tree_cache.evictable_size()
             self.page_size = page_size
             self.added: list[tuple[str, int]] = []
@@ -440,26 +486,26 @@ def classes() -> SimpleNamespace:
 
         def _add(self, req: Req, tokens: int) -> None:
             self.added.append((req.rid, tokens))
-            req.extend_range = SimpleNamespace(length=tokens)
+            req.extend_len = tokens
             if self.rem_chunk_tokens is not None:
                 self.rem_chunk_tokens -= self.ceil_paged_tokens(tokens)
 
         def add_chunked_req(self, req: Req) -> Req | None:
-            remaining = req.seqlen - len(req.prefix_indices)
+            remaining = req.seqlen - req.prefix_len
             assert self.rem_chunk_tokens is not None
             self._add(req, min(remaining, self.rem_chunk_tokens))
-            self.free -= req.extend_range.length
-            return req if req.extend_range.length < remaining else None
+            self.free -= req.extend_len
+            return req if req.extend_len < remaining else None
 
         def add_one_req(
             self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
         ) -> str:
-            new = req.seqlen - len(req.prefix_indices)
+            new = req.seqlen - req.prefix_len
             needed = new + req.sampling_params.max_new_tokens + self.page_size
-            if needed >= self.free - self.rem_total_token_offset:
+            if needed >= self.free - self.memory_budget.total_offset:
                 return NO_TOKEN
             if self.tree_cache.loads_back:
-                req.prefix_indices += [0] * req.host_hit_length
+                req.prefix_len += req.host_hit_length
                 new -= req.host_hit_length
             if self.rem_chunk_tokens is not None and new > self.rem_chunk_tokens:
                 if self.rem_chunk_tokens < max(1, truncation_align_size or 0):
@@ -472,17 +518,13 @@ def classes() -> SimpleNamespace:
 
     class Scheduler:
         def __init__(self, tokens: int = 10_000, **fields: Any) -> None:
-            self.server_args = SimpleNamespace(
-                disaggregation_decode_enable_radix_cache=True,
-                disaggregation_decode_enable_offload_kvcache=False,
-                enable_streaming_session=False,
-                device="cpu",
-                attn_cp_size=1,
-                attention_backend="triton",
-            )
+            self.runtime = Runtime()
+            RUNTIME[:] = [self.runtime]
             self.disaggregation_mode = DECODE
-            self.ps = SimpleNamespace(pp_size=1, attn_tp_size=1, attn_cp_size=1)
             self.enable_decode_hicache = self.enable_hierarchical_cache = False
+            self.enable_hicache_storage = self.enable_unified_memory = False
+            self.prefill_decode_interval = 0
+            self.processed_tokens_counter = 0
             self.dllm_config = None
             self.spec_algorithm = SimpleNamespace(is_none=lambda: True)
             self.is_hybrid_swa = self.is_hybrid_ssm = False
@@ -512,11 +554,6 @@ def classes() -> SimpleNamespace:
                 synchronize=lambda: self.pool.events.append("wait")
             )
             self.sent: list[Any] = []
-            self.ipc_channels = SimpleNamespace(
-                send_to_tokenizer=SimpleNamespace(
-                    send_output=lambda message, req: self.sent.append(req.rid)
-                )
-            )
             self.output_streamer = SimpleNamespace(
                 stream_output=lambda reqs, _: self.sent.extend(req.rid for req in reqs)
             )
@@ -529,12 +566,18 @@ def classes() -> SimpleNamespace:
             self.disagg_decode_prealloc_queue = DecodePreallocQueue(self)
             self.disagg_decode_transfer_queue = DecodeTransferQueue(self)
             self.formed: list[SimpleNamespace] = []
+            vars(self.runtime).update(fields.pop("runtime", {}))
             vars(self).update(fields)
             self.init_output_streamer()
 
         def init_output_streamer(self) -> None: ...
 
-        def handle_generate_request(self, recv_req: Any) -> None: ...
+        def handle_generate_request(self, recv_req: Any, *, mm_input_error: Any = None) -> None: ...
+
+        def _release_aborted_request(self, req: Req) -> None: ...
+
+        def send_abort_output(self, message: Any, req: Req) -> None:
+            self.sent.append(req.rid)
 
         def _set_or_validate_priority(self, req: Req) -> bool:
             return True
@@ -624,7 +667,9 @@ def classes() -> SimpleNamespace:
 
         def abort_request(self, recv_req: Any) -> None: ...
 
-        def is_fully_idle(self, for_health_check: bool = False) -> bool:
+        def is_fully_idle(
+            self, for_health_check: bool = False, ignore_waiting: bool = False
+        ) -> bool:
             return (
                 self.running_batch.is_empty()
                 and self.chunked_req is None
@@ -642,8 +687,8 @@ def classes() -> SimpleNamespace:
             """Its mode "retract"."""
             self._engine_paused = True
             for req in self.running_batch.reqs:
-                self.pool.free += req.kv.kv_allocated_len if req.kv else 0
-                req.req_pool_idx = req.kv = None
+                self.pool.free += req.kv.kv_allocated_len
+                req.kv = KV()
                 if req.output_ids:
                     req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
                 req.pd_rebootstrap_in_progress = True
@@ -659,9 +704,6 @@ def classes() -> SimpleNamespace:
     class CommonKVManager:
         def _on_heartbeat_success(self, bootstrap_addr: str) -> None: ...
 
-    class MooncakeKVManager:
-        def _on_heartbeat_success(self, bootstrap_addr: str) -> None: ...
-
     return SimpleNamespace(**{n: v for n, v in locals().items() if isinstance(v, type)})
 
 
@@ -669,25 +711,40 @@ CONTINUE, NO_TOKEN, OTHER = "continue", "no token", "other"
 DECODE, PLAIN = "decode", "null"
 
 
-def release_kv_cache(req: Req, tree_cache: Tree, is_insert: bool = True) -> None:
+def release_kv_cache(req: Req, tree_cache: Tree, checkpoint: bool = True) -> None:
     """Frees the request's pages and the lock on the node that it stands on."""
-    assert req.kv is not None
-    req.kv = None
-    if req.last_node is not None:
-        tree_cache.dec_lock_ref(req.last_node)
+    assert req.kv.holds_kv
+    assert not checkpoint, "nothing of a failed transfer goes into the cache"
+    req.kv = KV()
+    if req.lock is not None:
+        tree_cache.dec_lock_ref(req.lock)
 
 
-def match_prefix_for_req(
-    tree_cache: Tree, req: Req, token_ids: Any = None, *, include_req: bool = False, **_: Any
-) -> None:
-    """Like SGLang's, overwrites where the request stands in the tree."""
-    length, node = tree_cache.match(tuple(token_ids))
-    req.host_hit_length = 0
-    while node.is_in_host and node.parent is not None:
-        req.host_hit_length += len(node.key)
-        node = node.parent
-    req.last_node = node
-    req.prefix_indices = list(range(length - req.host_hit_length))
+class Runtime:
+    """The resolved configuration of a scheduler, whichever part of ``runtime_context`` has it."""
+
+    def __init__(self) -> None:
+        self.attn_tp_size = self.attn_cp_size = self.pp_size = 1
+        self.attention_backend = "triton"
+        self.prefill_graphs = SimpleNamespace(backend="disabled", bs=None)
+        self.disaggregation_decode_enable_radix_cache = True
+        self.disaggregation_decode_enable_offload_kvcache = False
+        self.disaggregation_decode_retraction_backup = "cpu_tensor"
+        # What turns it off.
+        self.disaggregation_decode_host_receive_threshold = 1.0
+        self.enable_pd_role_switch = self.enable_streaming_session = False
+        self.enable_session_radix_cache = self.enable_lmcache = self.enable_flexkv = False
+        self.enable_unified_cache_external_linker = False
+        self.hicache_write_policy = "write_through"
+
+
+RUNTIME: list[Runtime] = []
+"""That of the scheduler that was made last: a process has one."""
+
+
+def executor() -> Any:
+    graphs = SimpleNamespace(prefill=RUNTIME[0].prefill_graphs)
+    return SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
 
 
 def prepare_abort(req: Req, message: str, status_code: Any = None) -> None:
@@ -714,23 +771,23 @@ def _wrap(original: Callable[..., Any], hook: PlacedHook) -> Callable[..., Any]:
 @contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch, hooks: Iterable[Hook]) -> Iterator[SimpleNamespace]:
     """The fake SGLang where the plugin imports the real one from, with `hooks` applied."""
-    release = releases.select(VERSION)
+    (release,) = releases.RELEASES
     monkeypatch.setattr(releases, "_current", [release])
     made = classes()
     contents: dict[str, dict[str, Any]] = {
-        "managers.scheduler": {"Scheduler": made.Scheduler},
+        "managers.scheduler": {
+            "Scheduler": made.Scheduler,
+            "_make_abort_req": lambda req, finished_reason: req.rid,
+        },
         "managers.schedule_policy": {
             "PrefillAdder": made.PrefillAdder,
             "CLIP_MAX_NEW_TOKENS": 4096,
             "AddReqResult": SimpleNamespace(OTHER=OTHER),
-            "match_prefix_for_req": match_prefix_for_req,
         },
         "managers.schedule_batch": {
-            "ScheduleBatch": type("ScheduleBatch", (Batch,), {}),
             "FINISH_ABORT": FINISH_ABORT,
             "NextBatchPlan": Plan,
         },
-        "managers.io_struct": {"AbortReq": lambda rid: rid},
         "managers.scheduler_components.load_inquirer": {
             "SchedulerLoadInquirer": made.SchedulerLoadInquirer
         },
@@ -745,8 +802,18 @@ def installed(monkeypatch: pytest.MonkeyPatch, hooks: Iterable[Hook]) -> Iterato
             "prepare_abort": prepare_abort,
         },
         "disaggregation.common.conn": {"CommonKVManager": made.CommonKVManager},
-        "disaggregation.mooncake.conn": {"MooncakeKVManager": made.MooncakeKVManager},
-        "mem_cache.common": {"release_kv_cache": release_kv_cache},
+        "mem_cache.base_prefix_cache": {"MatchPrefixParams": MatchPrefixParams},
+        "mem_cache.common": {
+            "release_kv_cache": release_kv_cache,
+            "_req_radix_key": lambda _tree, _req, ids: tuple(ids),
+        },
+        "runtime_context": {
+            **dict.fromkeys(
+                ("get_disagg", "get_memory", "get_serving", "get_parallel"), lambda: RUNTIME[0]
+            ),
+            "get_exec": executor,
+            "attention_backends": lambda: (RUNTIME[0].attention_backend,) * 2,
+        },
         "environ": {
             "envs": SimpleNamespace(SGLANG_DISAGG_STAGING_BUFFER=SimpleNamespace(get=lambda: False))
         },

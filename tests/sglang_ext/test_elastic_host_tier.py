@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.guards import PluginMismatch
 from sglang_ext.settings import ElasticSettings
 from tests.sglang_ext.fake_sglang import FAILED, Batch, Req
 from tests.sglang_ext.test_elastic_worker import prompt, step, transferring
@@ -105,10 +104,3 @@ def test_a_request_whose_prefix_did_not_come_back_is_prefilled_here(
     assert [req.rid for req in step(scheduler).reqs] == ["A"]
     assert let_go == [entry], "the tree keeps a lock that nobody gives back"
     assert scheduler.deltaserve_elastic.counts["fallback_host_tier"] == 1
-
-
-def test_a_host_tier_is_refused_on_releases_without_what_it_takes(
-    make_scheduler: MakeScheduler,
-) -> None:
-    with pytest.raises(PluginMismatch, match=r"a host tier before SGLang 0\.5\.23"):
-        make_scheduler(enable_hierarchical_cache=True)

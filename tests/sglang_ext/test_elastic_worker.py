@@ -15,6 +15,7 @@ from sglang_ext.settings import Interference
 from tests.sglang_ext.fake_sglang import (
     FAILED,
     FINISH_ABORT,
+    KV,
     SUCCESS,
     Batch,
     Entry,
@@ -120,8 +121,7 @@ def test_looking_a_prompt_up_leaves_the_request_as_it_was(make_scheduler: MakeSc
     req = Req("A", prompt(2000))
     scheduler._add_request_to_queue(req)
     scheduler.deltaserve_elastic.paced.expected_s(req)
-    assert req.last_node is None
-    assert req.prefix_indices == []
+    assert (req.lock, req.prefix_len) == (None, 0)
 
 
 # ------------------------------------------------------------------ the step in flight
@@ -205,7 +205,7 @@ def test_a_pause_ends_quarantines_which_would_hold_up_a_flush_until_it_is_over(
 def test_a_pause_sees_the_requests_whose_kv_has_arrived_and_no_local_prompt(
     make_scheduler: MakeScheduler,
 ) -> None:
-    """Newer SGLang throws out those that it finds in its queue with KV, for a weight update."""
+    """SGLang throws out those that it finds in its queue with KV, for a weight update."""
     scheduler = make_scheduler()
     arrived = Req("arrived", prompt(40), room=3)
     scheduler.deltaserve_elastic.queues.transferred.append(arrived)
@@ -323,8 +323,8 @@ def test_a_prompt_begun_goes_on_in_whole_alignments(make_scheduler: MakeSchedule
     scheduler = make_scheduler(tokens=5500, truncation_align_size=4096)
     scheduler.running_batch = Batch([Req("decoding", prompt(10))])
     req = Req("A", prompt(20_000))
-    req.prefix_indices = prompt(4096)
-    req.kv = SimpleNamespace(kv_allocated_len=4096)  # type: ignore[assignment]
+    req.prefix_len = 4096
+    req.kv = KV(4096, holds_kv=True)
     scheduler.chunked_req = req
     step(scheduler)
     assert scheduler.formed[-1].prompt_tokens == 4096
@@ -367,7 +367,7 @@ def test_metadata_that_is_wrong_on_one_rank_is_dealt_with_on_both(
     fell_back = {}
     for rank, wrong in (("good", None), ("bad", 1)):
         scheduler = make_scheduler()
-        scheduler.ps.attn_tp_size = 2
+        scheduler.runtime.attn_tp_size = 2
         # The other rank's answers, as far as this test goes: the bad one finds number 1 wrong.
         first = iter([True])
 
@@ -398,7 +398,7 @@ def test_metadata_that_changes_on_one_rank_while_it_is_committed_ends_that_reque
     asked = {}
     for rank in ("good", "bad"):
         scheduler = make_scheduler()
-        scheduler.ps.attn_tp_size = 2
+        scheduler.runtime.attn_tp_size = 2
         ranks = Ranks(scheduler.deltaserve_elastic, lambda values: [1] * len(values))
         reqs = arrived(scheduler, 3, None)
         ranks.asked.clear()
@@ -437,9 +437,8 @@ def test_adapters_are_refused(make_scheduler: MakeScheduler) -> None:
 
 
 def test_context_parallelism_is_refused(make_scheduler: MakeScheduler) -> None:
-    ranks = SimpleNamespace(pp_size=1, attn_tp_size=1, attn_cp_size=2)
     with pytest.raises(PluginMismatch, match="context parallel"):
-        make_scheduler(ps=ranks)
+        make_scheduler(runtime={"attn_cp_size": 2})
 
 
 # ------------------------------------------------------------------ order and memory

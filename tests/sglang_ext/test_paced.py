@@ -70,10 +70,21 @@ def test_beside_decodes_a_chunk_is_small_and_carries_them_and_without_it_is_the_
     assert (scheduler.chunked_prefill_size, scheduler.is_mixed_chunk) == (8192, False)
 
 
-def test_what_cannot_carry_decodes_takes_turns_with_them(make_plain: MakeScheduler) -> None:
+def with_logprobs(batch: Batch) -> None:
+    batch.return_logprob = True
+
+
+def of_a_beam(batch: Batch) -> None:
+    batch.reqs[0].beam_group = "beam"
+
+
+@pytest.mark.parametrize("change", [with_logprobs, of_a_beam])
+def test_what_cannot_carry_decodes_takes_turns_with_them(
+    make_plain: MakeScheduler, change: Callable[[Batch], None]
+) -> None:
     scheduler = make_plain()
     scheduler.running_batch = Batch([prompt("d", 10)])
-    scheduler.running_batch.return_logprob = True
+    change(scheduler.running_batch)
     scheduler.waiting_queue = [prompt("A", 100)]
     assert not formed(scheduler).mixed
     scheduler.waiting_queue = [prompt("B", 100)]
@@ -222,16 +233,15 @@ def test_how_far_the_graphs_reach_is_what_sglang_captured(
     sizes: list[int] | None,
     expected: int | None,
 ) -> None:
-    graphs = SimpleNamespace(prefill=SimpleNamespace(backend=backend, bs=sizes))
-    arguments = SimpleNamespace(device=device, attention_backend="triton", cuda_graph_config=graphs)
-    scheduler = make_plain(server_args=arguments)
+    graphs = SimpleNamespace(backend=backend, bs=sizes)
+    scheduler = make_plain(device=device, runtime={"prefill_graphs": graphs})
     assert scheduler.deltaserve_paced.pacer.times.graph_tokens == expected
 
 
 def in_flight(scheduler: Any, tokens: int, done: int) -> Req:
     """A prompt of which `done` tokens are in, as the chunk in flight beside one decode."""
     req = prompt("long", tokens, 100_000)
-    req.prefix_indices = list(range(done))
+    req.prefix_len = done
     scheduler.chunked_req = req
     scheduler.running_batch = Batch([prompt("d", 10)])
     for _ in range(20):
@@ -424,14 +434,7 @@ def test_the_chunk_gives_up_what_reading_the_prefix_of_a_short_prompt_takes(
         ({"is_hybrid_swa": True}, "sliding windows"),
         ({"is_hybrid_ssm": True}, "state-space"),
         ({"chunked_prefill_size": None}, "--chunked-prefill-size"),
-        (
-            {
-                "server_args": SimpleNamespace(
-                    device="cpu", attention_backend="dual_chunk_flash_attn"
-                )
-            },
-            "dual_chunk",
-        ),
+        ({"runtime": {"attention_backend": "dual_chunk_flash_attn"}}, "dual_chunk"),
     ],
 )
 def test_what_cannot_be_paced_is_refused(
