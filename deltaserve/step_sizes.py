@@ -9,7 +9,7 @@ from __future__ import annotations
 
 _RANGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 """Tokens a step, as SGLang's tuned configurations of these kernels name them
-(`E=128,N=768,device_name=NVIDIA_H200.json` of 0.5.17)."""
+(`E=128,N=768,device_name=NVIDIA_H200.json` of 0.5.23)."""
 
 
 def step_sizes(chunk_tokens: int | None) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 SGLang has a call for that; vLLM has one where it was started in development mode, as launch starts
 it on a loopback address.
 
-Both publish the KV event of it (``AllBlocksCleared``), SGLang (0.5.17) as soon as its scheduler
-idles, vLLM (0.26.0) only with its next step (``Scheduler.update_from_output``). A router that comes
+Both publish the KV event of it (``AllBlocksCleared``), SGLang (0.5.23) as soon as its scheduler
+idles, vLLM (0.32.0) only with its next step (``Scheduler.update_from_output``). A router that comes
 in between would believe what was there before, so vLLM is made to take one.
 """
 

@@ -91,7 +91,7 @@ def command(topology: Topology, place: Place, paths: Paths) -> Command:
         argv += ["--skip-tokenizer-init"]
         argv += ["--grammar-backend", "none"]
     elif topology.device == "cpu":
-        # xgrammar, SGLang's default, has no kernel that ran here for a CPU's logits.
+        # xgrammar, SGLang's default, does not take a CPU's logits everywhere.
         argv += ["--grammar-backend", "llguidance"]
     argv += parsers(topology)
     if topology.context_tokens:

@@ -181,7 +181,7 @@ def responses(client: openai.OpenAI, model: str) -> dict[str, Any]:
     second = client.responses.create(input=history, **asked)
     assert second.usage is not None, second
     usage = second.usage.model_dump()
-    # SGLang 0.5.17 names them as in chats.
+    # SGLang names them as in chats.
     read = usage.get("input_tokens") or usage.get("prompt_tokens")
     return {
         "events": sorted(set(events)),

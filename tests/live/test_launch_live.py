@@ -240,8 +240,7 @@ def test_kill_9_of_the_supervisor_leaves_nothing_on_the_cluster(
 def test_the_host_tier_on_a_cpu_gives_back_what_was_evicted_until_it_is_flushed(
     paced: bool, tmp_path: Path
 ) -> None:
-    overrides = ["base_port=0", "router.kind=none", "kv_cache_dtype=fp8_e4m3"]
-    overrides.append(f"paced={json.dumps(paced)}")
+    overrides = ["base_port=0", "router.kind=none", f"paced={json.dumps(paced)}"]
     pools = ["max_total_tokens=10000", "context_tokens=8192", "host_kv_tokens=40000"]
     prompts = [random.Random(number).choices(range(16, 1000), k=3000) for number in range(6)]
     with fleet(load_topology("laptop-sglang-1", [*overrides, *pools]), tmp_path / "run") as running:

@@ -1,7 +1,7 @@
 """LoRA adapters on a real engine behind the router: who is sent where, and whose cache is whose.
 
 vLLM with a dense model alone. Without a GPU its mixtures of experts take no adapters ("Monolithic
-kernels are not supported for Fused MoE LoRA"). SGLang (0.5.17, and by its source 0.5.23) takes none
+kernels are not supported for Fused MoE LoRA"). SGLang (0.5.17, and 0.5.23 by its source) takes none
 at all: its layers for them pin memory, which ends in "Found no NVIDIA driver on your system",
 whatever ``--lora-backend`` says.
 """
