@@ -25,7 +25,9 @@ the scheduler itself: for a prompt of 100,000 tokens that takes 0.13 to 0.8 s wi
 token, and no step is launched meanwhile, with pages of 64 3 to 15 ms
 (results/separation.md). On a CPU, whose pools are small, pages stay at one token."""
 
-_DEFAULT_PAGE_TOKENS = {"sglang": 1, "vllm": 16}
+_VLLM_PAGE_TOKENS = {"cuda": 16, "cpu": 32}
+"""On a CPU vLLM takes multiples of 32 only."""
+
 _DTYPE_BYTES = {
     "bfloat16": 2,
     "float16": 2,
@@ -71,11 +73,11 @@ def worker_kv(topology: Topology, group: WorkerGroup) -> WorkerKv:
     keys = topology.kv_keys(group)
     has_host = bool(keys.host_kv_tokens or keys.host_kv_gb)
     page_tokens = keys.page_size
-    if page_tokens is None:
-        page_tokens = _DEFAULT_PAGE_TOKENS[topology.engine.name]
-        if topology.engine.name == "sglang" and topology.device == "cuda":
-            long = has_host or topology.kv_events or group.role != "colocated"
-            page_tokens = LONG_PAGE_TOKENS if long else page_tokens
+    if page_tokens is None and topology.engine.name == "vllm":
+        page_tokens = _VLLM_PAGE_TOKENS[topology.device]
+    elif page_tokens is None:
+        long = has_host or topology.kv_events or group.role != "colocated"
+        page_tokens = LONG_PAGE_TOKENS if long and topology.device == "cuda" else 1
     bytes_per_token = _bytes_per_token(topology, keys)
     host_tokens = keys.host_kv_tokens
     if host_tokens is None and keys.host_kv_gb and bytes_per_token:

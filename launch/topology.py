@@ -112,8 +112,8 @@ class KvKeys(_Strict):
     max_total_tokens: PositiveTokens | None = None
     """KV capacity of a worker on its GPUs, in tokens. Without it what the memory holds."""
     page_size: PositiveTokens | None = None
-    """Tokens a page of the KV cache. Without it 16 on vLLM; on SGLang 1, and 64 on GPUs
-    with a host tier, with `kv_events` and on workers that send each other KV.
+    """Tokens a page of the KV cache. Without it 16 on vLLM, 32 on a CPU; on SGLang 1, and 64
+    on GPUs with a host tier, with `kv_events` and on workers that send each other KV.
     """
     host_kv_tokens: Tokens | None = None
     """Host tier of a worker in tokens; 0 is none."""

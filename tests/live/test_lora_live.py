@@ -39,7 +39,6 @@ model = "{model}"
 load_format = "dummy"
 context_tokens = 4000
 max_total_tokens = 12000
-page_size = 16
 base_port = 0
 # As in the topology laptop-vllm.
 environment = {{ TORCHDYNAMO_DISABLE = "1" }}
@@ -156,7 +155,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
     path.write_text(TOPOLOGY.format(model=folder / MODEL, flags=json.dumps(flags)))
     with fleet(load_topology(path), folder, on_progress=print) as running:
         adapted, plain = (
-            f"{worker.url},id=w{at},engine=vllm,page_size=16"
+            f"{worker.url},id=w{at},engine=vllm,page_size=32"
             for at, worker in enumerate(running.workers)
         )
         yield adapted, plain

@@ -46,8 +46,8 @@ kind = "none"
 PAGE_TOKENS = {"sglang": 1, "vllm": 32}
 MORE = {
     "sglang": 'flags = ["--max-running-requests", "16"]',
-    # As in the topology laptop-vllm: on a CPU 0.32 takes pages of 32 tokens and multiples only.
-    "vllm": 'page_size = 32\nenvironment = { TORCHDYNAMO_DISABLE = "1" }',
+    # As in the topology laptop-vllm.
+    "vllm": 'environment = { TORCHDYNAMO_DISABLE = "1" }',
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from launch import Fleet, fleet, load_topology
+from launch.kv import worker_kv
 from launch.supervised import members, started_at
 from tests.live.conftest import check_ports_are_free, processes_of, scraped, worker_of
 
@@ -76,8 +77,8 @@ def check_what_is_sent(separated: Fleet, prompt: Callable[[int], list[int]]) -> 
     router = separated.router_url
     assert router is not None
     prefill, decode = (worker_of(separated, role) for role in ("prefill", "decode"))
-    page_tokens = separated.plan.topology.page_size
-    assert page_tokens is not None
+    topology = separated.plan.topology
+    page_tokens = worker_kv(topology, topology.workers[0]).page_tokens
 
     def moved_bytes() -> float:
         return scraped(decode.url, "vllm:nixl_bytes_transferred_sum")
