@@ -103,7 +103,9 @@ def messages(client: anthropic.Anthropic, model: str) -> dict[str, Any]:
 
 def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
     """The same by OpenAI's chat, streamed; an answer in one piece; an abort."""
-    tool: Any = {"type": "function", "function": WEATHER | {"parameters": PARAMETERS}}
+    # vLLM holds the arguments to the schema of a strict tool only.
+    weather = WEATHER | {"parameters": PARAMETERS, "strict": True}
+    tool: Any = {"type": "function", "function": weather}
     history: list[Any] = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": QUESTION},
