@@ -177,7 +177,7 @@ def test_adapters_and_their_model_share_no_cache_and_the_router_knows_it(
         for model in models:
             answer = ask(url, same, model)
             # Whole pages of all but the last token.
-            assert answer.believed == answer.reported == 592, model
+            assert answer.believed == answer.reported == 576, model
             assert answer.tokens == answers[model]
 
 
