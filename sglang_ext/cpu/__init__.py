@@ -1,13 +1,14 @@
 """SGLang on a machine without a GPU: for development, continuous integration and the demo.
 
-Six things differ there. Kernels: `stubs/` holds an importable ``sgl_kernel`` whose kernels refuse
+Seven things differ there. Kernels: `stubs/` holds an importable ``sgl_kernel`` whose kernels refuse
 to run (the launcher puts that folder on ``PYTHONPATH``). KV transfer: SGLang's NIXL manager takes
 every KV pool for GPU memory ("VRAM"); on a CPU the pools are host memory and must be registered,
-described and transferred as "DRAM". Waiting: NIXL's progress thread spins for the life of a worker
-(half of a core for each of two idle workers on two cores), so it is left out and NIXL is polled
-where SGLang looks at its transfers; and a scheduler that waits for a transfer polls without pause,
-on cores that the other worker needs to make progress. The host tier (`host_tier`) is pinned and
-copied by CUDA. Pages of several tokens (`pages`) are given out by Triton. And starting
+described and transferred as "DRAM". SGLang tells Mooncake which pages to send in pinned memory,
+with a CUDA event, and others at once. Waiting: NIXL's progress thread spins as long as a worker
+lives (half of a core for each of two idle workers on two cores), so it is left out and NIXL is
+polled where SGLang looks at its transfers; and a scheduler that waits for a transfer polls without
+pause, on cores that the other worker needs to make progress. The host tier (`host_tier`) is pinned
+and copied by CUDA. Pages of several tokens (`pages`) are given out by Triton. And starting
 (`starting`), which takes longer there than what is asked afterwards.
 """
 
@@ -55,6 +56,11 @@ def _use_host_memory(
         nixl._api.nixl_agent_config = agent_config
 
 
+def _take_no_tensors(_result: None, sender: Any, *_: Any, **__: Any) -> None:
+    """Has SGLang tell a sender its pages at once, and not by a copy that a CUDA event ends."""
+    sender.supports_host_tensor_indices = False
+
+
 def _poll_nixl(queue: Any, *_: Any, **__: Any) -> None:
     """Lets the receiving side's NIXL make progress while transfers come in, or are given up.
 
@@ -77,6 +83,7 @@ def _give_up_the_core(_result: None, scheduler: Any) -> None:
 HOOKS = (
     Hook("scheduler.ready", "after", _refuse_other_devices),
     Hook("nixl.manager", "around", _use_host_memory),
+    Hook("kv.sender", "after", _take_no_tensors),
     Hook("nixl.receiving", "before", _poll_nixl),
     Hook("nixl.draining", "before", _poll_nixl),
     Hook("scheduler.idle", "after", _give_up_the_core),

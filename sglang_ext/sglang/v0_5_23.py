@@ -13,7 +13,7 @@ _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _PREALLOCATION = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 _TRANSFER = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
-_KV_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
+_KV_COMMON = "sglang.srt.disaggregation.common.conn"
 _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 _MOONCAKE = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager"
 _PAGES = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
@@ -99,7 +99,13 @@ TARGETS: Mapping[str, Target] = {
     "decode.commit": Target(f"{_TRANSFER}._commit_transfer_to_req", "(self, decode_req)"),
     "decode.transferred": Target(f"{_TRANSFER}.pop_transferred", "(self, rids_to_check=None)"),
     # Moving KV between workers.
-    "kv.heartbeat": Target(f"{_KV_MANAGER}._on_heartbeat_success", "(self, bootstrap_addr)"),
+    "kv.heartbeat": Target(
+        f"{_KV_COMMON}.CommonKVManager._on_heartbeat_success", "(self, bootstrap_addr)"
+    ),
+    "kv.sender": Target(
+        f"{_KV_COMMON}.CommonKVSender.__init__",
+        "(self, mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank=False)",
+    ),
     "nixl.manager": Target(
         f"{_NIXL}.__init__",
         "(self, args, disaggregation_mode, server_args, is_mla_backend=False)",
