@@ -2,7 +2,7 @@
 //! OpenAI's chat, as the engines turn them into it.
 //!
 //! Engines differ in small things (how parts of text are joined, which keys a tool has): read off
-//! SGLang 0.5.17 to 0.5.23 and vLLM 0.26.0. A difference that is missed here costs no more than a few cached
+//! SGLang 0.5.17 to 0.5.23 and vLLM 0.32.0. A difference that is missed here costs no more than a few cached
 //! tokens that are believed elsewhere than they are.
 
 use super::apis::Api;

@@ -1,116 +1,54 @@
-//! Tools of `/v1/responses` as vLLM's chat templates get them: vLLM 0.26.0 dumps the objects of
-//! OpenAI's package that it read them into (`construct_tool_dicts`; openai 3.52.0), with every field
-//! in the package's order, null where the client sent nothing.
+//! Tools of `/v1/responses` as vLLM's chat templates get them. vLLM (0.32.0 and, by its source, 0.33.0)
+//! makes each a function of the chat API (`construct_tool_dicts`), and shows no other kinds.
 
 use super::values::{get, none, text_of};
 use minijinja::Value;
 
-/// Fields in the order in which they are dumped.
-type Fields = &'static [&'static str];
+/// The parameters of a custom tool: all of a call is one text.
+const FREE_TEXT: &str = r#"{"type":"object","properties":{"input":{"type":"string",
+"description":"The freeform text payload for this tool."}},"required":["input"],
+"additionalProperties":false}"#;
 
-const FUNCTION: Fields = &[
-    "name",
-    "parameters",
-    "strict",
-    "type",
-    "allowed_callers",
-    "async_",
-    "defer_loading",
-    "description",
-    "output_schema",
-];
-const FUNCTION_IN_NAMESPACE: Fields = &[
-    "name",
-    "type",
-    "allowed_callers",
-    "async_",
-    "defer_loading",
-    "description",
-    "output_schema",
-    "parameters",
-    "strict",
-];
-const WEB_SEARCH: Fields = &[
-    "type",
-    "external_web_access",
-    "filters",
-    "search_context_size",
-    "user_location",
-];
-const CUSTOM: Fields = &[
-    "name",
-    "type",
-    "allowed_callers",
-    "async_",
-    "defer_loading",
-    "description",
-    "format",
-];
-const TEXT_FORMAT: Fields = &["type"];
-const GRAMMAR_FORMAT: Fields = &["definition", "syntax", "type"];
-
-/// The tools, those of namespaces among them; `None` where one is of a kind that is not known here.
+/// The tools, those of namespaces among them; `None` where they cannot be read.
 pub(super) fn dumped_tools(given: &Value) -> Option<Value> {
+    let free_text = || serde_json::from_str(FREE_TEXT).ok();
     let mut tools = Vec::new();
     for tool in given.try_iter().ok()? {
+        let own_name = || text_of(&tool, "name");
         match text_of(&tool, "type")?.as_str() {
-            "function" => tools.push(dumped(&tool, FUNCTION, &[])?),
+            "function" => tools.push(function(own_name()?, &tool, get(&tool, "parameters"))),
+            "custom" => tools.push(function(own_name()?, &tool, free_text())),
             "namespace" => {
-                let namespace = text_of(&tool, "name")?;
                 for inner in get(&tool, "tools")?.try_iter().ok()? {
                     if text_of(&inner, "type")? == "function" {
-                        let name =
-                            Value::from(format!("{namespace}__{}", text_of(&inner, "name")?));
-                        tools.push(dumped(&inner, FUNCTION_IN_NAMESPACE, &[("name", name)])?);
+                        let name = format!("{}__{}", own_name()?, text_of(&inner, "name")?);
+                        tools.push(function(name, &inner, get(&inner, "parameters")));
                     }
                 }
             }
-            "web_search"
-                if ["filters", "user_location"]
-                    .iter()
-                    .all(|key| get(&tool, key).is_none()) =>
-            {
-                tools.push(dumped(&tool, WEB_SEARCH, &[])?);
-            }
-            "custom" => {
-                let format = match get(&tool, "format") {
-                    None => none(),
-                    Some(format) => match text_of(&format, "type")?.as_str() {
-                        "text" => dumped(&format, TEXT_FORMAT, &[])?,
-                        "grammar" => dumped(&format, GRAMMAR_FORMAT, &[])?,
-                        _ => return None,
-                    },
-                };
-                tools.push(dumped(&tool, CUSTOM, &[("format", format)])?);
-            }
-            _ => return None,
+            _ => {}
         }
     }
-    let tools = tools.into_iter().map(|tool| {
-        let wrapped = [("type", Value::from("function")), ("function", tool)];
-        wrapped.into_iter().collect::<Value>()
-    });
-    Some(tools.collect())
+    Some(tools.into_iter().collect())
 }
 
-/// `given` with its `fields` in their order, then what else it has; some of them `instead`.
-fn dumped(given: &Value, fields: Fields, instead: &[(&str, Value)]) -> Option<Value> {
-    let mut found: Vec<(String, Value)> = Vec::new();
-    for &field in fields {
-        let sent = if field == "async_" { "async" } else { field };
-        let value = match instead.iter().find(|(name, _)| *name == field) {
-            Some((_, value)) => Some(value.clone()),
-            None => get(given, sent),
-        };
-        found.push((field.to_owned(), value.unwrap_or_else(none)));
+/// `given` under a `name`. What it lacks is null; `strict` and `defer_loading` are then left out.
+fn function(name: String, given: &Value, parameters: Option<Value>) -> Value {
+    let mut fields = vec![
+        ("name", Value::from(name)),
+        (
+            "description",
+            get(given, "description").unwrap_or_else(none),
+        ),
+        ("parameters", parameters.unwrap_or_else(none)),
+    ];
+    for field in ["strict", "defer_loading"] {
+        fields.extend(get(given, field).map(|value| (field, value)));
     }
-    for key in given.try_iter().ok()? {
-        let name = key.as_str()?;
-        if name != "async" && !fields.contains(&name) {
-            found.push((name.to_owned(), given.get_item(&key).ok()?));
-        }
-    }
-    Some(found.into_iter().collect())
+    let function: Value = fields.into_iter().collect();
+    [("type", Value::from("function")), ("function", function)]
+        .into_iter()
+        .collect()
 }
 
 #[cfg(test)]
@@ -122,16 +60,26 @@ mod tests {
         dumped_tools(&given).map(|found| serde_json::to_string(&found).expect("a value"))
     }
 
-    /// What vLLM 0.26.0 itself made of them.
+    /// What vLLM 0.32.0 itself made of them.
     #[test]
     fn tools_are_dumped_as_vllm_dumps_them() {
-        let function = r#"[{"type": "function", "name": "f", "extra": {"b": 1, "a": 2}}]"#;
+        let bare = r#"[{"type": "function", "name": "f", "extra": {"b": 1, "a": 2}}]"#;
         assert_eq!(
-            told(function).expect("known"),
+            told(bare).expect("known"),
             concat!(
-                r#"[{"type":"function","function":{"name":"f","parameters":null,"strict":null,"#,
-                r#""type":"function","allowed_callers":null,"async_":null,"defer_loading":null,"#,
-                r#""description":null,"output_schema":null,"extra":{"b":1,"a":2}}}]"#
+                r#"[{"type":"function","function":{"name":"f","description":null,"#,
+                r#""parameters":null}}]"#
+            )
+        );
+        let whole = concat!(
+            r#"[{"defer_loading":true,"strict":false,"async":true,"type":"function","name":"f","#,
+            r#""parameters":{"type":"object","b":1,"a":2},"description":"d"}]"#
+        );
+        assert_eq!(
+            told(whole).expect("known"),
+            concat!(
+                r#"[{"type":"function","function":{"name":"f","description":"d","parameters":"#,
+                r#"{"type":"object","b":1,"a":2},"strict":false,"defer_loading":true}}]"#
             )
         );
         let namespace = concat!(
@@ -142,34 +90,33 @@ mod tests {
         assert_eq!(
             told(namespace).expect("known"),
             concat!(
-                r#"[{"type":"function","function":{"name":"n__f","type":"function","#,
-                r#""allowed_callers":null,"async_":true,"defer_loading":null,"description":null,"#,
-                r#""output_schema":null,"parameters":{"type":"object"},"strict":false}}]"#
+                r#"[{"type":"function","function":{"name":"n__f","description":null,"#,
+                r#""parameters":{"type":"object"},"strict":false}}]"#
             )
         );
         let others = concat!(
-            r#"[{"type":"web_search","external_web_access":false},{"type":"custom","name":"p","#,
-            r#""description":"d","format":{"type":"grammar","syntax":"lark","definition":"x"}}]"#
+            r#"[{"type":"web_search","external_web_access":false},{"type":"local_shell"},"#,
+            r#"{"type":"custom","name":"p","description":"d","format":{"type":"text"}}]"#
         );
         assert_eq!(
             told(others).expect("known"),
             concat!(
-                r#"[{"type":"function","function":{"type":"web_search","#,
-                r#""external_web_access":false,"filters":null,"search_context_size":null,"#,
-                r#""user_location":null}},{"type":"function","function":{"name":"p","#,
-                r#""type":"custom","allowed_callers":null,"async_":null,"defer_loading":null,"#,
-                r#""description":"d","format":{"definition":"x","syntax":"lark","type":"grammar"}}}]"#
+                r#"[{"type":"function","function":{"name":"p","description":"d","parameters":"#,
+                r#"{"type":"object","properties":{"input":{"type":"string","description":"#,
+                r#""The freeform text payload for this tool."}},"required":["input"],"#,
+                r#""additionalProperties":false}}}]"#
             )
         );
     }
 
     #[test]
-    fn what_is_not_known_is_left_to_the_bytes() {
-        assert_eq!(told(r#"[{"type": "local_shell"}]"#), None);
-        assert_eq!(
-            told(r#"[{"type": "web_search", "filters": {"allowed_domains": []}}]"#),
-            None
-        );
-        assert_eq!(told("[7]"), None);
+    fn what_cannot_be_read_is_left_to_the_bytes() {
+        for tools in [
+            "[7]",
+            r#"[{"type": "function"}]"#,
+            r#"{"type": "function"}"#,
+        ] {
+            assert_eq!(told(tools), None, "{tools}");
+        }
     }
 }
