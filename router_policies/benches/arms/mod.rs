@@ -79,6 +79,10 @@ impl Quantiles {
         Self(samples)
     }
 
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
     pub fn at(&self, share: f64) -> f64 {
         let last = self.0.len().saturating_sub(1);
         self.0
