@@ -20,7 +20,7 @@ mod arms;
 #[path = "../tests/router/mock/mod.rs"]
 mod mock;
 
-use arms::{Arm, Connection, Quantiles, Router, setting, start, wanted};
+use arms::{Answer, Arm, Connection, Quantiles, Router, setting, start, wanted};
 use cpu_time::ThreadTime;
 use decision::fleet::log::EventSink;
 use decision::fleet::prefix::hash::TokenHasher;
@@ -201,28 +201,95 @@ struct Measured {
     failed: usize,
 }
 
+/// What each client of a measurement sends again and again.
+#[derive(Clone)]
+enum Load {
+    Generate(Bytes),
+    /// The turns of a coding agent's session, then those of the next.
+    Sessions(Arc<Vec<String>>),
+}
+
+/// The turns of a session of `/v1/messages`, each with an answer and a tool's result more than the one before.
+fn turns() -> Load {
+    const TURNS: usize = 20;
+    let words = |kind: &str, at: usize, count: usize| {
+        let words = (0..count).map(|word| format!("{kind}{}", at * 31 + word * word % 997));
+        words.collect::<Vec<_>>().join(" ")
+    };
+    let tools = (0..15).map(|at| {
+        let properties: serde_json::Map<_, _> = (0..6)
+            .map(|part| {
+                let about = words("about", at + part, 20);
+                (format!("p{part}"), json!({"type": "string", "description": about}))
+            })
+            .collect();
+        let schema = json!({"type": "object", "properties": properties, "required": ["p0"]});
+        json!({"name": format!("tool{at}"), "description": words("use", at, 150), "input_schema": schema})
+    });
+    let tools: Vec<_> = tools.collect();
+    let system = json!([{"type": "text", "text": words("rule", 0, 2_000)}]);
+    let mut messages =
+        vec![json!({"role": "user", "content": format!("SESSION {}", words("ask", 0, 100))})];
+    let mut bodies = Vec::new();
+    for turn in 0..TURNS {
+        let mut body = json!({
+            "model": "mock", "max_tokens": 1_000, "system": system, "tools": tools, "messages": messages,
+        })
+        .to_string();
+        body.truncate(body.len() - 1);
+        // At the end, where the mock worker looks for it.
+        bodies.push(format!("{body},\"stream\":true}}"));
+        let id = format!("call{turn}");
+        let call = json!({"type": "tool_use", "id": id, "name": "tool1", "input": {"p0": words("look", turn, 5)}});
+        let said = json!({"type": "text", "text": words("said", turn, 30)});
+        messages.push(json!({"role": "assistant", "content": [said, call]}));
+        let found = words("found", turn, 300);
+        let result = json!({"type": "tool_result", "tool_use_id": id, "content": found});
+        messages.push(json!({"role": "user", "content": [result]}));
+    }
+    Load::Sessions(Arc::new(bodies))
+}
+
+impl Load {
+    /// Whether a client that has sent so many requests is in the midst of a session, whose turns differ in length.
+    fn is_midway(&self, count: usize) -> bool {
+        matches!(self, Self::Sessions(turns) if !count.is_multiple_of(turns.len()))
+    }
+
+    /// Sends the `count`th request of a client.
+    async fn send(&self, connection: &mut Connection, client: u64, count: usize) -> Option<Answer> {
+        match self {
+            Self::Generate(body) => connection.post(body.clone()).await,
+            Self::Sessions(turns) => {
+                let (session, turn) = (count / turns.len(), count % turns.len());
+                let session = format!("session-{client}-{session}");
+                let body = turns[turn].replacen("SESSION", &session, 1);
+                let body = Bytes::from(body);
+                connection
+                    .post_to("/v1/messages", Some(&session), body)
+                    .await
+            }
+        }
+    }
+}
+
 /// A closed loop of `connections` clients.
-async fn measure(
-    arm: &Arm,
-    case: &str,
-    body: &Bytes,
-    connections: usize,
-    seconds: f64,
-) -> Measured {
+async fn measure(arm: &Arm, case: &str, load: &Load, connections: usize, seconds: f64) -> Measured {
     arm.instructions(case);
     let until = Instant::now() + Duration::from_secs_f64(seconds);
     let cpu_before_s = arm.cpu_s();
     let begun = Instant::now();
     let mut clients = tokio::task::JoinSet::new();
     for _ in 0..connections {
-        let (url, body) = (arm.url.clone(), body.clone());
+        let client = fastrand::u64(..);
+        let (url, load) = (arm.url.clone(), load.clone());
         clients.spawn(async move {
             let mut answers = Vec::new();
             let mut failed = 0;
             let mut connection = Connection::open(&url).await;
-            while Instant::now() < until {
+            while Instant::now() < until || (failed == 0 && load.is_midway(answers.len())) {
                 let answer = match &mut connection {
-                    Some(open) => open.post(body.clone()).await,
+                    Some(open) => load.send(open, client, answers.len()).await,
                     None => None,
                 };
                 match answer {
@@ -266,20 +333,18 @@ async fn gateways() -> Vec<Value> {
     let urls: Vec<&str> = mocks.iter().map(|mock| &*mock.url).collect();
     let small = |stream: bool| {
         let ids: Vec<u32> = (0..200).collect();
-        Bytes::from(json!({"input_ids": ids, "stream": stream}).to_string())
+        let body = json!({"input_ids": ids, "stream": stream});
+        Load::Generate(Bytes::from(body.to_string()))
     };
-    let cases: [(&str, bool, Bytes, usize); 6] = [
+    let large = |stream: bool| Load::Generate(large_body(stream));
+    let cases: [(&str, bool, Load, usize); 7] = [
         ("unary, 1 kB", false, small(false), 32),
         ("streamed 16 tokens, 1 kB", false, small(true), 32),
-        ("unary, 600 kB, one at a time", false, large_body(false), 1),
+        ("unary, 600 kB, one at a time", false, large(false), 1),
+        ("turns of sessions, 60 to 140 kB", false, turns(), 8),
         ("PD unary, 1 kB", true, small(false), 32),
         ("PD streamed 16 tokens, 1 kB", true, small(true), 32),
-        (
-            "PD streamed, 600 kB, one at a time",
-            true,
-            large_body(true),
-            1,
-        ),
+        ("PD streamed, 600 kB, one at a time", true, large(true), 1),
     ];
     let seconds = setting("ROUTER_BENCH_SECONDS", 3) as f64;
     let repeats = setting("ROUTER_BENCH_REPEATS", 3);
@@ -323,14 +388,14 @@ async fn gateways() -> Vec<Value> {
                 }
             }
         }
-        for (case, _, body, connections) in cases.iter().filter(|case| case.1 == separated) {
+        for (case, _, load, connections) in cases.iter().filter(|case| case.1 == separated) {
             if !wanted(case) {
                 continue;
             }
             let mut measured: Vec<Vec<Measured>> = arms.iter().map(|_| Vec::new()).collect();
             for _ in 0..repeats {
                 for (arm, runs) in arms.iter().zip(&mut measured) {
-                    runs.push(measure(arm, case, body, *connections, seconds).await);
+                    runs.push(measure(arm, case, load, *connections, seconds).await);
                 }
             }
             for (arm, runs) in arms.iter().zip(&measured) {
@@ -459,12 +524,12 @@ async fn added_latency(arms: [&Arm; 2], body: &Bytes, what: &str, rate_rps: u64)
 }
 
 /// Resident memory after each tenth of `requests` requests.
-async fn memory(arm: &Arm, body: &Bytes, requests: u64) -> Value {
+async fn memory(arm: &Arm, load: &Load, requests: u64) -> Value {
     let mut mib = vec![arm.rss_mib()];
     let mut sent = 0.0;
     while sent < requests as f64 {
         let seconds = 5.0;
-        sent += measure(arm, "memory", body, 32, seconds).await.rps * seconds;
+        sent += measure(arm, "memory", load, 32, seconds).await.rps * seconds;
         mib.push(arm.rss_mib());
     }
     println!(

@@ -338,11 +338,23 @@ impl Connection {
     }
 
     pub async fn post(&mut self, body: Bytes) -> Option<Answer> {
-        let request = Request::post("/generate")
+        self.post_to("/generate", None, body).await
+    }
+
+    /// Posts a turn of a session, if it is of one.
+    pub async fn post_to(
+        &mut self,
+        path: &str,
+        session: Option<&str>,
+        body: Bytes,
+    ) -> Option<Answer> {
+        let mut request = Request::post(path)
             .header("host", &self.host)
-            .header("content-type", "application/json")
-            .body(Full::from(body))
-            .ok()?;
+            .header("content-type", "application/json");
+        if let Some(session) = session {
+            request = request.header("x-claude-code-session-id", session);
+        }
+        let request = request.body(Full::from(body)).ok()?;
         let begun = Instant::now();
         self.sender.ready().await.ok()?;
         let mut response = self.sender.send_request(request).await.ok()?;

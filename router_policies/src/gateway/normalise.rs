@@ -43,6 +43,8 @@ pub(super) fn attribution(system: &[u8]) -> Option<Range<usize>> {
     cursor.take(b'[', "a list").ok()?;
     cursor.peek()?;
     let start = cursor.at;
+    let begin = &system[start..system.len().min(start + MAX_LINE_BYTES)];
+    memchr::memmem::find(begin, LINE.as_bytes())?;
     let block = cursor.value().ok()?;
     if block.len() > MAX_LINE_BYTES {
         return None;

@@ -94,6 +94,14 @@ impl Served {
     }
 }
 
+/// The session beside which another's first turn is seen.
+struct Nearest {
+    session: String,
+    /// Blocks with which both prompts begin.
+    common: usize,
+    parts: Vec<Part>,
+}
+
 /// A turn whose answer has begun.
 struct Running {
     whose: Whose,
@@ -200,19 +208,29 @@ impl Doctor {
             body: turn.body,
             places: &turn.scanned.places,
         };
-        let mut last = self.0.lock().pop(&whose);
-        let common = last.as_ref().map_or(0, |it| it.common_blocks(&turn.prompt));
+        let (mut last, nearest) = {
+            let mut files = self.0.lock();
+            let last = files.pop(&whose);
+            let nearest = last.is_none().then(|| files.nearest(&turn.prompt));
+            (last, nearest.flatten())
+        };
+        let common = match (&last, &nearest) {
+            (Some(last), _) => last.common_blocks(&turn.prompt),
+            (None, Some(nearest)) => nearest.common,
+            (None, None) => 0,
+        };
         let same = common * turn.prompt.block;
         let goes_on = |it: &Served| common == it.prompt.states.len();
-        let known = match &mut last {
+        let known = match (&mut last, &nearest) {
             // Nothing is compared.
-            Some(last) if goes_on(last) => std::mem::take(&mut last.parts),
-            Some(last) => last.parts.clone(),
-            None => Vec::new(),
+            (Some(last), _) if goes_on(last) => std::mem::take(&mut last.parts),
+            (Some(last), _) => last.parts.clone(),
+            (None, Some(nearest)) => nearest.parts.clone(),
+            (None, None) => Vec::new(),
         };
         let parts = match turn.scanned.is_conversation {
             true => text.outline(known, same),
-            false => known,
+            false => Vec::new(),
         };
         let beside_last = last.map(|last| {
             let difference =
@@ -227,8 +245,9 @@ impl Doctor {
                 finding: difference.flatten().unwrap_or_else(|| Finding::of(why)),
             }
         });
+        let beside_nearest = || turn.beside_nearest(nearest?, text, &parts, &whose);
+        let running = beside_last.or_else(beside_nearest);
         let mut files = self.0.lock();
-        let running = beside_last.or_else(|| files.beside_nearest(&turn, text, &parts, &whose));
         let running = running.unwrap_or_else(|| Running {
             whose: whose.clone(),
             expected: Expected::Tokens(0),
@@ -298,38 +317,46 @@ impl Files {
         }
     }
 
-    /// A session's first turn beside the session whose prompt has most in common with it. They may differ from the
-    /// first message on, and not before.
+    /// Of the sessions that were served last the one whose prompt has most in common with this one.
+    fn nearest(&self, prompt: &PromptHashes) -> Option<Nearest> {
+        let near = self.last.iter().take(NEAR);
+        let near = near.map(|(whose, it)| (it.common_blocks(prompt), whose, it));
+        let (common, whose, it) = near.max_by_key(|(common, ..)| *common)?;
+        (common > 0).then(|| Nearest {
+            session: whose.1.clone(),
+            common,
+            parts: it.parts.clone(),
+        })
+    }
+}
+
+impl Turn<'_> {
+    /// A session's first turn beside its nearest. They may differ from the first message on, and not before.
     fn beside_nearest(
         &self,
-        turn: &Turn<'_>,
+        nearest: Nearest,
         text: Text<'_>,
         parts: &[Part],
         whose: &Whose,
     ) -> Option<Running> {
-        let near = self.last.iter().take(NEAR);
-        let near = near.map(|(whose, it)| (it.common_blocks(&turn.prompt), whose, it));
-        let (common, nearest, it) = near.max_by_key(|(common, ..)| *common)?;
         let is_common = |part: &&Part| text.is_common(part);
         let shared_to = parts.iter().take_while(is_common).last()?.end;
         let whole = parts.last()?.end;
-        let same = common * turn.prompt.block;
-        let (stands, _) = first_difference(&it.parts, parts)?;
-        if common == 0 || stands.start >= shared_to {
+        let same = nearest.common * self.prompt.block;
+        let (stands, _) = first_difference(&nearest.parts, parts)?;
+        if stands.start >= shared_to {
             return None;
         }
-        let mut finding = turn.difference(text, &it.parts, parts, same)?;
+        let mut finding = self.difference(text, &nearest.parts, parts, same)?;
         finding.why = Why::Changed;
-        finding.beside = Some(nearest.1.clone());
+        finding.beside = Some(nearest.session);
         Some(Running {
             whose: whose.clone(),
             expected: Expected::Share(shared_to as f64 / whole as f64),
             finding,
         })
     }
-}
 
-impl Turn<'_> {
     /// Where the turn's prompt first differs from an earlier one, of whose text `same` units are the same.
     fn difference(
         &self,

@@ -198,14 +198,32 @@ fn meaning(raw: &[u8], at: usize) -> (u64, usize) {
 fn hash_of(bytes: &[u8]) -> u64 {
     static KEY: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
     let key = *KEY;
-    let (words, rest) = bytes.as_chunks();
-    let mut last = [0; 8];
-    last[..rest.len()].copy_from_slice(rest);
-    let words = words.iter().chain([&last]);
-    let hash = words.fold(key, |hash, word| {
-        step(hash, u64::from_le_bytes(*word) ^ key)
-    });
-    step(hash, bytes.len() as u64)
+    // A multiplication for two words.
+    let pair = |hash, (first, second): (u64, u64)| step(hash ^ first, second ^ key);
+    let (pairs, rest) = bytes.as_chunks::<16>();
+    let hash = pairs
+        .iter()
+        .fold(key, |hash, it| pair(hash, (word(it), word(&it[8..]))));
+    let last = match rest.len() {
+        0 => (0, 0),
+        _ if !pairs.is_empty() => {
+            let last = &bytes[bytes.len() - 16..];
+            (word(last), word(&last[8..]))
+        }
+        8.. => (word(rest), word(&rest[rest.len() - 8..])),
+        _ => {
+            let fold = |word: u64, &byte| word << 8 | u64::from(byte);
+            (rest.iter().fold(0, fold), 0)
+        }
+    };
+    step(pair(hash, last), bytes.len() as u64)
+}
+
+/// Of the first eight bytes.
+fn word(bytes: &[u8]) -> u64 {
+    bytes
+        .first_chunk()
+        .map_or(0, |word| u64::from_le_bytes(*word))
 }
 
 /// Whether the string that ends at `at` is a key.
