@@ -100,7 +100,7 @@ class Agents:
             input=prompt,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
         return Ended(done.returncode, done.stdout, done.stderr)

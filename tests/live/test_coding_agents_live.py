@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
+from launch import fleet, load_topology
 from tests.processes import wait_until
 
 from .coding_agents import Agents, events, installed_agents, router
+from .conftest import NEWER
+from .elastic_fleet import engine_python
 from .scripted_worker import MODEL, Answer, Asked, Script, ScriptedWorker, scripted_worker
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
@@ -102,28 +108,82 @@ def test_a_sub_agent_is_a_session_of_its_own_and_its_parent_keeps_its_place(
     assert came[2] == "resident", came
 
 
-HELD_S = 40
-IMPATIENT_MS = 15_000
+ALIASES = f"""[models]
+"claude-haiku-*" = "{MODEL}"
+"""
 
 
-@pytest.mark.parametrize("name", ["claude", "codex"])
-def test_a_turn_that_waits_for_longer_than_its_agent_is_patient_is_answered_once(
-    name: str, tmp_path: Path
+def test_a_sub_agent_that_asks_for_haiku_is_served_by_the_model_that_there_is(
+    tmp_path: Path,
 ) -> None:
     def script(asked: Asked) -> Answer:
-        held = asked.headers.get("x-session-id") == "holder"
-        return Answer("Fine.", delay_s=HELD_S if held else 0)
+        if asked.body["model"] != MODEL:
+            return Answer(status=404, message=f"The model {asked.body['model']} does not exist.")
+        if "x-claude-code-agent-id" in asked.headers:
+            return Answer("Looked around.")
+        if len(asked.body["messages"]) > 2:
+            return Answer(last_words(asked))
+        task = {"description": "look", "prompt": "Look", "subagent_type": "Explore"}
+        return Answer(tool="Agent", arguments=task | {"model": "haiku"})
 
-    alone = ("--residency", "cap", "--residency-param", "sessions=1")
-    with before(tmp_path, script, ",kv_capacity_tokens=200000", *alone) as of:
+    config = tmp_path / "router.toml"
+    config.write_text(ALIASES)
+    with before(tmp_path, script, "", "--config", str(config)) as (agents, worker, _):
+        ended = agents.claude("Say hello")
+    assert "Looked around." in ended.output, ended
+    assert any("x-claude-code-agent-id" in asked.headers for asked in worker.asked)
+
+
+@pytest.mark.timeout(900)
+def test_a_second_session_in_a_folder_has_its_prefix_from_the_first_ones(tmp_path: Path) -> None:
+    commands = installed_agents()
+    settings = ["base_port=0", f'engine.python="{engine_python(NEWER)}"']
+    settings += ["context_tokens=131072", "max_total_tokens=131072"]
+    with fleet(load_topology("laptop-sglang-1", settings), tmp_path / "run") as running:
+        assert running.router_url is not None
+        model = running.plan.topology.model_name
+        agents = Agents(commands, tmp_path / "home", running.router_url, model)
+        for words in ("Say hello", "Say goodbye"):
+            agents.claude(words, "--tools", "Bash,Read", CLAUDE_CODE_MAX_OUTPUT_TOKENS="16")
+    firsts: dict[str, dict[str, Any]] = {}
+    for line in events(tmp_path / "run" / "decisions.jsonl", "finish"):
+        if line["outcome"] == "ok":
+            firsts.setdefault(line["session_id"], line)
+    first, second = firsts.values()
+    assert first["cached_tokens"] < 0.1 * first["prompt_tokens"], firsts
+    assert second["cached_tokens"] >= 0.9 * second["prompt_tokens"] > 1000, firsts
+
+
+HELD_S = 40
+IMPATIENT_MS = 15_000
+is_long = pytest.mark.skipif(
+    "DELTASERVE_LIVE_LONG" not in os.environ, reason="waits for 400 s: DELTASERVE_LIVE_LONG=1"
+)
+ALONE = (",kv_capacity_tokens=200000", "--residency", "cap", "--residency-param", "sessions=1")
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("name", ["claude", "codex"])
+@pytest.mark.parametrize(
+    ("held_s", "impatient_ms"),
+    [(HELD_S, IMPATIENT_MS), pytest.param(400, None, marks=is_long)],
+    ids=["impatient", "long"],
+)
+def test_a_turn_that_waits_for_longer_than_its_agent_is_patient_is_answered_once(
+    name: str, held_s: int, impatient_ms: int | None, tmp_path: Path
+) -> None:
+    with before(tmp_path, held(held_s), *ALONE) as of:
         agents, worker, log = of
-        holder = Thread(target=hold, args=(agents.url,))
+        holder = Thread(target=hold, args=(agents.url, held_s))
         holder.start()
         wait_until(lambda: bool(worker.asked))
         if name == "claude":
-            ended = agents.claude("Say hello", API_TIMEOUT_MS=str(IMPATIENT_MS))
+            patience = {"API_TIMEOUT_MS": str(impatient_ms)} if impatient_ms else {}
+            ended = agents.claude("Say hello", **patience)
+        elif impatient_ms:
+            ended = agents.codex("Say hello", idle_ms=impatient_ms)
         else:
-            ended = agents.codex("Say hello", idle_ms=IMPATIENT_MS)
+            ended = agents.codex("Say hello")
         holder.join()
     assert ended.status == 0, ended
     assert "Fine." in ended.output
@@ -132,8 +192,37 @@ def test_a_turn_that_waits_for_longer_than_its_agent_is_patient_is_answered_once
     assert wait["waited_s"] > 1.5 * IMPATIENT_MS / 1000
 
 
-def hold(url: str) -> None:
-    """A session that has the only place for `HELD_S`, and says that it ends."""
+@pytest.mark.timeout(400)
+def test_anthropics_and_openais_packages_wait_as_they_come_and_are_answered_once(
+    tmp_path: Path,
+) -> None:
+    python, client = engine_python(NEWER), Path(__file__).with_name("waiting_client.py")
+    with before(tmp_path, held(HELD_S), *ALONE) as (agents, worker, log):
+        holder = Thread(target=hold, args=(agents.url, HELD_S))
+        holder.start()
+        wait_until(lambda: bool(worker.asked))
+        argv = [python, str(client), agents.url, MODEL]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+        holder.join()
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["Fine."] * 4
+    assert len(worker.asked) == 5
+    waits = [line for line in events(log, "wait_end") if line["session_id"] != "holder"]
+    assert [line["end"] for line in waits] == ["let_in"] * 4
+
+
+def held(held_s: float) -> Script:
+    """The session "holder" is answered after that time, all others at once."""
+
+    def script(asked: Asked) -> Answer:
+        is_holder = asked.headers.get("x-session-id") == "holder"
+        return Answer("Fine.", delay_s=held_s if is_holder else 0)
+
+    return script
+
+
+def hold(url: str, held_s: float) -> None:
+    """A session that has the only place for so long, and says that it ends."""
     tool = {"name": "look", "input_schema": {"type": "object"}}  # without one it is a side call
     asked = [{"role": "user", "content": PART}]
     body = {"model": MODEL, "max_tokens": 8, "messages": asked, "tools": [tool]}
@@ -142,4 +231,4 @@ def hold(url: str) -> None:
         json.dumps(body).encode(),
         {"content-type": "application/json", "x-session-id": "holder", "x-session-end": "1"},
     )
-    urllib.request.urlopen(request, timeout=2 * HELD_S).read()
+    urllib.request.urlopen(request, timeout=2 * held_s).read()
