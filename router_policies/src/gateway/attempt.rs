@@ -71,9 +71,8 @@ impl Exchange<'_> {
         let Some(prefill) = reservation.prefill() else {
             let payload = self.overridden(answering.engine, String::new());
             let opening = match self.context.api {
-                Api::Responses => Opening::HeldForAnswer,
-                Api::Messages => Opening::HeldBriefly,
                 Api::Generate | Api::Completions | Api::Chat => Opening::Passed,
+                api => Opening::of_separated(api),
             };
             let head = self.within_deadline(self.head(answering, payload, opening));
             return head.await.map(|head| (head, None));
@@ -141,7 +140,8 @@ impl Exchange<'_> {
         let watch = reservation.prefill_watch();
         let (guard, failed) = self.send_prefill(prefill, for_prefill, rank, watch);
         let head = self.within_deadline(async {
-            let mut head = self.head(answering, for_decode, Opening::HeldBriefly);
+            let opening = Opening::of_separated(self.context.api);
+            let mut head = self.head(answering, for_decode, opening);
             let fault = tokio::select! {
                 head = &mut head => return head,
                 fault = failure_of(failed) => fault,
@@ -203,7 +203,8 @@ impl Exchange<'_> {
             })?;
         let fields = format!("\"kv_transfer_params\":{}", params.get());
         let payload = self.overridden(Engine::Vllm, fields);
-        let head = self.head(reservation.answering(), payload, Opening::HeldBriefly);
+        let opening = Opening::of_separated(self.context.api);
+        let head = self.head(reservation.answering(), payload, opening);
         Ok((self.within_deadline(head).await?, None))
     }
 
@@ -211,7 +212,8 @@ impl Exchange<'_> {
     fn vllm_prefill_fields(&self, params: &str) -> String {
         let limit = match self.context.api {
             Api::Chat => r#""max_completion_tokens":1,"#,
-            Api::Completions | Api::Generate | Api::Messages | Api::Responses => "",
+            Api::Responses => r#""max_output_tokens":1,"background":false,"store":false,"#,
+            Api::Completions | Api::Generate | Api::Messages => "",
         };
         format!(
             "\"stream\":false,\"stream_options\":null,\"max_tokens\":1,\"min_tokens\":0,{limit}\"kv_transfer_params\":{params}"
@@ -417,6 +419,14 @@ enum Opening {
 }
 
 impl Opening {
+    /// Of a request that was prefilled elsewhere.
+    fn of_separated(api: Api) -> Self {
+        match api {
+            Api::Responses => Self::HeldForAnswer,
+            _ => Self::HeldBriefly,
+        }
+    }
+
     /// Whether this event waits for the next one.
     fn holds(self, event: &[u8]) -> bool {
         match self {

@@ -2,7 +2,7 @@
 //! to two, and try elsewhere as long as nothing of the answer has been passed on.
 
 use super::admission::{NotAdmitted, Permit};
-use super::apis::{Api, Separates, Waits};
+use super::apis::{Api, Waits};
 use super::attempt::Head;
 use super::body::{Scanned, Scanner};
 use super::buffers::NotCollected;
@@ -294,7 +294,7 @@ pub(super) fn read(
         may_be_aside: false,
         received_s: Some(received_s),
         arrived_s: None,
-        separable: separable(api, &scanned),
+        separable: separable(gateway, api, &scanned),
         answers: scanned.answers.saturating_mul(scanned.prompts as u64),
         prompts: scanned.prompts as u64,
     };
@@ -375,9 +375,12 @@ pub(super) fn unplaced(
     if is_whole && !gateway.fleet.serves_alone() {
         gateway.metrics.refused(StatusCode::BAD_REQUEST);
         let what = match scanned.answers {
-            _ if api.shape().separates == Separates::None => api.path(),
-            0 | 1 => "a request with several prompts",
-            _ => "n > 1",
+            2.. => "n > 1".to_owned(),
+            _ if scanned.previous_response.is_some() => "previous_response_id".to_owned(),
+            _ if !gateway.found.can_share(api) => {
+                format!("{} before {}", api.path(), api.shape().separates.words())
+            }
+            _ => "a request with several prompts".to_owned(),
         };
         let message = format!(
             "{what}: cannot be prefilled on one worker and decoded on another, and no worker \
@@ -440,9 +443,11 @@ pub(super) fn target_of(api: Api, uri: &Uri) -> PathAndQuery {
 }
 
 /// What cannot be prefilled on one worker and decoded on another stays whole: a transfer carries one
-/// prompt's KV for one answer. SGLang's carries a batch's too.
-fn separable(api: Api, scanned: &Scanned) -> Separable {
-    if scanned.answers > 1 || api.shape().separates == Separates::None {
+/// prompt's KV for one answer. SGLang's carries a batch's too. A response that goes on from another stands where
+/// that one is kept.
+fn separable(gateway: &Gateway, api: Api, scanned: &Scanned) -> Separable {
+    let is_whole = scanned.answers > 1 || scanned.previous_response.is_some();
+    if is_whole || !gateway.found.can_share(api) {
         Separable::ByNone
     } else if scanned.prompts > 1 {
         Separable::InGroup(SGLANG_GROUP)

@@ -4,11 +4,14 @@
 //! A worker that speaks vLLM where nobody said so is entered again as what it is. Where all workers name the same
 //! folder of a model and it is on this machine, its tokenizer and chat template are read from there.
 
+use super::apis::Api;
 use super::encoder::PromptEncoder;
 use super::engine_info::{self, EngineInfo};
+use super::sglang_tools::Release;
 use super::{FIRST_CHECKS, Gateway};
 use crate::config::{Engine, WorkerSpec};
 use decision::fleet::WorkerSnapshot;
+use decision::policy::Role;
 use parking_lot::Mutex;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -30,6 +33,8 @@ pub(crate) struct Found {
     is_told: AtomicBool,
     /// All that have been asked speak vLLM.
     is_all_vllm: AtomicBool,
+    /// The oldest release of those that speak SGLang and may share requests.
+    oldest: Mutex<Option<Release>>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -38,6 +43,9 @@ struct Said {
     /// It has said so.
     is_known: bool,
     version: Option<String>,
+    release: Option<Release>,
+    /// It may prefill for others, or have others prefill for it.
+    is_sharing: bool,
     /// Of the model, as the engine names it.
     folder: Option<String>,
     ranks: u64,
@@ -89,6 +97,8 @@ pub(super) async fn learn(gateway: &Arc<Gateway>, spec: &WorkerSpec, info: &Engi
             Engine::Sglang => info.version.clone(),
             Engine::Vllm => engine_info::version(gateway, spec).await,
         },
+        release: info.release,
+        is_sharing: spec.role != Role::Colocated,
         folder,
         ranks: info.ranks,
         kv_events: info.kv_events.clone(),
@@ -157,9 +167,24 @@ impl Found {
     fn note(&self, id: &str, said: Said) -> Option<Said> {
         let mut workers = self.workers.lock();
         let known = workers.insert(id.to_owned(), said);
+        self.sum_up(&workers);
+        known
+    }
+
+    fn sum_up(&self, workers: &BTreeMap<String, Said>) {
         let is_all_vllm = workers.values().all(|said| said.engine == Engine::Vllm);
         self.is_all_vllm.store(is_all_vllm, Ordering::Relaxed);
-        known
+        let is_sharing = |said: &&Said| said.is_sharing && said.engine == Engine::Sglang;
+        let sharing = workers.values().filter(is_sharing);
+        let releases = sharing.map(|said| said.release.unwrap_or(Release::OLDEST));
+        *self.oldest.lock() = releases.min();
+    }
+
+    /// Whether all workers that have been asked can share a request of this API.
+    pub fn can_share(&self, api: Api) -> bool {
+        let first = api.shape().separates;
+        let is_new = |oldest: Release| oldest >= first;
+        first == Release::OLDEST || self.oldest.lock().is_none_or(is_new)
     }
 
     /// Whether all workers that have been asked speak vLLM, and some have been.
@@ -179,7 +204,9 @@ impl Found {
 
     /// A worker has left the fleet.
     pub fn forget(&self, id: &str) {
-        self.workers.lock().remove(id);
+        let mut workers = self.workers.lock();
+        workers.remove(id);
+        self.sum_up(&workers);
     }
 
     /// What is known of a worker, a line, and what is missing, a line each.

@@ -18,8 +18,17 @@ impl Release {
     pub const WITH_CUSTOM_TOOLS: Self = Self([0, 5, 20]);
     /// `/v1/responses` leaves what the system says where it stands, if the template shows it there.
     pub const WITH_INLINE_SYSTEM: Self = Self([0, 5, 22]);
+    /// `/v1/responses` takes the fields by which a prefill and a decode worker find each other.
+    pub const SHARING_RESPONSES: Self = Self([0, 5, 20]);
+    /// So does `/v1/messages`.
+    pub const SHARING_MESSAGES: Self = Self([0, 5, 22]);
     /// Tools keep the order in which the client wrote their fields.
     const WITH_CLIENTS_ORDER: Self = Self([0, 5, 23]);
+
+    pub fn words(self) -> String {
+        let [major, minor, patch] = self.0;
+        format!("SGLang {major}.{minor}.{patch}")
+    }
 
     /// Of a version such as `0.5.23` or `0.5.23.post1`.
     pub fn of(version: &str) -> Option<Self> {

@@ -897,6 +897,36 @@ async fn with_mooncake_the_rank_that_prefills_is_the_one_that_is_pulled_from() {
 }
 
 #[tokio::test]
+async fn vllm_separates_agents_apis_too() {
+    let (p, d) = (MockWorker::start().await, MockWorker::start().await);
+    let workers = vec![
+        vllm(&p, "p", "prefill", "nixl"),
+        vllm(&d, "d", "decode", "nixl"),
+    ];
+    let router = Router::start("pd", workers).await;
+    let asked =
+        json!({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "stream": true});
+    let responses =
+        json!({"input": "hi", "max_output_tokens": 9, "background": true, "stream": true});
+    for (path, body, limit) in [
+        ("/v1/messages", asked, "max_tokens"),
+        ("/v1/responses", responses, "max_output_tokens"),
+    ] {
+        let (status, text) = router.post(path, body).await;
+        assert_eq!(status, StatusCode::OK, "{text}");
+        let (at_p, at_d) = (p.bodies().remove(0), d.bodies().remove(0));
+        assert_eq!((&at_p[limit], &at_p["stream"]), (&json!(1), &json!(false)));
+        assert_eq!(at_p["kv_transfer_params"]["do_remote_decode"], true);
+        assert_eq!((&at_d[limit], &at_d["stream"]), (&json!(9), &json!(true)));
+        assert_eq!(at_d["kv_transfer_params"]["do_remote_prefill"], true);
+        assert_ne!(at_p["background"], true, "its answer says where the KV is");
+        for mock in [&p, &d] {
+            mock.behaviour.bodies.lock().clear();
+        }
+    }
+}
+
+#[tokio::test]
 async fn when_vllms_prefill_fails_the_client_is_told() {
     let (p, d) = (MockWorker::start().await, MockWorker::start().await);
     p.set_fault(Fault::Status(500));

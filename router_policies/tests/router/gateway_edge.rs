@@ -513,23 +513,52 @@ async fn sessions_are_found_where_agents_name_them() {
 }
 
 #[tokio::test]
-async fn agents_apis_stay_on_one_worker() {
-    let mut mocks = Vec::new();
-    let mut workers = Vec::new();
-    for role in ["prefill", "elastic"] {
-        let mock = MockWorker::start().await;
-        workers.push(worker(&mock, role, role));
-        mocks.push(mock);
-    }
-    let router = Router::start("pd", workers).await;
-    for (path, body) in [
-        ("/v1/messages", messages(1, false)),
-        ("/v1/responses", json!({"input": "hi"})),
+async fn agents_apis_are_separated_where_all_that_may_share_them_are_of_a_release_that_can() {
+    for (releases, shared) in [
+        (["0.5.19", "0.5.19"], [false, false]),
+        (["0.5.23", "0.5.19"], [false, false]),
+        (["0.5.20", "0.5.21"], [false, true]),
+        (["0.5.23", "0.5.22"], [true, true]),
     ] {
-        let response = router.send(path, &[], body.to_string().into_bytes()).await;
-        assert_eq!(response.headers()["x-deltaserve-worker"], "elastic");
+        let mut mocks = Vec::new();
+        let mut workers = Vec::new();
+        for (role, release) in ["prefill", "elastic"].into_iter().zip(releases) {
+            let mock = MockWorker::start().await;
+            *mock.behaviour.version.lock() = release;
+            workers.push(worker(&mock, role, role));
+            mocks.push(mock);
+        }
+        let router = Router::start("pd", workers).await;
+        let asked = [
+            ("/v1/messages", messages(1, false)),
+            ("/v1/responses", json!({"input": "hi"})),
+        ];
+        for ((path, body), is_shared) in asked.into_iter().zip(shared) {
+            for mock in &mocks {
+                mock.behaviour.bodies.lock().clear();
+            }
+            let response = router.send(path, &[], body.to_string().into_bytes()).await;
+            assert_eq!(response.headers()["x-deltaserve-worker"], "elastic");
+            let room = |mock: &MockWorker| Some(mock.bodies().pop()?["bootstrap_room"].clone());
+            let (prefill, decode) = (room(&mocks[0]), room(&mocks[1]).expect("asked"));
+            match is_shared {
+                true => assert_eq!(prefill.expect("asked"), decode, "{releases:?} {path}"),
+                false => assert_eq!(
+                    (prefill, decode),
+                    (None, Value::Null),
+                    "{releases:?} {path}"
+                ),
+            }
+        }
+        let more = json!({"input": "hi", "previous_response_id": "resp_1"});
+        assert_eq!(router.post("/v1/responses", more).await.0, StatusCode::OK);
+        let last = mocks[1].bodies().pop().expect("asked");
+        assert_eq!(
+            last["bootstrap_room"],
+            Value::Null,
+            "it stays where that is kept"
+        );
     }
-    assert!(mocks[0].bodies().is_empty());
 }
 
 #[tokio::test]

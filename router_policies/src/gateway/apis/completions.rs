@@ -1,6 +1,6 @@
 //! `POST /v1/completions`: OpenAI's older API, which takes token ids as well as text.
 
-use super::{COMMENT, PromptKeys, Separates, Shape, Waits, openai_error};
+use super::{COMMENT, PromptKeys, Release, Shape, Waits, openai_error};
 
 pub(super) static SHAPE: Shape = Shape {
     path: "/v1/completions",
@@ -11,7 +11,7 @@ pub(super) static SHAPE: Shape = Shape {
     limits: &["max_tokens", "max_completion_tokens"],
     ends: &[],
     end: "[DONE]",
-    separates: Separates::Any,
+    separates: Release::OLDEST,
     error: openai_error,
     error_event: None,
     waits: Waits::Hearing(COMMENT),

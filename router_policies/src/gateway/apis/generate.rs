@@ -1,6 +1,6 @@
 //! `POST /generate`, SGLang's own API: token ids or text, a batch of either.
 
-use super::{PromptKeys, Separates, Shape, Waits, openai_error};
+use super::{PromptKeys, Release, Shape, Waits, openai_error};
 
 pub(super) static SHAPE: Shape = Shape {
     path: "/generate",
@@ -12,7 +12,7 @@ pub(super) static SHAPE: Shape = Shape {
     limits: &["max_new_tokens"],
     ends: &[],
     end: "[DONE]",
-    separates: Separates::Any,
+    separates: Release::OLDEST,
     error: openai_error,
     error_event: None,
     waits: Waits::InSilence,

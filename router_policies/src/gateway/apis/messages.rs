@@ -1,6 +1,6 @@
 //! `POST /v1/messages`: Anthropic's API, which Claude Code speaks.
 
-use super::{Counts, PromptKeys, Separates, Shape, Waits};
+use super::{Counts, PromptKeys, Release, Shape, Waits};
 use decision::fleet::Usage;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ pub(super) static SHAPE: Shape = Shape {
     limits: &["max_tokens"],
     ends: &["message_stop"],
     end: "message_stop",
-    separates: Separates::None,
+    separates: Release::SHARING_MESSAGES,
     error,
     error_event: Some("error"),
     waits: Waits::Hearing("event: ping\ndata: {\"type\":\"ping\"}\n\n"),

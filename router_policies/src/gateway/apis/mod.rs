@@ -7,6 +7,7 @@ mod generate;
 mod messages;
 pub(super) mod responses;
 
+use super::sglang_tools::Release;
 use decision::fleet::{Outcome, Usage};
 use hyper::StatusCode;
 
@@ -48,8 +49,9 @@ pub struct Shape {
     pub ends: &'static [&'static str],
     /// What is said of a stream that lacks its end.
     pub end: &'static str,
-    /// Keys by which a client may ask for the answer's KV to be moved, other than those all have.
-    pub separates: Separates,
+    /// The first release of SGLang that can prefill a request of this API on one worker and decode it on another.
+    /// vLLM can (0.26.0 and 0.32.0).
+    pub(in crate::gateway) separates: Release,
     /// An error as a JSON object.
     pub error: fn(kind: &str, code: u16, message: &str) -> serde_json::Value,
     /// The name of an event that is an error.
@@ -83,15 +85,6 @@ pub struct Counts {
     pub events: &'static [&'static str],
     /// What the data of such an event, or an answer in one piece, counts.
     pub read: fn(&[u8]) -> Usage,
-}
-
-/// Which engines can prefill a request of this API on one worker and decode it on another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Separates {
-    Any,
-    /// SGLang (0.5.17) has no bootstrap fields there; vLLM (0.26.0) has `kv_transfer_params`, but the
-    /// answer's shape does not always give them back. So requests are served on one worker.
-    None,
 }
 
 impl Api {

@@ -3,7 +3,7 @@
 //! carries, and can only be served where that response is kept.
 
 use super::super::patience::Opening;
-use super::{Counts, PromptKeys, Separates, Shape, Waits, openai_error};
+use super::{Counts, PromptKeys, Release, Shape, Waits, openai_error};
 use decision::fleet::Usage;
 use decision::fleet::log::unix_now_s;
 use hyper::StatusCode;
@@ -23,7 +23,7 @@ pub(super) static SHAPE: Shape = Shape {
     limits: &["max_output_tokens"],
     ends: &ENDS,
     end: "response.completed",
-    separates: Separates::None,
+    separates: Release::SHARING_RESPONSES,
     error: openai_error,
     error_event: Some("error"),
     waits: Waits::Numbered,

@@ -103,6 +103,8 @@ pub struct Behaviour {
     pub models: Mutex<Vec<&'static str>>,
     /// How many tokens it takes of each; 0 says nothing.
     pub max_model_len: AtomicU64,
+    /// Which release of SGLang `/server_info` names.
+    pub version: Mutex<&'static str>,
     /// The folder that `/model_info` names.
     pub model_path: Mutex<String>,
     /// Says that it is vLLM, and not SGLang.
@@ -208,6 +210,7 @@ impl MockWorker {
             cached_tokens: AtomicU64::new(10),
             models: Mutex::new(vec!["mock", "listed/only"]),
             max_model_len: AtomicU64::new(0),
+            version: Mutex::new("0.5.17"),
             model_path: Mutex::new("mock".to_owned()),
             is_vllm: AtomicBool::new(false),
             adapters: Mutex::new(Vec::new()),
@@ -428,8 +431,9 @@ async fn answer(
                 started => format!("{{\"load_weight\":{started}.5}}"),
             };
             let info = format!(
-                r#"{{"model_path":{},"served_model_name":"mock","max_total_num_tokens":1000000,"page_size":1,"tp_size":1,"dp_size":1,"version":"0.5.17","api_key":"the-engines-secret","admin_api_key":"the-engines-secret","startup_time":{startup_time},"random_seed":1}}"#,
-                serde_json::Value::from(behaviour.model_path.lock().as_str())
+                r#"{{"model_path":{},"served_model_name":"mock","max_total_num_tokens":1000000,"page_size":1,"tp_size":1,"dp_size":1,"version":"{}","api_key":"the-engines-secret","admin_api_key":"the-engines-secret","startup_time":{startup_time},"random_seed":1}}"#,
+                serde_json::Value::from(behaviour.model_path.lock().as_str()),
+                behaviour.version.lock()
             );
             return Ok(whole(200, "application/json", info));
         }
