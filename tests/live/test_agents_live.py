@@ -45,6 +45,9 @@ def logged(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         # One prefill worker and one that does both: what PD cannot carry is served there alone.
         ("laptop-sglang-elastic", ["kv_events=true"]),
         ("laptop-vllm", ["workers.0.count=1"]),
+        # Each request is prefilled on one worker and decoded on another.
+        ("laptop-sglang-pd", [f"engine.version={NEWER}"]),
+        ("laptop-vllm-pd", []),
     ],
 )
 def test_agents_own_clients_are_answered(name: str, overrides: list[str], tmp_path: Path) -> None:
@@ -66,6 +69,8 @@ def test_agents_own_clients_are_answered(name: str, overrides: list[str], tmp_pa
     assert outcomes.count("ok") >= 8
     assert set(outcomes) <= {"ok", "client_disconnect", "rejected"}
     assert {"chat-1", "responses-1"} <= {line["session_id"] for line in decisions}
+    if name.endswith("-pd"):
+        assert {line["kind"] for line in decisions} == {"prefill_decode"}
 
     # The router's tokens of a conversation are those that the engine's answers count.
     def counted(session: str) -> list[int]:
