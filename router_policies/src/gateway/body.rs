@@ -10,6 +10,7 @@ pub use super::apis::Api;
 use super::apis::PromptKeys;
 pub use super::cursor::Malformed;
 use super::cursor::{Cursor, TokenRun};
+use super::pictures::{Picture, Pictures};
 use super::prompts::{Conversation, Places, Prompts};
 use super::{normalise, session};
 use crate::config::Engine;
@@ -17,6 +18,7 @@ use decision::fleet::prefix::hash::PromptHashes;
 use serde_json::Value;
 use smallvec::SmallVec;
 use std::ops::Range;
+use std::sync::{Arc, LazyLock};
 
 /// What routing needs of a body.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,6 +56,8 @@ pub struct Scanned {
     /// What of it is left out: see [`super::normalise`].
     pub(super) cut: Option<Range<usize>>,
     pub(super) places: Places,
+    /// The pictures of a conversation.
+    pub(super) pictures: Vec<Picture>,
     /// What vLLM may get in the place of a `vllm_xargs` by which the client steers the moving of KV.
     pub xargs: Option<String>,
     /// Position of the outer object's closing brace.
@@ -145,12 +149,16 @@ pub fn scan(api: Api, body: &[u8], block: usize, text_block: usize) -> Result<Sc
     Scanner::new(api, block, text_block).scan(body)
 }
 
+/// Where nobody counts them.
+static UNKNOWN: LazyLock<Arc<Pictures>> = LazyLock::new(Arc::default);
+
 /// Scans a body that comes in pieces.
 pub struct Scanner {
     api: Api,
     block: usize,
     text_block: usize,
     normalises: bool,
+    pictures: Arc<Pictures>,
     /// As much of the beginning as was searched for a list of token ids.
     searched: usize,
     run: Option<TokenRun>,
@@ -167,6 +175,7 @@ impl Scanner {
             block,
             text_block,
             normalises: false,
+            pictures: Arc::clone(&UNKNOWN),
             searched: 0,
             run: None,
         }
@@ -176,6 +185,13 @@ impl Scanner {
     #[must_use]
     pub fn normalising(mut self, normalises: bool) -> Self {
         self.normalises = normalises;
+        self
+    }
+
+    /// What is known of pictures.
+    #[must_use]
+    pub(super) fn counting(mut self, pictures: &Arc<Pictures>) -> Self {
+        self.pictures = Arc::clone(pictures);
         self
     }
 
@@ -340,9 +356,18 @@ impl Scanner {
             return cursor.fail("the end of the body");
         }
         let places = std::mem::take(&mut conversation.places);
+        let mut pictures = Vec::new();
         let found = match shape.prompt {
             PromptKeys::Prompts { .. } => prompts.or(second_choice),
-            PromptKeys::Conversation { .. } => conversation.finish(text_block).map(Prompts::one),
+            PromptKeys::Conversation { .. } => {
+                let picture = |raw: &[u8]| self.pictures.of(model.as_deref(), raw);
+                conversation
+                    .finish(text_block, picture)
+                    .map(|(prompt, found)| {
+                        pictures = found;
+                        Prompts::one(prompt)
+                    })
+            }
         };
         let Some(found) = found else {
             cursor.at = outer.close;
@@ -377,6 +402,7 @@ impl Scanner {
             has_transfer_keys,
             cut,
             places,
+            pictures,
             xargs,
             close: outer.close,
             is_empty: outer.is_empty,
@@ -485,6 +511,75 @@ mod tests {
             assert_ne!(other.states.last(), with.states.last());
             // What a client writes as text is text.
             assert!(length(api, key, typed("A"), "x").tokens() > 200_000);
+        }
+    }
+
+    #[test]
+    fn what_is_looked_at_counts_where_it_is_by_its_address_too_and_what_is_text_does_not() {
+        let url = "https://example.org/a/picture.png";
+        let pdf = "JVBERi0x".repeat(100);
+        let words = "some words ".repeat(100);
+        for (api, part, expected) in [
+            (
+                Api::Chat,
+                json!({"type": "image_url", "image_url": {"url": url}}),
+                2,
+            ),
+            (
+                Api::Chat,
+                json!({"type": "image_url", "image_url": {"detail": "low", "url": url}}),
+                2,
+            ),
+            (
+                Api::Messages,
+                json!({"type": "image", "source": {"type": "url", "url": url}}),
+                2,
+            ),
+            (
+                Api::Messages,
+                json!({"type": "document", "source": {"type": "url", "url": url}}),
+                2,
+            ),
+            (
+                Api::Messages,
+                json!({"type": "document", "source": {"type": "base64", "data": pdf}}),
+                2,
+            ),
+            (
+                Api::Messages,
+                json!({"type": "document", "source": {"type": "text", "data": words}}),
+                0,
+            ),
+            (
+                Api::Responses,
+                json!({"type": "input_image", "image_url": url}),
+                2,
+            ),
+            (
+                Api::Responses,
+                json!({"type": "input_file", "file_url": url}),
+                2,
+            ),
+            (
+                Api::Messages,
+                json!({"type": "tool_use", "input": {"prompt": "p", "url": url}}),
+                0,
+            ),
+            (
+                Api::Messages,
+                json!({"type": "tool_use", "input": {"url": url}}),
+                0,
+            ),
+            (Api::Chat, json!({"type": "text", "text": url}), 0),
+        ] {
+            let key = match api {
+                Api::Responses => "input",
+                _ => "messages",
+            };
+            let body = json!({key: [{"role": "user", "content": [part, "between", part]}]});
+            let scanned = scan16(api, body.to_string().as_bytes()).expect("valid");
+            assert_eq!(scanned.pictures.len(), expected, "{body}");
+            assert_eq!(scanned.prompt.pictures, expected as u64);
         }
     }
 

@@ -38,12 +38,14 @@ pub(super) struct Cursor<'a> {
     pub at: usize,
     /// Of a body's beginning: the token ids that it ends in.
     pub run: Option<TokenRun>,
-    /// Where the long strings stand that were skipped inside of others, without their quotes.
+    /// Where strings stand that may be pictures and were skipped inside of others, without their quotes.
     pub long: Vec<Range<usize>>,
 }
 
 /// Strings of so many bytes may be pictures.
-const LONG_BYTES: usize = 2 << 10;
+const LONG_BYTES: usize = 512;
+/// Shorter than the address of one.
+const SHORT_BYTES: usize = 8;
 
 /// A list of token ids, as far as it has been read.
 pub(super) struct TokenRun {
@@ -153,7 +155,8 @@ impl<'a> Cursor<'a> {
             match byte {
                 b'"' => {
                     let text = self.string()?;
-                    if text.len() >= LONG_BYTES {
+                    let is_address = || text.len() > SHORT_BYTES && text.starts_with(b"http");
+                    if text.len() >= LONG_BYTES || is_address() {
                         self.long.push(self.at - 1 - text.len()..self.at - 1);
                     }
                     continue;

@@ -183,7 +183,9 @@ pub(super) struct Arrived {
 /// Reads requests' bodies as this router's configuration wants.
 pub(super) fn scanner_of(gateway: &Gateway, api: Api) -> Scanner {
     let scanner = Scanner::new(api, gateway.fleet.token_block(), ESTIMATE_BLOCK_TOKENS);
-    scanner.normalising(gateway.config.normalise_prompts)
+    scanner
+        .normalising(gateway.config.normalise_prompts)
+        .counting(&gateway.pictures)
 }
 
 /// A refusal of `api`, counted.
@@ -760,6 +762,9 @@ impl Exchange<'_> {
 
     /// Has the cache doctor see the prompt, whose KV a worker now has. A call beside a conversation says nothing of it.
     fn examine(&mut self, decision_id: &str, worker: &str) {
+        if !self.scanned.pictures.is_empty() {
+            self.count_pictures(decision_id);
+        }
         let placement = &mut self.placement;
         let Some(session) = placement.session_id.as_deref() else {
             return;
@@ -785,6 +790,19 @@ impl Exchange<'_> {
                 .unwrap_or_else(|| std::mem::take(&mut placement.prompt)),
             tokens: is_exact.then_some(tokens),
         });
+    }
+
+    /// Has what the engine counts say what the prompt's pictures came to.
+    fn count_pictures(&self, decision_id: &str) {
+        let (scanned, placement) = (&self.scanned, &self.placement);
+        let session = placement.session_id.clone();
+        let whose = session.map(|session| (placement.tenant, session));
+        let before = whose.as_ref();
+        let before = before.and_then(|whose| self.gateway.doctor.counted(whose));
+        let bytes = self.text.as_ref().unwrap_or(&placement.prompt).length;
+        let (model, pictures) = (scanned.model.as_deref(), &scanned.pictures);
+        let counter = &self.gateway.pictures;
+        counter.began(decision_id, model, whose, bytes, pictures, before);
     }
 
     fn pass_on(

@@ -38,6 +38,7 @@ mod passthrough;
 mod patience;
 mod peers;
 pub mod picker;
+mod pictures;
 mod pieces;
 mod prompts;
 mod reason;
@@ -146,6 +147,7 @@ pub(crate) struct Gateway {
     pub keys: Keys,
     pub cache_keys: session::CacheKeys,
     pub doctor: Arc<doctor::Doctor>,
+    pub pictures: Arc<pictures::Pictures>,
     /// Where what goes by is recorded.
     pub recorder: Option<Arc<record::Recorder>>,
     /// Which worker has which response.
@@ -275,6 +277,8 @@ impl Gateway {
         let observer = Arc::clone(&metrics);
         let doctor = Arc::<doctor::Doctor>::default();
         let examiner = Arc::clone(&doctor);
+        let pictures = Arc::<pictures::Pictures>::default();
+        let counter = Arc::clone(&pictures);
         let kept_bytes = (config.record_max_mb * 1e6) as u64;
         let recorder = config.record.as_deref();
         let recorder = recorder.map(|path| record::Recorder::start(path, kept_bytes));
@@ -288,6 +292,7 @@ impl Gateway {
             if let Some((why, tokens)) = examiner.ended(finish) {
                 observer.broken_prefix(&finish.worker.id, why.word(), tokens);
             }
+            counter.ended(finish);
             if let Some(recorder) = &records {
                 recorder.ended(finish);
             }
@@ -315,6 +320,7 @@ impl Gateway {
             keys: Keys::load(&config)?,
             cache_keys: session::CacheKeys::default(),
             doctor,
+            pictures,
             recorder,
             stored: Arc::default(),
             asked: passthrough::Asked::default(),

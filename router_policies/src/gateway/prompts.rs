@@ -1,6 +1,7 @@
 //! Prompts as they stand in a body: token ids, texts, or a conversation, hashed as they are read.
 
 use super::cursor::{Cursor, Malformed, TokenRun};
+use super::pictures::Picture;
 use decision::fleet::prefix::hash::{BYTES_PER_TOKEN, PromptHashes, TokenHasher};
 use memchr::memmem;
 use smallvec::SmallVec;
@@ -27,21 +28,34 @@ pub(super) struct Conversation<'a> {
     pictures: Vec<Range<usize>>,
 }
 
-/// What a picture is taken for: engines' processors make some hundred to a few thousand tokens of one, whatever
-/// its bytes.
-const PICTURE_TOKENS: usize = 1_600;
-/// Under these keys engines read data that is no text.
-const DATA_KEYS: [&[u8]; 6] = [
+/// Under these keys engines read data that is no text, or where it is.
+const DATA_KEYS: [&[u8]; 7] = [
     b"url",
     b"image_url",
     b"data",
     b"file_data",
+    b"file_url",
     b"image",
     b"audio",
 ];
+/// The objects with a `url` that is the address of something to look at.
+const SOURCES: [&[u8]; 5] = [
+    b"image_url",
+    b"source",
+    b"audio_url",
+    b"video_url",
+    b"file_url",
+];
 
-/// Whether the string that stands at `at` is data, in base64.
-fn is_data(body: &[u8], at: &Range<usize>) -> bool {
+/// What stands before the value of `key`, if that is what ends here.
+fn before_key<'a>(before: &'a [u8], key: &[u8]) -> Option<&'a [u8]> {
+    let before = before.trim_ascii_end().strip_suffix(b":")?;
+    let name = before.trim_ascii_end().strip_suffix(b"\"")?;
+    name.strip_suffix(key)?.strip_suffix(b"\"")
+}
+
+/// Whether the string that stands at `at` is a picture, a sound or a file: data in base64, or where it is.
+fn is_picture(body: &[u8], at: &Range<usize>) -> bool {
     const LOOKED_AT: usize = 128;
     let value = &body[at.clone()];
     let begin = &value[..value.len().min(LOOKED_AT)];
@@ -49,22 +63,29 @@ fn is_data(body: &[u8], at: &Range<usize>) -> bool {
         let is_letter = |byte: &u8| byte.is_ascii_alphanumeric() || b"+/=-_\\".contains(byte);
         bytes.iter().all(is_letter)
     };
-    let is_url = begin.starts_with(b"data:") && memmem::find(begin, b";base64,").is_some();
-    let is_bare = is_base64(begin) && is_base64(&value[value.len() - begin.len()..]);
-    if !is_url && !is_bare {
+    let is_address = begin.starts_with(b"http");
+    let is_url = || begin.starts_with(b"data:") && memmem::find(begin, b";base64,").is_some();
+    let is_bare = || is_base64(begin) && is_base64(&value[value.len() - begin.len()..]);
+    if !is_address && !is_url() && !is_bare() {
         return false;
     }
-    let before = body[..at.start - 1].trim_ascii_end();
-    let Some(before) = before.strip_suffix(b":") else {
-        return false;
-    };
-    let before = before.trim_ascii_end();
-    DATA_KEYS.iter().any(|key| {
-        let name = before
-            .strip_suffix(b"\"")
-            .and_then(|rest| rest.strip_suffix(*key));
-        name.is_some_and(|rest| rest.ends_with(b"\""))
-    })
+    let before = &body[..at.start - 1];
+    let key = DATA_KEYS
+        .iter()
+        .find_map(|key| Some((*key, before_key(before, key)?)));
+    match key {
+        None => false,
+        // Tools are called with addresses too.
+        Some((b"url", before)) if is_address => {
+            let near = &before[before.len().saturating_sub(LOOKED_AT)..];
+            let object = near.iter().rposition(|byte| *byte == b'{');
+            object.is_some_and(|at| {
+                let is_source = |key: &&[u8]| before_key(&near[..at], key).is_some();
+                SOURCES.iter().any(|key| is_source(key))
+            })
+        }
+        Some((key, _)) => !is_address || matches!(key, b"image_url" | b"file_url"),
+    }
 }
 
 impl<'a> Conversation<'a> {
@@ -101,7 +122,7 @@ impl<'a> Conversation<'a> {
                 let begin = cursor.at - raw.len() + 1;
                 self.places.turns = begin..cursor.at - 1;
                 let long = cursor.long.drain(..);
-                let data = long.filter(|at| is_data(cursor.bytes, at));
+                let data = long.filter(|at| is_picture(cursor.bytes, at));
                 self.pictures = data.map(|at| at.start - begin..at.end - begin).collect();
                 &raw[1..raw.len() - 1]
             }
@@ -119,26 +140,32 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    pub fn finish(self, text_block: usize) -> Option<PromptHashes> {
+    /// The prompt, and the pictures in it, each as `picture` has what stands there.
+    pub fn finish(
+        self,
+        text_block: usize,
+        picture: impl Fn(&[u8]) -> Picture,
+    ) -> Option<(PromptHashes, Vec<Picture>)> {
         let turns = self.turns?;
         if self.before.iter().all(|part| part.is_empty()) && self.pictures.is_empty() {
-            return Some(PromptHashes::of_text(turns, text_block));
+            return Some((PromptHashes::of_text(turns, text_block), Vec::new()));
         }
         let mut whole = self.before.concat();
         let mut at = 0;
-        for picture in &self.pictures {
-            whole.extend_from_slice(&turns[at..picture.start]);
-            // Which one it is counts, and not how long.
-            let name = PromptHashes::of_text(&turns[picture.clone()], text_block);
-            let name = name.states.last().copied().unwrap_or_default();
-            let room = PICTURE_TOKENS * BYTES_PER_TOKEN as usize / size_of::<u64>();
-            whole.extend(std::iter::repeat_n(name.to_le_bytes(), room).flatten());
-            at = picture.end;
+        let mut pictures = Vec::new();
+        for place in &self.pictures {
+            whole.extend_from_slice(&turns[at..place.start]);
+            // Which one it is counts, and what the model makes of it, and not how long it is.
+            let found = picture(&turns[place.clone()]);
+            let room = found.tokens as usize * BYTES_PER_TOKEN as usize / size_of::<u64>();
+            whole.extend(std::iter::repeat_n(found.name.to_le_bytes(), room).flatten());
+            pictures.push(found);
+            at = place.end;
         }
         whole.extend_from_slice(&turns[at..]);
         let mut prompt = PromptHashes::of_text(&whole, text_block);
-        prompt.pictures = self.pictures.len() as u64;
-        Some(prompt)
+        prompt.pictures = pictures.len() as u64;
+        Some((prompt, pictures))
     }
 }
 

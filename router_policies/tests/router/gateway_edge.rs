@@ -2,6 +2,7 @@
 
 use crate::mock::router::{Router, generate, text, until, worker};
 use crate::mock::{End, Fault, MockWorker};
+use base64::Engine;
 use hyper::StatusCode;
 use router_policies::config::Config;
 use serde_json::{Value, json};
@@ -559,6 +560,54 @@ async fn agents_apis_are_separated_where_all_that_may_share_them_are_of_a_releas
             "it stays where that is kept"
         );
     }
+}
+
+/// A data URL of a screenshot: as much of it as says how wide and high it is, and what tells it from others.
+fn screenshot(which: u8) -> String {
+    let mut bytes = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR".to_vec();
+    bytes.extend([1400_u32, 1120].map(u32::to_be_bytes).concat());
+    bytes.extend([which; 90_000]);
+    let data = base64::engine::general_purpose::STANDARD.encode(bytes);
+    format!("data:image/png;base64,{data}")
+}
+
+#[tokio::test]
+async fn a_picture_counts_as_the_engine_counted_it_and_a_text_as_before() {
+    const OF_ONE: u64 = 2_500;
+    let mock = MockWorker::start().await;
+    let router = Router::start("round_robin", vec![worker(&mock, "w", "colocated")]).await;
+    let ask = async |session: &str, pictures: u8| {
+        let parts = (0..pictures).map(screenshot);
+        let parts = parts.map(|url| json!({"type": "image_url", "image_url": {"url": url}}));
+        let begin = json!({"role": "user", "content": "word ".repeat(4_000)});
+        let shown = parts.map(|part| json!({"role": "user", "content": [part]}));
+        let messages: Vec<Value> = [begin].into_iter().chain(shown).collect();
+        let body = json!({"messages": messages, "tools": [{"type": "function", "function": {"name": "f"}}]});
+        let headers = [("x-session-id", session)];
+        let body = body.to_string().into_bytes();
+        let answer = router.send("/v1/chat/completions", &headers, body).await;
+        assert_eq!(answer.status(), StatusCode::OK);
+        text(answer).await;
+        router.idle().await;
+        decision(&router)["input_tokens"].as_u64().expect("a count")
+    };
+    let is = |tokens| {
+        mock.behaviour
+            .prompt_tokens
+            .store(tokens, Ordering::Relaxed)
+    };
+    let of_text = ask("guess", 0).await;
+    for pictures in 0..4 {
+        let counted = of_text + OF_ONE * u64::from(pictures);
+        is(counted);
+        let booked = ask("s", pictures).await;
+        let is_near = booked.abs_diff(counted) < counted / 10;
+        assert!(
+            is_near || pictures == 1,
+            "{pictures}: {booked} of {counted}"
+        );
+    }
+    assert_eq!(ask("t", 0).await, of_text);
 }
 
 #[tokio::test]

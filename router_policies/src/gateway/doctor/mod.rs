@@ -9,6 +9,7 @@ mod outline;
 
 use super::apis::{Api, PromptKeys};
 use super::body::Scanned;
+use super::pictures::Counted;
 use decision::fleet::log::FinishRecord;
 use decision::fleet::prefix::hash::{PromptHashes, Unit};
 use lru::LruCache;
@@ -291,6 +292,13 @@ impl Doctor {
         let id = finish.decision_id.clone();
         files.findings.put(id, running.finding);
         Some((why, lost))
+    }
+
+    /// What the engine counted of a session's last prompt.
+    pub(super) fn counted(&self, whose: &Whose) -> Option<Counted> {
+        let files = self.0.lock();
+        let last = files.last.peek(whose)?;
+        Some(Counted::text(last.tokens?, last.prompt.length))
     }
 
     pub(super) fn finding(&self, decision_id: &str) -> Option<Finding> {

@@ -116,6 +116,8 @@ pub struct Behaviour {
     /// Data-parallel ranks that the bootstrap server names, and how often it was asked.
     pub dp_ranks: AtomicUsize,
     pub queries: AtomicUsize,
+    /// What answers in one piece say of the prompt's tokens.
+    pub prompt_tokens: AtomicU64,
     /// What answers say of cached tokens.
     pub cached_tokens: AtomicU64,
     /// Requests being answered now.
@@ -207,6 +209,7 @@ impl MockWorker {
             health_hangs: AtomicBool::new(false),
             reports_metrics: AtomicBool::new(false),
             started: AtomicU64::new(0),
+            prompt_tokens: AtomicU64::new(100),
             cached_tokens: AtomicU64::new(10),
             models: Mutex::new(vec!["mock", "listed/only"]),
             max_model_len: AtomicU64::new(0),
@@ -600,7 +603,10 @@ async fn answer(
             let text = r#"{"text":"h","kv_transfer_params":{"do_remote_prefill":true,"remote_block_ids":[4]}}"#;
             return Ok(whole(200, "application/json", text));
         }
-        let text = r#"{"text":"hello","meta_info":{"prompt_tokens":100,"cached_tokens":10,"completion_tokens":4}}"#;
+        let prompt_tokens = behaviour.prompt_tokens.load(Ordering::Relaxed);
+        let text = format!(
+            r#"{{"text":"hello","meta_info":{{"prompt_tokens":{prompt_tokens},"cached_tokens":10,"completion_tokens":4}}}}"#
+        );
         let padding = behaviour.padding_bytes.load(Ordering::Relaxed);
         let text = [text.as_bytes(), &vec![b' '; padding]].concat();
         return Ok(whole(200, "application/json", text));
