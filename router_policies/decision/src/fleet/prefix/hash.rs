@@ -313,15 +313,21 @@ impl PromptHashes {
     pub fn of_text(text: &[u8], block_tokens: usize) -> Self {
         let block = (block_tokens.max(1) * BYTES_PER_TOKEN as usize).next_multiple_of(WORD_BYTES);
         let (mut state, word_key) = (KEYS.text, KEYS.word);
+        let mut words = |words: &[[u8; WORD_BYTES]]| {
+            for word in words {
+                state = step(state, u64::from_le_bytes(*word) ^ word_key);
+            }
+            state
+        };
         let states = text
             .chunks_exact(block)
             .map(|chunk| {
-                for word in chunk.chunks_exact(WORD_BYTES) {
-                    let mut bytes = [0; WORD_BYTES];
-                    bytes.copy_from_slice(word);
-                    state = step(state, u64::from_le_bytes(bytes) ^ word_key);
+                // Eight words are a loop that the compiler unrolls.
+                let (eights, rest) = chunk.as_chunks::<{ 8 * WORD_BYTES }>();
+                for eight in eights {
+                    words(eight.as_chunks().0);
                 }
-                state
+                words(rest.as_chunks().0)
             })
             .collect();
         Self {
