@@ -55,7 +55,7 @@ pub(crate) struct Pictures {
 
 struct Known {
     /// By model and name.
-    tokens: LruCache<(u64, u64), u32>,
+    pictures: LruCache<(u64, u64), Picture>,
     /// By model and size; of a model alone that of all its pictures.
     means: LruCache<(u64, Option<Size>), f64>,
     /// By decision.
@@ -102,7 +102,7 @@ impl Default for Pictures {
         Self {
             hasher: RandomState::new(),
             known: Mutex::new(Known {
-                tokens: LruCache::new(REMEMBERED),
+                pictures: LruCache::new(REMEMBERED),
                 means: LruCache::new(MEANS),
                 running: HashMap::new(),
                 last: LruCache::new(SESSIONS),
@@ -123,9 +123,8 @@ impl Pictures {
         let rest = &raw[whole.states.len() * whole.block..];
         let name = self.hasher.hash_one((whole.states.last(), rest));
         let mut known = self.known.lock();
-        if let Some(&tokens) = known.tokens.get(&(model, name)) {
-            let size = None;
-            return Picture { name, tokens, size };
+        if let Some(&picture) = known.pictures.get(&(model, name)) {
+            return picture;
         }
         drop(known);
         let size = size_of(raw);
@@ -133,8 +132,9 @@ impl Pictures {
         let of_size = known.means.get(&(model, Some(size))).copied();
         let mean = of_size.or_else(|| known.means.get(&(model, None)).copied());
         let tokens = mean.unwrap_or(ASSUMED_TOKENS).round() as u32;
-        known.tokens.put((model, name), tokens);
-        Picture { name, tokens, size }
+        let picture = Picture { name, tokens, size };
+        known.pictures.put((model, name), picture);
+        picture
     }
 
     /// An answer begins to a prompt of so many `bytes` with these pictures; `before` is what its session's last
@@ -198,7 +198,8 @@ impl Known {
                 let is = f64::from(picture.tokens) * found / assumed;
                 let is = is.clamp(1.0, MAX_TOKENS);
                 let key = (asked.model, picture.name);
-                self.tokens.put(key, is.round() as u32);
+                let tokens = is.round() as u32;
+                self.pictures.put(key, Picture { tokens, ..*picture });
                 for key in [Some(picture.size), None] {
                     let mean = self.means.get_or_insert_mut((asked.model, key), || is);
                     *mean += GAIN * (is - *mean);

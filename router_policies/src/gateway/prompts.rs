@@ -81,7 +81,7 @@ fn is_picture(body: &[u8], at: &Range<usize>) -> bool {
             let object = near.iter().rposition(|byte| *byte == b'{');
             object.is_some_and(|at| {
                 let is_source = |key: &&[u8]| before_key(&near[..at], key).is_some();
-                SOURCES.iter().any(|key| is_source(key))
+                SOURCES.iter().any(is_source)
             })
         }
         Some((key, _)) => !is_address || matches!(key, b"image_url" | b"file_url"),
