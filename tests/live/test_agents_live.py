@@ -46,7 +46,7 @@ def logged(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         ("laptop-sglang-elastic", ["kv_events=true"]),
         ("laptop-vllm", ["workers.0.count=1"]),
         # Each request is prefilled on one worker and decoded on another.
-        ("laptop-sglang-pd", [f"engine.version={NEWER}"]),
+        ("laptop-sglang-pd", []),
         ("laptop-vllm-pd", []),
     ],
 )

@@ -18,7 +18,6 @@ from launch import fleet, load_topology
 from tests.processes import wait_until
 
 from .coding_agents import Agents, events, installed_agents, router
-from .conftest import NEWER
 from .elastic_fleet import engine_python
 from .scripted_worker import MODEL, Answer, Asked, Script, ScriptedWorker, scripted_worker
 
@@ -137,7 +136,7 @@ def test_a_sub_agent_that_asks_for_haiku_is_served_by_the_model_that_there_is(
 @pytest.mark.timeout(900)
 def test_a_second_session_in_a_folder_has_its_prefix_from_the_first_ones(tmp_path: Path) -> None:
     commands = installed_agents()
-    settings = ["base_port=0", f'engine.python="{engine_python(NEWER)}"']
+    settings = ["base_port=0", f'engine.python="{engine_python()}"']
     settings += ["context_tokens=131072", "max_total_tokens=131072"]
     with fleet(load_topology("laptop-sglang-1", settings), tmp_path / "run") as running:
         assert running.router_url is not None
@@ -200,7 +199,7 @@ def test_a_turn_that_waits_for_longer_than_its_agent_is_patient_is_answered_once
 def test_anthropics_and_openais_packages_wait_as_they_come_and_are_answered_once(
     tmp_path: Path,
 ) -> None:
-    python, client = engine_python(NEWER), Path(__file__).with_name("waiting_client.py")
+    python, client = engine_python(), Path(__file__).with_name("waiting_client.py")
     with before(tmp_path, held(HELD_S), *ALONE) as (agents, worker, log):
         holder = Thread(target=hold, args=(agents.url, HELD_S))
         holder.start()
