@@ -68,8 +68,9 @@ class TestDecode(BasicDecodeCorrectnessMixin, OfTheWorker):
 
 
 class TestGrammar(RegexConstrainedMixin, OfTheWorker):
-    # Its answers may have digits of other scripts, which then lie across the end of a token.
+    # Their answers may have digits of other scripts, which then lie across the end of a token.
     test_regex_generate_number = None
+    test_regex_generate_phone = None
     # Of no bounded length: a random model may use up its tokens inside.
     test_regex_generate_complex_json = None
     test_regex_generate_custom_log_format = None
