@@ -47,7 +47,6 @@ def logged(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         ("laptop-vllm", ["workers.0.count=1"]),
         # Each request is prefilled on one worker and decoded on another.
         ("laptop-sglang-pd", []),
-        ("laptop-vllm-pd", []),
     ],
 )
 def test_agents_own_clients_are_answered(name: str, overrides: list[str], tmp_path: Path) -> None:
