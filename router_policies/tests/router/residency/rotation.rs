@@ -81,6 +81,21 @@ fn more_than_the_tiers_keep_enter_in_the_order_in_which_they_wait() {
 }
 
 #[test]
+fn who_waits_is_told_whether_for_its_turn_to_enter_or_for_room() {
+    for (tier, reason) in [
+        (120_000, WaitReason::SessionsLimit),
+        (400_000, WaitReason::NoRoom),
+    ] {
+        let world = rotating(Some(tier), json!({}));
+        let _running = [0, 1].map(|session| world.placed(&world.turn(session, 40_000)));
+        let _waiting = world.waits(&world.turn(2, 50_000));
+        let shown = world.fleet.sessions();
+        let waits = shown.iter().find(|shown| shown.reason.is_some());
+        assert_eq!(waits.and_then(|shown| shown.reason), Some(reason));
+    }
+}
+
+#[test]
 fn one_whose_client_leaves_before_its_last_turn_makes_room_all_the_same() {
     let world = rotating(Some(120_000), json!({}));
     let running: Vec<Reservation> = (0..2)

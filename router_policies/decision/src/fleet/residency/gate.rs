@@ -118,8 +118,9 @@ impl Residency {
     pub fn ask_now(&self, asked: &Asked<'_>, sites: &Sites, now_s: f64) -> Result<Go, WaitReason> {
         let mut round = Round::new(sites, now_s, 0.0, 1.0);
         // Mostly it may go, and then nobody asks what kept it from workers that it may not go to.
-        if let Ok(go) = self.ask(asked, sites, &mut round) {
-            return Ok(go);
+        let first = self.ask(asked, sites, &mut round);
+        if first.is_ok() || self.manner.rotates.is_some() {
+            return first;
         }
         round.says_why = true;
         self.ask(asked, sites, &mut round)
