@@ -32,6 +32,9 @@ const RETURN_WORTH: f64 = 2.0;
 /// How a session's silence is judged: as it was when it had lasted for so much of it. Who is expected at any
 /// moment is not gone a moment later.
 const SEEN: f64 = 0.8;
+/// The share of a host tier that keeps the prompts of all, while none has to leave for another. Who leaves takes
+/// space in it for a while after, for which `keep` leaves room.
+const ALL_KEPT: f64 = 0.95;
 
 /// What becomes of sessions that come while a worker is overloaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -104,6 +107,8 @@ pub(super) struct Rotation {
     /// Sessions that wait to enter here; with them there are more than the tiers keep.
     outside: f64,
     crowded: bool,
+    /// Who has left for another comes back: so long there are more.
+    crowded_until_s: f64,
     overloaded: bool,
     /// One more session would make it so.
     full: bool,
@@ -149,12 +154,26 @@ struct Outsider {
 }
 
 impl Residency {
-    /// What the tiers keep of prompts: the host tier's where it is larger than the GPU.
-    fn kept_limit(&self, site: &Site, rule: &Rotates) -> u64 {
+    /// What the tiers keep of prompts, so much of the host tier where it is larger than the GPU.
+    fn kept_tokens(&self, site: &Site, share: f64) -> u64 {
         let budget = self.budget_tokens(site).unwrap_or(u64::MAX);
-        site.host_tier_tokens().map_or(budget, |tier| {
-            ((tier as f64 * rule.keep) as u64).max(budget)
-        })
+        site.host_tier_tokens()
+            .map_or(budget, |tier| ((tier as f64 * share) as u64).max(budget))
+    }
+
+    /// What the prompts of those who are in may take.
+    fn kept_limit(&self, site: &Site, rule: &Rotates) -> u64 {
+        let is_crowded = self
+            .rotation(site.slot)
+            .is_some_and(|rotation| rotation.crowded);
+        self.kept_tokens(
+            site,
+            if is_crowded {
+                rule.keep
+            } else {
+                rule.keep.max(ALL_KEPT)
+            },
+        )
     }
 
     fn rotation(&self, slot: usize) -> Option<&Rotation> {
@@ -617,10 +636,13 @@ impl Residency {
         let tokens: u64 = outsiders.iter().map(|outsider| outsider.tokens).sum();
         for site in gated() {
             self.hold(site.slot);
-            let limit = self.kept_limit(site, rule);
+            let limit = self.kept_tokens(site, rule.keep.max(ALL_KEPT));
             let rotation = &mut self.seen[site.slot].rotation;
             rotation.outside = outside;
-            rotation.crowded = rotation.kept.tokens() + tokens / open as u64 > limit;
+            if rotation.kept.tokens() + tokens / open as u64 > limit {
+                rotation.crowded_until_s = now_s + rule.patience_s;
+            }
+            rotation.crowded = now_s < rotation.crowded_until_s;
             self.tick(rule, site, now_s);
             self.let_leave(site, now_s);
         }
