@@ -98,6 +98,15 @@ def admission_settings() -> str:
     return _parameters(json.loads(_core.residency_rules())["settings"])
 
 
+def admission_place_settings() -> str:
+    return _parameters(json.loads(_core.residency_rules())["place_settings"])
+
+
+def admission_rotation() -> str:
+    rules = json.loads(_core.residency_rules())["rules"]
+    return _parameters(next(each["params"] for each in rules if each["name"] == "rotate"))
+
+
 def admission_rules() -> str:
     rules = json.loads(_core.residency_rules())["rules"]
     return table(
@@ -215,7 +224,7 @@ def worker_keys(now: str) -> str:
 ARMS = {
     "vLLM, FP8 KV, host tier, chunks of 4,096": "vLLM, chunks of 4,096",
     "SGLang, FP8 KV, host tier, mixed chunks of 4,096": "SGLang, mixed chunks of 4,096",
-    "deltaserve: SGLang, FP8 KV, host tier, paced prefill, residency": "deltaserve before SGLang",
+    "deltaserve: SGLang, FP8 KV, host tier, paced prefill, residency": "deltaserve, `priced`",
 }
 MEASURES = (
     "turns within the SLO, %",
@@ -252,6 +261,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sizing": sizing,
     "policies": policies,
     "admission-settings": admission_settings,
+    "admission-place-settings": admission_place_settings,
+    "admission-rotation": admission_rotation,
     "admission-rules": admission_rules,
     "topology-keys": topology_keys,
 }

@@ -476,6 +476,8 @@ def _explain_residency(name: str, as_json: bool) -> None:
         for rule in rules.values():
             print(f"rule      {rule['name']:<{width}}  {rule['summary']}")
         _print_params(residency["settings"])
+        print("\nof all rules but rotate and off:")
+        _print_params(residency["place_settings"])
         print("\ndeltaserve policy explain residency.RULE explains one; docs/admission.md has more")
         return
     if name not in rules:

@@ -131,14 +131,14 @@ pub fn policies() -> PyResult<String> {
         .map(|info| {
             serde_json::json!({
                 "name": info.name, "summary": info.summary, "rule": info.rule,
-                "params": info.params, "source": info.source, "measured": info.measured,
+                "params": info.params, "gives_places": info.gives_places, "source": info.source, "measured": info.measured,
             })
         })
         .collect();
     serde_json::to_string(&table).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
-/// The table of residency's rules and the settings that hold for all of them, as JSON.
+/// The table of residency's rules and the settings that hold beside their own, as JSON.
 #[pyfunction]
 pub fn residency_rules() -> PyResult<String> {
     let table: Vec<_> = rules::TABLE
@@ -146,10 +146,12 @@ pub fn residency_rules() -> PyResult<String> {
         .map(|info| {
             serde_json::json!({
                 "name": info.name, "summary": info.summary, "rule": info.rule,
-                "params": info.params, "source": info.source,
+                "params": info.params, "gives_places": info.gives_places, "source": info.source,
             })
         })
         .collect();
-    let both = serde_json::json!({"rules": table, "settings": settings::PARAMS});
-    serde_json::to_string(&both).map_err(|error| PyValueError::new_err(error.to_string()))
+    let all = serde_json::json!({
+        "rules": table, "settings": settings::PARAMS, "place_settings": settings::OF_PLACES,
+    });
+    serde_json::to_string(&all).map_err(|error| PyValueError::new_err(error.to_string()))
 }

@@ -46,7 +46,7 @@ const OTHER_BYTES: usize = 64 << 20;
 const LEAST_SAMPLES: usize = 50;
 
 /// A row: workers, sessions a worker.
-const ROWS: [(u32, u32); 5] = [(1, 5), (1, 12), (1, 24), (8, 5), (8, 12)];
+const ROWS: [(u32, u32); 6] = [(1, 5), (1, 12), (1, 24), (8, 5), (8, 12), (64, 24)];
 
 fn token(session: u32, at: u32) -> u32 {
     match at {
@@ -101,7 +101,7 @@ impl World {
             1,
             Box::new(move || shown.load(Ordering::Relaxed) as f64 / 1e6),
         );
-        let rule = settings::build(&json!({"rule": "priced"})).expect("a rule");
+        let rule = settings::build(&Value::Null).expect("a rule");
         let fleet = Arc::new(fleet.with_residency(rule));
         for worker in 0..workers {
             let id = format!("w{worker}");

@@ -39,9 +39,9 @@ def test_what_json_has_no_word_for_is_written_too(value: Any) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("router.residency.wait_bound_s=inf", "wait_bound_s: expected a value that is not nan"),
+        ("router.residency.max_wait_s=inf", "max_wait_s: expected a value that is not nan"),
         ('router.residency.rule="priced\U0001f600"', "rule: priced\U0001f600 is unknown"),
-        ("router.residency.wait_bound_s=1970-01-01", "wait_bound_s: .* expected a number"),
+        ("router.residency.max_wait_s=1970-01-01", "max_wait_s: .* expected a number"),
     ],
 )
 def test_a_value_that_the_router_refuses_is_answered_in_one_line(

@@ -391,10 +391,10 @@ def test_residency_is_explained_and_its_wrong_settings_are_named() -> None:
     assert "lease_s = 30" in one
     assert "3076" in one
     rules = json.loads(deltaserve("policy", "explain", "residency", "--json").stdout)["rules"]
-    assert [rule["name"] for rule in rules][:3] == ["priced", "rotate", "off"]
+    assert [rule["name"] for rule in rules][:3] == ["rotate", "priced", "off"]
     wrong = deltaserve("policy", "explain", "residency.lru")
     assert wrong.returncode == 2
-    assert "known rules: priced, rotate, off" in wrong.stderr
+    assert "known rules: rotate, priced, off" in wrong.stderr
     worker = ("--worker", "http://127.0.0.1:1")
     for flags, expected in [
         (("--residency", "lru"), "residency: rule: lru is unknown"),

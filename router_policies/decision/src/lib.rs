@@ -16,7 +16,7 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let policy = decision::policy::build("unified", json!({}))?;
 //! let fleet = Fleet::new(policy, "unified".to_owned(), EventSink::in_memory(), 1);
-//! let fleet = Arc::new(fleet.with_residency(settings::build(&json!({"rule": "priced"}))?));
+//! let fleet = Arc::new(fleet.with_residency(settings::build(&json!({"rule": "rotate"}))?));
 //! for id in ["a", "b"] {
 //!     let worker = json!({"id": id, "url": format!("http://{id}:1"), "kv_capacity_tokens": 100_000});
 //!     fleet.add_worker(from_value(worker)?)?;

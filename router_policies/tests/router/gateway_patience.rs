@@ -3,6 +3,7 @@
 
 use crate::mock::router::{Router, text, until, worker};
 use crate::mock::{End, Fault, MockWorker};
+use crate::residency::of_places;
 use http_body_util::BodyExt;
 use hyper::StatusCode;
 use router_policies::config::Config;
@@ -135,7 +136,7 @@ async fn full(residency: Value) -> (MockWorker, Router) {
     let config = Config {
         policy: "unified".to_owned(),
         workers: vec![spec],
-        residency,
+        residency: of_places(residency),
         ..Config::default()
     };
     (mock, Router::with(config).await)

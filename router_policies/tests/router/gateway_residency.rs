@@ -2,6 +2,7 @@
 
 use crate::mock::router::until;
 use crate::mock::{Fault, MockWorker};
+use crate::residency::of_places;
 use decision::fleet::Fleet;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
@@ -32,7 +33,7 @@ impl Drop for Router {
 type Answer = Response<hyper::body::Incoming>;
 
 impl Router {
-    /// Before workers of 10,000 KV tokens.
+    /// Before workers of 10,000 KV tokens, under `priced` where no rule is named.
     async fn start(workers: &[&MockWorker], residency: Value) -> Self {
         Self::with(Config::default(), workers, residency).await
     }
@@ -47,7 +48,7 @@ impl Router {
             port: 0,
             drain_timeout_s: 1.0,
             workers: workers.collect(),
-            residency,
+            residency: of_places(residency),
             max_inflight: 2,
             ..config
         };

@@ -3,7 +3,8 @@
 
 use decision::fleet::log::EventSink;
 use decision::fleet::prefix::hash::TokenHasher;
-use decision::fleet::residency::{Residence, ResidencyRecord, Tenant, settings};
+use decision::fleet::residency::settings::DEFAULT_RULE;
+use decision::fleet::residency::{Residence, ResidencyRecord, Tenant, WaitReason, settings};
 use decision::fleet::{
     Admit, Fleet, Hints, Outcome, Refused, Request, Reservation, Separable, Ticket, Usage,
 };
@@ -32,13 +33,22 @@ struct World {
     wakes: Arc<AtomicUsize>,
 }
 
+/// The settings, under the rule `priced` where they name none.
+pub(crate) fn of_places(mut residency: Value) -> Value {
+    if residency["rule"].is_null() {
+        residency["rule"] = "priced".into();
+    }
+    residency
+}
+
 impl World {
     fn new(workers: usize, residency: Value) -> Self {
         Self::with_sink(workers, residency, EventSink::in_memory())
     }
 
+    /// Under `priced` where no rule is named.
     fn with_sink(workers: usize, residency: Value, sink: EventSink) -> Self {
-        Self::shared(workers, residency, sink, Vec::new())
+        Self::shared(workers, of_places(residency), sink, Vec::new())
     }
 
     /// One that these tenants share.
@@ -1151,7 +1161,7 @@ fn runs(reservation: Reservation, now_s: f64) -> Doing {
 
 #[test]
 fn nobody_waits_for_ever_under_any_rule_sub_agents_included() {
-    for rule in ["priced", "lease", "cap", "aimd", "thunder"] {
+    for rule in ["rotate", "priced", "lease", "cap", "aimd", "thunder"] {
         let tiers = [Some(150_000), None];
         let (longest_s, all_s) = closed_loop(json!({"rule": rule}), tiers, 24, 7);
         println!("{rule:<8} longest wait {longest_s:.1} s, all over after {all_s:.0} s");
@@ -1164,7 +1174,7 @@ fn the_default_rule_bounds_the_wait_at_three_times_what_fits() {
     let tiers = [None, Some(150_000), Some(1_000_000)];
     for tiers in tiers.map(|tier| [tier; 2]) {
         for seed in 0..3 {
-            let (longest_s, _) = closed_loop(json!({}), tiers, 24, seed);
+            let (longest_s, _) = closed_loop(json!({"rule": DEFAULT_RULE}), tiers, 24, seed);
             assert!(longest_s < 240.0, "{tiers:?}: {longest_s}");
         }
     }

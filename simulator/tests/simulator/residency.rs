@@ -25,21 +25,23 @@ fn answered(folder: &Path, rule: &str, in_flight: usize, workers: usize, host: u
     answered.count()
 }
 
-/// Asserts that the fleet answers with `priced` at least `share` of what it answers with `off`; else
+/// Asserts that the fleet answers with a rule at least `share` of what it answers with `off`; else
 /// `because` is what has gone wrong.
-fn priced_answers(
+fn rules_answer(
     share: f64,
     folder: &Path,
     (in_flight, workers, host): (usize, usize, u64),
     because: &str,
 ) {
-    let [off, priced] =
-        ["off", "priced"].map(|rule| answered(folder, rule, in_flight, workers, host));
-    println!("simulated, turns answered: off {off}, priced {priced}");
-    assert!(
-        priced as f64 >= share * off as f64,
-        "{priced} of {off}: {because}"
-    );
+    let off = answered(folder, "off", in_flight, workers, host);
+    for rule in ["rotate", "priced"] {
+        let answered = answered(folder, rule, in_flight, workers, host);
+        println!("simulated, turns answered: off {off}, {rule} {answered}");
+        assert!(
+            answered as f64 >= share * off as f64,
+            "{rule}: {answered} of {off}: {because}"
+        );
+    }
 }
 
 #[test]
@@ -48,7 +50,7 @@ fn single_prompts_lose_little_by_residency() {
     sessions(&folder.join("planned.jsonl"), 400, 1, 20_000, 0.0);
     // Room for 13 of 24.
     let because = "they wait for each other behind places to which nobody comes back";
-    priced_answers(0.95, &folder, (24, 1, 0), because);
+    rules_answer(0.95, &folder, (24, 1, 0), because);
 }
 
 #[test]
@@ -56,14 +58,14 @@ fn short_sessions_use_all_workers_of_a_fleet() {
     let folder = folder("short-sessions");
     sessions(&folder.join("planned.jsonl"), 3_000, 2, 12_000, 5.0);
     let because = "they go behind each other's prompts to the last worker with room";
-    priced_answers(0.95, &folder, (12, 6, 0), because);
+    rules_answer(0.95, &folder, (12, 6, 0), because);
 }
 
 #[test]
 fn places_of_sessions_that_ended_long_ago_are_no_reason_to_leave_workers_idle() {
     let folder = folder("ended-long-ago");
     sessions(&folder.join("planned.jsonl"), 3_000, 2, 8_000, 5.0);
-    priced_answers(
+    rules_answer(
         0.95,
         &folder,
         (8, 8, 0),
@@ -77,5 +79,5 @@ fn sessions_stay_where_the_host_tier_holds_them() {
     sessions(&folder.join("planned.jsonl"), 60, 60, 60_000, 5.0);
     // Six on a worker whose device holds four of them, and whose host tier holds eight.
     let because = "they compute anew elsewhere what their home holds";
-    priced_answers(0.9, &folder, (24, 4, 600_000), because);
+    rules_answer(0.9, &folder, (24, 4, 600_000), because);
 }

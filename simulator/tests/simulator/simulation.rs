@@ -31,7 +31,7 @@ fn assert_cache(worker: &WorkerReport, kv_tokens: u64, what: &str) {
     assert!(worker.cached_tokens_now <= kv_tokens, "{what}");
 }
 
-const RULES: [&str; 6] = ["off", "cap", "aimd", "lease", "thunder", "priced"];
+const RULES: [&str; 7] = ["off", "rotate", "priced", "cap", "aimd", "lease", "thunder"];
 
 #[test]
 fn the_same_seed_gives_the_same_files() {

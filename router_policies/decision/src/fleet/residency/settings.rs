@@ -39,7 +39,7 @@ impl Default for Settings {
     }
 }
 
-/// The settings above, as `policy explain residency` shows them.
+/// Settings of every rule.
 pub const PARAMS: &[ParamInfo] = &[
     ParamInfo {
         name: "fill",
@@ -57,16 +57,6 @@ pub const PARAMS: &[ParamInfo] = &[
         meaning: "cold prefills at once on one worker, each until its first token",
     },
     ParamInfo {
-        name: "no_backfill_after_s",
-        default: "30",
-        meaning: "once the first of the queue has waited so long, freed room gathers for it on one worker (priced lends it to others meanwhile)",
-    },
-    ParamInfo {
-        name: "new_session_penalty_s",
-        default: "5",
-        meaning: "a session's first turn queues as if it had come so much later",
-    },
-    ParamInfo {
         name: "max_waiting",
         default: "10000",
         meaning: "turns that may wait; more are refused with 429",
@@ -77,14 +67,28 @@ pub const PARAMS: &[ParamInfo] = &[
         meaning: "a turn that has waited so long is refused with 503",
     },
     ParamInfo {
-        name: "wait_bound_s",
-        default: "90",
-        meaning: "once the first of the queue has waited so long (as many times longer as those that wait want what fits on all workers), room is made for it piece by piece",
-    },
-    ParamInfo {
         name: "output_safety",
         default: "2",
         meaning: "an answer is booked at so many times the mean, at most at its own limit",
+    },
+];
+
+/// Settings of the rules that give places.
+pub const OF_PLACES: &[ParamInfo] = &[
+    ParamInfo {
+        name: "no_backfill_after_s",
+        default: "30",
+        meaning: "once the first of the queue has waited so long, freed room gathers for it on one worker (priced lends it to others meanwhile)",
+    },
+    ParamInfo {
+        name: "new_session_penalty_s",
+        default: "5",
+        meaning: "a session's first turn queues as if it had come so much later",
+    },
+    ParamInfo {
+        name: "wait_bound_s",
+        default: "90",
+        meaning: "once the first of the queue has waited so long (as many times longer as those that wait want what fits on all workers), room is made for it piece by piece",
     },
     ParamInfo {
         name: "growth_turns",
@@ -92,6 +96,12 @@ pub const PARAMS: &[ParamInfo] = &[
         meaning: "turns ahead for which a session's growth is booked. Where it is not set 0 on workers with a host tier",
     },
 ];
+
+/// The settings that hold beside a rule's own.
+fn beside(info: &rules::Info) -> impl Iterator<Item = &'static ParamInfo> {
+    let of_places = if info.gives_places { OF_PLACES } else { &[] };
+    PARAMS.iter().chain(of_places)
+}
 
 impl Settings {
     /// The share of a worker's KV that may be booked. Where sessions outgrow it, a host tier gives back what was
@@ -166,7 +176,7 @@ pub struct Chosen {
 }
 
 /// The rule that holds where none is named.
-pub const DEFAULT_RULE: &str = "priced";
+pub const DEFAULT_RULE: &str = "rotate";
 
 /// Builds the rule that `value`, the table `[residency]`, names; null is the default.
 ///
@@ -195,9 +205,10 @@ pub fn build(value: &Value) -> Result<Chosen, String> {
     })?;
     let (mut common, mut own) = (serde_json::Map::new(), serde_json::Map::new());
     for (key, value) in table.iter().filter(|(key, _)| *key != "rule") {
-        let of = |params: &[ParamInfo]| params.iter().any(|param| param.name == key);
-        if !of(PARAMS) && !of(info.params) {
-            let params = info.params.iter().chain(PARAMS);
+        let is_own = info.params.iter().any(|param| param.name == key);
+        let is_common = beside(info).any(|param| param.name == key);
+        if !is_common && !is_own {
+            let params = info.params.iter().chain(beside(info));
             let mut known: Vec<_> = params.map(|param| param.name).collect();
             // A parameter of both is named once, as the rule's.
             let mut seen = std::collections::HashSet::new();
@@ -214,10 +225,10 @@ pub fn build(value: &Value) -> Result<Chosen, String> {
             )));
         }
         // A parameter of both is said once.
-        if of(PARAMS) {
+        if is_common {
             common.insert(key.clone(), value.clone());
         }
-        if of(info.params) {
+        if is_own {
             own.insert(key.clone(), value.clone());
         }
     }
@@ -243,14 +254,14 @@ mod tests {
         assert_eq!(chosen.settings.max_wait_s, 30.0);
         assert_eq!(chosen.rule.sessions_limit(0), Some(5));
         let default = build(&Value::Null).map_err(|error| panic!("{error}"));
-        assert_eq!(default.expect("a rule").name, "priced");
+        assert_eq!(default.expect("a rule").name, DEFAULT_RULE);
     }
 
     #[test]
     fn the_documented_defaults_are_those_that_hold() {
         for info in rules::TABLE {
             let mut table = serde_json::Map::from_iter([("rule".to_owned(), info.name.into())]);
-            for param in info.params.iter().chain(PARAMS) {
+            for param in info.params.iter().chain(beside(info)) {
                 let value = serde_json::from_str(param.default).expect("JSON");
                 table.insert(param.name.to_owned(), value);
             }
@@ -270,7 +281,7 @@ mod tests {
             Err(error) => panic!("{error}"),
         };
         assert_eq!(settings(json!({})), [(0.95, 1.0), (0.98, 0.0)]);
-        let set = json!({"fill": 0.9, "growth_turns": 2});
+        let set = json!({"rule": "priced", "fill": 0.9, "growth_turns": 2});
         assert_eq!(settings(set), [(0.9, 2.0), (0.9, 2.0)]);
     }
 
@@ -283,7 +294,8 @@ mod tests {
             let names: Vec<_> = known.split(", ").collect();
             let once: std::collections::HashSet<_> = names.iter().collect();
             assert_eq!(names.len(), once.len(), "{error}");
-            assert!(names.contains(&"wait_bound_s"), "{error}");
+            assert!(names.contains(&"max_wait_s"), "{error}");
+            assert_eq!(names.contains(&"wait_bound_s"), info.gives_places);
         }
     }
 
@@ -292,6 +304,10 @@ mod tests {
         for (table, field) in [
             (json!({"rule": "lru"}), "rule"),
             (json!({"rule": "cap", "lease_s": 1}), "lease_s"),
+            (
+                json!({"rule": "rotate", "wait_bound_s": 60}),
+                "wait_bound_s",
+            ),
             (json!({"fill": 1.5}), "fill"),
             (json!({"fill": 0}), "fill"),
             (json!({"cold_slots": -1}), "cold_slots"),

@@ -10,8 +10,13 @@ use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A fleet without workers under `unified` and this rule, and its clock in milliseconds.
+/// A fleet without workers under `unified` and this rule, `priced` where none is named, and its clock in
+/// milliseconds.
 pub fn fleet_under(rule: &Value) -> (Arc<Fleet>, Arc<AtomicU64>) {
+    let mut rule = rule.clone();
+    if let Some(table) = rule.as_object_mut() {
+        table.entry("rule").or_insert_with(|| "priced".into());
+    }
     let clock_ms = Arc::new(AtomicU64::new(0));
     let shown = Arc::clone(&clock_ms);
     let fleet = Fleet::with_clock(
@@ -21,7 +26,7 @@ pub fn fleet_under(rule: &Value) -> (Arc<Fleet>, Arc<AtomicU64>) {
         1,
         Box::new(move || shown.load(Ordering::Relaxed) as f64 / 1e3),
     );
-    let rule = settings::build(rule).map_err(|error| panic!("{error}"));
+    let rule = settings::build(&rule).map_err(|error| panic!("{error}"));
     (
         Arc::new(fleet.with_residency(rule.expect("a rule"))),
         clock_ms,

@@ -56,6 +56,7 @@ pub const INFO: Info = Info {
             meaning: "a session that has been idle for so long gives up its place to one that waits",
         },
     ],
+    gives_places: true,
     source: "CONCUR (arXiv 2601.22705): step 2, cut 0.5, 0.2, 0.5, 0.2; the law as summaries of the paper \
              give it. Start and idle_s are ours, the paper's agents never pause for long",
     build: |params| {

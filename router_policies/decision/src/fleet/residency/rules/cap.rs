@@ -30,6 +30,7 @@ pub const INFO: Info = Info {
             meaning: "one whose idle time only so small a share of gaps exceed is taken to have ended; 0: only after idle_s",
         },
     ],
+    gives_places: true,
     source: "the control that CONCUR and ThunderAgent compare with for requests, and nobody for \
              sessions; at the best value of `sessions` for the load, which has to be searched for",
     build: |params| {

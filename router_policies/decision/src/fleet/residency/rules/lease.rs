@@ -17,6 +17,7 @@ pub const INFO: Info = Info {
         default: "30",
         meaning: "an idle session keeps its place for so long, though others wait",
     }],
+    gives_places: true,
     source: "llm-d-router, draft 3076 (lease gate), as its measurements describe it; shared prefixes are \
              counted once here, and growth is booked",
     build: |params| {

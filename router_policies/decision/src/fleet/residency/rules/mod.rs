@@ -241,6 +241,8 @@ pub struct Info {
     /// The rule, exactly.
     pub rule: &'static str,
     pub params: &'static [ParamInfo],
+    /// It gives places, and the settings of places hold.
+    pub gives_places: bool,
     /// Where the rule comes from.
     pub source: &'static str,
     /// Builds the rule from its parameters; the error names the parameter.
@@ -249,8 +251,8 @@ pub struct Info {
 
 /// Every rule that ships; the first is the default.
 pub const TABLE: &[&Info] = &[
-    &priced::INFO,
     &rotate::INFO,
+    &priced::INFO,
     &off::INFO,
     &cap::INFO,
     &aimd::INFO,

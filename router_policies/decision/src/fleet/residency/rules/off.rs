@@ -10,6 +10,7 @@ pub const INFO: Info = Info {
     summary: "no gate: every turn goes at once where the policy sends it",
     rule: "nothing waits and nothing is given up; recomputed tokens are counted",
     params: &[],
+    gives_places: false,
     source: "what routers do without residency control: the control arm of every comparison",
     build: |params| {
         parse::<Off>(params, |_| Vec::new())?;

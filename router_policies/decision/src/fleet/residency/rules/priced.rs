@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 pub const INFO: Info = Info {
     name: "priced",
-    summary: "a place is kept while that costs less than computing what it holds again (default)",
+    summary: "a place is kept while that costs less than computing what it holds again ",
     rule: "With capacity C, the n tokens that an idle session alone holds keep n/C of the worker from others, and \
            computing them again behind what others hold too (or reloading them from the host tier) takes R seconds of it (where that is no more than prefill_idle_recompute_s, as many of them as \
            there lately was something to prefill in for those that would compute it): the place pays for \
@@ -100,6 +100,7 @@ pub const INFO: Info = Info {
             meaning: "a turn of a session with a time slice that has waited so long is late, and goes behind those that can still be in time, by at most a third of wait_bound_s: the objective for a first token, or more than max_wait_s for the order of arrival",
         },
     ],
+    gives_places: true,
     source: "ours; the five-minute rule (Gray and Putzolu 1987) for KV. Nearest: Adaptive KV Retention (arXiv \
              2608.30830) prices the host tier's time to live, Continuum (2511.02230) a fixed cost a second",
     build: |params| {

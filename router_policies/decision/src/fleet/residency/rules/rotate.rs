@@ -40,7 +40,7 @@ pub const INFO: Info = Info {
         },
         ParamInfo {
             name: "busy",
-            default: "0.7",
+            default: "0.8",
             meaning: "the share of a worker's KV that sessions with a quantum hold over time",
         },
         ParamInfo {
@@ -54,6 +54,7 @@ pub const INFO: Info = Info {
             meaning: "what becomes of new sessions while a worker is overloaded: they `rotate` with all others, wait at the `door` until those that came before fit, or are `refuse`d with Retry-After",
         },
     ],
+    gives_places: false,
     source: "ours; long-term and short-term scheduling, as operating systems do it",
     build: |params| {
         let params = parse::<Rotate>(params, |p| {
@@ -94,7 +95,7 @@ impl Default for Rotate {
             patience_s: 120.0,
             quantum_s: 90.0,
             keep: 0.85,
-            busy: 0.7,
+            busy: 0.8,
             overhead: 0.2,
             overload: Overload::Rotate,
         }

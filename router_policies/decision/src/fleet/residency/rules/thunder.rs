@@ -41,6 +41,7 @@ pub const INFO: Info = Info {
             meaning: "nobody waits longer; beyond max_wait_s it has no effect",
         },
     ],
+    gives_places: true,
     source: "ThunderAgent (arXiv 2602.13692), its scheduler as published: 5 s, watermark 1.0, acting weight \
              1.0, 1800 s; idle_s is that of Dynamo's port",
     build: |params| {
