@@ -131,7 +131,7 @@ pub fn policies() -> PyResult<String> {
         .map(|info| {
             serde_json::json!({
                 "name": info.name, "summary": info.summary, "rule": info.rule,
-                "params": info.params, "gives_places": info.gives_places, "source": info.source, "measured": info.measured,
+                "params": info.params, "source": info.source, "measured": info.measured,
             })
         })
         .collect();
@@ -146,7 +146,7 @@ pub fn residency_rules() -> PyResult<String> {
         .map(|info| {
             serde_json::json!({
                 "name": info.name, "summary": info.summary, "rule": info.rule,
-                "params": info.params, "gives_places": info.gives_places, "source": info.source,
+                "params": info.params, "source": info.source,
             })
         })
         .collect();
