@@ -22,7 +22,7 @@ OF_EXPERIMENT = ("max_total_tokens=", "telemetry=")
     ("name", "arm"), [("sglang-agents:1", OURS), ("vllm-agents:1", f"{VLLM}-residency")]
 )
 def test_the_topologies_for_agents_start_what_was_measured(name: str, arm: str) -> None:
-    """But for the KV memory, which the experiment makes that of another GPU, its telemetry, and admission's rule."""
+    """But for telemetry, admission's rule and the KV memory, which is that of another GPU there."""
     experiment, _ = load_experiment("residency-gpu", [])
     runs = [run for run in plan_runs(experiment) if run.arm.name == arm]
     given = [word for word in topology_overrides(runs[0]) if not word.startswith(OF_EXPERIMENT)]

@@ -35,6 +35,8 @@ const SEEN: f64 = 0.8;
 /// The share of a host tier that keeps the prompts of all, while none has to leave for another. Who leaves takes
 /// space in it for a while after, for which `keep` leaves room.
 const ALL_KEPT: f64 = 0.95;
+/// Sessions for which room is made in the rotations at one look.
+const AT_ONCE: usize = 16;
 
 /// What becomes of sessions that come while a worker is overloaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -123,6 +125,11 @@ impl Rotation {
         };
     }
 
+    /// Tokens of a prompt that no member's prompt begins with.
+    fn new_tokens(&self, prompt: &Coarse<'_>) -> u64 {
+        prompt.tokens_of(self.kept.new_blocks(prompt, 0))
+    }
+
     fn set(&mut self, key: Key, prompt: &Coarse<'_>, now_s: f64) {
         let member = self.members.entry(key).or_insert_with(|| Member {
             since_s: now_s,
@@ -146,11 +153,17 @@ impl Rotation {
 
 /// A session outside whose turn waits.
 struct Outsider {
-    tokens: u64,
-    new_blocks: Vec<(usize, u64)>,
+    prompt: Arc<PromptHashes>,
     cached: Arc<Cached>,
     exclude: Vec<String>,
     is_new: bool,
+}
+
+/// Those outside whose turns wait: how many, what their prompts come to, and the first of them.
+struct Outside {
+    count: usize,
+    tokens: u64,
+    first: Vec<Outsider>,
 }
 
 impl Residency {
@@ -285,10 +298,7 @@ impl Residency {
 
     /// Whether a session from outside may enter now, as far as the rotation goes.
     fn may_enter(&self, rule: &Rotates, asked: &Asked<'_>, site: &Site) -> Result<(), WaitReason> {
-        if !self.keeps(rule, site, |kept| {
-            let new = kept.new_blocks(&asked.prompt, 0);
-            asked.prompt.tokens_of(new)
-        }) {
+        if !self.keeps(rule, site, &asked.prompt) {
             return Err(WaitReason::SessionsLimit);
         }
         let new = asked
@@ -302,13 +312,16 @@ impl Residency {
     }
 
     /// Whether the tiers keep a prompt of so many new tokens beside those of all members.
-    fn keeps(&self, rule: &Rotates, site: &Site, new: impl Fn(&Blocks) -> u64) -> bool {
+    fn keeps(&self, rule: &Rotates, site: &Site, prompt: &Coarse<'_>) -> bool {
         let Some(rotation) = self.rotation(site.slot) else {
             return true;
         };
-        rotation.affords_all
-            || rotation.members.is_empty()
-            || rotation.kept.tokens() + new(&rotation.kept) <= self.kept_limit(site, rule)
+        let free = self
+            .kept_limit(site, rule)
+            .checked_sub(rotation.kept.tokens());
+        // What others hold too is looked up only where that decides.
+        let fits = |free: u64| prompt.tokens <= free || rotation.new_tokens(prompt) <= free;
+        rotation.affords_all || rotation.members.is_empty() || free.is_some_and(fits)
     }
 
     /// Whether the GPU's KV has room for a turn beside what is in flight, and whose idle KV goes for it.
@@ -580,7 +593,8 @@ impl Residency {
         self.returns(known, ended_s + SEEN * (now_s - ended_s)) < GONE
     }
 
-    fn outsiders(&self, sites: &Sites) -> Vec<Outsider> {
+    /// Of the first there are at most `most`.
+    fn outsiders(&self, sites: &Sites, most: usize) -> Outside {
         let mut first = FirstOfEach::default();
         let mut all: Vec<(f64, u64, &Waiter)> = self
             .queue
@@ -602,44 +616,41 @@ impl Residency {
             is_behind(one.2).cmp(&is_behind(other.2)).then(by_wait)
         });
         let scale = self.text_scale();
-        let outsider = |waiter: &Waiter| {
-            let turn = &waiter.turn;
-            let prompt = Coarse::of(&turn.prompt, scale);
-            let new_blocks = sites.iter().filter_map(|site| {
-                let kept = &self.rotation(site.slot)?.kept;
-                Some((site.slot, prompt.tokens_of(kept.new_blocks(&prompt, 0))))
-            });
-            Outsider {
-                tokens: prompt.tokens,
-                new_blocks: new_blocks.collect(),
-                cached: Arc::clone(&turn.cached),
-                exclude: turn.exclude.clone(),
-                is_new: turn.is_first_turn,
-            }
+        let tokens =
+            |(_, _, waiter): &(f64, u64, &Waiter)| Coarse::of(&waiter.turn.prompt, scale).tokens;
+        let outsider = |waiter: &Waiter| Outsider {
+            prompt: Arc::clone(&waiter.turn.prompt),
+            cached: Arc::clone(&waiter.turn.cached),
+            exclude: waiter.turn.exclude.clone(),
+            is_new: waiter.turn.is_first_turn,
         };
         let ids = all.iter().map(|(_, id, _)| *id).collect();
-        let ids = self.queue.shared_out(ids).into_iter();
-        ids.filter_map(|id| Some(outsider(self.queue.get(id)?)))
-            .collect()
+        let ids = self.queue.shared_out(ids).into_iter().take(most);
+        Outside {
+            count: all.len(),
+            tokens: all.iter().map(tokens).sum(),
+            first: ids
+                .filter_map(|id| Some(outsider(self.queue.get(id)?)))
+                .collect(),
+        }
     }
 
     /// Sees to it that there is room in the rotations for those outside that wait, oldest wait first.
     pub(super) fn rotate(&mut self, rule: &Rotates, sites: &Sites, now_s: f64) {
-        let outsiders = self.outsiders(sites);
         let gated = || {
             sites
                 .iter()
                 .filter(|site| site.routable && site.kv_capacity_tokens.is_some())
         };
         let open = gated().count().max(1);
-        let outside = outsiders.len() as f64 / open as f64;
-        let tokens: u64 = outsiders.iter().map(|outsider| outsider.tokens).sum();
+        let waiting = self.outsiders(sites, open.min(AT_ONCE));
+        let outside = waiting.count as f64 / open as f64;
         for site in gated() {
             self.hold(site.slot);
             let limit = self.kept_tokens(site, rule.keep.max(ALL_KEPT));
             let rotation = &mut self.seen[site.slot].rotation;
             rotation.outside = outside;
-            if rotation.kept.tokens() + tokens / open as u64 > limit {
+            if rotation.kept.tokens() + waiting.tokens / open as u64 > limit {
                 rotation.crowded_until_s = now_s + rule.patience_s;
             }
             rotation.crowded = now_s < rotation.crowded_until_s;
@@ -655,28 +666,25 @@ impl Residency {
             let waiting = waiting.count();
             self.change_prompt(rule, site, waiting, now_s);
         }
+        let scale = self.text_scale();
+        let mut has_shed = false;
         let mut taken: SmallVec<[usize; 8]> = SmallVec::new();
-        for outsider in &outsiders {
-            if taken.len() == open {
-                return;
-            }
+        for outsider in &waiting.first {
+            let prompt = Coarse::of(&outsider.prompt, scale);
             let may_go = |site: &&Site| {
                 !outsider.exclude.contains(&site.spec.id) && !taken.contains(&site.slot)
             };
-            let new_tokens = |slot: usize| {
-                let at = outsider.new_blocks.iter().find(|(of, _)| *of == slot);
-                at.map_or(outsider.tokens, |(_, tokens)| *tokens)
-            };
             let prepared = gated().filter(may_go).find(|site| {
-                self.keeps(rule, site, |_| new_tokens(site.slot))
-                    || self.seen[site.slot].rotation.leaving > 0
+                self.keeps(rule, site, &prompt) || self.seen[site.slot].rotation.leaving > 0
             });
             if let Some(site) = prepared {
                 taken.push(site.slot);
                 continue;
             }
-            for site in gated().filter(may_go) {
-                self.shed(rule, site, now_s);
+            if !std::mem::replace(&mut has_shed, true) {
+                for site in gated() {
+                    self.shed(rule, site, now_s);
+                }
             }
             let due = |site: &&Site| now_s >= self.seen[site.slot].rotation.next_s;
             let cached = |site: &&Site| outsider.cached.on(site.slot);
@@ -690,9 +698,10 @@ impl Residency {
             {
                 continue;
             }
-            let over = self.seen[site.slot].rotation.kept.tokens() + new_tokens(site.slot);
+            let rotation = &self.seen[site.slot].rotation;
+            let over = rotation.kept.tokens() + rotation.new_tokens(&prompt);
             let over = over.saturating_sub(self.kept_limit(site, rule));
-            let cost_s = site.compute_s(outsider.tokens, outsider.cached.on(site.slot));
+            let cost_s = site.compute_s(prompt.tokens, outsider.cached.on(site.slot));
             self.displace(rule, site, over, cost_s, outside, now_s);
         }
     }
