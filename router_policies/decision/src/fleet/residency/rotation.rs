@@ -27,6 +27,9 @@ const GONE: f64 = 0.05;
 /// Where so much of a worker's time would be enough to compute every prompt of every session anew at each of
 /// its turns, nobody is kept out.
 const AFFORDABLE: f64 = 0.6;
+/// Where computing the prompts of all sessions once takes no longer, nobody waits for another's sake: a turn waits
+/// for no more than that.
+const CHEAP_ROUND_S: f64 = 3.0;
 /// A return is worth so many times the idleness that computing the prompt again pays for.
 const RETURN_WORTH: f64 = 2.0;
 /// How a session's silence is judged: as it was when it had lasted for so much of it. Who is expected at any
@@ -557,9 +560,10 @@ impl Residency {
         }
         let limit = self.budget_tokens(site).unwrap_or(u64::MAX) as f64 * rule.busy;
         // Where sessions wait to enter, those who are in go as they come: more waiting would have the tier drop them.
-        let short = wanted > limit && !rotation.crowded;
         let mean_s = cost_s / f64::max(count, 1.0);
-        let affords_all = work * (count + outside) / f64::max(count, 1.0) <= AFFORDABLE;
+        let is_cheap = mean_s * (count + outside) <= CHEAP_ROUND_S;
+        let short = wanted > limit && !rotation.crowded && !is_cheap;
+        let affords_all = is_cheap || work * (count + outside) / f64::max(count, 1.0) <= AFFORDABLE;
         let wait_s = |outside: f64| outside * mean_s / rule.overhead;
         let exceeds = |outside: f64| !affords_all && wait_s(outside) > rule.patience_s;
         let (overloaded, full) = (exceeds(outside), exceeds(outside + 1.0));

@@ -16,7 +16,7 @@ pub const INFO: Info = Info {
            every patience_s / n seconds, n being how many wait, but never so often that computing their prompts takes more than \
            `overhead` of the worker's time, unless that is more than patience_s apart. Who has ended, is not expected back, or costs more to keep than to compute again (its \
            prompt's computation x what the tiers keep / its tokens, twice that) leaves at once for one that waits. Where computing \
-           every prompt again at every turn would take no more than 0.6 of the worker's time nobody is kept out. Turns go as \
+           every prompt again at every turn would take no more than 0.6 of the worker's time, or all prompts once no more than 3 s, nobody is kept out. Turns go as \
            the GPU's KV has room for prompts and expected answers in flight (what is idle needs none where a tier gives it \
            back); nobody passes one that goes before it on the same worker. While the turns of all fit in `busy` of the KV over \
            time, or sessions wait to enter, they go as they come. Else as many sessions as fit have a quantum, in which their turns go as they come; the others \
