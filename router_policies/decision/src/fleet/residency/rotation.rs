@@ -598,7 +598,7 @@ impl Residency {
     }
 
     /// Of the first there are at most `most`.
-    fn outsiders(&self, sites: &Sites, most: usize) -> Outside {
+    fn outsiders(&self, sites: &Sites, scale: f64, most: usize) -> Outside {
         let mut first = FirstOfEach::default();
         let mut all: Vec<(f64, u64, &Waiter)> = self
             .queue
@@ -619,7 +619,6 @@ impl Residency {
             let by_wait = one.0.total_cmp(&other.0).then(one.1.cmp(&other.1));
             is_behind(one.2).cmp(&is_behind(other.2)).then(by_wait)
         });
-        let scale = self.text_scale();
         let tokens =
             |(_, _, waiter): &(f64, u64, &Waiter)| Coarse::of(&waiter.turn.prompt, scale).tokens;
         let outsider = |waiter: &Waiter| Outsider {
@@ -647,7 +646,8 @@ impl Residency {
                 .filter(|site| site.routable && site.kv_capacity_tokens.is_some())
         };
         let open = gated().count().max(1);
-        let waiting = self.outsiders(sites, open.min(AT_ONCE));
+        let scale = self.text_scale();
+        let waiting = self.outsiders(sites, scale, open.min(AT_ONCE));
         let outside = waiting.count as f64 / open as f64;
         for site in gated() {
             self.hold(site.slot);
@@ -670,7 +670,6 @@ impl Residency {
             let waiting = waiting.count();
             self.change_prompt(rule, site, waiting, now_s);
         }
-        let scale = self.text_scale();
         let mut has_shed = false;
         let mut taken: SmallVec<[usize; 8]> = SmallVec::new();
         for outsider in &waiting.first {

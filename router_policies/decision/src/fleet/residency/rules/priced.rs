@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 pub const INFO: Info = Info {
     name: "priced",
-    summary: "a place is kept while that costs less than computing what it holds again ",
+    summary: "a place is kept while that costs less than computing what it holds again",
     rule: "With capacity C, the n tokens that an idle session alone holds keep n/C of the worker from others, and \
            computing them again behind what others hold too (or reloading them from the host tier) takes R seconds of it (where that is no more than prefill_idle_recompute_s, as many of them as \
            there lately was something to prefill in for those that would compute it): the place pays for \
