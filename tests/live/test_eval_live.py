@@ -30,6 +30,10 @@ max_inflight_sessions = 2
 max_think_s = 0.1
 fit_input_tokens = 3000
 
+# Nothing that is asserted is a time.
+[validity]
+max_client_lag_p99_s = 60.0
+
 [[arms]]
 name = "pd"
 topology = "laptop-sglang-pd"
@@ -72,10 +76,9 @@ def test_an_experiment_runs_on_real_engines_and_its_report_shows_kv_saved(tmp_pa
         manifest = json.loads((output / arm / "r1" / "manifest.json").read_text())
         assert manifest["state"] == "complete"
         assert manifest["results"] == 16
-        assert [v for v in manifest["violations"] if v["rule"] != "client_lag"] == []
+        assert manifest["violations"] == []
         assert f"{engine} {manifest['versions']['engines'][engine]}" in markdown
-        if not manifest["violations"]:
-            assert 0 < cells[arm]["apc"]["value"] <= cells[arm]["best_apc"] + 0.05
+        assert 0 < cells[arm]["apc"]["value"] <= cells[arm]["best_apc"] + 0.05
     saved = re.search(r"## KV moved and saved.*\| pd \| 16 \| .* \| ([\d.]+) % \[", markdown, re.S)
     assert saved is not None
     assert float(saved[1]) > 10
@@ -97,6 +100,9 @@ mode = "closed"
 max_inflight_sessions = 2
 max_think_s = 0.1
 fit_input_tokens = 3000
+
+[validity]
+max_client_lag_p99_s = 60.0
 
 [set]
 kv_events = true
@@ -129,7 +135,7 @@ def test_the_stock_router_and_ours_take_turns_before_the_same_workers(tmp_path: 
         run_dir = output / arm / "r1"
         manifest = json.loads((run_dir / "manifest.json").read_text())
         assert (manifest["state"], manifest["results"]) == ("complete", 12)
-        assert [v for v in manifest["violations"] if v["rule"] != "client_lag"] == []
+        assert manifest["violations"] == []
         results = [json.loads(line) for line in (run_dir / "requests.jsonl").open()]
         assert [result["error"] for result in results if result["error"]] == []
         assert sum(result["cached_tokens"] for result in results) > 0
@@ -140,6 +146,7 @@ SMALL = " ".join(
     f"--set {setting}"
     for setting in (
         "repeats=1",
+        "validity.max_client_lag_p99_s=60",
         # As written each run has workers of its own, which takes two more starts.
         "keep_workers=true",
         "trace.excerpt.requests=8",
