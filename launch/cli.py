@@ -21,7 +21,7 @@ from rich.table import Table
 
 from deltaserve.child import DELTASERVE
 from deltaserve.errors import InputError
-from launch import control, engines, planning, rolling
+from launch import control, engines, planning, rolling, sizing
 from launch.checking import check
 from launch.claims import announce, claim
 from launch.fleets import FleetError, fleet, log_tail
@@ -111,7 +111,8 @@ def check_command(
     made = planning.plan(topology, folder)
     if print_commands and not as_json:
         _print_commands(made)
-    has_gpus = not made.gpu_plan or bool(sample_gpus())
+    gpus = sample_gpus() if topology.device == "cuda" else []
+    has_gpus = not made.gpu_plan or bool(gpus)
     was_there = folder.exists()
     try:
         check(made, gpus=has_gpus)
@@ -120,8 +121,9 @@ def check_command(
             _remove_unused(folder)
     if why := topology.why_no_telemetry:
         _say(f"telemetry: not written: {why}")
+    room = sizing.lines(made, {gpu.index: gpu.memory_total_bytes for gpu in gpus})
     if as_json:
-        _print_json(redacted(_described(made)))
+        _print_json(redacted(_described(made)) | {"room": room})
         return
     print(f"{topology.name}: {made.engine.name} {made.engine.version} ({made.engine.python})")
     table = Table("process", "url", "ports", "GPUs", box=None, pad_edge=False)
@@ -129,6 +131,8 @@ def check_command(
         ports = ", ".join(f"{name} {port}" for name, port in process.ports.items())
         table.add_row(process.id, process.url, ports, ", ".join(map(str, process.gpus)) or "-")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for line in room:
+        print(line)
     print("OK" if has_gpus else "OK, but for the GPUs: there is no NVIDIA driver here")
 
 

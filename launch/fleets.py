@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from deltaserve.errors import InputError
-from launch import checking, guard, planning
+from launch import checking, guard, planning, sizing
 from launch.caches import FlushError, flush
 from launch.capacity import Holds, reported
 from launch.claims import announced, claim
@@ -99,6 +99,7 @@ class Fleet:
         self._ended_unix_s: float | None = None
         self._reason: str | None = None
         self._sampler: Sampler | None = None
+        self._room: list[str] = []
         self._guardians: dict[str, tuple[int, str]] = {}
         self._transcript = Transcript(
             self.plan.run_dir / "transcript.txt", self.plan.topology.name, self.plan.engine
@@ -168,12 +169,14 @@ class Fleet:
         if why := self.plan.topology.why_no_telemetry:
             self._tell(f"telemetry: not written: {why}")
         self._tell_gpus(sample_gpus)
+        self._tell_room()
         self._state = "starting"
         self._write()
         self._start_all([m for m in self._members if m.plan.kind == "worker"])
         if self.plan.topology.connects_pairs:
             self._warm_up()
         self._learn_capacities()
+        self._tell_room()
         self._freeze(self.plan.workers)
         self._start_all([m for m in self._members if m.plan.kind == "router"])
         self.timings["start_s"] = time.monotonic() - began_s
@@ -307,6 +310,17 @@ class Fleet:
             numbers = ", ".join(str(gpu.index) for gpu in gpus)
             kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
             self._transcript.tell(f"GPUs {numbers} ({kinds}): {memory_of(gpus)} in use")
+
+    def _tell_room(self) -> None:
+        """What fits into the KV caches: as estimated, and once engines have said it, as they do."""
+        memory: dict[int, int] = {}
+        with contextlib.suppress(GpuError):
+            memory = {gpu.index: gpu.memory_total_bytes for gpu in self._gpus(sample_gpus)}
+        holds = {m.plan.id: m.holds.kv_tokens for m in self._members if m.holds.kv_tokens}
+        for line in sizing.lines(self.plan, memory, holds):
+            if line not in self._room:
+                self._room.append(line)
+                self._tell(line)
 
     def _table(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [

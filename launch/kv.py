@@ -28,7 +28,7 @@ token, and no step is launched meanwhile, with pages of 64 3 to 15 ms
 _VLLM_PAGE_TOKENS = {"cuda": 16, "cpu": 32}
 """On a CPU vLLM takes multiples of 32 only."""
 
-_DTYPE_BYTES = {
+DTYPE_BYTES = {
     "bfloat16": 2,
     "float16": 2,
     "half": 2,
@@ -151,7 +151,7 @@ def offloading_gib(topology: Topology, kv: WorkerKv) -> str:
 def _bytes_per_token(topology: Topology, keys: KvKeys) -> int | None:
     """Bytes of K and V of one token over all layers; None for models that are not here to be read
     and those that do not keep the same for every layer and token."""
-    config = _model_config(topology.model)
+    config = model_config(topology.model)
     config = config.get("text_config", config)
     dtype: str = keys.kv_cache_dtype or "auto"
     if dtype == "auto":
@@ -165,14 +165,14 @@ def _bytes_per_token(topology: Topology, keys: KvKeys) -> int | None:
     if head_dim is None and config.get("hidden_size") and config.get("num_attention_heads"):
         head_dim = config["hidden_size"] // config["num_attention_heads"]
     layers = config.get("num_hidden_layers")
-    if layer_types or latent or dtype not in _DTYPE_BYTES or not (heads and head_dim and layers):
+    if layer_types or latent or dtype not in DTYPE_BYTES or not (heads and head_dim and layers):
         return None
-    return int(2 * layers * heads * head_dim * _DTYPE_BYTES[dtype])
+    return int(2 * layers * heads * head_dim * DTYPE_BYTES[dtype])
 
 
 def vocab_size(model: str) -> int | None:
     """Token ids that `model` has, by its ``config.json`` or shape; None where that is not known."""
-    config = _model_config(model)
+    config = model_config(model)
     # Models with other inputs than text have their language model's settings one level down.
     for part in (config.get("text_config"), config.get("llm_config"), config):
         size = part.get("vocab_size") if isinstance(part, dict) else None
@@ -181,7 +181,8 @@ def vocab_size(model: str) -> int | None:
     return None
 
 
-def _model_config(model: str) -> Mapping[str, Any]:
+def model_config(model: str) -> Mapping[str, Any]:
+    """The configuration of `model`; empty where it is not on this machine."""
     if is_shape(model):
         return shape_config(model)
     folder = model_folder(model)

@@ -37,6 +37,8 @@ class Profile:
 
     device: str
     gpu_name: str | None
+    memory_gb: float | None
+    """Of a GPU, as its driver says; None where GPUs of that name differ."""
     sglang_flags: tuple[str, ...]
     vllm_flags: tuple[str, ...]
     speed: Speed | None
@@ -52,6 +54,7 @@ def _read(text: str) -> Profile:
     return Profile(
         device=data["device"],
         gpu_name=data.get("gpu_name"),
+        memory_gb=data.get("memory_gb"),
         sglang_flags=tuple(data["sglang_flags"]),
         vllm_flags=tuple(data["vllm_flags"]),
         speed=Speed(**speed) if speed else None,
