@@ -25,6 +25,9 @@ def serve(
 def policies() -> str:
     """The table of policies, as a JSON list."""
 
+def paths() -> str:
+    """The table of paths that the router serves, as a JSON list."""
+
 def residency_rules() -> str:
     """The table of residency's rules and the settings of all of them, as a JSON object."""
 

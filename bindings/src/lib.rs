@@ -13,6 +13,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(router::check, m)?)?;
     m.add_function(wrap_pyfunction!(router::serve, m)?)?;
     m.add_function(wrap_pyfunction!(router::policies, m)?)?;
+    m.add_function(wrap_pyfunction!(router::paths, m)?)?;
     m.add_function(wrap_pyfunction!(router::residency_rules, m)?)?;
     m.add_function(wrap_pyfunction!(simulator::simulate, m)?)
 }

@@ -8,6 +8,13 @@ use router_policies::config::Config;
 use router_policies::gateway::Server;
 use std::path::PathBuf;
 
+/// The table of paths that the router serves, as a JSON list.
+#[pyfunction]
+pub fn paths() -> PyResult<String> {
+    let served = &router_policies::gateway::paths::SERVED[..];
+    serde_json::to_string(served).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
 /// Reads and checks a configuration file; returns it as JSON. Raises ValueError with one line.
 #[pyfunction]
 pub fn load_config(path: PathBuf) -> PyResult<String> {

@@ -4,8 +4,7 @@
 use super::client::Client;
 use super::keys::Wants;
 use super::{
-    Gateway, Reply, error, guard, json, models, normalise, not_allowed, redact, sessions, stored,
-    ui,
+    Gateway, Reply, error, guard, json, models, normalise, paths, redact, sessions, stored, ui,
 };
 use crate::config::{WORKER_FIELDS, WorkerSpec};
 use bytes::Bytes;
@@ -76,6 +75,9 @@ pub(super) async fn answer(
     {
         return error(status, "forbidden", message);
     }
+    if let Some(refusal) = paths::refusal(method, &path) {
+        return refusal;
+    }
     match (method, path.as_str()) {
         // Load balancers ask with HEAD; the server leaves the body out.
         (&Method::GET | &Method::HEAD, "/health" | "/livez" | "/liveness") => {
@@ -111,7 +113,6 @@ pub(super) async fn answer(
         (&Method::GET, "/record") => recording(gateway, None),
         (&Method::POST, "/record/start") => recording(gateway, Some(true)),
         (&Method::POST, "/record/stop") => recording(gateway, Some(false)),
-        (_, "/record/start" | "/record/stop") => not_allowed("POST"),
         (&Method::POST, "/workers") => add_worker(gateway, client, body.take()).await,
         (&Method::GET, "/decisions") => {
             let limit = match query(&head.uri, "limit").map(str::parse::<usize>) {
@@ -128,7 +129,6 @@ pub(super) async fn answer(
         }
         (_, path) if stored::is_one(path) => stored::answer(gateway, head, path).await,
         (&Method::GET, path) if is_model(path) => ask_for_model(gateway, path).await,
-        (_, path) if is_model(path) => not_allowed("GET"),
         (&Method::GET, "/v1/models") => match models::merged(gateway).await {
             Ok(list) => json(StatusCode::OK, &list),
             Err((status, message)) => error(status, "no_candidates", &message),
@@ -136,23 +136,9 @@ pub(super) async fn answer(
         (&Method::GET, "/model_info" | "/get_model_info" | "/server_info" | "/get_server_info") => {
             ask_one(gateway, &path, &[]).await
         }
-        (_, "/workers") => not_allowed("GET, POST"),
-        (
-            _,
-            "/health" | "/livez" | "/liveness" | "/readyz" | "/readiness" | "/metrics" | "/ui"
-            | "/decisions" | "/sessions" | "/record" | "/v1/models" | "/model_info"
-            | "/get_model_info" | "/server_info" | "/get_server_info",
-        ) => not_allowed("GET"),
         _ => match path.strip_prefix("/workers/") {
             Some(id) => one_worker(gateway, method, id),
-            None => error(
-                StatusCode::NOT_FOUND,
-                "not_found",
-                &format!(
-                    "{}: no such path",
-                    if path.is_empty() { "/" } else { &path }
-                ),
-            ),
+            None => paths::not_found(&path),
         },
     }
 }
@@ -361,9 +347,7 @@ fn one_worker(gateway: &Gateway, method: &Method, path: &str) -> Response<Reply>
         (&Method::POST, Some(action)) if gateway.fleet.set_draining(id, action == "drain") => {
             accepted()
         }
-        (&Method::DELETE, None) | (&Method::POST, Some(_)) => missing(),
-        (_, None) => not_allowed("GET, DELETE"),
-        (_, Some(_)) => not_allowed("POST"),
+        _ => missing(),
     }
 }
 

@@ -35,6 +35,7 @@ mod models;
 mod mooncake;
 mod normalise;
 mod passthrough;
+pub mod paths;
 mod patience;
 mod peers;
 pub mod picker;

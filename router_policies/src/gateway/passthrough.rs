@@ -24,7 +24,7 @@ use tokio::time::Instant;
 
 /// `POST` on these is passed on as it is. All are served by SGLang (0.5.17), the first four by vLLM
 /// (0.26.0) too; what an engine or its model does not serve, it answers itself.
-const PATHS: [&str; 9] = [
+pub(super) const PATHS: [&str; 9] = [
     "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/tokenize",

@@ -3,13 +3,13 @@
 
 use super::fault::from_worker;
 use super::splice::Pieces;
-use super::{Gateway, Reply, authorise, not_allowed, reuse, session, with_body};
+use super::{Gateway, Reply, authorise, reuse, session, with_body};
 use crate::config::WorkerSpec;
 use bytes::Bytes;
 use decision::fleet::Fleet;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::http::request::Parts;
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::{Request, Response, StatusCode};
 use lru::LruCache;
 use parking_lot::Mutex;
 use serde_json::json;
@@ -130,15 +130,7 @@ pub(super) fn is_one(path: &str) -> bool {
 /// which that is.
 pub(super) async fn answer(gateway: &Arc<Gateway>, head: &Parts, path: &str) -> Response<Reply> {
     let rest = path.strip_prefix(FOLDER).unwrap_or_default();
-    let (id, cancels) = match rest.strip_suffix("/cancel") {
-        Some(id) => (id, true),
-        None => (rest, false),
-    };
-    match (&head.method, cancels) {
-        (&Method::POST, true) | (&Method::GET | &Method::DELETE, false) => {}
-        (_, true) => return not_allowed("POST"),
-        (_, false) => return not_allowed("GET, DELETE"),
-    }
+    let id = rest.strip_suffix("/cancel").unwrap_or(rest);
     let others = match gateway.stored.others_than_has(id, &gateway.fleet) {
         Ok(others) => others,
         Err(Gone) => return not_found(id, StatusCode::NOT_FOUND),

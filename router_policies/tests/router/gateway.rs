@@ -1187,6 +1187,8 @@ async fn the_workers_and_the_decisions_need_the_admin_token() {
         ("POST", "/health", not_allowed),
         ("PUT", "/v1/models", not_allowed),
         ("GET", "/generate", not_allowed),
+        ("DELETE", "/v1/models/mock", not_allowed),
+        ("GET", "/v1/responses/a/b", not_found),
         ("GET", "/workers/w/drain", StatusCode::UNAUTHORIZED),
         ("GET", "/decisions", StatusCode::UNAUTHORIZED),
         ("GET", "/server_info", StatusCode::UNAUTHORIZED),

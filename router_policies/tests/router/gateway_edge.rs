@@ -3,8 +3,10 @@
 use crate::mock::router::{Router, generate, text, until, worker};
 use crate::mock::{End, Fault, MockWorker};
 use base64::Engine;
-use hyper::StatusCode;
+use http_body_util::Full;
+use hyper::{Method, Request, StatusCode};
 use router_policies::config::Config;
+use router_policies::gateway::paths::SERVED;
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -764,4 +766,44 @@ async fn a_quiet_client_is_asked_whether_it_is_still_there() {
     assert_eq!(kind, "02", "keepalive");
     let ticks = u64::from_str_radix(ticks, 16).expect("a number");
     assert!((1..=6_000).contains(&ticks), "{ticks} of 10 ms");
+}
+
+#[tokio::test]
+async fn a_path_of_the_table_is_served_by_its_methods_and_refuses_others() {
+    const ALL: [Method; 7] = [
+        Method::GET,
+        Method::HEAD,
+        Method::POST,
+        Method::PUT,
+        Method::DELETE,
+        Method::OPTIONS,
+        Method::PATCH,
+    ];
+    let (_mock, router) = one().await;
+    for served in SERVED {
+        for path in served.paths {
+            // Of a name that nobody has, so that a worker is not removed.
+            let path = path.replace("ID", "nobody");
+            for method in ALL {
+                let request = Request::builder()
+                    .method(&method)
+                    .uri(format!("{}{path}", router.url))
+                    .header("content-type", "application/json")
+                    .body(Full::default())
+                    .expect("a request");
+                let response = router.client.request(request).await.expect("an answer");
+                let is_served = served.methods.split(", ").any(|it| it == method.as_str());
+                let is_refused = response.status() == StatusCode::METHOD_NOT_ALLOWED;
+                assert_eq!(is_refused, !is_served, "{method} {path}");
+                let allowed = response.headers().get("allow").cloned();
+                assert_eq!(allowed.is_some(), is_refused, "{method} {path}");
+                assert!(
+                    allowed.is_none_or(|it| it == served.methods),
+                    "{method} {path}"
+                );
+                let told = text(response).await;
+                assert!(!told.contains("no such path"), "{method} {path}: {told}");
+            }
+        }
+    }
 }
