@@ -5,6 +5,9 @@ the server at URL, which has to be idle otherwise: with AIPerf's scenario `infer
 and with our preset `agentx`, which follows that scenario's rules. Prints the figures that mean the
 same in both. A real corpus has prompts of 100,000 tokens, which a CPU cannot serve: hence made
 sessions, short enough for hundreds of turns in the 15 minutes that the scenario asks for at least.
+
+Two runs are never of the same requests. Where URL is a deltaserve router, `--decisions` compares
+what each client says of its requests with what the router saw of the same ones.
 """
 
 from __future__ import annotations
@@ -54,6 +57,23 @@ class Answered:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    name: str = ""
+    """By which a router before the server knows the request: its id, or that of the decision."""
+
+    @property
+    def latency_s(self) -> float:
+        return self.ttft_s + self.decode_s
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The medians of a client's requests, over those that the router has of the same ones; and how
+    many of them the router has."""
+
+    requests: int
+    seen: int
+    ttft_p50: float
+    latency_p50: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +211,7 @@ def of_ours(output: Path) -> list[Answered]:
                     prompt_tokens=result.prompt_tokens or result.input_length,
                     cached_tokens=result.cached_tokens or 0,
                     output_tokens=result.output_tokens,
+                    name=result.decision_id or "",
                 )
             )
     return answered
@@ -214,9 +235,42 @@ def of_aiperf(output: Path) -> list[Answered]:
                 prompt_tokens=int(metrics["input_sequence_length"]),
                 cached_tokens=int(metrics.get("usage_prompt_cache_read_tokens", 0)),
                 output_tokens=int(metrics["output_sequence_length"]),
+                name=about.get("x_request_id") or "",
             )
         )
     return answered
+
+
+def of_router(log: Path) -> dict[str, tuple[float, float]]:
+    """From a router's decision log: seconds from a request's headers to its first token and to its
+    end, by the request's own id and by its decision's."""
+    asked: dict[str, str] = {}
+    seen: dict[str, tuple[float, float]] = {}
+    for line in log.read_bytes().splitlines():
+        event = orjson.loads(line)
+        if event["event"] == "decision":
+            asked[event["decision_id"]] = event["request_id"]
+        elif event["event"] == "finish" and event["client_first_token_s"] is not None:
+            first_s = event["client_first_token_s"]
+            end_s = first_s + event["duration_s"] - event["first_token_s"]
+            decision = event["decision_id"]
+            seen[decision] = seen[asked.get(decision, decision)] = (first_s, end_s)
+    return seen
+
+
+def beside_router(answered: list[Answered], seen: dict[str, tuple[float, float]]) -> Beside:
+    """What a client says of its requests, over what the router saw of the same."""
+    both = [(one, seen[one.name]) for one in answered if one.name in seen]
+    return Beside(
+        requests=len(answered),
+        seen=len(both),
+        ttft_p50=float(
+            np.median([one.ttft_s for one, _ in both]) / np.median([it[0] for _, it in both])
+        ),
+        latency_p50=float(
+            np.median([one.latency_s for one, _ in both]) / np.median([it[1] for _, it in both])
+        ),
+    )
 
 
 def _cores(text: str) -> set[int]:
@@ -246,6 +300,9 @@ def main(
     cpus: Annotated[
         str | None,
         typer.Option(help="Cores for the clients, as 1 or 2,3: others than the server's."),
+    ] = None,
+    decisions: Annotated[
+        Path | None, typer.Option(help="Decision log of the router at URL, where it is one.")
     ] = None,
     seed: int = 0,
 ) -> None:
@@ -277,13 +334,23 @@ def main(
     ratio, low, high = ttft_at_equal_work(theirs_answered, own_answered)
     equal_work = {"ratio": ratio, "low": low, "high": high}
     by_client = {name: asdict(figures) for name, figures in both.items()}
-    write_json(output / "figures.json", {**by_client, "ttft_at_equal_work": equal_work})
+    seen = of_router(decisions) if decisions else {}
+    answered_by = {"AIPerf": theirs_answered, "deltaserve": own_answered}
+    of_same = {name: beside_router(of, seen) for name, of in answered_by.items() if seen}
+    beside = {name: asdict(found) for name, found in of_same.items()}
+    found = {**by_client, "ttft_at_equal_work": equal_work, "beside_router": beside}
+    write_json(output / "figures.json", found)
     first, second = both.values()
     print(f"{'':22}{'AIPerf':>12}{'deltaserve':>12}{'ratio':>8}")
     for field in fields(Figures):
         a, b = getattr(first, field.name), getattr(second, field.name)
         print(f"{field.name:22}{a:12.4g}{b:12.4g}{b / a:8.3f}")
     print(f"{'ttft at equal work':46}{ratio:8.3f}  95 % interval {low:.3f} to {high:.3f}")
+    for name, of in of_same.items():
+        print(
+            f"{name}, over the router: {of.seen} of {of.requests} requests, "
+            f"ttft p50 {of.ttft_p50:.3f}, latency p50 {of.latency_p50:.3f}"
+        )
 
 
 if __name__ == "__main__":

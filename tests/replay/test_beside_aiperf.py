@@ -8,7 +8,14 @@ from pathlib import Path
 import orjson
 import pytest
 
-from replay.bench.beside_aiperf import Answered, figures_of, of_aiperf, ttft_at_equal_work
+from replay.bench.beside_aiperf import (
+    Answered,
+    beside_router,
+    figures_of,
+    of_aiperf,
+    of_router,
+    ttft_at_equal_work,
+)
 
 
 def run(seed: int, slower: float, longer: float) -> list[Answered]:
@@ -52,7 +59,7 @@ def test_a_slower_client_is_found_behind_lighter_work() -> None:
 
 def test_aiperfs_records_of_the_profiling_phase_are_read(tmp_path: Path) -> None:
     def record(phase: str, **metrics: float) -> bytes:
-        about = {"benchmark_phase": phase, "request_start_ns": 2_500_000_000}
+        about = {"benchmark_phase": phase, "request_start_ns": 2_500_000_000, "x_request_id": "r"}
         return orjson.dumps(
             {"metadata": about, "metrics": {name: {"value": v} for name, v in metrics.items()}}
         )
@@ -74,5 +81,29 @@ def test_aiperfs_records_of_the_profiling_phase_are_read(tmp_path: Path) -> None
             prompt_tokens=5_000,
             cached_tokens=4_480,
             output_tokens=60,
+            name="r",
         )
     ]
+
+
+def test_a_clients_figures_are_held_against_what_a_router_saw_of_the_same_requests(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "decisions.jsonl"
+    lines = []
+    for number in range(3):
+        decision = {"event": "decision", "decision_id": f"d{number}", "request_id": f"r{number}"}
+        finish = {"event": "finish", "decision_id": f"d{number}", "client_first_token_s": 0.5}
+        lines += [decision, finish | {"first_token_s": 0.4, "duration_s": 1.4}]
+    lines.append({"event": "finish", "decision_id": "d9", "client_first_token_s": None})
+    log.write_bytes(b"\n".join(map(orjson.dumps, lines)))
+    seen = of_router(log)
+
+    def answered(name: str) -> Answered:
+        return Answered(0.0, 0.51, 1.0, 100, 50, 10, name)
+
+    by_request = beside_router([answered("r0"), answered("r1"), answered("not-there")], seen)
+    assert (by_request.requests, by_request.seen) == (3, 2)
+    assert by_request.ttft_p50 == pytest.approx(0.51 / 0.5)
+    assert by_request.latency_p50 == pytest.approx(1.51 / 1.5)
+    assert beside_router([answered("d0")], seen).seen == 1
