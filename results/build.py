@@ -308,18 +308,49 @@ def strongest(objective: str) -> list[dict[str, Any]]:
     """By arm of `strongest.OBJECTIVE.csv` (simulated): the most sessions up to which every level
     tried meets the objective, for each trace seed, and their mean."""
     rows = read_rows(HERE / f"strongest.{objective}.csv", ["arm", "load", "trace_seed", "not_met"])
+    return [
+        {"arm": arm, "by_seed": dict(sorted(of.items())), "mean": sum(of.values()) / len(of)}
+        for arm, of in _most_met(rows, "arm").items()
+    ]
+
+
+def _most_met(rows: Iterable[dict[str, str]], by: str) -> dict[str, dict[str, int]]:
+    """The most sessions up to which every level tried meets the objective, by a column's value and
+    trace seed."""
     found: dict[str, dict[str, int]] = {}
     for row in sorted(rows, key=lambda row: int(row["load"]), reverse=True):
-        by_seed = found.setdefault(row["arm"], {})
+        by_seed = found.setdefault(row[by], {})
         # From the highest level down: what misses takes those above it with it.
         if row["not_met"]:
             by_seed[row["trace_seed"]] = 0
         else:
             by_seed[row["trace_seed"]] = by_seed.get(row["trace_seed"], 0) or int(row["load"])
-    return [
-        {"arm": arm, "by_seed": dict(sorted(of.items())), "mean": sum(of.values()) / len(of)}
-        for arm, of in found.items()
-    ]
+    return found
+
+
+def steps() -> dict[str, dict[str, Any]]:
+    """By GPU and step of `steps.csv` (simulated): the most sessions that meet the objective and
+    what 12 and 16 sessions get, means over the trace seeds."""
+    with (HERE / "steps.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found: dict[str, dict[str, Any]] = {}
+    for name, by_seed in _most_met(rows, "step").items():
+        found[name] = {"sessions": sum(by_seed.values()) / len(by_seed)}
+        for load in ("12", "16"):
+            of = [row for row in rows if (row["step"], row["load"]) == (name, load)]
+            for measure in ("first_tokens_per_s", "in_time_share", "starved_sessions"):
+                mean = sum(float(row[measure]) for row in of) / len(of)
+                found[name].setdefault(measure, {})[load] = mean
+    return found
+
+
+def mean(found: Iterable[Judgement], arm: str, sessions: int, measure: str) -> float:
+    """A measure's mean over the trace seeds of an arm's runs."""
+    by_seed: dict[int, list[float]] = {}
+    for of in found:
+        if (of.run["arm"], of.run["sessions"]) == (arm, sessions):
+            by_seed.setdefault(of.run["trace_seed"], []).append(of.measures[measure])
+    return float(np.mean([np.mean(values) for values in by_seed.values()]))
 
 
 def elastic_worker() -> dict[str, str]:
@@ -381,6 +412,8 @@ def pages() -> dict[str, str]:
         "predicted": predicted,
         "simulated_errors": simulated_errors,
         "strongest": strongest,
+        "steps": steps(),
+        "mean": mean,
         "superseded": superseded(),
         "kv_reads": kv_reads,
         "elastic_worker": elastic_worker,
