@@ -1,7 +1,7 @@
 """Writes the tables of the docs that follow from the code, between their markers.
 
 Owns which table stands on which page; a table's facts are the router's (`policies()`, `paths()`,
-`residency_rules()`, `load_config()`) and the shape that is measured. What a key of `router.toml`
+`admission_rules()`, `load_config()`) and the shape that is measured. What a key of `router.toml`
 means is written on its page; which keys there are, and their defaults, is the router's. `--check`
 writes nothing and ends with 1 where a page is not what this would write.
 """
@@ -109,20 +109,16 @@ def _parameters(of: Iterable[dict[str, Any]]) -> str:
 
 
 def admission_settings() -> str:
-    return _parameters(json.loads(_core.residency_rules())["settings"])
-
-
-def admission_place_settings() -> str:
-    return _parameters(json.loads(_core.residency_rules())["place_settings"])
+    return _parameters(json.loads(_core.admission_rules())["settings"])
 
 
 def admission_rotation() -> str:
-    rules = json.loads(_core.residency_rules())["rules"]
+    rules = json.loads(_core.admission_rules())["rules"]
     return _parameters(next(each["params"] for each in rules if each["name"] == "rotate"))
 
 
 def admission_rules() -> str:
-    rules = json.loads(_core.residency_rules())["rules"]
+    rules = json.loads(_core.admission_rules())["rules"]
     return table(
         ("rule", "what it does"), ((f"`{each['name']}`", each["summary"]) for each in rules)
     )
@@ -174,12 +170,17 @@ def _loaded(text: str) -> dict[str, Any]:
         return dict(json.loads(_core.load_config(file.name)))
 
 
+_OLD_NAMES = {"residency"}
+"""Keys that are read under their old names for one release."""
+
+
 def _keys(text: str) -> list[str]:
     """The keys that the router expects in the last table of `text`, as it says itself."""
     try:
         _loaded(f"{text}no_such_key = 1\n")
     except ValueError as error:
-        return re.findall(r"`([a-z_]+)`", str(error).partition("expected one of")[2])
+        known = re.findall(r"`([a-z_]+)`", str(error).partition("expected one of")[2])
+        return [key for key in known if key not in _OLD_NAMES]
     raise AssertionError("the router takes a key that there is not")
 
 
@@ -238,7 +239,7 @@ def worker_keys(now: str) -> str:
 ARMS = {
     "vLLM, FP8 KV, host tier, chunks of 4,096": "vLLM, chunks of 4,096",
     "SGLang, FP8 KV, host tier, mixed chunks of 4,096": "SGLang, mixed chunks of 4,096",
-    "deltaserve: SGLang, FP8 KV, host tier, paced prefill, residency": "deltaserve, `priced`",
+    "deltaserve: SGLang, FP8 KV, host tier, paced prefill, residency": "deltaserve 0.1",
 }
 MEASURES = (
     "turns within the SLO, %",
@@ -276,7 +277,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "policies": policies,
     "http-paths": http_paths,
     "admission-settings": admission_settings,
-    "admission-place-settings": admission_place_settings,
     "admission-rotation": admission_rotation,
     "admission-rules": admission_rules,
     "topology-keys": topology_keys,

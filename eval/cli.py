@@ -193,7 +193,7 @@ def import_command(
 
 @app.command(
     "simulate",
-    epilog="Example: deltaserve eval simulate residency-gpu --set trace.path=weka.jsonl.zst "
+    epilog="Example: deltaserve eval simulate admission-gpu --set trace.path=weka.jsonl.zst "
     "--output out/simulated",
 )
 def simulate_command(
@@ -311,7 +311,7 @@ def plan_command(
 ) -> None:
     """Say how many agents a GPU holds, arm by arm, in simulation, and what to measure next.
 
-    Arms: SGLang and vLLM colocated, with and without residency, with and without a host tier, and
+    Arms: SGLang and vLLM colocated, with and without admission, with and without a host tier, and
     from two GPUs on SGLang with separated prefill. OUTPUT/plan.toml is the experiment, which eval
     run measures as it is.
     """

@@ -29,7 +29,7 @@ _WHERE = {
     "log_max_mb",
 }  # fmt: skip
 """Keys of a topology that say where and how it is started and watched, not what is served."""
-_WHOLE = {"environment", "params", "residency"}
+_WHOLE = {"environment", "params", "admission"}
 """Tables of a topology whose keys are not its own: one that is there once differs."""
 
 

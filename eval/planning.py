@@ -122,7 +122,7 @@ kv_events = true
 
 def arms(hardware: Hardware) -> list[dict[str, Any]]:
     """Name, topology, policy and topology keys of each arm: colocated SGLang and vLLM with and
-    without residency, each with and without a host tier; splits of two GPUs or more."""
+    without admission, each with and without a host tier; splits of two GPUs or more."""
     gpus = hardware.gpus
     found: list[dict[str, Any]] = []
     for engine, prefix in (("sglang", ""), ("vllm", "vllm-")):
@@ -131,13 +131,13 @@ def arms(hardware: Hardware) -> list[dict[str, Any]]:
             if host_kv_tokens:
                 tier = {"workers": {"colocated": {"host_kv_tokens": host_kv_tokens}}}
             host = "host" if host_kv_tokens else ""
-            for rule, name in (("off", host or "colocated"), ("priced", f"{host}-residency")):
+            for rule, name in (("off", host or "colocated"), ("rotate", f"{host}-admission")):
                 found.append(
                     {
                         "name": prefix + name.removeprefix("-"),
                         "topology": f"{engine}:{gpus}",
                         "policy": "unified",
-                        "keys": _residency(rule) | tier,
+                        "keys": _admission(rule) | tier,
                     }
                 )
     if gpus < 2:
@@ -148,11 +148,11 @@ def arms(hardware: Hardware) -> list[dict[str, Any]]:
     for prefill in dict.fromkeys((few, quarter)):
         found.append(_split("elastic", prefill, gpus))
     alone = _split("elastic", quarter, gpus)
-    return [*found, alone | {"name": f"{alone['name']}-off", "keys": _residency("off")}]
+    return [*found, alone | {"name": f"{alone['name']}-off", "keys": _admission("off")}]
 
 
-def _residency(rule: str) -> dict[str, Any]:
-    return {"router": {"residency": {"rule": rule}}}
+def _admission(rule: str) -> dict[str, Any]:
+    return {"router": {"admission": {"rule": rule}}}
 
 
 def _split(kind: str, prefill: int, gpus: int) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _split(kind: str, prefill: int, gpus: int) -> dict[str, Any]:
     return {
         "name": f"{kind}-{split}",
         "topology": f"sglang-{kind}:{split}",
-        "keys": _residency("priced"),
+        "keys": _admission("rotate"),
     }
 
 

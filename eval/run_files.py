@@ -47,7 +47,7 @@ class _Group(Told):
 
 
 class _Router(Told):
-    residency: dict[str, Any] | None = None
+    admission: dict[str, Any] | None = None
 
 
 class _Topology(Told):

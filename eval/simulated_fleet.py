@@ -99,7 +99,7 @@ def checked_router(topology: Topology) -> dict[str, Any]:
     router = {
         "policy": topology.router.policy,
         "policy_params": topology.router.params,
-        "residency": topology.router.residency,
+        "admission": topology.router.admission,
     }
     workers = [
         {"url": f"http://simulated-{number}:1", "role": group.role, "bootstrap_port": 1}

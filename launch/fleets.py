@@ -400,7 +400,7 @@ class Fleet:
             if kv.has_host_tier and not host_tokens:
                 self._tell(
                     f"warning: {plan.id}: how many tokens its host tier holds is not known, so "
-                    "that residency counts it as none; host_kv_tokens says it (not host_kv_gb)"
+                    "that admission counts it as none; host_kv_tokens says it (not host_kv_gb)"
                 )
             if found.ranks > 1:
                 self._tell(

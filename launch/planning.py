@@ -347,9 +347,9 @@ def router_config(made: Plan, reported: Mapping[str, Holds] | None = None) -> st
     if topology.router.params:
         lines += ["", "[policy_params]"]
         lines += [_line(key, value) for key, value in topology.router.params.items()]
-    if topology.router.residency:
-        lines += ["", "[residency]"]
-        lines += [_line(key, value) for key, value in topology.router.residency.items()]
+    if topology.router.admission:
+        lines += ["", "[admission]"]
+        lines += [_line(key, value) for key, value in topology.router.admission.items()]
     groups = [(group, at) for group in topology.workers for at in range(group.size)]
     for worker, (group, at) in zip(made.workers, groups, strict=True):
         lines += ["", "[[workers]]", _line("id", worker.id), _line("url", worker.url)]

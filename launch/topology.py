@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -189,8 +190,10 @@ class RouterChoice(_Strict):
     """A policy of that router."""
     params: dict[str, Any] = {}
     """Parameters of a deltaserve policy (`deltaserve policy explain NAME`)."""
-    residency: dict[str, Any] = {}
-    """The `[residency]` table of `router.toml`: the admission rule and its parameters."""
+    admission: dict[str, Any] = Field(
+        default={}, validation_alias=AliasChoices("admission", "residency")
+    )
+    """The `[admission]` table of `router.toml`: the admission rule and its parameters."""
     python_path: tuple[Path, ...] = ()
     """Where a policy that is a Python class (`module:Class`) is looked for. Without it the
     working folder and `PYTHONPATH`.
@@ -324,8 +327,8 @@ class Topology(KvKeys, PacingKeys):
             raise ValueError(f"router.kind: {self.router.kind} knows no elastic workers")
         if self.router.kind not in ("deltaserve", "none") and not sglang and "prefill" in roles:
             raise ValueError(f"router.kind: {self.router.kind} does not separate with vllm workers")
-        if self.router.residency and self.router.kind != "deltaserve":
-            raise ValueError(f"router.residency: {self.router.kind} has none")
+        if self.router.admission and self.router.kind != "deltaserve":
+            raise ValueError(f"router.admission: {self.router.kind} has none")
         for index, group in enumerate(self.workers):
             self._check_kv(index, group)
             self._check_pacing(index, group)

@@ -28,8 +28,8 @@ def policies() -> str:
 def paths() -> str:
     """The table of paths that the router serves, as a JSON list."""
 
-def residency_rules() -> str:
-    """The table of residency's rules and the settings of all of them, as a JSON object."""
+def admission_rules() -> str:
+    """The table of admission's rules and the settings of all of them, as a JSON object."""
 
 def simulate(plan: str | PathLike[str], folder: str | PathLike[str]) -> str:
     """Simulates the plan in a file (`docs/simulator.md`) and writes the run's folder; returns the

@@ -158,11 +158,11 @@ def route(
     policy_param: Annotated[
         list[str] | None, typer.Option(help="key=value; repeat for each parameter.")
     ] = None,
-    residency: Annotated[
+    admission: Annotated[
         str | None,
-        typer.Option(metavar="RULE", help="See: deltaserve policy explain residency."),
+        typer.Option(metavar="RULE", help="See: deltaserve policy explain admission."),
     ] = None,
-    residency_param: Annotated[
+    admission_param: Annotated[
         list[str] | None, typer.Option(help="key=value; repeat for each parameter.")
     ] = None,
     worker_urls: Annotated[
@@ -267,11 +267,11 @@ def route(
         settings["policy_params"] = dict(
             _parse_param("--policy-param", text) for text in policy_param
         )
-    if residency is not None:
-        settings["residency"] = {"rule": residency}
-    if residency_param:
-        given = dict(_parse_param("--residency-param", text) for text in residency_param)
-        settings["residency"] = (settings.get("residency") or {}) | given
+    if admission is not None:
+        settings["admission"] = {"rule": admission}
+    if admission_param:
+        given = dict(_parse_param("--admission-param", text) for text in admission_param)
+        settings["admission"] = (settings.get("admission") or {}) | given
     files = (("decision_log", decision_log), ("record", record), ("tokenizer", tokenizer))
     for key, path in files:
         if path is not None:
@@ -418,21 +418,21 @@ def explain(
     name: Annotated[
         str,
         typer.Argument(
-            help="A policy's name, module:Class of one in Python, residency, or residency.RULE."
+            help="A policy's name, module:Class of one in Python, admission, or admission.RULE."
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object to stdout.")] = False,
 ) -> None:
     """Explain a policy: its rule, parameters, source and what was measured.
 
-    residency explains what decides who waits and who keeps a place in the workers' KV caches,
-    residency.RULE one of its rules.
+    admission explains what decides which sessions take turns on which worker and who waits,
+    admission.RULE one of its rules.
 
     Example: deltaserve policy explain unified
     """
     family, _, rule = name.partition(".")
-    if family == "residency":
-        _explain_residency(rule, as_json)
+    if family == "admission":
+        _explain_admission(rule, as_json)
         return
     policies = {policy["name"]: policy for policy in json.loads(_core.policies())}
     if ":" in name:
@@ -460,33 +460,31 @@ def _print_params(parameters: list[dict[str, str]]) -> None:
         print(f"param     {parameter['name']}{default}{meaning}")
 
 
-def _explain_residency(name: str, as_json: bool) -> None:
-    """All rules of residency, or the one called `name` where that is not empty."""
-    residency = json.loads(_core.residency_rules())
-    rules = {rule["name"]: rule for rule in residency["rules"]}
+def _explain_admission(name: str, as_json: bool) -> None:
+    """All rules of admission, or the one called `name` where that is not empty."""
+    admission = json.loads(_core.admission_rules())
+    rules = {rule["name"]: rule for rule in admission["rules"]}
     if not name:
         if as_json:
-            print(json.dumps(residency))
+            print(json.dumps(admission))
             return
         print(
-            "residency: which sessions have a place in which worker's KV cache, who waits for one "
-            "and who gives one up; beside every policy, where capacities are known\n"
+            "admission: which sessions take turns on which worker, and which turns wait; beside "
+            "every policy, where capacities are known\n"
         )
         width = max(len(rule) for rule in rules)
         for rule in rules.values():
             print(f"rule      {rule['name']:<{width}}  {rule['summary']}")
-        _print_params(residency["settings"])
-        print("\nof all rules but rotate and off:")
-        _print_params(residency["place_settings"])
-        print("\ndeltaserve policy explain residency.RULE explains one; docs/admission.md has more")
+        _print_params(admission["settings"])
+        print("\ndeltaserve policy explain admission.RULE explains one; docs/admission.md has more")
         return
     if name not in rules:
-        raise InputError(f"policy residency.{name}: unknown; known rules: {', '.join(rules)}")
+        raise InputError(f"policy admission.{name}: unknown; known rules: {', '.join(rules)}")
     rule = rules[name]
     if as_json:
         print(json.dumps(rule))
         return
-    print(f"residency.{rule['name']}: {rule['summary']}\n")
+    print(f"admission.{rule['name']}: {rule['summary']}\n")
     print(f"rule      {rule['rule']}")
     _print_params(rule["params"])
     print(f"source    {rule['source']}")

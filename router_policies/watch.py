@@ -62,7 +62,7 @@ def _tokens(value: int | None) -> str:
 
 def sessions_table(sessions: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Table:
     """Sessions, those that wait first in the queue's order, and the sum of what workers hold."""
-    booked = [worker["state"]["residency"] for worker in workers]
+    booked = [worker["state"]["admission"] for worker in workers]
     waiting = sum(session["state"] == "waiting" for session in sessions)
     held = sum(book["booked_tokens"] for book in booked)
     table = Table(

@@ -1,7 +1,7 @@
 """Whether settings in the docs are known: of an experiment, of a topology.
 
 They are applied by the functions that the command line calls, to the packaged experiment or the
-shipped topology, up to what the router says of its policy and residency. Nothing is started, and no
+shipped topology, up to what the router says of its policy and admission. Nothing is started, and no
 file that a setting names has to be there.
 """
 

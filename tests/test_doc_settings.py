@@ -37,9 +37,9 @@ from tests.doc_settings import check_experiment, check_topology, own_file
 
 
 def check_policy(name: str) -> None:
-    rules = json.loads(_core.residency_rules())["rules"]
-    known = {policy["name"] for policy in json.loads(_core.policies())} | {"residency"}
-    known |= {f"residency.{rule['name']}" for rule in rules}
+    rules = json.loads(_core.admission_rules())["rules"]
+    known = {policy["name"] for policy in json.loads(_core.policies())} | {"admission"}
+    known |= {f"admission.{rule['name']}" for rule in rules}
     if ":" not in name and name not in known:
         raise InputError(f"no policy {name}")
 
@@ -61,7 +61,7 @@ def check_names(path: str, given: dict[str, Any]) -> None:
         ("policy explain", "name"): check_policy,
         ("replay synth", "profile"): check_one_of(list(PROFILES)),
         ("route", "policy"): check_policy,
-        ("route", "residency"): lambda rule: check_policy(f"residency.{rule}"),
+        ("route", "admission"): lambda rule: check_policy(f"admission.{rule}"),
     }
     for (command, parameter), check in checks.items():
         values = given[parameter] if command == path else None
@@ -164,9 +164,9 @@ def test_settings_that_stand_alone_are_taken_by_an_experiment_or_a_topology(tmp_
         ("deltaserve eval run nothing", "no such experiment file"),
         ("deltaserve eval run demo --only nobody", "no arm is named 'nobody'"),
         ("deltaserve eval run demo --set replay.sped=1", "unknown key"),
-        ("deltaserve eval run residency --set set.model_name=x", "model_name"),
-        ("deltaserve eval run residency --set arms.sglang.policy=nothing", "no policy 'nothing'"),
-        ("deltaserve eval run admission --set arms.priced.set.router.residency.fil=1", "fil"),
+        ("deltaserve eval run admission-cpu --set set.model_name=x", "model_name"),
+        ("deltaserve eval run admission-cpu --set arms.vllm.policy=nothing", "no policy 'nothing'"),
+        ("deltaserve eval run admission --set arms.cap.set.router.admission.fil=1", "fil"),
         ("deltaserve eval simulate demo --output x", "simulate.calibration"),
         ("deltaserve launch up laptop-sglang --set workers.0.cuont=1", "cuont"),
         ("deltaserve launch status laptop", "no topology 'laptop'"),

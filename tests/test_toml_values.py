@@ -36,7 +36,7 @@ def test_what_is_no_toml_names_its_file() -> None:
 def test_experiments_and_topologies_say_so_in_one_line(tmp_path: Path) -> None:
     output = tmp_path / "out"
     for command in (
-        ["eval", "simulate", "residency-gpu", "--set", f"seed={BEYOND}", "--output", output],
+        ["eval", "simulate", "admission-gpu", "--set", f"seed={BEYOND}", "--output", output],
         ["launch", "check", "laptop-sglang", "--set", f"base_port={BEYOND}"],
     ):
         done = deltaserve(*command)

@@ -14,6 +14,6 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(router::serve, m)?)?;
     m.add_function(wrap_pyfunction!(router::policies, m)?)?;
     m.add_function(wrap_pyfunction!(router::paths, m)?)?;
-    m.add_function(wrap_pyfunction!(router::residency_rules, m)?)?;
+    m.add_function(wrap_pyfunction!(router::admission_rules, m)?)?;
     m.add_function(wrap_pyfunction!(simulator::simulate, m)?)
 }

@@ -1,6 +1,6 @@
 //! The router's part of the module: JSON in, JSON out, and one call that serves.
 
-use decision::fleet::residency::{rules, settings};
+use decision::fleet::admission::{rules, settings};
 use decision::policy::{self, Decision, Policy, Reason, Refusal, Route, View};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
@@ -145,9 +145,9 @@ pub fn policies() -> PyResult<String> {
     serde_json::to_string(&table).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
-/// The table of residency's rules and the settings that hold beside their own, as JSON.
+/// The table of admission's rules and the settings that hold beside their own, as JSON.
 #[pyfunction]
-pub fn residency_rules() -> PyResult<String> {
+pub fn admission_rules() -> PyResult<String> {
     let table: Vec<_> = rules::TABLE
         .iter()
         .map(|info| {
@@ -157,8 +157,6 @@ pub fn residency_rules() -> PyResult<String> {
             })
         })
         .collect();
-    let all = serde_json::json!({
-        "rules": table, "settings": settings::PARAMS, "place_settings": settings::OF_PLACES,
-    });
+    let all = serde_json::json!({"rules": table, "settings": settings::PARAMS});
     serde_json::to_string(&all).map_err(|error| PyValueError::new_err(error.to_string()))
 }

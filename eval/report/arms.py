@@ -142,10 +142,12 @@ def _parameters(run: Run) -> str:
     return ", ".join(f"{key}={_word(value)}" for key, value in parameters.items())
 
 
-def _residency(run: Run) -> str:
-    residency = (run.manifest.get("topology", {}).get("router") or {}).get("residency") or {}
-    rest = ", ".join(f"{key}={_word(v)}" for key, v in residency.items() if key != "rule")
-    return str(residency.get("rule", "")) + (f" ({rest})" if rest else "")
+def _admission(run: Run) -> str:
+    router = run.manifest.get("topology", {}).get("router") or {}
+    # Runs of before 0.3 have the table by its old name.
+    admission = router.get("admission") or router.get("residency") or {}
+    rest = ", ".join(f"{key}={_word(v)}" for key, v in admission.items() if key != "rule")
+    return str(admission.get("rule", "")) + (f" ({rest})" if rest else "")
 
 
 def _size(group: Mapping[str, Any]) -> int:
@@ -160,6 +162,6 @@ _COLUMNS: tuple[Column[Run], ...] = (
     Column("gpus", "GPUs", lambda run: gpu_count(run) or None, COUNT),
     Column("kv_tokens", "KV tokens a worker", _kv_tokens),
     Column("router", "Router policy", _router, under=_parameters),
-    Column("residency", "Residency", _residency),
+    Column("admission", "Admission", _admission),
     Column("flags", "Not at default", lambda run: _flags(run) or DASH),
 )

@@ -51,7 +51,7 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
     said = _said_by_ours(
         config["policy"],
         tuple(f"{name}={json.dumps(value)}" for name, value in params.items()),
-        "\n".join(line(key, value) for key, value in config.get("residency", {}).items()),
+        "\n".join(line(key, value) for key, value in config.get("admission", {}).items()),
         tuple(
             ",".join(
                 [
@@ -70,7 +70,7 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
     for ours, of_topology in (
         (r"policy_params: (\w+): ", r"router.params.\1: "),
         (r"policy_params: ", "router.params: "),
-        (r"residency: ", "router.residency: "),
+        (r"admission: ", "router.admission: "),
         (r"policy (?=\S+ can place no request)", "router.policy: "),
     ):
         named, found = re.subn(f"^{ours}", of_topology, said)
@@ -83,7 +83,7 @@ def our_refusal(config: Mapping[str, Any], environment: Mapping[str, str]) -> st
 def _said_by_ours(
     policy: str,
     params: tuple[str, ...],
-    residency: str,
+    admission: str,
     workers: tuple[str, ...],
     environment: tuple[tuple[str, str], ...],
 ) -> str | None:
@@ -92,8 +92,8 @@ def _said_by_ours(
         for value in values:
             argv += [flag, value]
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
-        if residency:
-            config.write(f"[residency]\n{residency}\n")
+        if admission:
+            config.write(f"[admission]\n{admission}\n")
             config.flush()
             argv += ["--config", config.name]
         said = refusal(argv, os.environ | dict(environment), silent="it does not run")

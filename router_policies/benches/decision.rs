@@ -16,10 +16,10 @@
 mod arms;
 
 use arms::{Quantiles, setting, wanted};
+use decision::fleet::admission::settings;
 use decision::fleet::log::EventSink;
 use decision::fleet::prefix::events::{KvEvent, Tier};
 use decision::fleet::prefix::hash::{Namespace, TokenHasher};
-use decision::fleet::residency::settings;
 use decision::fleet::{Admit, Fleet, Outcome, Request, Reservation, Ticket};
 use decision::policy;
 use parking_lot::Mutex;
@@ -102,7 +102,7 @@ impl World {
             Box::new(move || shown.load(Ordering::Relaxed) as f64 / 1e6),
         );
         let rule = settings::build(&Value::Null).expect("a rule");
-        let fleet = Arc::new(fleet.with_residency(rule));
+        let fleet = Arc::new(fleet.with_admission(rule));
         for worker in 0..workers {
             let id = format!("w{worker}");
             let spec = json!({"id": id, "url": format!("http://{id}:1"), "page_size": PAGE_TOKENS,

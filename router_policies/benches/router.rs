@@ -22,9 +22,9 @@ mod mock;
 
 use arms::{Answer, Arm, Connection, Quantiles, Router, setting, start, wanted};
 use cpu_time::ThreadTime;
+use decision::fleet::admission::settings;
 use decision::fleet::log::EventSink;
 use decision::fleet::prefix::hash::TokenHasher;
-use decision::fleet::residency::settings;
 use decision::fleet::{Admit, Fleet, Outcome, Request as Placement};
 use decision::policy;
 use hyper::body::Bytes;
@@ -69,21 +69,21 @@ fn decisions(workers: usize, blocks: usize) -> Value {
     for (name, rule) in [
         ("unified", "off"),
         ("elastic", "off"),
-        ("unified", "priced"),
+        ("unified", "rotate"),
     ] {
         // Where nothing waits: there is room for all, and for any number of cold starts.
         let (is_gated, roomy) = (
             rule != "off",
             json!({"rule": rule, "cold_slots": 1_000_000}),
         );
-        let residency = settings::build(&roomy).expect("a rule");
+        let admission = settings::build(&roomy).expect("a rule");
         let fleet = Fleet::new(
             policy::build(name, Value::Null).expect("a policy"),
             name.to_owned(),
             EventSink::in_memory(),
             1,
         );
-        let fleet = Arc::new(fleet.with_residency(residency));
+        let fleet = Arc::new(fleet.with_admission(admission));
         for i in 0..workers {
             let id = format!("w{i}");
             let capacity = (blocks * 16 / workers) as u64 * if is_gated { 3 } else { 1 };

@@ -350,10 +350,10 @@ async fn all() -> Vec<Value> {
         .map(|(_, worker)| Arc::clone(worker))
         .collect();
     let ours = |policy: &str| {
-        let residency = json!({"rule": "off"});
+        let admission = json!({"rule": "off"});
         (
             Router::Ours,
-            json!({"policy": policy, "residency": residency}),
+            json!({"policy": policy, "admission": admission}),
         )
     };
     let stock = |router| (router, Value::Null);

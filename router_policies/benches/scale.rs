@@ -38,7 +38,7 @@ const LATER_TURNS: usize = 20_000;
 /// The share of the sessions for which there is room.
 const FIT: f64 = 0.45;
 const ASKED: usize = 10;
-const RULES: [&str; 3] = ["priced", "rotate", "off"];
+const RULES: [&str; 2] = ["rotate", "off"];
 
 /// Answers every worker's health check.
 async fn answer_checks(listener: TcpListener) {
@@ -192,7 +192,7 @@ async fn row(rule: &str) {
     let config = Config {
         port: 0,
         workers: (0..workers).map(spec).collect(),
-        residency: json!({"rule": rule, "growth_turns": 0}),
+        admission: json!({"rule": rule}),
         load_interval_s: 0.0,
         health_interval_s: 30.0,
         ..Config::default()

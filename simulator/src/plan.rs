@@ -55,11 +55,10 @@ pub struct Load {
     /// Prompts carry the answers that were really given, so that a cache can hold them.
     pub splice_outputs: bool,
     pub timeout_s: f64,
-    /// Sessions say when they end, how long they will think, and whose sub-agents they are: what a router
-    /// reaches that knows it. `replay` says none of it.
+    /// Sessions say when they end, and how long they will think: what a router reaches that knows it. `replay`
+    /// says none of it.
     pub end_hints: bool,
     pub idle_hints: bool,
-    pub parent_hints: bool,
 }
 
 impl Default for Load {
@@ -75,7 +74,6 @@ impl Default for Load {
             timeout_s: 600.0,
             end_hints: false,
             idle_hints: false,
-            parent_hints: false,
         }
     }
 }
@@ -155,7 +153,7 @@ fn default_drain_s() -> f64 {
     600.0
 }
 
-/// The router: policy, residency, and how it learns of the workers.
+/// The router: policy, admission, and how it learns of the workers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Router {
@@ -163,7 +161,8 @@ pub struct Router {
     #[serde(default)]
     pub policy_params: Value,
     #[serde(default)]
-    pub residency: Value,
+    #[serde(alias = "residency")]
+    pub admission: Value,
     #[serde(default = "default_load_interval_s")]
     pub load_interval_s: f64,
     #[serde(default)]

@@ -2,8 +2,8 @@
 
 use crate::ids::{IdMap, mix};
 use crate::requests::Requests;
+use decision::fleet::admission::footprint::partition;
 use decision::fleet::prefix::hash::{GROUP_TOKENS, PromptHashes, TokenHasher};
-use decision::fleet::residency::footprint::partition;
 use std::collections::HashMap;
 use std::sync::Arc;
 

@@ -45,8 +45,7 @@ pub struct Planned {
     pub blocks: Vec<u64>,
     pub think_s: f64,
     pub waits_for: Vec<usize>,
-    /// The session's turn before this one, and after it.
-    pub previous: Option<usize>,
+    /// The session's turn after this one.
     pub next: Option<usize>,
 }
 
@@ -147,8 +146,7 @@ impl Requests {
         for &awaited in &line.waits_for {
             self.followers[awaited].push(index);
         }
-        let previous = last_turn.insert(session, index);
-        if let Some(previous) = previous {
+        if let Some(previous) = last_turn.insert(session, index) {
             self.all[previous].next = Some(index);
         }
         self.all.push(Planned {
@@ -161,7 +159,6 @@ impl Requests {
             blocks,
             think_s: line.think_time_s,
             waits_for: line.waits_for,
-            previous,
             next: None,
         });
         Ok(())

@@ -7,7 +7,7 @@ use crate::prompts;
 use decision::fleet::log::{self, EventSink};
 use decision::fleet::prefix::events::KvEvent;
 use decision::fleet::prefix::hash::{Namespace, PromptHashes};
-use decision::fleet::{Admit, EngineLoad, Fleet, Request, Reservation, Ticket, residency};
+use decision::fleet::{Admit, EngineLoad, Fleet, Request, Reservation, Ticket, admission};
 use decision::model::{Engine, WorkerSpec};
 use decision::policy;
 use parking_lot::Mutex;
@@ -51,8 +51,8 @@ impl Router {
             plan.seed,
             Box::new(move || f64::from_bits(shown.load(Ordering::Relaxed))),
         );
-        let residency = residency::settings::build(&plan.router.residency)?;
-        let fleet = Arc::new(fleet.with_residency(residency));
+        let rule = admission::settings::build(&plan.router.admission)?;
+        let fleet = Arc::new(fleet.with_admission(rule));
         let mut slots = HashMap::new();
         let mut may_abort_queued = Vec::new();
         for (slot, (id, worker)) in workers.iter().enumerate() {

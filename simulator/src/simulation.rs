@@ -346,7 +346,7 @@ impl Simulation<'_> {
                 .hashes((planned.session, play), is_last, &prompt),
             max_output_tokens: Some(output_tokens),
             stream: true,
-            hints: self.hints(due, play),
+            hints: self.hints(due),
             arrived_s: None,
             ..Request::default()
         };
@@ -389,19 +389,15 @@ impl Simulation<'_> {
     }
 
     /// What a client says of its session in headers, where clients do so.
-    fn hints(&self, due: Due, play: u32) -> Hints {
+    fn hints(&self, due: Due) -> Hints {
         let planned = &self.requests.all[due.request];
         let next = planned.next.map(|next| &self.requests.all[next]);
         let load = &self.plan.load;
         let think_s = next.map(|next| self.clients.think_s(next));
-        let parent = (load.parent_hints && planned.previous.is_none() && !due.is_prime)
-            .then(|| planned.waits_for.first())
-            .flatten()
-            .map(|&parent| &self.requests.sessions[self.requests.all[parent].session]);
         Hints {
             ends: load.end_hints && next.is_none(),
             idle_s: think_s.filter(|_| load.idle_hints),
-            parent_session: parent.map(|session| session_name(session, play)),
+            parent_session: None,
         }
     }
 

@@ -15,7 +15,7 @@ from eval.search import bounds
 from eval.site import launch_site
 
 STRONGEST = (
-    "sglang-fp8-host-paced-residency",
+    "sglang-fp8-host-paced-admission",
     "sglang-fp8-host-mixed",
     "vllm-fp8-host-4096",
 )
@@ -40,7 +40,7 @@ def _topology(name: str, arm: str) -> Any:
 
 @pytest.mark.parametrize("arm", STRONGEST)
 def test_its_strongest_arms_are_those_that_were_measured(arm: str) -> None:
-    here, measured = _topology("agents-gpu", arm), _topology("residency-gpu", arm)
+    here, measured = _topology("agents-gpu", arm), _topology("admission-gpu", arm)
     worker_key = launch_site().worker_key
     assert worker_key(here) == worker_key(measured)
     assert here.router == measured.router

@@ -13,17 +13,17 @@ from launch.engines import Engine
 from launch.planning import layout
 from launch.topology_files import load_topology
 
-OURS = "sglang-fp8-host-paced-residency"
+OURS = "sglang-fp8-host-paced-admission"
 VLLM = "vllm-fp8-host-4096"
 OF_EXPERIMENT = ("max_total_tokens=", "telemetry=")
 
 
 @pytest.mark.parametrize(
-    ("name", "arm"), [("sglang-agents:1", OURS), ("vllm-agents:1", f"{VLLM}-residency")]
+    ("name", "arm"), [("sglang-agents:1", OURS), ("vllm-agents:1", f"{VLLM}-admission")]
 )
 def test_the_topologies_for_agents_start_what_was_measured(name: str, arm: str) -> None:
     """But for telemetry, admission's rule and the KV memory, which is that of another GPU there."""
-    experiment, _ = load_experiment("residency-gpu", [])
+    experiment, _ = load_experiment("admission-gpu", [])
     runs = [run for run in plan_runs(experiment) if run.arm.name == arm]
     given = [word for word in topology_overrides(runs[0]) if not word.startswith(OF_EXPERIMENT)]
     measured = load_topology(str(runs[0].arm.topology), given)

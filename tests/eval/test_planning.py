@@ -29,11 +29,11 @@ def hardware(**changes: Any) -> Hardware:
 
 def test_arms_are_those_that_the_hardware_allows() -> None:
     names = [arm["name"] for arm in arms(hardware(gpus=1))]
-    assert names == ["colocated", "residency", "vllm-colocated", "vllm-residency"]
+    assert names == ["colocated", "admission", "vllm-colocated", "vllm-admission"]
     names = [arm["name"] for arm in arms(hardware(gpus=8, host_kv_tokens=600_000))]
     assert names == [
-        *("colocated", "residency", "host", "host-residency"),
-        *("vllm-colocated", "vllm-residency", "vllm-host", "vllm-host-residency"),
+        *("colocated", "admission", "host", "host-admission"),
+        *("vllm-colocated", "vllm-admission", "vllm-host", "vllm-host-admission"),
         *("pd-2p6d", "pd-4p4d", "elastic-1p7d", "elastic-2p6d", "elastic-2p6d-off"),
     ]
     names = [arm["name"] for arm in arms(hardware(gpus=2))]
@@ -53,7 +53,7 @@ def test_the_experiment_is_one_that_eval_run_takes(tmp_path: Path) -> None:
     for place in (3, 7):
         host = experiment.arms[place].set
         assert host["workers"]["colocated"]["host_kv_tokens"] == 600_000
-        assert host["router"]["residency"]["rule"] == "priced"
+        assert host["router"]["admission"]["rule"] == "rotate"
     assert experiment.arms[7].topology == "vllm:4"
     assert experiment.replay.session_limit is None
     path.write_text(experiment_text(dataclasses.replace(asked, sessions=9), hardware()))
@@ -163,7 +163,7 @@ def test_a_plan_is_simulated_from_the_command_line(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "Simulated, not measured" in result.output
     assert "To measure next" in result.output
-    for arm in ("colocated", "residency", "vllm-colocated", "vllm-residency"):
+    for arm in ("colocated", "admission", "vllm-colocated", "vllm-admission"):
         assert (output / "runs" / arm / "capacity.json").is_file()
     rows = read_rows(output / "plan.csv")
     assert len({row["arm"] for row in rows}) == len(rows) == 4

@@ -242,7 +242,7 @@ def test_the_first_screen_says_what_was_measured_and_which_arms(
             "device": "cuda",
             "engine": {"name": "sglang"},
             "workers": [group],
-            "router": {"policy": "unified", "residency": {"rule": "priced"}},
+            "router": {"policy": "unified", "admission": {"rule": "rotate"}},
             "page_size": 64,
         }
         workers = [{"id": f"w{i}", "gpus": [i]} for i in range(gpus)]
@@ -259,7 +259,7 @@ def test_the_first_screen_says_what_was_measured_and_which_arms(
     assert "- Load: closed loop, 8 sessions in flight" in first
     assert "One run an arm, which judges nothing" in first
     row = next(line for line in first.splitlines() if line.startswith("| split"))
-    for said in ("3 decode", "65 536", "priced", "page_size=64", "chunk_tokens=512"):
+    for said in ("3 decode", "65 536", "rotate", "page_size=64", "chunk_tokens=512"):
         assert said in row
     assert "Output tokens/s a GPU" in markdown
 

@@ -16,12 +16,12 @@ from eval.simulated_runs import simulate_experiment
 from eval.site import launch_site
 from tests.eval.conftest import write_growing
 
-ARMS = ("stock", "off", "priced")
+ARMS = ("stock", "off", "rotate")
 STAND_IN = (
     # A session stays where it is, a new one goes where the least is in hand.
     "arms.stock.policy=linear",
     "arms.stock.policy_params={overload_factor=1000000.0, alpha=0.0}",
-    'arms.stock.set={router={residency={rule="off"}}}',
+    'arms.stock.set={router={admission={rule="off"}}}',
 )
 """Of the stock router in the simulator."""
 
@@ -46,11 +46,11 @@ def test_all_arms_share_the_same_two_workers() -> None:
     assert told == {
         "stock": ("sglang-router", "cache_aware"),
         "off": ("deltaserve", "unified"),
-        "priced": ("deltaserve", "unified"),
+        "rotate": ("deltaserve", "unified"),
     }
-    assert {arm: routers[arm].residency for arm in ("off", "priced")} == {
+    assert {arm: routers[arm].admission for arm in ("off", "rotate")} == {
         "off": {"rule": "off"},
-        "priced": {"rule": "priced"},
+        "rotate": {"rule": "rotate"},
     }
 
 
@@ -58,8 +58,8 @@ def test_its_workers_are_those_of_the_strongest_arm_on_one_gpu() -> None:
     site = launch_site()
     keys = []
     for name, arm in (
-        ("routers-gpu", "priced"),
-        ("sessions-a-gpu", "sglang-fp8-host-paced-residency"),
+        ("routers-gpu", "rotate"),
+        ("sessions-a-gpu", "sglang-fp8-host-paced-admission"),
     ):
         experiment, _ = load_experiment(name)
         runs = [run for run in plan_runs(experiment) if run.arm.name == arm]

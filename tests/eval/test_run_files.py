@@ -30,7 +30,7 @@ MANIFEST: dict[str, Any] = {
     "started_at": "2026-01-01T00:00:00+00:00",
     "gpus": 1,
     "topology": load_topology("sglang:1").model_dump(mode="json", exclude_defaults=True)
-    | {"max_total_tokens": 1000, "router": {"kind": "deltaserve", "residency": {"rule": "off"}}}
+    | {"max_total_tokens": 1000, "router": {"kind": "deltaserve", "admission": {"rule": "off"}}}
     | {"workers": [{"role": "colocated", "count": 1, "tensor_parallel": 1}]},
     "hardware": {
         "cpu": "made",

@@ -52,46 +52,6 @@ def test_think_times_pass_as_fast_as_the_trace_does(trace: Path, tmp_path: Path,
             assert line["scheduled_s"] - before["finished_s"] == pytest.approx(0.01, abs=1e-3)
 
 
-def test_the_router_is_told_of_sub_agents_only_where_clients_are_to_say_so(tmp_path: Path) -> None:
-    """`replay` says nothing of them, so that what a simulated router knows a measured one would."""
-    lines = []
-    for session in range(12):
-        for turn in range(6):
-            agent = f"s{session}a{turn}"
-            asked = [(f"s{session}", turn, f"s{session}a{turn - 1}:2" if turn else None)]
-            asked += [(agent, n, None if n else f"s{session}:{turn}") for n in range(3)]
-            for name, number, parent in asked:
-                blocks = 120 + 20 * number
-                first = 100_000 * session + (1_000 * (turn + 1) if name == agent else 0)
-                lines.append(
-                    {
-                        "request_id": f"{name}:{number}",
-                        "session_id": name,
-                        "turn": number,
-                        "timestamp_s": turn * 10.0 + (1 + number if name == agent else 0),
-                        "input_length": 64 * blocks,
-                        "output_length": 40,
-                        "block_size": 64,
-                        "hash_ids": [*range(first, first + blocks)],
-                        "think_time_s": 4.0,
-                        "parent_request_id": parent,
-                    }
-                )
-    lines.sort(key=lambda line: float(str(line["timestamp_s"])))
-    trace = tmp_path / "agents.jsonl"
-    trace.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-    router = {"policy": "unified", "residency": {"rule": "priced"}}
-    found = []
-    for hints in ({}, {"parent_hints": False}, {"parent_hints": True}):
-        out = tmp_path / str(len(found))
-        workers = [{"id": "w", "kv_tokens": 40_000}]
-        load = {"max_inflight_sessions": 8, **hints}
-        simulate(plan(load=load, router=router, workers=workers), out, trace=trace)
-        found.append((out / "requests.jsonl").read_bytes())
-    assert found[0] == found[1]
-    assert found[0] != found[2]
-
-
 @pytest.mark.timeout(60)
 def test_a_load_that_is_refused_whole_comes_to_its_end(trace: Path, tmp_path: Path) -> None:
     """No worker does both halves: every request is refused at once, and no client thinks."""

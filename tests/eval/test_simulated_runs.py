@@ -55,7 +55,7 @@ kv_tokens = 60000
 name = "off"
 topology = "sglang:2"
 policy = "unified"
-set = {{ router = {{ residency = {{ rule = "off" }} }} }}
+set = {{ router = {{ admission = {{ rule = "off" }} }} }}
 [[arms]]
 name = "large"
 topology = "sglang:2"
@@ -126,7 +126,7 @@ def test_every_arm_and_repeat_runs_and_the_report_says_that_it_is_simulated(
     assert worker["count"] == 2
     off = orjson.loads((by_name["off", 1].folder / "plan.json").read_bytes())
     assert off["workers"][0]["kv_tokens"] == 60_000
-    assert off["router"]["residency"] == {"rule": "off"}
+    assert off["router"]["admission"] == {"rule": "off"}
     assert off["router"]["kv_events"] is True
     # Each round has a draw of its own, the same for both arms.
     seeds = {key: one.manifest["identity"]["seed"] for key, one in by_name.items()}
@@ -211,7 +211,7 @@ def test_a_search_over_a_rule_that_starves_carries_no_more_than_it_lets_in_and_s
         "[simulate]",
         '[search]\nover = "replay.max_inflight_sessions"\nstart = 2\nhigh = 4\nrepeats = 1\n'
         '[[arms]]\nname = "cap"\ntopology = "sglang:1"\npolicy = "unified"\n'
-        'set = { router = { residency = { rule = "cap", sessions = 2 } } }\n'
+        'set = { router = { admission = { rule = "cap", sessions = 2 } } }\n'
         "[simulate]",
     )
     experiment.write_text(text)
@@ -263,7 +263,7 @@ def test_a_preset_that_recycles_needs_no_recycle_among_the_phases(
         ("simulate.calibration=nowhere.toml", "arm large: calibration nowhere.toml"),
         ("arms.off.topology=laptop-sglang-1", "arm off: simulate.calibration"),
         ("arms.off.set.router.kind=none", "arm off: "),
-        ("arms.off.set.router.residency.rule=pricd", "arm off: router.residency: rule: pricd is"),
+        ("arms.off.set.router.admission.rule=pricd", "arm off: router.admission: rule: pricd is"),
     ],
 )
 def test_what_cannot_be_simulated_names_its_arm(
@@ -314,9 +314,9 @@ def test_the_router_is_asked_once_for_each_configuration_not_for_each_run(
     asked: list[str] = []
     monkeypatch.setattr(_core, "check", asked.append)
     # A setting that no other test has, for what was asked before is known.
-    given = ("set.router.residency.max_wait_s=301", "phases.measure_s=20", "repeats=3")
+    given = ("set.router.admission.max_wait_s=301", "phases.measure_s=20", "repeats=3")
     assert run(experiment, tmp_path / "out", *given).complete == 6
-    rules = {orjson.loads(text)["residency"].get("rule") for text in asked}
+    rules = {orjson.loads(text)["admission"].get("rule") for text in asked}
     assert (len(asked), rules) == (2, {"off", None})
 
 

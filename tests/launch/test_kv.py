@@ -167,7 +167,7 @@ def test_an_elastic_worker_may_have_a_host_tier(override: str) -> None:
         ("laptop-vllm", ["host_kv_tokens=9"], "vllm offloads KV from GPUs only"),
         ("vllm-2", ["schedule_policy=lpm"], "schedule_policy: it is a key of SGLang's only"),
         ("colocated-1", ["kv_cache_dtype=fp8"], "kv_cache_dtype: Input should be 'auto',"),
-        ("colocated-1", ["router.kind=smg", "router.residency.rule=cap"], "router.residency: smg"),
+        ("colocated-1", ["router.kind=smg", "router.admission.rule=cap"], "router.admission: smg"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_in_one_line(
@@ -255,23 +255,23 @@ def test_bytes_a_token_are_of_the_models_configuration(
     assert worker_kv(topology, topology.workers[0]).bytes_per_token == expected
 
 
-def test_the_residency_rule_reaches_the_routers_file_and_is_asked_of_the_router(
+def test_the_admission_rule_reaches_the_routers_file_and_is_asked_of_the_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = planned("colocated-1", 'router.residency={ rule = "cap", sessions = 3 }')
+    made = planned("colocated-1", 'router.admission={ rule = "cap", sessions = 3 }')
     config = tomllib.loads(router_config(made))
-    assert config["residency"] == {"rule": "cap", "sessions": 3}
-    assert "residency" not in tomllib.loads(router_config(planned("colocated-1")))
+    assert config["admission"] == {"rule": "cap", "sessions": 3}
+    assert "admission" not in tomllib.loads(router_config(planned("colocated-1")))
     asked: list[dict[str, object]] = []
 
     def refuse(argv: Sequence[str], *_: object, **__: object) -> str:
         file = Path(value_of(argv, "--config"))
         asked.append(tomllib.loads(file.read_text()))
-        return f"error: {file}:2: residency: sessions: expected 1 or more"
+        return f"error: {file}:2: admission: sessions: expected 1 or more"
 
     monkeypatch.setattr(routers, "refusal", refuse)
-    assert routers.our_refusal(config, {}) == "router.residency: sessions: expected 1 or more"
-    assert asked == [{"residency": {"rule": "cap", "sessions": 3}}]
+    assert routers.our_refusal(config, {}) == "router.admission: sessions: expected 1 or more"
+    assert asked == [{"admission": {"rule": "cap", "sessions": 3}}]
 
 
 def test_the_router_is_told_what_workers_really_hold(fakes: Fakes, tmp_path: Path) -> None:

@@ -39,15 +39,15 @@ def test_what_json_has_no_word_for_is_written_too(value: Any) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("router.residency.max_wait_s=inf", "max_wait_s: expected a value that is not nan"),
-        ('router.residency.rule="priced\U0001f600"', "rule: priced\U0001f600 is unknown"),
-        ("router.residency.max_wait_s=1970-01-01", "max_wait_s: .* expected a number"),
+        ("router.admission.max_wait_s=inf", "max_wait_s: expected a value that is not nan"),
+        ('router.admission.rule="rotated\U0001f600"', "rule: rotated\U0001f600 is unknown"),
+        ("router.admission.max_wait_s=1970-01-01", "max_wait_s: .* expected a number"),
     ],
 )
 def test_a_value_that_the_router_refuses_is_answered_in_one_line(
     fake_python: Path, tmp_path: Path, override: str, said: str
 ) -> None:
     topology = load_topology("laptop-sglang", [f"engine.python={fake_python}", override])
-    with pytest.raises(InputError, match=f"router.residency: {said}") as error:
+    with pytest.raises(InputError, match=f"router.admission: {said}") as error:
         planning.plan(topology, tmp_path)
     assert "\n" not in str(error.value)

@@ -103,7 +103,7 @@ def test_a_sub_agent_is_a_session_of_its_own_and_its_parent_keeps_its_place(
     assert [asked.headers.get("x-claude-code-agent-id") for asked in worker.asked][::2] == [
         None
     ] * 2
-    came = [line["residency"]["state"] for line in events(log, "decision")]
+    came = [line["admission"]["state"] for line in events(log, "decision")]
     assert came[2] == "resident", came
 
 
@@ -158,7 +158,7 @@ IMPATIENT_MS = 15_000
 is_long = pytest.mark.skipif(
     "DELTASERVE_LIVE_LONG" not in os.environ, reason="waits for 400 s: DELTASERVE_LIVE_LONG=1"
 )
-ALONE = (",kv_capacity_tokens=200000", "--residency", "cap", "--residency-param", "sessions=1")
+ALONE = (",kv_capacity_tokens=200000", "--admission", "cap", "--admission-param", "sessions=1")
 
 
 @pytest.mark.timeout(700)

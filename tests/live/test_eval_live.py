@@ -118,7 +118,7 @@ set = { router = { kind = "sglang-router" } }
 name = "ours"
 topology = "laptop-sglang"
 policy = "unified"
-set = { router = { residency = { rule = "priced" } } }
+set = { router = { admission = { rule = "rotate" } } }
 """
 
 

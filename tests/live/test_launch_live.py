@@ -64,7 +64,7 @@ def check_the_router_knows_what_it_holds(running: Fleet, asked: list[int], sourc
     running.check()
 
 
-# Colocated workers of both engines, with KV events: test_residency_live.py. Separated: below.
+# Colocated workers of both engines, with KV events: test_admission_live.py. Separated: below.
 def test_an_elastic_fleet_answers_and_the_router_knows_what_it_holds(
     prompt: Callable[[int], list[int]], tmp_path: Path
 ) -> None:

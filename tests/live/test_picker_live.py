@@ -88,7 +88,7 @@ class Gateway:
     def start(self, name: str) -> None:
         router = [sys.executable, "-m", "deltaserve", "route", *self.flags]
         router += ["--port", str(self.ports["front"]), "--picker-port", str(self.ports["picker"])]
-        router += ["--decision-log", str(self.log), "--residency", "priced"]
+        router += ["--decision-log", str(self.log), "--admission", "rotate"]
         envoy = [str(self.envoy_binary), "-c", str(self.config), "--log-level", "warning"]
         # Several on one machine share a region of memory, unless they are told apart.
         envoy += ["--concurrency", "2", "--use-dynamic-base-id"]
@@ -207,7 +207,7 @@ def test_twenty_sessions_take_turns(gateway: Gateway) -> None:
     until("nothing is reserved", gateway.is_empty)
     decisions, ends = gateway.logged()
     assert [line["outcome"] for line in ends] == ["ok"] * 60
-    assert any(line["residency"]["waited_s"] > 0 for line in decisions), "all fitted at once"
+    assert any(line["admission"]["waited_s"] > 0 for line in decisions), "all fitted at once"
     assert len({line["session_id"] for line in decisions}) == 20
 
 

@@ -125,13 +125,13 @@ def worker(
 
 
 @contextmanager
-def router(*workers: str, policy: str = "unified", residency: str = "priced") -> Iterator[str]:
+def router(*workers: str, policy: str = "unified", admission: str = "rotate") -> Iterator[str]:
     """Our router in front of `workers`, in the form of its flag ``--worker``."""
     port = free_port()
     command = [sys.executable, "-m", "deltaserve", "route", "--port", str(port)]
     for worker in workers:
         command += ["--worker", worker]
-    process = subprocess.Popen([*command, "--policy", policy, "--residency", residency])
+    process = subprocess.Popen([*command, "--policy", policy, "--admission", admission])
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(200):
@@ -219,7 +219,7 @@ def test_what_vllm_has_queued_runs_to_its_first_token_after_its_client_has_left(
     if worker.engine != "vllm":
         pytest.skip("SGLang survives it")
     said = f"{worker.plain},host_kv_tokens=100000"
-    with router(said, residency="off") as url, ThreadPoolExecutor(1) as background:
+    with router(said, admission="off") as url, ThreadPoolExecutor(1) as background:
         for _ in range(3):
             # Of a cache for 6,000 tokens. The first generates for seconds even where a CPU does
             # 2,000 a second, and the second never fits beside it.

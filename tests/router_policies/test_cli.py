@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -19,8 +18,9 @@ import aiohttp
 import psutil
 import pytest
 
+from router_policies import _core
 from tests.command_line import deltaserve
-from tests.doc_pages import ROOT, blocks
+from tests.doc_pages import blocks
 
 COMMAND = [sys.executable, "-m", "deltaserve"]
 
@@ -383,30 +383,30 @@ async def test_sighup_reads_the_keys_again_and_keeps_them_where_it_cannot(
             assert await statuses(url) == [401, 200]
 
 
-def test_residency_is_explained_and_its_wrong_settings_are_named() -> None:
-    everything = deltaserve("policy", "explain", "residency").stdout
-    assert "priced" in everything
+def test_admission_is_explained_and_its_wrong_settings_are_named() -> None:
+    everything = deltaserve("policy", "explain", "admission").stdout
+    assert "thunder" in everything
     assert "max_wait_s = 600" in everything
-    one = deltaserve("policy", "explain", "residency.lease").stdout
+    one = deltaserve("policy", "explain", "admission.lease").stdout
     assert "lease_s = 30" in one
     assert "3076" in one
-    rules = json.loads(deltaserve("policy", "explain", "residency", "--json").stdout)["rules"]
-    assert [rule["name"] for rule in rules][:3] == ["rotate", "priced", "off"]
-    wrong = deltaserve("policy", "explain", "residency.lru")
+    rules = json.loads(deltaserve("policy", "explain", "admission", "--json").stdout)["rules"]
+    assert [rule["name"] for rule in rules][:3] == ["rotate", "off", "cap"]
+    wrong = deltaserve("policy", "explain", "admission.lru")
     assert wrong.returncode == 2
-    assert "known rules: rotate, priced, off" in wrong.stderr
+    assert "known rules: rotate, off, cap" in wrong.stderr
     worker = ("--worker", "http://127.0.0.1:1")
     for flags, expected in [
-        (("--residency", "lru"), "residency: rule: lru is unknown"),
-        (("--residency-param", "fill=2"), "residency: fill: expected a share"),
-        (("--residency", "cap", "--residency-param", "sessions=0"), "residency: sessions:"),
-        (("--residency", "cap", "--residency-param", "lease_s=1"), "residency: lease_s: unknown"),
-        (("--residency-param", "fill"), "--residency-param fill: expected key=value"),
+        (("--admission", "lru"), "admission: rule: lru is unknown"),
+        (("--admission-param", "fill=2"), "admission: fill: expected a share"),
+        (("--admission", "cap", "--admission-param", "sessions=0"), "admission: sessions:"),
+        (("--admission", "cap", "--admission-param", "lease_s=1"), "admission: lease_s: unknown"),
+        (("--admission-param", "fill"), "--admission-param fill: expected key=value"),
     ]:
         refused = deltaserve("route", "--check", *worker, *flags)
         assert refused.returncode == 2, flags
         assert expected in refused.stderr, refused.stderr
-    good = ("--residency", "cap", "--residency-param", "sessions=5")
+    good = ("--admission", "cap", "--admission-param", "sessions=5")
     assert deltaserve("route", "--check", *worker, *good).returncode == 0
 
 
@@ -588,30 +588,10 @@ def test_the_check_names_what_stands_in_the_way_of_a_worker() -> None:
         assert words in result.stderr
 
 
-def documented_paths() -> dict[str, set[str]]:
-    """Paths in the first column of the table of docs/router.md, with their methods: a method stands
-    before the path or, if there are several, before the others, and goes for the paths after it."""
-    page = (ROOT / "docs/router.md").read_text()
-    found: dict[str, set[str]] = {}
-    for row in re.findall(r"(?m)^\| (`.*?) \|", page[page.index("\n## HTTP\n") :]):
-        methods: set[str] = set()
-        has_path = False
-        for code in re.findall(r"`([^`]+)`", row):
-            if (parts := re.fullmatch(r"([A-Z]+)? ?(/[^ ?]*)?(?:\?\S+)?", code)) is None:
-                break
-            method, path = parts.groups()
-            if method:
-                methods = {method} if has_path else methods | {method}
-            has_path = path is not None
-            if path:
-                found[path] = methods | found.get(path, set())
-    return found
-
-
-async def test_every_path_on_its_page_has_the_methods_that_the_page_says() -> None:
-    said = documented_paths()
-    del said["/sessions/ID"]  # the router does not tell other methods there from a path that is not
-    assert {"/generate", "/workers/ID/drain", "/decisions"} <= said.keys()
+async def test_every_path_of_the_table_has_the_methods_that_the_table_says() -> None:
+    rows = json.loads(_core.paths())
+    said = {path: {*row["methods"].split(", ")} for row in rows for path in row["paths"]}
+    assert {"/generate", "/workers/ID/drain", "/sessions/ID"} <= said.keys()
     async with router("--worker", "http://127.0.0.1:9", ready=False) as (url, _):
         found = {}
         async with aiohttp.ClientSession() as session:

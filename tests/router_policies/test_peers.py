@@ -123,7 +123,7 @@ async def test_two_routers_book_what_there_is_once_and_one_outlives_the_other(
         async def budget(url: str) -> int:
             async with client.get(f"{url}/workers") as answer:
                 (found,) = (await answer.json())["workers"]
-            return int(found["state"]["residency"]["budget_tokens"] or 0)
+            return int(found["state"]["admission"]["budget_tokens"] or 0)
 
         # Once the worker has said what it holds.
         while (budgets := [await budget(url) for url in urls]) != [9_500, 9_500]:

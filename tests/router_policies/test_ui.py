@@ -29,7 +29,7 @@ async def turn(client: aiohttp.ClientSession, url: str, session: str, begin: int
 def router_toml(folder: Path, worker: str, more: str = "") -> str:
     path = folder / "router.toml"
     path.write_text(
-        f'{more}\n[residency]\nrule = "cap"\nsessions = {PLACES}\n'
+        f'{more}\n[admission]\nrule = "cap"\nsessions = {PLACES}\n'
         f'[[workers]]\nid = "w0"\nurl = "{worker}"\nkv_capacity_tokens = 1000000\n'
     )
     return str(path)

@@ -58,7 +58,7 @@ TURN: dict[str, Any] = {
     },
 }
 ANSWERS: dict[str, Any] = {
-    "/workers": {"workers": [{"state": {"residency": {"booked_tokens": 61_000}}}]},
+    "/workers": {"workers": [{"state": {"admission": {"booked_tokens": 61_000}}}]},
     "/sessions": {"sessions": [WAITING, RUNNING]},
     "/sessions/a%2Fb": {
         "session_id": "a/b",

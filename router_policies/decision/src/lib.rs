@@ -1,14 +1,14 @@
 //! The decision: which turn may go now, and which workers serve it. No I/O, no clock but the one it is given, no
 //! threads: whoever embeds it says what happened, and asks.
 //!
-//! [`policy`] picks among workers by facts, [`fleet`] counts, reserves and remembers, [`fleet::residency`] admits
+//! [`policy`] picks among workers by facts, [`fleet`] counts, reserves and remembers, [`fleet::admission`] admits
 //! sessions by the KV that the workers hold, and [`model`] describes workers. Arrows point one way:
 //! `fleet → policy → model`.
 //!
 //! ```
 //! use decision::fleet::log::EventSink;
 //! use decision::fleet::prefix::hash::PromptHashes;
-//! use decision::fleet::residency::settings;
+//! use decision::fleet::admission::settings;
 //! use decision::fleet::{Admit, Fleet, Outcome, Request, Usage};
 //! use serde_json::{from_value, json};
 //! use std::sync::Arc;
@@ -16,7 +16,7 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let policy = decision::policy::build("unified", json!({}))?;
 //! let fleet = Fleet::new(policy, "unified".to_owned(), EventSink::in_memory(), 1);
-//! let fleet = Arc::new(fleet.with_residency(settings::build(&json!({"rule": "rotate"}))?));
+//! let fleet = Arc::new(fleet.with_admission(settings::build(&json!({"rule": "rotate"}))?));
 //! for id in ["a", "b"] {
 //!     let worker = json!({"id": id, "url": format!("http://{id}:1"), "kv_capacity_tokens": 100_000});
 //!     fleet.add_worker(from_value(worker)?)?;

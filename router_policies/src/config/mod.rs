@@ -1,6 +1,6 @@
 //! The router's configuration: what `router.toml` and the command line may say, and nothing else.
 
-use decision::fleet::residency::{Priority, Tenant};
+use decision::fleet::admission::{Priority, Tenant};
 use decision::model::address::{canonical, host_of};
 use decision::model::checks::{described, plainly, read, within};
 use decision::model::worker::default_true;
@@ -45,9 +45,10 @@ pub struct Config {
     pub policy: String,
     #[serde(default)]
     pub policy_params: serde_json::Value,
-    /// The rule of residency, and its parameters: see `deltaserve policy explain residency`.
+    /// The rule of admission, and its parameters: see `deltaserve policy explain admission`.
     #[serde(default)]
-    pub residency: serde_json::Value,
+    #[serde(alias = "residency")]
+    pub admission: serde_json::Value,
     #[serde(default)]
     pub decision_log: Option<PathBuf>,
     /// What is kept of the decision log, in MB of 10^6 bytes; 0 keeps all of it.
@@ -265,7 +266,7 @@ impl Default for Config {
             port: default_port(),
             policy: default_policy(),
             policy_params: serde_json::Value::Null,
-            residency: serde_json::Value::Null,
+            admission: serde_json::Value::Null,
             decision_log: None,
             decision_log_max_mb: 0.0,
             record: None,
@@ -453,7 +454,7 @@ impl Config {
             .into_iter()
             .map(|worker| worker.with_key_of_environment()?.normalise())
             .collect::<Result<_, _>>()?;
-        decision::fleet::residency::settings::build(&self.residency)?;
+        decision::fleet::admission::settings::build(&self.admission)?;
         self.check_tenants()?;
         let mut ids = HashSet::new();
         if let Some(worker) = self.workers.iter().find(|w| !ids.insert(&w.id)) {
@@ -712,10 +713,10 @@ mod tests {
             ),
             ("admin_token = \"\"", "admin_token: expected"),
             ("admin_token = \"secret \"", "admin_token: expected"),
-            ("[residency]\nfill = nan", "residency: fill: expected"),
+            ("[admission]\nfill = nan", "admission: fill: expected"),
             (
-                "[residency]\nmax_wait_s = inf",
-                "residency: max_wait_s: expected",
+                "[admission]\nmax_wait_s = inf",
+                "admission: max_wait_s: expected",
             ),
         ] {
             let error = parse(text).expect_err(text);

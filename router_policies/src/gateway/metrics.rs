@@ -1,8 +1,8 @@
 //! Prometheus metrics.
 
+use decision::fleet::admission::queue::WaitEnd;
+use decision::fleet::admission::{Residence, TenantShown};
 use decision::fleet::log::{Event, FinishRecord};
-use decision::fleet::residency::queue::WaitEnd;
-use decision::fleet::residency::{Residence, TenantShown};
 use decision::fleet::{Outcome, WorkerSnapshot};
 use hyper::StatusCode;
 use parking_lot::Mutex;
@@ -277,8 +277,8 @@ impl Metrics {
         match event {
             Event::Finish(finish) => self.finished(finish),
             Event::Decision(decision) => {
-                let residency = &decision.residency;
-                let state = residency.state;
+                let admission = &decision.admission;
+                let state = admission.state;
                 self.admissions.of(state, state as usize).inc();
             }
             Event::GiveUp(given_up) => {
@@ -396,7 +396,7 @@ impl Metrics {
         for worker in workers {
             self.overloaded
                 .with_label_values(&[&worker.spec.id])
-                .set(i64::from(worker.residency.overloaded));
+                .set(i64::from(worker.admission.overloaded));
             for (fact, value) in [
                 ("healthy", i64::from(worker.healthy)),
                 ("draining", i64::from(worker.draining)),
@@ -410,8 +410,8 @@ impl Metrics {
                 ),
                 ("decode_tokens", worker.load.decode_tokens as i64),
                 ("ongoing_tokens", worker.load.ongoing_tokens as i64),
-                ("booked_tokens", worker.residency.booked_tokens as i64),
-                ("resident_sessions", worker.residency.sessions as i64),
+                ("booked_tokens", worker.admission.booked_tokens as i64),
+                ("resident_sessions", worker.admission.sessions as i64),
                 ("decisions", worker.decisions as i64),
                 ("circuit_open", i64::from(worker.circuit_open)),
                 ("load_reports", worker.drift.reports as i64),

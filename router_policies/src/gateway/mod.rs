@@ -73,8 +73,8 @@ use buffers::{Budget, Buffers, NotCollected};
 use bytes::Bytes;
 use client::Socket;
 use decision::fleet::Fleet;
+use decision::fleet::admission::settings;
 use decision::fleet::log::{Event, EventSink};
-use decision::fleet::residency::settings;
 use decision::policy::{Policy, Role};
 use encoder::PromptEncoder;
 use exchange::RequestContext;
@@ -298,12 +298,12 @@ impl Gateway {
                 recorder.ended(finish);
             }
         });
-        let residency = settings::build(&config.residency)?;
+        let rule = settings::build(&config.admission)?;
         let fleet = Fleet::new(policy, config.policy.clone(), sink, fastrand::u64(..));
         // Until one is known to be gone: a router that has just started takes no more than its part.
         fleet.count_peers(config.peers.len() as i64);
         let fleet = fleet
-            .with_residency(residency)
+            .with_admission(rule)
             .with_tenants(config.tenant_list())
             .with_secret(RandomState::new().hash_one(0));
         let client = client_of(&config)?;
@@ -986,13 +986,13 @@ mod tests {
 
     #[tokio::test]
     async fn every_router_knows_sessions_by_numbers_of_its_own() {
-        for residency in [json!({}), json!({"rule": "priced"})] {
+        for admission in [json!({}), json!({"rule": "off"})] {
             let mut known = Vec::new();
             for _ in 0..2 {
                 let server = Server::bind(Config {
                     port: 0,
                     policy: "round_robin".to_owned(),
-                    residency: residency.clone(),
+                    admission: admission.clone(),
                     ..Config::default()
                 });
                 let server = server.await.expect("binds");
@@ -1002,8 +1002,8 @@ mod tests {
             let policy = decision::policy::build("round_robin", json!({})).expect("a policy");
             let name = "round_robin".to_owned();
             let open = Fleet::new(policy, name, EventSink::in_memory(), 0).session_key("s1");
-            assert!(!known.contains(&open), "{residency}");
-            assert_ne!(known[0], known[1], "{residency}");
+            assert!(!known.contains(&open), "{admission}");
+            assert_ne!(known[0], known[1], "{admission}");
         }
     }
 }

@@ -61,7 +61,7 @@ pub(super) fn of(
     }))
 }
 
-/// What the client says of its session, for residency. What cannot be read says nothing.
+/// What the client says of its session, for admission. What cannot be read says nothing.
 /// `session` is as [`of`] has it.
 pub(super) fn hints(headers: &HeaderMap, session: Option<&str>) -> Hints {
     if !headers.keys().any(|name| is_hint(name) || *name == AGENT) {

@@ -1,11 +1,11 @@
-//! Requests that wait for room: what residency does not let in yet waits here, beside the fleet, and
+//! Requests that wait for room: what admission does not let in yet waits here, beside the fleet, and
 //! holds no place among the requests that run.
 
 use super::admission::{NotAdmitted, Permit};
 use super::apis::Api;
 use super::{Gateway, Reply, error_of};
-use decision::fleet::residency::Quota;
-use decision::fleet::residency::queue::{WaitEnd, WhyRefused};
+use decision::fleet::admission::Quota;
+use decision::fleet::admission::queue::{WaitEnd, WhyRefused};
 use decision::fleet::{Admit, Refused, Request, Reservation, Ticket};
 use decision::policy::Refusal;
 use hyper::header::{HeaderValue, RETRY_AFTER};
@@ -160,7 +160,7 @@ pub(super) fn answer(
         NotPlaced::Refused(Refused::QueueFull { retry_after_s }) => (
             StatusCode::TOO_MANY_REQUESTS,
             "overloaded",
-            "as many requests wait for room in the workers' KV caches as may (residency.max_waiting)",
+            "as many requests wait for room in the workers' KV caches as may (admission.max_waiting)",
             Some(*retry_after_s),
         ),
         NotPlaced::Refused(Refused::Quota {
@@ -180,7 +180,7 @@ pub(super) fn answer(
         NotPlaced::Refused(Refused::WaitedTooLong { retry_after_s }) => (
             StatusCode::SERVICE_UNAVAILABLE,
             "overloaded",
-            "the request waited too long for room in a worker's KV cache (residency.max_wait_s)",
+            "the request waited too long for room in a worker's KV cache (admission.max_wait_s)",
             Some(*retry_after_s),
         ),
         NotPlaced::NotAdmitted(refusal) => {

@@ -324,7 +324,7 @@ async fn seeded_faults_leave_nothing_behind() {
                 let id = event["decision_id"].as_str().expect("an id").to_owned();
                 *finishes.entry(id).or_default() += 1;
             }
-            // What residency did.
+            // What admission did.
             kind => assert!(matches!(kind, "wait" | "wait_end" | "give_up"), "{event}"),
         }
     }

@@ -3,7 +3,7 @@
 use crate::mock::MockWorker;
 use crate::mock::logged;
 use crate::mock::router::{Router, until, worker};
-use decision::fleet::residency::Residence;
+use decision::fleet::admission::Residence;
 use hyper::StatusCode;
 use rmpv::Value;
 use router_policies::config::Config;
@@ -362,11 +362,11 @@ async fn events_of_other_tokens_take_no_place_twice_where_the_engine_finds_the_p
         assert_eq!(answer.status(), StatusCode::OK);
         crate::mock::router::text(answer).await;
         router.idle().await;
-        states.push(router.fleet.sink().recent(1)[0].residency.state);
+        states.push(router.fleet.sink().recent(1)[0].admission.state);
         // By then events would have told.
         tokio::time::sleep(Duration::from_millis(1100)).await;
     }
-    let lost = router.fleet.snapshot()[0].residency.given_up;
+    let lost = router.fleet.snapshot()[0].admission.given_up;
     assert!((1..=2).contains(&lost), "{lost}: {states:?}");
     assert_eq!(states[3..], [Residence::Resident; 3], "{states:?}");
 }

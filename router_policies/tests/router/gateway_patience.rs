@@ -3,7 +3,6 @@
 
 use crate::mock::router::{Router, text, until, worker};
 use crate::mock::{End, Fault, MockWorker};
-use crate::residency::of_places;
 use http_body_util::BodyExt;
 use hyper::StatusCode;
 use router_policies::config::Config;
@@ -128,7 +127,7 @@ async fn events_of_a_response_go_on_in_number_behind_those_that_said_that_it_wai
 }
 
 /// A router whose only worker is full for as long as the first stream is held.
-async fn full(residency: Value) -> (MockWorker, Router) {
+async fn full(admission: Value) -> (MockWorker, Router) {
     let mock = MockWorker::start().await;
     mock.set_fault(Fault::StallAfter(1));
     let mut spec = worker(&mock, "w", "colocated");
@@ -136,7 +135,7 @@ async fn full(residency: Value) -> (MockWorker, Router) {
     let config = Config {
         policy: "unified".to_owned(),
         workers: vec![spec],
-        residency: of_places(residency),
+        admission,
         ..Config::default()
     };
     (mock, Router::with(config).await)
@@ -159,7 +158,7 @@ fn long(path: &str, session: &str, stream: bool) -> Vec<u8> {
 
 #[tokio::test]
 async fn a_turn_that_is_refused_after_its_client_heard_that_it_waits_is_told_so_by_an_event() {
-    let limits = json!({"growth_turns": 0, "max_wait_s": 5.5});
+    let limits = json!({"max_wait_s": 5.5});
     let (_mock, router) = full(limits).await;
     let chats = "/v1/chat/completions";
     let holder = router
@@ -192,7 +191,7 @@ async fn a_turn_that_is_refused_after_its_client_heard_that_it_waits_is_told_so_
     let chat = events(&text(chat).await);
     assert_eq!(chat.last().expect("an event"), "[DONE]");
     let told = chat[0]["error"]["message"].as_str().expect("a message");
-    assert!(told.contains("residency.max_wait_s"), "{told}");
+    assert!(told.contains("admission.max_wait_s"), "{told}");
 
     let response = events(&text(response).await);
     let last = response.last().expect("an event");
@@ -215,7 +214,7 @@ async fn a_turn_that_is_refused_after_its_client_heard_that_it_waits_is_told_so_
 
 #[tokio::test]
 async fn a_client_that_leaves_after_it_heard_that_it_waits_leaves_the_queue() {
-    let (_mock, router) = full(json!({"growth_turns": 0})).await;
+    let (_mock, router) = full(json!({})).await;
     let path = "/v1/messages";
     let holder = router
         .send(

@@ -145,14 +145,7 @@ async fn a_large_body_passes_in_pieces_that_gateways_take() {
 #[tokio::test]
 async fn a_wait_for_room_is_an_answer_that_comes_later_or_429() {
     let mock = MockWorker::start().await;
-    let router = before(
-        &[&mock],
-        Config {
-            residency: json!({"rule": "priced", "growth_turns": 0}),
-            ..picking(1.0)
-        },
-    )
-    .await;
+    let router = before(&[&mock], Config { ..picking(1.0) }).await;
     let envoy = Envoy::before(&router).await;
     let with = |session: &'static str| [("x-session-id", session), ("x-session-end", "1")];
     let body = |session| turn(session, 8_000).to_string();

@@ -2,7 +2,6 @@
 
 use crate::mock::router::{Router, generate, text, until, worker};
 use crate::mock::{Fault, MockWorker};
-use crate::residency::of_places;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
@@ -213,7 +212,6 @@ async fn the_wait_for_room_is_a_span_as_long_as_it_was() {
         .store(300_000, Ordering::Relaxed);
     let mut config = collector.config(&[(&mock, "w")]);
     config.workers[0].kv_capacity_tokens = Some(10_000);
-    config.residency = of_places(json!({"growth_turns": 0}));
     let router = Router::with(config).await;
     let send = |session: u32| {
         let ids: Vec<u32> = (0..8_000).map(|i| session * 100_000 + i).collect();

@@ -1,12 +1,14 @@
 //! The router's tests, one module a subject. One test binary and not one a file: each would link the
 //! router and its dependencies anew, most of a minute of a core.
 
+mod admission;
 mod chaos;
 mod faults;
 mod fleet;
 mod fuzz;
 mod gateway;
 mod gateway_abuse;
+mod gateway_admission;
 mod gateway_alive;
 mod gateway_departure;
 mod gateway_doctor;
@@ -21,7 +23,6 @@ mod gateway_picker;
 mod gateway_prefixes;
 mod gateway_record;
 mod gateway_requests;
-mod gateway_residency;
 mod gateway_shutdown;
 mod gateway_stored;
 mod gateway_tenants;
@@ -32,5 +33,4 @@ mod gateway_transfer;
 mod gateway_ui;
 mod mock;
 mod policies;
-mod residency;
 mod taken_back;

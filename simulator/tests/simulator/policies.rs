@@ -86,7 +86,7 @@ fn of_policy(policy: &str) -> Summary {
             "seed": seed,
             "load": {"max_inflight_sessions": 16},
             "phases": {"warm_up_s": 30.0, "measure_s": 150.0, "drain_s": 120.0, "recycle": true},
-            "router": {"policy": policy, "residency": {"rule": "off"}, "kv_events": true},
+            "router": {"policy": policy, "admission": {"rule": "off"}, "kv_events": true},
             "workers": [
                 {"id": "p", "role": "prefill", "kv_tokens": 560_000},
                 {"id": "e", "count": 3, "role": "elastic", "kv_tokens": 560_000, "target_itl_s": 0.08},

@@ -31,7 +31,7 @@ fn assert_cache(worker: &WorkerReport, kv_tokens: u64, what: &str) {
     assert!(worker.cached_tokens_now <= kv_tokens, "{what}");
 }
 
-const RULES: [&str; 7] = ["off", "rotate", "priced", "cap", "aimd", "lease", "thunder"];
+const RULES: [&str; 6] = ["off", "rotate", "cap", "aimd", "lease", "thunder"];
 
 #[test]
 fn the_same_seed_gives_the_same_files() {
@@ -41,7 +41,7 @@ fn the_same_seed_gives_the_same_files() {
         let phases = json!({"start": "mid", "recycle": true, "warm_up_s": 5.0, "measure_s": 60.0});
         let changes = json!({
             "phases": phases,
-            "router": {"policy": "elastic", "residency": {"rule": rule}, "kv_events": true},
+            "router": {"policy": "elastic", "admission": {"rule": rule}, "kv_events": true},
         });
         let plan = plan(&folder, &changes);
         let files = |name: &str| {
@@ -68,11 +68,11 @@ fn nothing_is_lost_whatever_the_engine_the_tier_and_the_rule() {
                 let worker = json!({"id": "w", "count": 2, "kv_tokens": 30_000, "engine": engine,
                     "host_kv_tokens": host_kv_tokens});
                 // `cap` keeps the places of sessions that have ended for ten minutes.
-                let residency = json!({"rule": rule, "max_wait_s": 86_400});
+                let admission = json!({"rule": rule, "max_wait_s": 86_400});
                 let load = json!({"max_inflight_sessions": 6, "max_think_s": 5, "timeout_s": 1e6});
                 let changes = json!({
                     "workers": [worker], "load": load,
-                    "router": {"policy": "unified", "residency": residency, "kv_events": true},
+                    "router": {"policy": "unified", "admission": admission, "kv_events": true},
                 });
                 let plan = plan(&folder, &changes);
                 let (report, lines) = simulate(&plan, &folder, "run");
@@ -166,7 +166,7 @@ fn a_separated_session_alone_takes_what_the_formula_says() {
     for prefix_cache in [false, true] {
         let changes = json!({
             "workers": separated("decode", prefix_cache, 200_000),
-            "router": {"policy": "pd", "residency": {"rule": "off"}},
+            "router": {"policy": "pd", "admission": {"rule": "off"}},
             "load": {"max_inflight_sessions": 1},
         });
         let (report, lines) = simulate(&plan(&folder, &changes), &folder, "run");
@@ -228,7 +228,7 @@ fn nothing_is_lost_between_workers_that_prefill_and_workers_that_answer() {
             for timeout_s in [1e6, 0.4] {
                 let changes = json!({
                     "workers": separated(role, prefix_cache, kv_tokens),
-                    "router": {"policy": policy, "residency": {"rule": "off"}, "kv_events": true},
+                    "router": {"policy": policy, "admission": {"rule": "off"}, "kv_events": true},
                     "load": {"max_inflight_sessions": 6, "max_think_s": 5, "timeout_s": timeout_s},
                 });
                 let (report, lines) = simulate(&plan(&folder, &changes), &folder, "run");
@@ -432,7 +432,7 @@ fn a_host_tier_that_others_will_fill_is_not_counted_on() {
     let served = |rule: &str, host_kv_tokens: u64| {
         let changes = json!({
             "workers": [{"id": "w", "kv_tokens": 50_000, "host_kv_tokens": host_kv_tokens}],
-            "router": {"policy": "unified", "residency": {"rule": rule}, "kv_events": true},
+            "router": {"policy": "unified", "admission": {"rule": rule}, "kv_events": true},
             "load": {"max_inflight_sessions": 10, "max_think_s": 5, "timeout_s": 1e6},
         });
         let (report, lines) = simulate(&plan(&folder, &changes), &folder, "run");
@@ -445,11 +445,11 @@ fn a_host_tier_that_others_will_fill_is_not_counted_on() {
     // some free: what leaves the GPU is gone when it comes back, unless few take turns among themselves.
     let (off, without, with) = (
         served("off", 72_000),
-        served("priced", 0),
-        served("priced", 72_000),
+        served("rotate", 0),
+        served("rotate", 72_000),
     );
     println!(
-        "simulated, from the cache and seconds until all are served: off {off:.3?}, priced {with:.3?}, \
+        "simulated, from the cache and seconds until all are served: off {off:.3?}, rotate {with:.3?}, \
          without a tier {without:.3?}"
     );
     assert!(

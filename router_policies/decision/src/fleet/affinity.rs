@@ -14,7 +14,7 @@ pub(super) struct Session {
 ///
 /// Two ids of one number would be one session, whose turns go to one worker and hold one place. That is
 /// no more than whoever knows a session's id gets by sending it, and answers never go by it. But tables
-/// of residency take the number as it is for the place of an entry, so that ids which are chosen for
+/// of admission take the number as it is for the place of an entry, so that ids which are chosen for
 /// their numbers could crowd one place there and have every decision search through them. So a router
 /// mixes a secret of its own into them. A simulation has none: there the same ids are the same numbers in
 /// every run.

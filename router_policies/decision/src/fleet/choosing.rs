@@ -28,7 +28,7 @@ impl Fleet {
         for &slot in slots.unwrap_or_default() {
             state.facts[slot].admits = true;
         }
-        let keys = state.residency.session_keys;
+        let keys = state.admission.session_keys;
         let session_key = request.session_id.as_deref();
         let session_key = session_key.map(|id| keys.of_tenant(request.tenant, id));
         let facts = state.request_facts(request, session_key);

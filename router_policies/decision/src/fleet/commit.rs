@@ -1,14 +1,13 @@
 //! Reserves what was chosen, books its place, and logs the decision.
 
+use super::admission::footprint::Coarse;
+use super::admission::identity::Identity;
+use super::admission::queue::Admitted;
+use super::admission::{AdmissionRecord, Asked, Go, Residence, Seat, Site, Sites, site_of};
 use super::choosing::Choice;
 use super::log::{self, DecisionRecord, Event, PrefixSource, Reserved};
 use super::prefix::hash::Unit;
 use super::reservation::{Noted, Reservation};
-use super::residency::footprint::Coarse;
-use super::residency::identity::Identity;
-use super::residency::queue::Admitted;
-use super::residency::rules::Demand;
-use super::residency::{Asked, Go, Residence, ResidencyRecord, Seat, Site, Sites, site_of};
 use super::share::Share;
 use super::{Fleet, Request, SGLANG_GROUP, State, random_id};
 use crate::policy::{Refusal, Route, View};
@@ -34,8 +33,6 @@ pub(super) struct Entry {
     pub sites: Option<Arc<Sites>>,
     /// To be booked for its answer.
     pub output_tokens: u64,
-    /// When it came to the router.
-    pub arrived_s: f64,
     /// Since when it has waited for room, if it has.
     pub waits_since_s: Option<f64>,
 }
@@ -109,7 +106,7 @@ impl Fleet {
             turn: 0,
         };
         let session_name = entry.identity.name.clone();
-        let (seat, residency) = state.sit_down(request, entry, decision.route, now_s)?;
+        let (seat, admission) = state.sit_down(request, entry, decision.route, now_s)?;
         share.turn = seat.turn;
         state.reserve(&mut share, now_s);
         for slot in [prefilling, answering] {
@@ -117,7 +114,7 @@ impl Fleet {
                 worker.circuit.placed(now_s);
             }
         }
-        let keys = state.residency.session_keys;
+        let keys = state.admission.session_keys;
         let session = request.session_id.as_deref();
         let session = session.map(|id| keys.of_tenant(request.tenant, id));
         let session = session.map(|key| (key, state.note_session(key, answering, now_s)));
@@ -195,7 +192,7 @@ impl Fleet {
             cost: decision.cost,
             reserved,
             decision_us: begun.at.elapsed().as_secs_f64() * 1e6,
-            residency,
+            admission,
             ended: OnceLock::new(),
         });
         self.sink.send(Event::Decision(Arc::clone(&record)));
@@ -226,7 +223,7 @@ impl State {
         entry: Entry,
         route: Route,
         now_s: f64,
-    ) -> Result<(Seat, ResidencyRecord), Refusal> {
+    ) -> Result<(Seat, AdmissionRecord), Refusal> {
         let slot = route.answering();
         let cached = self.cached_by_facts();
         let Entry {
@@ -234,10 +231,9 @@ impl State {
             identity,
             sites,
             output_tokens,
-            arrived_s,
             waits_since_s,
         } = entry;
-        let sites = match self.residency.gates() {
+        let sites = match self.admission.gates() {
             true => Some(sites.unwrap_or_else(|| self.sites(&[], now_s))),
             false => None,
         };
@@ -251,7 +247,7 @@ impl State {
             None => alone.as_slice(),
         };
         let site = site_of(sites, slot).ok_or(Refusal::OutsideCandidates)?;
-        let prompt = Coarse::of(&request.prompt, self.residency.text_scale());
+        let prompt = Coarse::of(&request.prompt, self.admission.text_scale());
         let asked = Asked {
             key: identity.key,
             has_session: identity.name.is_some(),
@@ -259,13 +255,11 @@ impl State {
             output_tokens,
             cached: &cached,
             exclude: &[],
-            arrived_s,
-            parent: None,
         };
         let (turn, state, gave_up) = match way {
             Way::Aside => (0, Residence::Ungated, Vec::new()),
             Way::Past => {
-                let taken = self.residency.take_place(
+                let taken = self.admission.take_place(
                     &asked,
                     &identity,
                     site,
@@ -278,7 +272,7 @@ impl State {
             }
             Way::Gate(go) => {
                 let state = go.state(slot);
-                let taken = self.residency.take_place(
+                let taken = self.admission.take_place(
                     &asked,
                     &identity,
                     site,
@@ -287,20 +281,18 @@ impl State {
                     go.give_up(slot),
                     now_s,
                 );
-                self.residency
-                    .begin_slice(identity.key, site, now_s, Demand::NOBODY_WAITS);
                 (taken.0, state, taken.1)
             }
             Way::Booked(admitted) => (admitted.turn, admitted.state, admitted.gave_up),
         };
         if matches!(route, Route::PrefillDecode { .. }) {
             // The worker has no prefill to do.
-            self.residency.prefill_over(slot, identity.key, turn);
+            self.admission.prefill_over(slot, identity.key, turn);
         }
         // What a picture is taken for says nothing of text.
         let is_text = request.prompt.unit == Unit::Bytes && request.prompt.pictures == 0;
         let text_tokens = is_text.then(|| request.prompt.tokens());
-        let seat = self.residency.seat(
+        let seat = self.admission.seat(
             site,
             &identity,
             &prompt,
@@ -310,7 +302,7 @@ impl State {
             text_tokens,
         );
         let state = if turn == 0 { Residence::Ungated } else { state };
-        let record = ResidencyRecord {
+        let record = AdmissionRecord {
             state,
             waited_s: waits_since_s.map_or(0.0, |since_s| now_s - since_s),
             gave_up,

@@ -1,10 +1,10 @@
 //! What workers are believed to hold of prompts: from KV events where they come, else from the estimate.
 
+use super::admission::cached::Cached;
 use super::log::PrefixSource;
 use super::prefix::estimate::{EstimateTree, strided};
 use super::prefix::events::Likely;
 use super::prefix::hash::{PromptHashes, Unit};
-use super::residency::cached::Cached;
 use super::worker::Worker;
 use super::{ESTIMATE_BLOCK_TOKENS, State};
 use crate::policy::Route;
@@ -38,7 +38,7 @@ impl State {
     /// The same, of the prompt that the facts are filled in for.
     pub(super) fn cached_by_facts(&self) -> Cached {
         let by_slot = self.facts.iter().map(|facts| facts.cached_tokens);
-        self.residency.cached(by_slot)
+        self.admission.cached(by_slot)
     }
 
     pub(super) fn fill_cached(&mut self, prompt: &PromptHashes) {

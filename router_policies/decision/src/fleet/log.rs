@@ -3,10 +3,10 @@
 //! Requests hand events over without waiting; a thread of its own serialises and writes them.
 
 use super::Outcome;
-use super::residency::give_up::GiveUp;
-use super::residency::identity::Name;
-use super::residency::queue::{WaitEnd, WaitReason, WhyRefused};
-use super::residency::record::ResidencyRecord;
+use super::admission::identity::Name;
+use super::admission::queue::{WaitEnd, WaitReason, WhyRefused};
+use super::admission::record::AdmissionRecord;
+use super::admission::record::GiveUp;
 use crate::model::WorkerSpec;
 use crate::policy::{Cost, Reason};
 use parking_lot::Mutex;
@@ -76,7 +76,7 @@ pub struct DecisionRecord {
     pub cost: Option<Cost>,
     pub reserved: Vec<Reserved>,
     pub decision_us: f64,
-    pub residency: ResidencyRecord,
+    pub admission: AdmissionRecord,
     /// What became of it, once it has ended.
     pub ended: OnceLock<Ended>,
 }
@@ -295,7 +295,7 @@ impl Serialize for DecisionRecord {
         map.serialize_entry("cost", &self.cost)?;
         map.serialize_entry("reserved", &ByWorker(&self.reserved, |r| &r.worker))?;
         map.serialize_entry("decision_us", &self.decision_us)?;
-        map.serialize_entry("residency", &self.residency)?;
+        map.serialize_entry("admission", &self.admission)?;
         map.end()
     }
 }

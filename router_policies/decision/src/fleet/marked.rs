@@ -63,16 +63,6 @@ impl<T> Marked<T> {
         (0..self.items.len()).for_each(|at| self.marks.add(at));
         self.items.iter_mut()
     }
-
-    /// Makes it so long that there is an item at `at`.
-    pub fn reach(&mut self, at: usize)
-    where
-        T: Default,
-    {
-        while self.items.len() <= at {
-            self.push(T::default());
-        }
-    }
 }
 
 impl<T> Deref for Marked<T> {
@@ -105,7 +95,7 @@ mod tests {
     #[test]
     fn what_may_have_changed_is_marked_once_and_what_was_read_is_not() {
         let mut list: Marked<u32> = Marked::default();
-        list.reach(3);
+        (0..4).for_each(|_| list.push(0));
         list.marks.clear();
         assert_eq!((list[1], list.get(2), list.len()), (0, Some(&0), 4));
         assert!(list.marks.is_empty() && list.get_mut(4).is_none());

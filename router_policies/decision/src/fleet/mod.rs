@@ -4,6 +4,7 @@
 //! Owns every counter that policies see. Knows nothing of HTTP: the gateway reports what happened
 //! to a request through its [`Reservation`].
 
+pub mod admission;
 mod affinity;
 mod batch;
 mod choosing;
@@ -25,7 +26,6 @@ mod rates;
 mod registry;
 mod reports;
 mod reservation;
-pub mod residency;
 mod share;
 mod view;
 mod which;
@@ -46,6 +46,8 @@ pub use worker::{EngineLoad, WorkerSnapshot};
 
 use crate::model::{Engine, WorkerSpec};
 use crate::policy::{Policy, Role, WorkerFacts};
+use admission::settings::{self, Chosen};
+use admission::{Admission, Tenant};
 use kinds::Kinds;
 use log::EventSink;
 use lru::LruCache;
@@ -54,8 +56,6 @@ use parking_lot::Mutex;
 use prefix::estimate::EstimateTree;
 use prefix::events::ExactIndex;
 use prefix::hash::PromptHashes;
-use residency::settings::{self, Chosen};
-use residency::{Residency, Tenant};
 use share::Share;
 use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
@@ -139,7 +139,7 @@ pub(crate) struct State {
     known_sites: KnownSites,
     /// Where the worker of an id is, of those that have not been removed.
     slots: HashMap<String, usize>,
-    residency: Residency,
+    admission: Admission,
 }
 
 /// Seconds since some beginning.
@@ -203,7 +203,7 @@ impl Fleet {
                 likely_tokens: Vec::new(),
                 known_sites: KnownSites::default(),
                 slots: HashMap::new(),
-                residency: Residency::new(ungated()),
+                admission: Admission::new(ungated()),
             }),
             policy,
             policy_name,
@@ -215,14 +215,14 @@ impl Fleet {
         }
     }
 
-    /// The same fleet with another rule of residency; without it, the rule is `off`.
+    /// The same fleet with another rule of admission; without it, the rule is `off`.
     #[must_use]
-    pub fn with_residency(self, chosen: Chosen) -> Self {
+    pub fn with_admission(self, chosen: Chosen) -> Self {
         {
-            let residency = &mut self.state.lock().residency;
-            let session_keys = residency.session_keys;
-            *residency = Residency::new(chosen);
-            residency.session_keys = session_keys;
+            let admission = &mut self.state.lock().admission;
+            let session_keys = admission.session_keys;
+            *admission = Admission::new(chosen);
+            admission.session_keys = session_keys;
         }
         self
     }
@@ -230,20 +230,20 @@ impl Fleet {
     /// The same fleet, shared by these tenants; the first is of requests that belong to no other.
     #[must_use]
     pub fn with_tenants(self, tenants: Vec<Tenant>) -> Self {
-        self.state.lock().residency.share_among(tenants);
+        self.state.lock().admission.share_among(tenants);
         self
     }
 
     /// The same fleet, with a secret in the numbers that it knows sessions by.
     #[must_use]
     pub fn with_secret(self, secret: u64) -> Self {
-        self.state.lock().residency.session_keys = SessionKeys::with_secret(secret);
+        self.state.lock().admission.session_keys = SessionKeys::with_secret(secret);
         self
     }
 
     /// What the session `id` of nobody in particular is known by here.
     pub fn session_key(&self, id: &str) -> u64 {
-        self.state.lock().residency.session_keys.of_tenant(0, id)
+        self.state.lock().admission.session_keys.of_tenant(0, id)
     }
 
     /// Block, in tokens, that prompts must be hashed in now.
@@ -269,7 +269,7 @@ impl Fleet {
     pub fn is_idle(&self) -> bool {
         let state = self.state.lock();
         state.separated_inflight == 0
-            && state.residency.is_quiet()
+            && state.admission.is_quiet()
             && state
                 .workers
                 .iter()
@@ -287,7 +287,7 @@ pub fn random_id(random: u64) -> String {
     std::str::from_utf8(&digits).unwrap_or_default().to_owned()
 }
 
-/// What holds where nothing is said of residency: a fleet without a gate.
+/// What holds where nothing is said of admission: a fleet without a gate.
 fn ungated() -> Chosen {
     let off = serde_json::json!({"rule": "off"});
     settings::build(&off).expect("the rule off has no parameters that could be wrong")

@@ -1,14 +1,14 @@
 //! Asking for a place: the gate says where a request may go, the policy chooses, the choice is reserved
 //! and logged, in one step under the fleet's lock. A turn that has to wait for room gets a [`Ticket`].
 
+use super::admission::footprint::Coarse;
+use super::admission::identity::Identity;
+use super::admission::queue::{Progress, WaitEnd, WaitingTurn, WhyRefused};
+use super::admission::{Asked, Quota, SessionShown, Site, TenantShown, WaitReason, Wake, site_of};
 use super::choosing::Choice;
 use super::commit::{Begun, Entry, Way};
 use super::log::{Event, WaitEndRecord, unix_now_s};
 use super::reservation::Reservation;
-use super::residency::footprint::Coarse;
-use super::residency::identity::Identity;
-use super::residency::queue::{Progress, WaitEnd, WaitingTurn, WhyRefused};
-use super::residency::{Asked, Quota, SessionShown, Site, TenantShown, WaitReason, Wake, site_of};
 use super::whole::{self, Separable};
 use super::{ESTIMATE_BLOCK_TOKENS, Fleet, Request, State, can_serve_whole};
 use crate::policy::{Decision, Policy, Refusal, View};
@@ -70,7 +70,7 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         let Some(id) = self.id else { return };
         let mut state = self.fleet.state.lock();
-        let left = state.residency.leave(id, self.dropped, self.fleet.now_s());
+        let left = state.admission.leave(id, self.dropped, self.fleet.now_s());
         if left.is_some() {
             self.fleet.settle(state);
         }
@@ -96,7 +96,7 @@ impl Fleet {
         let tokens = request.prompt.tokens();
         if request.arrived_s.is_none()
             && let Err((reached, retry_after_s)) =
-                state.residency.take_quota(&identity, tokens, now_s)
+                state.admission.take_quota(&identity, tokens, now_s)
         {
             return Admit::Refused(Refused::Quota {
                 reached,
@@ -106,7 +106,7 @@ impl Fleet {
         let output_tokens = state.output_tokens(request);
         let whose = identity.name.as_ref();
         let whose = whose.map_or(request.tenant, |_| identity.key);
-        let again = state.residency.comes_again(whose, &request.prompt, now_s);
+        let again = state.admission.comes_again(whose, &request.prompt, now_s);
         let arrived_s = request.arrived_s.or(again.map(|since| since.arrived_s));
         let arrived_s = arrived_s.unwrap_or(now_s);
         let entry = |way, sites| Entry {
@@ -114,10 +114,9 @@ impl Fleet {
             identity: identity.clone(),
             sites,
             output_tokens,
-            arrived_s,
             waits_since_s: again.map(|since| since.queued_s),
         };
-        if !state.residency.gates() {
+        if !state.admission.gates() {
             let placed = self.conclude(guard, begun, request, entry(Way::Past, None));
             return placed.map_or_else(
                 |refusal| Admit::Refused(Refused::ByPolicy(refusal)),
@@ -126,7 +125,7 @@ impl Fleet {
         }
         let sites = state.sites(exclude, now_s);
         let tokens = request.prompt.tokens() + output_tokens;
-        if identity.is_aside && state.residency.lets_aside(tokens, &sites) {
+        if identity.is_aside && state.admission.lets_aside(tokens, &sites) {
             let placed = self.conclude(guard, begun, request, entry(Way::Aside, Some(sites)));
             return placed.map_or_else(
                 |refusal| Admit::Refused(Refused::ByPolicy(refusal)),
@@ -135,40 +134,28 @@ impl Fleet {
         }
         let not_for = state.not_for(request, exclude);
         let cached = state.cached_by_facts();
-        let keys = state.residency.session_keys;
         let asked = Asked {
             key: identity.key,
             has_session: identity.name.is_some(),
-            prompt: Coarse::of(&request.prompt, state.residency.text_scale()),
+            prompt: Coarse::of(&request.prompt, state.admission.text_scale()),
             output_tokens,
             cached: &cached,
             exclude: &not_for,
-            arrived_s,
-            parent: request
-                .hints
-                .parent_session
-                .as_deref()
-                .map(|id| keys.of_tenant(request.tenant, id)),
         };
-        let mut home = state.residency.residence_of(&asked, &sites);
+        let mut home = state.admission.home_of(&asked, &sites);
         if let Some(site) = home
-            && state.residency.has_lost_place(&asked, site, now_s)
+            && state.admission.has_lost_place(&asked, site, now_s)
         {
-            let lost = super::residency::GiveUp::Lost;
-            state.residency.lose_place(site, identity.key, lost, now_s);
+            state.admission.lose_place(site, identity.key);
             home = None;
         }
-        let verdict = match home {
-            // Behind others it would wait for what does not come, and not be told what became of it.
-            _ if !has_other(&sites, &not_for) => Err(WaitReason::NoWorker),
-            home if state
-                .residency
-                .is_held_back(identity.payer, home.map(|site| site.slot)) =>
-            {
-                Err(WaitReason::BehindOthers)
-            }
-            _ if state.residency.must_queue(home.is_some(), now_s) => Err(WaitReason::BehindOthers),
-            _ => state.residency.ask_now(&asked, &sites, now_s),
+        // Behind others it would wait for what does not come, and not be told what became of it.
+        let verdict = if !has_other(&sites, &not_for) {
+            Err(WaitReason::NoWorker)
+        } else if state.admission.must_queue(home.is_some()) {
+            Err(WaitReason::BehindOthers)
+        } else {
+            state.admission.ask_now(&asked, &sites, now_s)
         };
         let mut not_on = not_for.to_vec();
         let reason = match verdict {
@@ -219,18 +206,16 @@ impl Fleet {
             }
             Err(reason) => reason,
         };
-        let grows_at = home.filter(|_| reason == WaitReason::Growth);
-        let grows_at = grows_at.map(|site| site.slot);
         let may_go = |id: &str| !not_on.iter().any(|of| of == id);
-        if state.residency.refuses(identity.key, may_go, &sites) {
-            let retry_after_s = state.residency.retry_after_s(now_s);
+        if state.admission.refuses(identity.key, may_go, &sites) {
+            let retry_after_s = state.admission.retry_after_s(now_s);
             self.settle(guard);
             return Admit::Refused(Refused::QueueFull { retry_after_s });
         }
         let new = WaitingTurn {
             request_id: request.request_id.clone(),
             whose,
-            is_first_turn: state.residency.is_first_turn(identity.key),
+            is_first_turn: state.admission.is_first_turn(identity.key),
             identity: identity.clone(),
             prompt: Arc::new(request.prompt.thinned(ESTIMATE_BLOCK_TOKENS)),
             output_tokens,
@@ -239,14 +224,12 @@ impl Fleet {
             queued_s: now_s,
             since_s: again.map_or(now_s, |since| since.queued_s),
             is_repeated: request.arrived_s.is_some(),
-            parent: asked.parent,
-            grows_at,
             cached: Arc::new(cached),
             cached_at_s: now_s,
             reason,
             wake: Arc::new(wake) as Wake,
         };
-        match state.residency.wait(new, now_s) {
+        match state.admission.wait(new, now_s) {
             Ok(id) => {
                 // Given back before others are made of them.
                 drop(sites);
@@ -285,7 +268,7 @@ impl Fleet {
     ) -> Admit {
         let now_s = begun.now_s;
         let state = &mut *guard;
-        let admitted = match state.residency.progress(id) {
+        let admitted = match state.admission.progress(id) {
             Some(Progress::Admitted(admitted)) => admitted.clone(),
             Some(Progress::Waiting) => {
                 self.settle(guard);
@@ -293,14 +276,14 @@ impl Fleet {
             }
             Some(Progress::Expired) | None => {
                 let end = WaitEnd::Refused(WhyRefused::WaitedTooLong);
-                state.residency.leave(id, end, now_s);
-                let retry_after_s = state.residency.retry_after_s(now_s);
+                state.admission.leave(id, end, now_s);
+                let retry_after_s = state.admission.retry_after_s(now_s);
                 self.settle(guard);
                 return Admit::Refused(Refused::WaitedTooLong { retry_after_s });
             }
             Some(Progress::Deserted) => {
                 let end = WaitEnd::Refused(WhyRefused::NoWorker);
-                state.residency.leave(id, end, now_s);
+                state.admission.leave(id, end, now_s);
                 self.settle(guard);
                 return Admit::Refused(Refused::ByPolicy(Refusal::NoCandidates));
             }
@@ -311,7 +294,7 @@ impl Fleet {
         let site = site_of(&sites, admitted.slot)
             .filter(|site| site.serial == admitted.serial && site.routable);
         let Some(site) = site else {
-            state.residency.requeue(id, now_s, None);
+            state.admission.requeue(id, None, now_s);
             self.settle(guard);
             return Admit::Waiting(self.ticket(id));
         };
@@ -324,7 +307,7 @@ impl Fleet {
         );
         match choice {
             Ok(choice) => {
-                let Some(waiter) = state.residency.leave(id, WaitEnd::LetIn, now_s) else {
+                let Some(waiter) = state.admission.leave(id, WaitEnd::LetIn, now_s) else {
                     return Admit::Refused(Refused::ByPolicy(Refusal::NoCandidates));
                 };
                 let entry = Entry {
@@ -332,7 +315,6 @@ impl Fleet {
                     identity: waiter.turn.identity,
                     sites: Some(sites),
                     output_tokens: waiter.turn.output_tokens,
-                    arrived_s: waiter.turn.arrived_s,
                     waits_since_s: Some(waiter.turn.since_s),
                 };
                 match self.commit(guard, begun, request, choice, entry) {
@@ -341,10 +323,10 @@ impl Fleet {
                 }
             }
             Err(refusal) => {
-                state.residency.requeue(id, now_s, Some(site));
-                if !state.residency.may_wait_for(id, &sites) {
+                state.admission.requeue(id, Some(site), now_s);
+                if !state.admission.may_wait_for(id, &sites) {
                     let end = WaitEnd::Refused(WhyRefused::ByPolicy);
-                    state.residency.leave(id, end, now_s);
+                    state.admission.leave(id, end, now_s);
                     self.settle(guard);
                     return Admit::Refused(Refused::ByPolicy(refusal));
                 }
@@ -370,7 +352,7 @@ impl Fleet {
 
     /// When time alone could change, next, who is let in, by the fleet's clock; none while nothing waits.
     pub fn next_pump_s(&self) -> Option<f64> {
-        self.state.lock().residency.next_pump_s(self.now_s())
+        self.state.lock().admission.next_pump_s(self.now_s())
     }
 
     /// Sessions that have a place or wait for one.
@@ -381,25 +363,25 @@ impl Fleet {
             let worker = state.workers.get(slot)?.as_ref()?;
             Some(worker.spec.id.clone())
         };
-        state.residency.shown(worker, now_s)
+        state.admission.shown(worker, now_s)
     }
 
     /// Those who share the workers, if the configuration names some.
     pub fn tenants(&self) -> Vec<TenantShown> {
-        self.state.lock().residency.tenants()
+        self.state.lock().admission.tenants()
     }
 
     /// Turns that wait for room.
     pub fn waiting_turns(&self) -> usize {
-        self.state.lock().residency.waiting()
+        self.state.lock().admission.waiting()
     }
 
     /// Pumps, releases the lock, and does what has to be done without it.
     pub(super) fn settle(&self, mut state: MutexGuard<'_, State>) {
-        if state.residency.needs_pump() {
+        if state.admission.needs_pump() {
             state.pump(self.now_s());
         }
-        let outbox = state.residency.take_outbox();
+        let outbox = state.admission.take_outbox();
         drop(state);
         outbox
             .events
@@ -408,7 +390,7 @@ impl Fleet {
         outbox.wakes.iter().for_each(|wake| wake());
     }
 
-    /// Picks and reserves in one step, past the gate of residency. `exclude` names workers that already
+    /// Picks and reserves in one step, past admission. `exclude` names workers that already
     /// failed this request.
     ///
     /// # Errors
@@ -477,7 +459,6 @@ impl Fleet {
             identity,
             sites: None,
             output_tokens,
-            arrived_s: request.arrived_s.unwrap_or(now_s),
             waits_since_s: None,
         };
         self.commit(guard, begun, request, choice, entry)
@@ -515,24 +496,24 @@ impl State {
     fn pump(&mut self, now_s: f64) {
         self.end_untold(now_s);
         let sites = || self.workers.iter().flatten().filter(|w| w.is_site());
-        self.residency
+        self.admission
             .desert(|not_on| sites().any(|worker| worker.is_up(not_on)));
-        let stale = self.residency.stale_waiters(now_s);
+        let stale = self.admission.stale_waiters(now_s);
         if !stale.is_empty() {
             self.fill_facts(&[], now_s);
         }
         for (id, prompt) in stale {
             let cached = self.cached_of(&prompt);
-            self.residency.set_cached(id, cached, now_s);
+            self.admission.set_cached(id, cached, now_s);
         }
         let sites = self.sites(&[], now_s);
-        self.residency.pump(&sites, now_s);
+        self.admission.pump(&sites, now_s);
     }
 
     /// Tokens to be booked for all the answers that are made of a request.
     fn output_tokens(&self, request: &Request) -> u64 {
         let (limit, mean) = (request.max_output_tokens, self.mean_output_tokens);
-        let each = self.residency.output_tokens(limit, mean);
+        let each = self.admission.output_tokens(limit, mean);
         each.saturating_mul(request.answers.clamp(1, MAX_ANSWERS))
     }
 
@@ -557,10 +538,10 @@ impl State {
     fn meet(&mut self, request: &Request, exclude: &[String], now_s: f64) -> Identity {
         self.fill_facts(exclude, now_s);
         self.fill_cached(&request.prompt);
-        let prompt = Coarse::of(&request.prompt, self.residency.text_scale());
-        let identity = self.residency.identify(request, &prompt);
+        let prompt = Coarse::of(&request.prompt, self.admission.text_scale());
+        let identity = self.admission.identify(request, &prompt);
         if request.arrived_s.is_none() {
-            self.residency.arrive(identity.key, &prompt, request, now_s);
+            self.admission.arrive(identity.key, request, now_s);
         }
         identity
     }

@@ -83,50 +83,8 @@ enum Since {
     Assumed,
 }
 
-/// Of how many of the last seconds [`Busy`] tells.
-const BUSY_WINDOW_S: f64 = 60.0;
-
-/// For what share of the time a worker has had something to prefill lately: an average that forgets
-/// exponentially. All of it as long as nothing was noted.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Busy {
-    share: f64,
-    /// Since when it `has` something to prefill, or nothing.
-    since_s: Option<f64>,
-    has: bool,
-}
-
-impl Default for Busy {
-    fn default() -> Self {
-        Self {
-            share: 1.0,
-            since_s: None,
-            has: false,
-        }
-    }
-}
-
-impl Busy {
-    /// From 0 to 1.
-    pub fn share(&self, now_s: f64) -> f64 {
-        let Some(since_s) = self.since_s else {
-            return self.share;
-        };
-        let forgotten = (-(now_s - since_s).max(0.0) / BUSY_WINDOW_S).exp();
-        let so_far = f64::from(self.has);
-        so_far + (self.share - so_far) * forgotten
-    }
-
-    fn note(&mut self, has: bool, now_s: f64) {
-        self.share = self.share(now_s);
-        self.since_s = Some(now_s.max(self.since_s.unwrap_or(now_s)));
-        self.has = has;
-    }
-}
-
 #[derive(Debug, Default)]
 pub(crate) struct PrefillQueue {
-    busy: Busy,
     queue: VecDeque<Prefill>,
     tokens: u64,
     pairs: f64,
@@ -144,13 +102,8 @@ impl PrefillQueue {
         self.queue.is_empty()
     }
 
-    pub fn busy(&self) -> Busy {
-        self.busy
-    }
-
     pub fn push(&mut self, id: u64, tokens: u64, pairs: f64, now_s: f64) {
         if self.queue.is_empty() {
-            self.busy.note(true, now_s);
             self.head_since_s = now_s;
             self.since = Since::Came;
             self.early = None;
@@ -204,7 +157,6 @@ impl PrefillQueue {
             };
         }
         if self.queue.is_empty() {
-            self.busy.note(false, at_s);
             whole.extend(self.ended.take());
         }
         Some(whole)
@@ -284,23 +236,6 @@ mod tests {
         );
         assert_eq!(queue.wait_s(&RATES, 1.0, 20.0), 0.0);
         assert!(queue.take(2, 15.0, Left::Dropped).is_none(), "it is out");
-    }
-
-    #[test]
-    fn a_worker_is_busy_for_the_share_of_the_last_minute_in_which_it_had_a_prefill() {
-        let mut queue = PrefillQueue::default();
-        assert_eq!(queue.busy().share(99.0), 1.0, "nothing is known");
-        let mut now_s = 0.0;
-        for id in 0..200 {
-            queue.push(id, 1_000, 0.0, now_s);
-            let _ = queue.take(id, now_s + 1.0, computed(1_000));
-            now_s += 4.0;
-        }
-        let share = queue.busy().share(now_s);
-        assert!((share - 0.25).abs() < 0.02, "{share}");
-        assert!(queue.busy().share(now_s + 600.0) < 0.001, "it has idled");
-        queue.push(999, 1_000, 0.0, now_s);
-        assert!(queue.busy().share(now_s + 600.0) > 0.999, "it never idled");
     }
 
     #[test]

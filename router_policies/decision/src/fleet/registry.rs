@@ -50,7 +50,7 @@ impl Fleet {
         let capacity = worker.estimate_capacity_tokens();
         state.workers[slot] = Some(worker);
         state.slots.insert(spec.id.clone(), slot);
-        state.residency.clear(slot);
+        state.admission.clear(slot);
         if !state.token_trees.iter().any(|(size, _)| *size == block) {
             state.token_trees.push((block, EstimateTree::default()));
         }
@@ -139,7 +139,7 @@ impl Fleet {
             .filter(|(_, worker)| !worker.removed)
             .map(|(slot, worker)| {
                 let site = worker.is_site().then(|| worker.site(slot, now_s));
-                worker.snapshot(state.residency.snapshot(site.as_ref(), slot))
+                worker.snapshot(state.admission.snapshot(site.as_ref(), slot))
             })
             .collect()
     }

@@ -264,7 +264,7 @@ impl State {
         self.forget_prefixes(slot);
         if let Some(worker) = &self.workers[slot] {
             let spec = Arc::clone(&worker.spec);
-            self.residency.lose_all(slot, &spec);
+            self.admission.lose_all(slot, &spec);
         }
     }
 }

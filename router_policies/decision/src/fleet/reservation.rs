@@ -1,13 +1,13 @@
 //! The guard that gives back what a decision took from its workers, once, and logs how it ended.
 
+use super::admission::Seat;
+use super::admission::hold::Served;
+use super::admission::identity::Name;
 use super::affinity::Session;
 use super::batch::BatchTime;
 use super::liveness::Signs;
 use super::log::{DecisionRecord, Ended, Event, FinishRecord, unix_now_s};
 use super::outcome::{Outcome, Usage};
-use super::residency::Seat;
-use super::residency::book::Served;
-use super::residency::identity::Name;
 use super::share::Share;
 use super::{Fleet, State};
 use crate::model::{Engine, WorkerSpec};
@@ -239,9 +239,7 @@ impl Reservation {
         let more_tokens = MORE_OUTPUT_TOKENS.max(seat.output_tokens / 2);
         let mut state = self.fleet.state.lock();
         let site = state.site(seat.slot, self.fleet.now_s());
-        state
-            .residency
-            .lengthen(seat, more_tokens, site.as_ref(), self.fleet.now_s());
+        state.admission.lengthen(seat, more_tokens, site.as_ref());
         self.fleet.settle(state);
     }
 
@@ -368,8 +366,8 @@ impl Drop for Reservation {
                 let output_tokens = output_tokens.unwrap_or(seat.output_tokens);
                 let site = state.site(seat.slot, now_s);
                 let (served, usage) = (self.served(), self.usage);
-                let residency = &mut state.residency;
-                let ended = residency.end(seat, site.as_ref(), served, output_tokens, usage, now_s);
+                let admission = &mut state.admission;
+                let ended = admission.end(seat, site.as_ref(), served, output_tokens, usage, now_s);
                 recomputed_tokens = ended.recomputed_tokens;
                 if let (Some(was_there), Some(worker)) = (
                     ended.was_there,

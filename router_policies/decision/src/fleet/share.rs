@@ -35,7 +35,7 @@ pub(super) struct Share {
     pub until_token_s: f64,
     /// Where the answer does not come in pieces: when its prefill is taken to have ended.
     pub untold_until_us: Option<u64>,
-    /// Whose turn it is, and its number in the book of residency.
+    /// Whose turn it is, and its number in the book of admission.
     pub key: u64,
     pub turn: u64,
 }
@@ -250,7 +250,7 @@ impl State {
     /// The request decodes from now on; its prefill worker, where that is another, is free of it.
     fn begin_decode(&mut self, share: &Share, now_s: f64) {
         let answering = share.route.answering();
-        self.residency
+        self.admission
             .prefill_over(answering, share.key, share.turn);
         let is_streamed = share.untold_until_us.is_none();
         for slot in share.slots() {

@@ -1,7 +1,7 @@
-//! What a decision sees of the fleet: facts for the policy, and sites for residency.
+//! What a decision sees of the fleet: facts for the policy, and sites for admission.
 
+use super::admission::{Site, Sites};
 use super::marked::Marks;
-use super::residency::{Residency, Site, Sites};
 use super::worker::{Worker, freed_tokens_per_s};
 use super::{Fleet, Request, State};
 use crate::policy::{Refusal, RequestFacts, Route, View, WorkerFacts};
@@ -66,15 +66,6 @@ pub(super) struct KnownSites {
     resting: Vec<usize>,
     /// Of those that may have changed.
     stale: Marks,
-    /// Of what [`Sites::number`] was given.
-    count: u64,
-}
-
-impl KnownSites {
-    fn number(&mut self, sites: &mut Sites, residency: &Residency) {
-        self.count += 1;
-        sites.sum_up(self.count, residency);
-    }
 }
 
 impl State {
@@ -150,7 +141,7 @@ impl State {
         self.workers.marks.clear();
     }
 
-    /// The workers that may answer requests, as residency sees them. Those that are suspected to hang
+    /// The workers that may answer requests, as admission sees them. Those that are suspected to hang
     /// get nothing, unless all are that are not in `exclude`, nor do those that rest: see [`State::pardon`].
     pub(super) fn sites(&mut self, exclude: &[String], now_s: f64) -> Arc<Sites> {
         self.renew_sites(now_s);
@@ -173,7 +164,7 @@ impl State {
                 site.routable &= !known.suspects.contains(&site.slot);
             }
         }
-        self.known_sites.number(&mut sites, &self.residency);
+        sites.sum_up(&self.admission);
         Arc::new(sites)
     }
 
@@ -192,9 +183,6 @@ impl State {
         }
         for slot in known.stale.iter() {
             let worker = self.workers[slot].as_ref();
-            let prefiller = worker.filter(|worker| !worker.is_site() && worker.is_up(&[]));
-            let busy = prefiller.map(|worker| worker.prefills.busy());
-            self.residency.note_prefiller(slot, busy);
             let worker = worker.filter(|worker| worker.is_site());
             let at = sites.all.binary_search_by_key(&slot, |site| site.slot);
             known.suspects.retain(|suspect| *suspect != slot);
@@ -226,8 +214,7 @@ impl State {
         }
         known.stale.clear();
         if limits_differ {
-            known.count += 1;
-            sites.sum_up(known.count, &self.residency);
+            sites.sum_up(&self.admission);
         }
     }
 

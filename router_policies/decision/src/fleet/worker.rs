@@ -1,5 +1,6 @@
 //! One worker's state.
 
+use super::admission::{AdmissionSnapshot, Site};
 use super::batch::BatchTime;
 use super::circuit::Circuit;
 use super::engine_run::EngineRun;
@@ -10,7 +11,6 @@ use super::log::PrefixSource;
 use super::prefills::PrefillQueue;
 use super::prefix::hash::PromptHashes;
 use super::rates::{self, Prior};
-use super::residency::{ResidencySnapshot, Site};
 use super::{DEFAULT_KV_CAPACITY_TOKENS, abilities};
 use crate::model::{Connector, Engine, WorkerSpec};
 use crate::policy::{Rates, Role, WorkerFacts};
@@ -30,7 +30,7 @@ pub const SGLANG_GROUP: u32 = 0;
 
 pub(crate) struct Worker {
     pub spec: Arc<WorkerSpec>,
-    /// As residency sees it: with this router's share of the host tier.
+    /// As admission sees it: with this router's share of the host tier.
     shared_spec: Arc<WorkerSpec>,
     /// Routers that share it, this one among them.
     routers: u64,
@@ -116,7 +116,7 @@ pub struct WorkerSnapshot {
     pub drift: Drift,
     pub prefix_source: PrefixSource,
     pub decisions: u64,
-    pub residency: ResidencySnapshot,
+    pub admission: AdmissionSnapshot,
 }
 
 impl Worker {
@@ -346,13 +346,13 @@ impl Worker {
         }
     }
 
-    /// Whether residency sees the worker: not where it only prefills for others.
+    /// Whether admission sees the worker: not where it only prefills for others.
     pub fn is_site(&self) -> bool {
         let (serves_local, _, serves_decode) = abilities(&self.spec);
         !self.removed && (serves_local || serves_decode)
     }
 
-    /// The worker as residency sees it, suspected to hang or not, where [`Worker::is_site`].
+    /// The worker as admission sees it, suspected to hang or not, where [`Worker::is_site`].
     pub fn site(&self, slot: usize, now_s: f64) -> Site {
         let (serves_local, ..) = abilities(&self.spec);
         let used = self.engine.and_then(|engine| engine.used_tokens);
@@ -365,7 +365,6 @@ impl Worker {
             prefills: serves_local,
             kv_capacity_tokens: self.own_kv_tokens(),
             external_tokens: self.taken_of_own_tokens(),
-            prefilling: self.prefills.busy(),
             is_exact: !self.needs_estimate(),
             keeps_prefixes: self.keeps_prefixes,
             used_share: used_share(used, capacity),
@@ -388,7 +387,6 @@ impl Worker {
         site.routable = self.may_get_requests(&[], now_s);
         site.kv_capacity_tokens = self.own_kv_tokens();
         site.external_tokens = self.taken_of_own_tokens();
-        site.prefilling = self.prefills.busy();
         site.is_exact = !self.needs_estimate();
         site.keeps_prefixes = self.keeps_prefixes;
         site.used_share = used_share(used, capacity);
@@ -472,7 +470,7 @@ impl Worker {
         }
     }
 
-    pub fn snapshot(&self, residency: ResidencySnapshot) -> WorkerSnapshot {
+    pub fn snapshot(&self, admission: AdmissionSnapshot) -> WorkerSnapshot {
         WorkerSnapshot {
             spec: Arc::clone(&self.spec),
             healthy: self.healthy,
@@ -486,7 +484,7 @@ impl Worker {
             drift: self.drift,
             prefix_source: self.prefix_source,
             decisions: self.decisions,
-            residency,
+            admission,
         }
     }
 }

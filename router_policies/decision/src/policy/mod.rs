@@ -80,7 +80,7 @@ pub struct WorkerFacts {
     pub role: Role,
     /// May be chosen now: healthy, not draining, circuit closed, not excluded for this request.
     pub routable: bool,
-    /// Residency lets the request's session have its KV here now; says nothing about prefilling for
+    /// Admission lets the request's session have its KV here now; says nothing about prefilling for
     /// another worker.
     pub admits: bool,
     /// May prefill and decode a request alone.

@@ -52,7 +52,7 @@ pub fn plan(folder: &Path, changes: &Value) -> Plan {
     let mut plan = json!({
         "requests": folder.join("planned.jsonl"), "seed": 3,
         "load": {"max_inflight_sessions": 6, "max_think_s": 5.0},
-        "router": {"policy": "unified", "residency": {"rule": "off"}},
+        "router": {"policy": "unified", "admission": {"rule": "off"}},
         "workers": [{"id": "w", "count": 2, "kv_tokens": 30_000}],
         "output": {"all_arrivals": true},
     });

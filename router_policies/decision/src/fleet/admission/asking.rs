@@ -1,0 +1,410 @@
+//! Where a turn may go now, and whose idle KV goes for it.
+
+use super::cached::Cached;
+use super::footprint::Coarse;
+use super::identity::Key;
+use super::rules::{Placement, Prompt};
+use super::{Admission, GiveUp, Residence, Site, Sites, WaitReason, site_of};
+use smallvec::{SmallVec, smallvec};
+
+/// A turn that asks to go.
+#[derive(Clone, Copy)]
+pub(in crate::fleet) struct Asked<'a> {
+    pub key: Key,
+    pub has_session: bool,
+    pub prompt: Coarse<'a>,
+    /// To be booked for its answer.
+    pub output_tokens: u64,
+    pub cached: &'a Cached,
+    pub exclude: &'a [String],
+}
+
+impl Asked<'_> {
+    /// Whether the worker takes requests, and this one is not to go elsewhere.
+    pub(super) fn may_go(&self, site: &Site) -> bool {
+        site.routable && !self.exclude.contains(&site.spec.id)
+    }
+
+    /// Seconds of computing what of it is not cached on `site`.
+    pub(super) fn compute_s(&self, site: &Site) -> f64 {
+        site.compute_s(self.prompt.tokens, self.cached.on(site.slot))
+    }
+
+    /// Tokens of it that are not.
+    fn new_tokens(&self, site: &Site) -> u64 {
+        let cached = self.cached.on(site.slot);
+        self.prompt.tokens.saturating_sub(cached)
+    }
+}
+
+/// Those whose KV on the GPU goes.
+pub(super) type Leaving = Vec<Key>;
+
+/// Where a turn may go.
+#[derive(Debug)]
+pub(in crate::fleet) struct Go {
+    /// Any of these.
+    pub slots: SmallVec<[usize; 8]>,
+    /// On which of them whose KV goes first; nobody's on the others.
+    give_up: SmallVec<[(usize, Leaving); 1]>,
+    state: Residence,
+    /// Where the session was before; anywhere else it moves to.
+    was_at: Option<usize>,
+}
+
+impl Go {
+    /// What the turn's session is to that worker if it goes there.
+    pub fn state(&self, slot: usize) -> Residence {
+        match self.was_at {
+            Some(old) if old != slot => Residence::Moved,
+            _ => self.state,
+        }
+    }
+
+    pub fn give_up(&self, slot: usize) -> &[Key] {
+        let at = self.give_up.iter().find(|(of, _)| *of == slot);
+        at.map_or(&[], |(_, keys)| keys)
+    }
+}
+
+/// What a look at the queue has found so far.
+pub(super) struct Look {
+    pub now_s: f64,
+    /// Slots whose room is kept for a turn that goes before.
+    blocked: SmallVec<[usize; 8]>,
+    /// Slots where another session comes in before.
+    shut: SmallVec<[usize; 8]>,
+    /// Slots where one waits for a quantum.
+    queued: SmallVec<[usize; 8]>,
+}
+
+impl Look {
+    pub fn at(now_s: f64) -> Self {
+        Self {
+            now_s,
+            blocked: SmallVec::new(),
+            shut: SmallVec::new(),
+            queued: SmallVec::new(),
+        }
+    }
+}
+
+impl Admission {
+    /// The worker on which the turn's session is in. The overlapping turns of a family, which may be many
+    /// clients' with one document, are not held together.
+    pub fn home_of<'s>(&self, asked: &Asked<'_>, sites: &'s [Site]) -> Option<&'s Site> {
+        let site = self.member_at(asked.key, sites)?;
+        let is_bound = asked.has_session || !self.ledgers[site.slot].runs(asked.key);
+        (is_bound && asked.may_go(site)).then_some(site)
+    }
+
+    /// Whether a session that has been idle for a while is no longer cached where it is in, as the engine's
+    /// events say. Where a host tier may give it back, nothing is lost.
+    pub fn has_lost_place(&self, asked: &Asked<'_>, site: &Site, now_s: f64) -> bool {
+        const EVENTS_TAKE_S: f64 = 1.0;
+        let occupant = self.ledger(site.slot);
+        let occupant = occupant.and_then(|ledger| ledger.hold.occupant(asked.key));
+        let held = occupant.filter(|occupant| occupant.is_idle());
+        let held = held.and_then(|occupant| occupant.held.as_ref());
+        let ended_s = self.sessions.get(asked.key).and_then(|known| known.ended_s);
+        let (Some(held), Some(ended_s)) = (held, ended_s) else {
+            return false;
+        };
+        if !site.is_exact || site.host_tier_tokens().is_some() || now_s - ended_s < EVENTS_TAKE_S {
+            return false;
+        }
+        let believed = asked.prompt.tokens_of(held.common(&asked.prompt));
+        let lost = believed.saturating_sub(asked.cached.on(site.slot));
+        lost >= self.settings.cold_tokens.min(believed / 2 + 1)
+    }
+
+    /// Where a turn may go now, one that comes or one that waits: nobody passes another for which room is
+    /// kept, as `look` has it.
+    ///
+    /// # Errors
+    /// Why it has to wait.
+    pub(super) fn ask(
+        &self,
+        asked: &Asked<'_>,
+        sites: &Sites,
+        look: &mut Look,
+    ) -> Result<Go, WaitReason> {
+        if !sites.iter().any(|site| asked.may_go(site)) {
+            return Err(WaitReason::NoWorker);
+        }
+        match self.home_of(asked, sites) {
+            Some(home) => self.ask_at_home(asked, home, look),
+            None => self.ask_to_enter(asked, sites, look),
+        }
+    }
+
+    /// As [`Admission::ask`], for one that comes while nobody waits.
+    pub fn ask_now(&self, asked: &Asked<'_>, sites: &Sites, now_s: f64) -> Result<Go, WaitReason> {
+        self.ask(asked, sites, &mut Look::at(now_s))
+    }
+
+    fn was_at(&self, key: Key) -> Option<usize> {
+        let home = self.sessions.get(key).and_then(|known| known.home);
+        home.map(|(slot, _)| slot)
+    }
+
+    /// A turn of a session that is in.
+    fn ask_at_home(
+        &self,
+        asked: &Asked<'_>,
+        site: &Site,
+        look: &mut Look,
+    ) -> Result<Go, WaitReason> {
+        if let Some(rule) = &self.manner.rotates {
+            let is_prompt = self.is_prompt(asked.key, site);
+            if look.blocked.contains(&site.slot) || (!is_prompt && look.queued.contains(&site.slot))
+            {
+                return Err(WaitReason::BehindOthers);
+            }
+            if !is_prompt && !self.fits_prompt(rule, asked.key, asked.prompt.tokens, site) {
+                look.queued.push(site.slot);
+                return Err(WaitReason::SessionsLimit);
+            }
+        }
+        match self.room_for(asked, site, Residence::Resident) {
+            Ok((plan, state)) => Ok(Go {
+                slots: smallvec![site.slot],
+                give_up: smallvec![(site.slot, plan)],
+                state,
+                was_at: self.was_at(asked.key),
+            }),
+            Err(why) => {
+                look.blocked.push(site.slot);
+                Err(why)
+            }
+        }
+    }
+
+    /// A turn of a session that is in nowhere.
+    fn ask_to_enter(
+        &self,
+        asked: &Asked<'_>,
+        sites: &Sites,
+        look: &mut Look,
+    ) -> Result<Go, WaitReason> {
+        let may_go = |slot: usize| site_of(sites, slot).filter(|site| asked.may_go(site));
+        let was_at = self.was_at(asked.key);
+        let ungated = sites.ungated.iter().copied();
+        let ungated: SmallVec<[usize; 8]> =
+            ungated.filter(|&slot| may_go(slot).is_some()).collect();
+        if !ungated.is_empty() {
+            return Ok(Go {
+                slots: ungated,
+                give_up: SmallVec::new(),
+                state: Residence::Ungated,
+                was_at,
+            });
+        }
+        let only = match self.manner.placement {
+            Placement::HomeOnly => was_at.filter(|&slot| may_go(slot).is_some()),
+            _ => None,
+        };
+        let mut reason = WaitReason::BehindOthers;
+        let (mut slots, mut plans) = (SmallVec::<[usize; 8]>::new(), SmallVec::new());
+        let mut alone = None;
+        for site in sites.iter().filter(|site| asked.may_go(site)) {
+            let is_elsewhere = only.is_some_and(|slot| slot != site.slot);
+            let is_closed = look.shut.contains(&site.slot) || look.blocked.contains(&site.slot);
+            if is_elsewhere || is_closed {
+                continue;
+            }
+            if let Err(why) = self.may_enter(asked, site, look.now_s) {
+                look.shut.push(site.slot);
+                reason = why;
+                continue;
+            }
+            match self.room_for(asked, site, Residence::Admitted) {
+                Ok((plan, Residence::Alone)) => alone = alone.or(Some((site.slot, plan))),
+                Ok((plan, _)) => {
+                    slots.push(site.slot);
+                    plans.push((site.slot, plan));
+                }
+                Err(why) => {
+                    look.blocked.push(site.slot);
+                    reason = why;
+                }
+            }
+        }
+        if self.manner.placement == Placement::MostRoom {
+            let room = |slot: &usize| may_go(*slot).map(|site| self.room_tokens(site));
+            slots = slots.iter().copied().max_by_key(room).into_iter().collect();
+        }
+        match (slots.is_empty(), alone) {
+            (false, _) => Ok(Go {
+                slots,
+                give_up: plans,
+                state: Residence::Admitted,
+                was_at,
+            }),
+            (true, Some((slot, plan))) => Ok(Go {
+                slots: smallvec![slot],
+                give_up: smallvec![(slot, plan)],
+                state: Residence::Alone,
+                was_at: None,
+            }),
+            (true, None) => Err(reason),
+        }
+    }
+
+    /// Whether a session may come in now, as far as those who are in go.
+    pub(super) fn may_enter(
+        &self,
+        asked: &Asked<'_>,
+        site: &Site,
+        now_s: f64,
+    ) -> Result<(), WaitReason> {
+        let lets_in = match &self.manner.rotates {
+            Some(rule) => self.keeps(rule, site, &asked.prompt),
+            None => self.lets_in(site, &asked.prompt, now_s),
+        };
+        if !lets_in {
+            return Err(WaitReason::SessionsLimit);
+        }
+        if asked.new_tokens(site) >= self.settings.cold_tokens && !self.is_open_to_cold(site) {
+            return Err(WaitReason::ColdPrefill);
+        }
+        Ok(())
+    }
+
+    /// Whether a rule that counts sessions or tokens lets one more in.
+    fn lets_in(&self, site: &Site, prompt: &Coarse<'_>, now_s: f64) -> bool {
+        let seated = self.seated(site, now_s);
+        let new_tokens = self
+            .ledger(site.slot)
+            .map_or(prompt.tokens, |ledger| ledger.rotation.new_tokens(prompt));
+        let prompt = Prompt {
+            tokens: prompt.tokens,
+            new_tokens,
+        };
+        self.rule.lets_in(&self.view(site, &seated), prompt)
+    }
+
+    /// Whether the GPU's KV has room for a turn beside what is in flight, and whose idle KV goes for it. A
+    /// turn that would be let in as `state` may have to run alone.
+    ///
+    /// # Errors
+    /// It has none.
+    pub(super) fn room_for(
+        &self,
+        asked: &Asked<'_>,
+        site: &Site,
+        state: Residence,
+    ) -> Result<(Leaving, Residence), WaitReason> {
+        let budget = self.budget_tokens(site).filter(|_| self.manner.by_tokens);
+        let (Some(budget), Some(ledger)) = (budget, self.ledger(site.slot)) else {
+            return Ok((Leaving::new(), state));
+        };
+        let hold = &ledger.hold;
+        let own = hold.occupant(asked.key);
+        let need = hold.need_tokens(own, &asked.prompt, asked.output_tokens);
+        let excess = hold.tokens() as i64 + need - budget as i64;
+        if excess <= 0 {
+            return Ok((Leaving::new(), state));
+        }
+        let idle = self.idle_by_tenure(site, Some(asked.key));
+        let is_whole = asked.prompt.tokens + asked.output_tokens > budget;
+        if hold.turns_in_flight() == 0 && is_whole {
+            return Ok((idle, Residence::Alone));
+        }
+        let goes = self.manner.rotates.is_some() || state == Residence::Resident;
+        let enough = |keys: &[Key]| hold.freed_by(keys, &asked.prompt) as i64 >= excess;
+        if let Some(plan) = cheapest(&idle, enough).filter(|_| goes) {
+            return Ok((plan, state));
+        }
+        match hold.turns_in_flight() == 0 && goes {
+            true => Ok((idle, Residence::Alone)),
+            false => Err(WaitReason::NoRoom),
+        }
+    }
+
+    /// Sessions but `key` whose KV is on the GPU while they run nothing: those first of which no turn waits,
+    /// then those who have been in for longest.
+    fn idle_by_tenure(&self, site: &Site, key: Option<Key>) -> Leaving {
+        let Some(ledger) = self.ledger(site.slot) else {
+            return Leaving::new();
+        };
+        let waits = |key: Key| {
+            let known = self.sessions.get(key);
+            known.is_some_and(|known| known.waiting > 0)
+        };
+        let idle = ledger.hold.occupants();
+        let idle = idle.filter(|(of, occupant)| occupant.is_idle() && Some(*of) != key);
+        let mut idle: Vec<(bool, f64, Key)> = idle
+            .map(|(key, _)| (waits(key), ledger.rotation.since_s(key), key))
+            .collect();
+        idle.sort_by(|one, other| {
+            let by_time = one.1.total_cmp(&other.1);
+            one.0.cmp(&other.0).then(by_time).then(one.2.cmp(&other.2))
+        });
+        idle.into_iter().map(|(_, _, key)| key).collect()
+    }
+
+    /// Takes out idle sessions that no longer fit beside what is in flight: the engine evicts them anyway.
+    pub(super) fn drop_excess_idle(&mut self, site: &Site) {
+        let hold = &self.ledgers[site.slot].hold;
+        let budget = self.budget_tokens(site).filter(|_| self.manner.by_tokens);
+        let excess = budget.map_or(0, |budget| hold.tokens().saturating_sub(budget));
+        if excess == 0 {
+            return;
+        }
+        let nobody = Default::default();
+        let nobody = Coarse::of(&nobody, 1.0);
+        let idle = self.idle_by_tenure(site, None);
+        let enough = |keys: &[Key]| hold.freed_by(keys, &nobody) >= excess;
+        for key in cheapest(&idle, enough).unwrap_or(idle) {
+            self.give_up(site.slot, &site.spec, key, GiveUp::Growth);
+        }
+    }
+
+    pub(super) fn turns_on(&self, site: &Site) -> usize {
+        let ledger = self.ledger(site.slot);
+        ledger.map_or(0, |ledger| ledger.hold.turns_in_flight())
+    }
+
+    /// Whether another cold prefill may run there.
+    fn is_open_to_cold(&self, site: &Site) -> bool {
+        let ledger = self.ledger(site.slot);
+        let running = ledger.map_or(0, |ledger| ledger.hold.cold_in_flight);
+        !site.prefills || running < self.settings.cold_slots
+    }
+
+    /// Of a turn of a session that comes in: whether its prefill is a cold one.
+    pub(super) fn is_cold(&self, asked: &Asked<'_>, site: &Site) -> bool {
+        site.prefills && asked.new_tokens(site) >= self.settings.cold_tokens
+    }
+
+    /// Free beside what is booked.
+    pub(super) fn room_tokens(&self, site: &Site) -> u64 {
+        let booked = self.ledger(site.slot);
+        let booked = booked.map_or(0, |ledger| ledger.hold.tokens());
+        self.budget_tokens(site)
+            .unwrap_or(u64::MAX)
+            .saturating_sub(booked)
+    }
+}
+
+/// As few of `others`, from the first on, as are `enough`; none where all are not.
+fn cheapest(others: &[Key], enough: impl Fn(&[Key]) -> bool) -> Option<Leaving> {
+    let count = (1..=others.len()).find(|&count| enough(&others[..count]))?;
+    let mut plan = others[..count].to_vec();
+    // Without those that the later ones make unnecessary.
+    let mut at = 0;
+    while at + 1 < plan.len() {
+        let rest: Vec<Key> = plan
+            .iter()
+            .copied()
+            .filter(|key| *key != plan[at])
+            .collect();
+        if enough(&rest) {
+            plan = rest;
+        } else {
+            at += 1;
+        }
+    }
+    Some(plan)
+}
