@@ -5,42 +5,8 @@
 //! sessions by the KV that the workers hold, and [`model`] describes workers. Arrows point one way:
 //! `fleet → policy → model`.
 //!
-//! ```
-//! use decision::fleet::log::EventSink;
-//! use decision::fleet::prefix::hash::PromptHashes;
-//! use decision::fleet::admission::settings;
-//! use decision::fleet::{Admit, Fleet, Outcome, Request, Usage};
-//! use serde_json::{from_value, json};
-//! use std::sync::Arc;
-//!
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let policy = decision::policy::build("unified", json!({}))?;
-//! let fleet = Fleet::new(policy, "unified".to_owned(), EventSink::in_memory(), 1);
-//! let fleet = Arc::new(fleet.with_admission(settings::build(&json!({"rule": "rotate"}))?));
-//! for id in ["a", "b"] {
-//!     let worker = json!({"id": id, "url": format!("http://{id}:1"), "kv_capacity_tokens": 100_000});
-//!     fleet.add_worker(from_value(worker)?)?;
-//!     fleet.report_health(id, true);
-//! }
-//! let prompt: Vec<u32> = (0..30_000).collect();
-//! let request = Request {
-//!     session_id: Some("conversation 1".to_owned()),
-//!     prompt: PromptHashes::of_tokens(&prompt, fleet.token_block()),
-//!     ..Request::default()
-//! };
-//! match fleet.admit(&request, &[], || { /* wake who waits: then ask `place_ticket` */ }) {
-//!     Admit::Placed(mut turn) => {
-//!         println!("send it to {}", turn.answering().url);
-//!         turn.report(Usage { prompt_tokens: Some(30_000), ..Usage::default() });
-//!         turn.finish(Outcome::Ok, Some(200), None);
-//!     }
-//!     Admit::Waiting(_ticket) => println!("no KV for it now"),
-//!     Admit::Refused(why) => println!("nobody can: {why:?}"),
-//! }
-//! assert!(fleet.is_idle());
-//! # Ok(())
-//! # }
-//! ```
+//! `examples/embed.rs` (`cargo run -p decision --example embed`):
+#![doc = concat!("```\n", include_str!("../examples/embed.rs"), "```")]
 
 pub mod fleet;
 pub mod model;
