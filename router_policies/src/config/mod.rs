@@ -1,10 +1,13 @@
 //! The router's configuration: what `router.toml` and the command line may say, and nothing else.
 
+mod kubernetes;
+
 use decision::fleet::admission::{Priority, Tenant};
 use decision::model::address::{canonical, host_of};
 use decision::model::checks::{described, plainly, read, within};
 use decision::model::worker::default_true;
 pub use decision::model::{Connector, Engine, Secret, WORKER_FIELDS, WorkerSpec};
+pub use kubernetes::{Kubernetes, PREFIX};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -78,6 +81,8 @@ pub struct Config {
     pub peers: Vec<String>,
     #[serde(default)]
     pub picker: Option<Picker>,
+    #[serde(default)]
+    pub kubernetes: Option<Kubernetes>,
     /// Threads that serve requests.
     #[serde(default = "default_threads")]
     pub threads: usize,
@@ -278,6 +283,7 @@ impl Default for Config {
             tenant_header: None,
             peers: Vec::new(),
             picker: None,
+            kubernetes: None,
             threads: default_threads(),
             max_body_bytes: default_max_body_bytes(),
             request_timeout_s: default_request_timeout_s(),
@@ -403,6 +409,9 @@ impl Config {
             ] {
                 *named = named.take().map(|path| folder.join(path));
             }
+            if let Some(of) = &mut config.kubernetes {
+                of.kubeconfig = of.kubeconfig.take().map(|path| folder.join(path));
+            }
         }
         Ok(config)
     }
@@ -475,6 +484,15 @@ impl Config {
         if self.tls_cert_file.is_some() != self.tls_key_file.is_some() {
             return Err("tls_cert_file, tls_key_file: one needs the other".to_owned());
         }
+        if let Some(variable) = self
+            .admin_token
+            .as_deref()
+            .and_then(|it| it.strip_prefix("env:"))
+        {
+            let token = std::env::var(variable);
+            let missing = |_| format!("admin_token: the variable {variable} is not set");
+            self.admin_token = Some(token.map_err(missing)?);
+        }
         if let Some(token) = &self.admin_token
             && (token.is_empty() || token.trim() != token || token.contains(char::is_control))
         {
@@ -517,6 +535,9 @@ impl Config {
         }
         if let Some(picker) = &self.picker {
             within("picker.patience_s", picker.patience_s, MIN_S..=MAX_S)?;
+        }
+        if let Some(kubernetes) = &mut self.kubernetes {
+            kubernetes.normalise()?;
         }
         within("otlp_sample_ratio", self.otlp_sample_ratio, 0.0..=1.0)?;
         within("vocab_size", self.vocab_size.unwrap_or(1), 1..=1 << 32)?;
@@ -712,6 +733,10 @@ mod tests {
                 "it is that of a peer",
             ),
             ("admin_token = \"\"", "admin_token: expected"),
+            (
+                "admin_token = \"env:NOT_SET_AT_ALL\"",
+                "admin_token: the variable NOT_SET_AT_ALL is not set",
+            ),
             ("admin_token = \"secret \"", "admin_token: expected"),
             ("[admission]\nfill = nan", "admission: fill: expected"),
             (

@@ -73,9 +73,15 @@ pub(super) fn enter_again(gateway: &Arc<Gateway>, spec: &WorkerSpec, engine: Eng
             return false;
         }
     };
+    let workers = gateway.fleet.snapshot();
+    let mut same = workers.iter().filter(|worker| worker.spec.id == spec.id);
+    let is_draining = same.any(|worker| worker.draining);
     gateway.fleet.remove_worker(&spec.id);
     match gateway.add_worker(again) {
-        Ok(()) => true,
+        Ok(()) => {
+            gateway.fleet.set_draining(&spec.id, is_draining);
+            true
+        }
         Err(message) => {
             log::warn!("{message}");
             false

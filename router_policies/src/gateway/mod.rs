@@ -28,6 +28,7 @@ mod headers;
 mod health;
 mod keepalive;
 mod keys;
+mod kubernetes;
 mod kv_events;
 mod load;
 mod metrics;
@@ -645,7 +646,8 @@ pub(crate) fn describe(error: impl std::error::Error) -> String {
 
 /// What is missing where `fleet` could place no request of any kind even with every worker up.
 fn missing(config: &Config, fleet: &Fleet) -> Option<String> {
-    if fleet.could_place() {
+    // Pods come and go.
+    if fleet.could_place() || config.kubernetes.is_some() {
         return None;
     }
     let has = |roles: &[Role]| {
@@ -688,12 +690,22 @@ pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<Vec<Unre
         Some(policy) => policy,
         None => decision::policy::build(&config.policy, config.policy_params.clone())?,
     };
-    let config = config.normalise()?;
+    let mut config = config.normalise()?;
     if let (Some(certificates), Some(key)) = (&config.tls_cert_file, &config.tls_key_file) {
         tls::acceptor(certificates, key, "http/1.1")?;
     }
     let client = client_of(&config)?;
     Keys::load(&config)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    let runtime = runtime.map_err(|error| error.to_string())?;
+    let mut wrong = Vec::new();
+    if let Some(kubernetes) = &config.kubernetes {
+        let (workers, of_pods) = runtime.block_on(kubernetes::workers_now(kubernetes))?;
+        config.workers.extend(workers);
+        wrong = of_pods;
+    }
     let fleet = Fleet::new(policy, config.policy.clone(), EventSink::in_memory(), 0);
     let fleet = Arc::new(fleet);
     for spec in &config.workers {
@@ -702,10 +714,10 @@ pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<Vec<Unre
     if let Some(missing) = missing(&config, &fleet) {
         return Err(missing);
     }
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build();
-    let runtime = runtime.map_err(|error| error.to_string())?;
+    let wrong = wrong.into_iter().map(|words| Unreached {
+        words,
+        may_start: false,
+    });
     Ok(runtime.block_on(async {
         let mut asked = tokio::task::JoinSet::new();
         for (at, spec) in config.workers.into_iter().enumerate() {
@@ -714,10 +726,8 @@ pub fn check(config: Config, policy: Option<Box<dyn Policy>>) -> Result<Vec<Unre
         }
         let mut found = asked.join_all().await;
         found.sort_by_key(|(at, _)| *at);
-        found
-            .into_iter()
-            .filter_map(|(_, unreached)| unreached)
-            .collect()
+        let unreached = found.into_iter().filter_map(|(_, unreached)| unreached);
+        wrong.chain(unreached).collect()
     }))
 }
 
@@ -790,6 +800,10 @@ impl Server {
             ]),
             _ => None,
         };
+        let pods = match &config.kubernetes {
+            Some(kubernetes) => Some(kubernetes::pods_of(kubernetes).await?),
+            None => None,
+        };
         let listener = listen("", &config.host, config.port).await?;
         let picker = match &config.picker {
             Some(picker) => Some(listen("picker.", &picker.host, picker.port).await?),
@@ -809,6 +823,10 @@ impl Server {
         }
         for spec in gateway.config.workers.clone() {
             gateway.add_worker(spec)?;
+        }
+        if let Some(pods) = pods {
+            let unasked = Arc::clone(&gateway.unasked);
+            tokio::spawn(kubernetes::watch(Arc::downgrade(&gateway), pods, unasked));
         }
         if let Some(missing) = missing(&gateway.config, &gateway.fleet) {
             log::warn!("{missing}; POST /workers adds one");

@@ -15,6 +15,7 @@ mod gateway_doctor;
 mod gateway_edge;
 mod gateway_faults;
 mod gateway_keys;
+mod gateway_kubernetes;
 mod gateway_kv_events;
 mod gateway_models;
 mod gateway_openings;

@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test and benchmark uses its own part")]
 
 pub mod envoy;
+pub mod kubernetes;
 pub mod logged;
 pub mod router;
 
