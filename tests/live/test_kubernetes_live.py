@@ -8,6 +8,7 @@ are no nodes: what a kubelet would say of a pod, the test says.
 from __future__ import annotations
 
 import http.server
+import itertools
 import json
 import subprocess
 import sys
@@ -95,8 +96,9 @@ class Cluster:
     def _make_certificates(self) -> None:
         key = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
         name = ("-subj", "/CN=kube-apiserver", "-addext", "subjectAltName=IP:127.0.0.1")
+        leaf = ("-addext", "basicConstraints=critical,CA:FALSE")
         files = ("-keyout", self.folder / "api.key", "-out", self.folder / "api.crt")
-        run(*key, *name, *files)
+        run(*key, *name, *leaf, *files)
         run("openssl", "genrsa", "-out", self.folder / "accounts.key", "2048")
 
     def _kubeconfig(self, who: str) -> Path:
@@ -237,15 +239,17 @@ class Engine:
         before = self.served
         wait_until(lambda: self.served > before + 2)
 
-    def gets_nothing(self) -> None:
-        wait_until(lambda: self.running == 0)
+    def gets_nothing(self, url: str, name: str) -> None:
+        """Once the router's requests there have ended."""
+        wait_until(lambda: load_of(url, name) == 0)
+        time.sleep(0.5)
         before = self.served
         time.sleep(1)
         assert self.served == before
 
 
 class Load:
-    """Sessions whose turns follow each other; none may fail."""
+    """Clients whose requests follow each other; none may fail."""
 
     def __init__(self, url: str, sessions: int) -> None:
         self.url = url
@@ -257,9 +261,13 @@ class Load:
             thread.start()
 
     def serve(self, session: int) -> None:
-        headers = {"content-type": "application/json", "x-session-id": f"s{session}"}
-        while not self.is_over.is_set():
-            body = json.dumps({"input_ids": [session, 2, 3]}).encode()
+        headers = {"content-type": "application/json"}
+        for turn in itertools.count():
+            if self.is_over.is_set():
+                return
+            # Each of a session of its own: those that have a place on a worker keep it.
+            headers["x-session-id"] = f"s{session}-{turn}"
+            body = json.dumps({"input_ids": [session, turn, *range(200)]}).encode()
             request = urllib.request.Request(f"{self.url}/generate", body, headers)
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
@@ -290,6 +298,11 @@ def manifests(folder: Path) -> list[dict[str, Any]]:
     return [each for each in yaml.safe_load_all(text) if each]
 
 
+def load_of(url: str, name: str) -> int:
+    requests: int = get(f"{url}/workers/{name}")["load"]
+    return requests
+
+
 def workers(url: str) -> dict[str, bool]:
     """The workers, and whether each gets new requests."""
     shown = get(f"{url}/workers")["workers"]
@@ -303,7 +316,8 @@ def test_pods_come_are_not_ready_and_go_under_load_and_no_request_is_lost(
     url = f"http://127.0.0.1:{port}"
     config = tmp_path / "router.toml"
     config.write_text(
-        f'port = {port}\n[kubernetes]\nselector = "app=engine"\nport = 30000\n'
+        f'port = {port}\npolicy = "round_robin"\n'
+        '[kubernetes]\nselector = "app=engine"\nport = 30000\n'
         f'kubeconfig = "{cluster.router}"\n'
     )
     deltaserve = Path(sys.executable).with_name("deltaserve")
@@ -345,12 +359,12 @@ def test_pods_come_are_not_ready_and_go_under_load_and_no_request_is_lost(
         b.serves_more()
         cluster.set_ready("a", False)
         are(a=False, b=True, c=True)
-        a.gets_nothing()
+        a.gets_nothing(url, "a")
         cluster.set_ready("a", True)
         a.serves_more()
         cluster.begin_to_delete("b")
         are(a=True, b=False, c=True)
-        b.gets_nothing()
+        b.gets_nothing(url, "b")
         cluster.end("b")
         are(a=True, c=True)
         b.server.shutdown()
