@@ -1,6 +1,6 @@
 """The router's decision as a library: which turn may go now, and to which worker. No I/O.
 
-    fleet = Fleet(policy="unified", residency={"rule": "rotate"})
+    fleet = Fleet(policy="unified", admission={"rule": "rotate"})
     fleet.add_worker("http://gpu1:30000", kv_capacity_tokens=400_000)
     with fleet.admit(token_ids, session="conversation 1") as turn:
         if turn.wait(timeout_s=60):
@@ -99,9 +99,9 @@ class Fleet:
         self,
         policy: str = "unified",
         policy_params: Mapping[str, Any] | None = None,
-        residency: Mapping[str, Any] | None = None,
+        admission: Mapping[str, Any] | None = None,
     ) -> None:
-        params, rule = (json.dumps(dict(each or {})) for each in (policy_params, residency))
+        params, rule = (json.dumps(dict(each or {})) for each in (policy_params, admission))
         self._fleet = _core.Fleet(policy, params, rule)
 
     def add_worker(self, url: str, *, up: bool = True, **fields: Any) -> str:

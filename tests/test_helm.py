@@ -24,7 +24,7 @@ CHART = ROOT / "deploy/helm/deltaserve"
 # The fewest that it needs, and all of it.
 FEW = {"kubernetes": {"selector": "app=sglang"}}
 ALL = {
-    "config": 'policy = "selective"\n\n[residency]\nrule = "priced"\n',
+    "config": 'policy = "selective"\n\n[admission]\nrule = "off"\n',
     "kubernetes": {
         "namespace": "engines",
         "worker": {"kv_capacity_tokens": 1_000_000, "kv_events": "tcp://*:5557"},
@@ -107,7 +107,7 @@ def test_the_router_reads_its_settings(
         assert config["picker"] is None
         return
     assert config["policy"] == "selective"
-    assert config["residency"] == {"rule": "priced"}
+    assert config["admission"] == {"rule": "off"}
     assert config["kubernetes"]["worker"] == values["kubernetes"]["worker"]
     assert ports["picker"] == config["picker"]["port"]
     given = {each["name"] for each in router["env"]}

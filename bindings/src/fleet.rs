@@ -1,8 +1,8 @@
 //! The decision without the router: a fleet that Python tells what happens, and asks. JSON in, no I/O.
 
+use decision::fleet::admission::settings;
 use decision::fleet::log::EventSink;
 use decision::fleet::prefix::hash::PromptHashes;
-use decision::fleet::residency::settings;
 use decision::fleet::{Admit, Outcome, Refused, Request, Reservation, Ticket, Usage};
 use decision::model::WorkerSpec;
 use decision::model::checks::read;
@@ -37,14 +37,14 @@ fn json(field: &str, text: &str) -> PyResult<Value> {
 #[pymethods]
 impl Fleet {
     #[new]
-    fn new(policy: &str, policy_params: &str, residency: &str) -> PyResult<Self> {
+    fn new(policy: &str, policy_params: &str, admission: &str) -> PyResult<Self> {
         let params = json("policy_params", policy_params)?;
         let built = decision::policy::build(policy, params).map_err(PyValueError::new_err)?;
-        let residency = settings::build(&json("residency", residency)?);
-        let residency = residency.map_err(PyValueError::new_err)?;
+        let admission = settings::build(&json("admission", admission)?);
+        let admission = admission.map_err(PyValueError::new_err)?;
         let sink = EventSink::in_memory();
         let fleet = decision::fleet::Fleet::new(built, policy.to_owned(), sink, SEED);
-        Ok(Self(Arc::new(fleet.with_residency(residency))))
+        Ok(Self(Arc::new(fleet.with_admission(admission))))
     }
 
     /// Adds the worker that this JSON describes, and returns its id.

@@ -17,7 +17,7 @@ def prompt(session: int, tokens: int = 8_000) -> list[int]:
 
 
 def fleet(*workers: str, **settings: object) -> Fleet:
-    made = Fleet(residency={"rule": "rotate", **settings})
+    made = Fleet(admission={"rule": "rotate", **settings})
     for worker in workers:
         made.add_worker(f"http://{worker}:1", id=worker, kv_capacity_tokens=CAPACITY)
     return made
@@ -123,7 +123,7 @@ def test_a_policy_may_separate() -> None:
     [
         (lambda: Fleet(policy="nothing"), "nothing"),
         (lambda: Fleet(policy_params={"factor": 1}), "policy_params: unknown field `factor`"),
-        (lambda: Fleet(residency={"rule": "nothing"}), "residency: "),
+        (lambda: Fleet(admission={"rule": "nothing"}), "admission: "),
         (lambda: Fleet().add_worker("ftp://a:1"), "url: expected http"),
         (lambda: Fleet().add_worker("http://a:1", role="cook"), "role: unknown variant `cook`"),
     ],

@@ -1,6 +1,6 @@
+use decision::fleet::admission::settings;
 use decision::fleet::log::EventSink;
 use decision::fleet::prefix::hash::PromptHashes;
-use decision::fleet::residency::settings;
 use decision::fleet::{Admit, Fleet, Outcome, Request, Usage};
 use serde_json::{from_value, json};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let policy = decision::policy::build("unified", json!({}))?;
     let fleet = Fleet::new(policy, "unified".to_owned(), EventSink::in_memory(), 1);
-    let fleet = Arc::new(fleet.with_residency(settings::build(&json!({"rule": "rotate"}))?));
+    let fleet = Arc::new(fleet.with_admission(settings::build(&json!({"rule": "rotate"}))?));
     for id in ["a", "b"] {
         let url = format!("http://{id}:1");
         let worker = json!({"id": id, "url": url, "kv_capacity_tokens": 100_000});
