@@ -265,22 +265,15 @@ impl State {
                     site,
                     sites,
                     Residence::Ungated,
-                    &[],
                     now_s,
                 );
                 (taken.0, Residence::Ungated, taken.1)
             }
             Way::Gate(go) => {
                 let state = go.state(slot);
-                let taken = self.admission.take_place(
-                    &asked,
-                    &identity,
-                    site,
-                    sites,
-                    state,
-                    go.give_up(slot),
-                    now_s,
-                );
+                let taken = self
+                    .admission
+                    .take_place(&asked, &identity, site, sites, state, now_s);
                 (taken.0, state, taken.1)
             }
             Way::Booked(admitted) => (admitted.turn, admitted.state, admitted.gave_up),

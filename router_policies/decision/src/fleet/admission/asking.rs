@@ -1,4 +1,4 @@
-//! Where a turn may go now, and whose idle KV goes for it.
+//! Where a turn may go now.
 
 use super::cached::Cached;
 use super::footprint::Coarse;
@@ -37,16 +37,11 @@ impl Asked<'_> {
     }
 }
 
-/// Those whose KV on the GPU goes.
-pub(super) type Leaving = Vec<Key>;
-
 /// Where a turn may go.
 #[derive(Debug)]
 pub(in crate::fleet) struct Go {
     /// Any of these.
     pub slots: SmallVec<[usize; 8]>,
-    /// On which of them whose KV goes first; nobody's on the others.
-    give_up: SmallVec<[(usize, Leaving); 1]>,
     state: Residence,
     /// Where the session was before; anywhere else it moves to.
     was_at: Option<usize>,
@@ -59,11 +54,6 @@ impl Go {
             Some(old) if old != slot => Residence::Moved,
             _ => self.state,
         }
-    }
-
-    pub fn give_up(&self, slot: usize) -> &[Key] {
-        let at = self.give_up.iter().find(|(of, _)| *of == slot);
-        at.map_or(&[], |(_, keys)| keys)
     }
 }
 
@@ -167,9 +157,8 @@ impl Admission {
             }
         }
         match self.room_for(asked, site, Residence::Resident) {
-            Ok((plan, state)) => Ok(Go {
+            Ok(state) => Ok(Go {
                 slots: smallvec![site.slot],
-                give_up: smallvec![(site.slot, plan)],
                 state,
                 was_at: self.was_at(asked.key),
             }),
@@ -195,7 +184,6 @@ impl Admission {
         if !ungated.is_empty() {
             return Ok(Go {
                 slots: ungated,
-                give_up: SmallVec::new(),
                 state: Residence::Ungated,
                 was_at,
             });
@@ -205,7 +193,7 @@ impl Admission {
             _ => None,
         };
         let mut reason = WaitReason::BehindOthers;
-        let (mut slots, mut plans) = (SmallVec::<[usize; 8]>::new(), SmallVec::new());
+        let mut slots = SmallVec::<[usize; 8]>::new();
         let mut alone = None;
         for site in sites.iter().filter(|site| asked.may_go(site)) {
             let is_elsewhere = only.is_some_and(|slot| slot != site.slot);
@@ -219,11 +207,8 @@ impl Admission {
                 continue;
             }
             match self.room_for(asked, site, Residence::Admitted) {
-                Ok((plan, Residence::Alone)) => alone = alone.or(Some((site.slot, plan))),
-                Ok((plan, _)) => {
-                    slots.push(site.slot);
-                    plans.push((site.slot, plan));
-                }
+                Ok(Residence::Alone) => alone = alone.or(Some(site.slot)),
+                Ok(_) => slots.push(site.slot),
                 Err(why) => {
                     look.blocked.push(site.slot);
                     reason = why;
@@ -237,13 +222,11 @@ impl Admission {
         match (slots.is_empty(), alone) {
             (false, _) => Ok(Go {
                 slots,
-                give_up: plans,
                 state: Residence::Admitted,
                 was_at,
             }),
-            (true, Some((slot, plan))) => Ok(Go {
+            (true, Some(slot)) => Ok(Go {
                 slots: smallvec![slot],
-                give_up: smallvec![(slot, plan)],
                 state: Residence::Alone,
                 was_at: None,
             }),
@@ -284,7 +267,7 @@ impl Admission {
         self.rule.lets_in(&self.view(site, &seated), prompt)
     }
 
-    /// Whether the GPU's KV has room for a turn beside what is in flight, and whose idle KV goes for it. A
+    /// Whether the GPU's KV has room for a turn beside what is in flight, and what its session is there then: a
     /// turn that would be let in as `state` may have to run alone.
     ///
     /// # Errors
@@ -294,50 +277,79 @@ impl Admission {
         asked: &Asked<'_>,
         site: &Site,
         state: Residence,
-    ) -> Result<(Leaving, Residence), WaitReason> {
-        let budget = self.budget_tokens(site).filter(|_| self.manner.by_tokens);
-        let (Some(budget), Some(ledger)) = (budget, self.ledger(site.slot)) else {
-            return Ok((Leaving::new(), state));
+    ) -> Result<Residence, WaitReason> {
+        let Some((budget, excess)) = self.excess(asked, site) else {
+            return Ok(state);
         };
-        let hold = &ledger.hold;
+        let hold = &self.ledgers[site.slot].hold;
+        let whole = asked.prompt.tokens + asked.output_tokens;
+        let runs = hold.turns_in_flight() > 0;
+        if whole > budget && !runs {
+            return Ok(Residence::Alone);
+        }
+        // Under other rules nobody's KV goes for one that comes in.
+        if self.manner.rotates.is_none() && state != Residence::Resident {
+            return Err(WaitReason::NoRoom);
+        }
+        // Which of the idle would have to go takes longer to find out.
+        let is_roomy = hold.in_flight_tokens() + whole <= budget;
+        let frees = || {
+            let idle = self.idle_by_tenure(site, Some(asked.key));
+            hold.freed_by(&idle, &asked.prompt) >= excess
+        };
+        match (is_roomy || frees(), runs) {
+            (true, _) => Ok(state),
+            (false, false) => Ok(Residence::Alone),
+            (false, true) => Err(WaitReason::NoRoom),
+        }
+    }
+
+    /// What may be booked on a worker, and by how many tokens that would be exceeded with a turn; none where it
+    /// is not.
+    fn excess(&self, asked: &Asked<'_>, site: &Site) -> Option<(u64, u64)> {
+        let budget = self.budget_tokens(site).filter(|_| self.manner.by_tokens)?;
+        let hold = &self.ledger(site.slot)?.hold;
         let own = hold.occupant(asked.key);
         let need = hold.need_tokens(own, &asked.prompt, asked.output_tokens);
         let excess = hold.tokens() as i64 + need - budget as i64;
-        if excess <= 0 {
-            return Ok((Leaving::new(), state));
-        }
+        Some((
+            budget,
+            u64::try_from(excess).ok().filter(|&excess| excess > 0)?,
+        ))
+    }
+
+    /// Whose idle KV goes for a turn that is let in as `state`.
+    pub(super) fn leaving_for(&self, asked: &Asked<'_>, site: &Site, state: Residence) -> Vec<Key> {
+        let excess = self.excess(asked, site);
+        let Some((_, excess)) = excess.filter(|_| state != Residence::Ungated) else {
+            return Vec::new();
+        };
+        let hold = &self.ledgers[site.slot].hold;
         let idle = self.idle_by_tenure(site, Some(asked.key));
-        let is_whole = asked.prompt.tokens + asked.output_tokens > budget;
-        if hold.turns_in_flight() == 0 && is_whole {
-            return Ok((idle, Residence::Alone));
-        }
-        let goes = self.manner.rotates.is_some() || state == Residence::Resident;
-        let enough = |keys: &[Key]| hold.freed_by(keys, &asked.prompt) as i64 >= excess;
-        if let Some(plan) = cheapest(&idle, enough).filter(|_| goes) {
-            return Ok((plan, state));
-        }
-        match hold.turns_in_flight() == 0 && goes {
-            true => Ok((idle, Residence::Alone)),
-            false => Err(WaitReason::NoRoom),
-        }
+        let enough = |keys: &[Key]| hold.freed_by(keys, &asked.prompt) >= excess;
+        cheapest(&idle, enough).unwrap_or(idle)
     }
 
     /// Sessions but `key` whose KV is on the GPU while they run nothing: those first of which no turn waits,
     /// then those who have been in for longest.
-    fn idle_by_tenure(&self, site: &Site, key: Option<Key>) -> Leaving {
+    fn idle_by_tenure(&self, site: &Site, key: Option<Key>) -> Vec<Key> {
         let Some(ledger) = self.ledger(site.slot) else {
-            return Leaving::new();
+            return Vec::new();
         };
+        let nobody_waits = self.queue.is_empty();
         let waits = |key: Key| {
-            let known = self.sessions.get(key);
-            known.is_some_and(|known| known.waiting > 0)
+            !nobody_waits
+                && self
+                    .sessions
+                    .get(key)
+                    .is_some_and(|known| known.waiting > 0)
         };
         let idle = ledger.hold.occupants();
         let idle = idle.filter(|(of, occupant)| occupant.is_idle() && Some(*of) != key);
         let mut idle: Vec<(bool, f64, Key)> = idle
             .map(|(key, _)| (waits(key), ledger.rotation.since_s(key), key))
             .collect();
-        idle.sort_by(|one, other| {
+        idle.sort_unstable_by(|one, other| {
             let by_time = one.1.total_cmp(&other.1);
             one.0.cmp(&other.0).then(by_time).then(one.2.cmp(&other.2))
         });
@@ -389,7 +401,7 @@ impl Admission {
 }
 
 /// As few of `others`, from the first on, as are `enough`; none where all are not.
-fn cheapest(others: &[Key], enough: impl Fn(&[Key]) -> bool) -> Option<Leaving> {
+fn cheapest(others: &[Key], enough: impl Fn(&[Key]) -> bool) -> Option<Vec<Key>> {
     let count = (1..=others.len()).find(|&count| enough(&others[..count]))?;
     let mut plan = others[..count].to_vec();
     // Without those that the later ones make unnecessary.

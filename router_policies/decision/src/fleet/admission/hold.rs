@@ -66,6 +66,8 @@ pub struct Hold {
     /// Tokens of tails and of answers in flight.
     loose_tokens: u64,
     in_flight: usize,
+    /// Of turns in flight, shared ones counted for each.
+    in_flight_tokens: u64,
     pub cold_in_flight: u32,
 }
 
@@ -91,6 +93,11 @@ impl Hold {
 
     pub fn turns_in_flight(&self) -> usize {
         self.in_flight
+    }
+
+    /// Booked for turns in flight, shared tokens counted for each.
+    pub fn in_flight_tokens(&self) -> u64 {
+        self.in_flight_tokens
     }
 
     /// By how much [`Hold::tokens`] grows when `occupant`, or somebody of whom nothing is held, sends this prompt
@@ -144,6 +151,7 @@ impl Hold {
         self.loose_tokens += chain.tail_tokens + output_tokens;
         occupant.ended = false;
         self.in_flight += 1;
+        self.in_flight_tokens += chain.tokens() + output_tokens;
         occupant.turns.push(Turn {
             id,
             chain,
@@ -176,6 +184,7 @@ impl Hold {
         if let Some(turn) = self.turn_mut(key, id) {
             turn.output_tokens += more_tokens;
             self.loose_tokens += more_tokens;
+            self.in_flight_tokens += more_tokens;
         }
     }
 
@@ -200,6 +209,7 @@ impl Hold {
             ..
         } = occupant.turns.swap_remove(at);
         self.in_flight -= 1;
+        self.in_flight_tokens -= chain.tokens() + booked;
         let most_tail_tokens = self.blocks.tokens() + chain.tail_tokens + booked;
         self.loose_tokens -= chain.tail_tokens + booked;
         match (served, before) {
@@ -253,6 +263,7 @@ impl Hold {
         for turn in &occupant.turns {
             self.blocks.release(&turn.chain);
             self.loose_tokens -= turn.chain.tail_tokens + turn.output_tokens;
+            self.in_flight_tokens -= turn.chain.tokens() + turn.output_tokens;
             self.cold_in_flight -= u32::from(turn.cold);
         }
         Some(before - self.tokens())
@@ -348,6 +359,9 @@ mod tests {
                 }
                 let turns: usize = hold.occupants().map(|(_, o)| o.turns.len()).sum();
                 prop_assert_eq!(hold.turns_in_flight(), turns);
+                let in_flight = hold.occupants().flat_map(|(_, o)| &o.turns);
+                let in_flight = in_flight.map(|turn| turn.chain.tokens() + turn.output_tokens);
+                prop_assert_eq!(hold.in_flight_tokens(), in_flight.sum::<u64>());
                 let held = hold.occupants().filter_map(|(_, o)| o.held.as_ref());
                 let turns = hold.occupants().flat_map(|(_, o)| &o.turns);
                 let chains = || held.clone().chain(turns.clone().map(|turn| &turn.chain));

@@ -312,8 +312,7 @@ impl Admission {
             return;
         };
         let state = go.state(site.slot);
-        let give_up = go.give_up(site.slot);
-        let (turn, gave_up) = self.take_place(asked, identity, site, sites, state, give_up, now_s);
+        let (turn, gave_up) = self.take_place(asked, identity, site, sites, state, now_s);
         let admitted = Admitted {
             slot: site.slot,
             serial: site.serial,

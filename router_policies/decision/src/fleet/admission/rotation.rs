@@ -20,8 +20,9 @@ use serde::Deserialize;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-/// What is known of a worker's members is worked out anew so often.
+/// What is known of a worker's members is worked out anew so often, of so many workers at one look.
 const TICK_S: f64 = 1.0;
+const TICKS: usize = 4;
 /// A member that is so unlikely to come back has gone.
 const GONE: f64 = 0.05;
 /// Where so much of a worker's time would be enough to compute every prompt of every session anew at each of
@@ -111,6 +112,8 @@ pub(super) struct Rotation {
     /// From when on its cost allows to take the place of one who is not expected soon.
     soonest_s: f64,
     tick_s: f64,
+    /// When it was last looked for those that do not pay.
+    shed_s: Option<f64>,
     /// Turns of all members are more than the GPU holds over time, and need quanta.
     short: bool,
     /// When a quantum was last taken for one that waits.
@@ -533,6 +536,7 @@ impl Admission {
         let scale = self.text_scale();
         let waiting = self.outsiders(sites, scale, open.min(AT_ONCE));
         let outside = waiting.count as f64 / open as f64;
+        let mut ticks = 0;
         for site in gated() {
             self.ledger_mut(site.slot);
             let limit = self.kept_tokens(site, rule.keep.max(ALL_KEPT));
@@ -542,7 +546,10 @@ impl Admission {
                 rotation.crowded_until_s = now_s + rule.patience_s;
             }
             rotation.crowded = now_s < rotation.crowded_until_s;
-            self.tick(rule, site, now_s);
+            if ticks < TICKS && now_s >= rotation.tick_s + TICK_S {
+                ticks += 1;
+                self.tick(rule, site, now_s);
+            }
             self.see_off(site);
         }
         for site in gated() {
@@ -550,8 +557,10 @@ impl Admission {
                 let key = waiter.turn.identity.key;
                 self.is_member(key, site) && !self.is_prompt(key, site)
             };
-            let waiting = self.queue.waiting().filter(|(_, waiter)| waits(waiter));
-            let waiting = waiting.count();
+            let waiting = match self.ledgers[site.slot].rotation.short {
+                true => self.queue.waiting().filter(|(_, of)| waits(of)).count(),
+                false => 0,
+            };
             self.change_prompt(rule, site, waiting, now_s);
         }
         let mut has_shed = false;
@@ -639,8 +648,11 @@ impl Admission {
     /// may enter.
     fn shed(&mut self, rule: &Rotates, site: &Site, now_s: f64) {
         let rotation = &self.ledgers[site.slot].rotation;
-        let runs = self.turns_on(site) > 0;
-        if runs && now_s < rotation.soonest_s {
+        let is_too_soon = self.turns_on(site) > 0 && now_s < rotation.soonest_s;
+        let is_known = rotation
+            .shed_s
+            .is_some_and(|then_s| now_s < then_s + TICK_S);
+        if is_too_soon || is_known {
             return;
         }
         let limit = self.kept_limit(site, rule) as f64;
@@ -661,6 +673,7 @@ impl Admission {
         let late = members
             .filter(|(key, member)| self.is_idle(**key) && !pays(**key, member.chain.tokens()));
         let late: Vec<Key> = late.map(|(key, _)| *key).collect();
+        self.ledgers[site.slot].rotation.shed_s = Some(now_s);
         for key in late {
             self.put_out(key, site, GiveUp::ReturnsLate);
         }

@@ -240,10 +240,6 @@ impl Admission {
     }
 
     /// Takes out what has to go for a turn, and books it.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one call, of facts that belong to no one type"
-    )]
     pub fn take_place(
         &mut self,
         asked: &Asked<'_>,
@@ -251,11 +247,10 @@ impl Admission {
         site: &Site,
         sites: &[Site],
         state: Residence,
-        give_up: &[Key],
         now_s: f64,
     ) -> (u64, Vec<Option<Name>>) {
         let mut gave_up = Vec::new();
-        for &key in give_up {
+        for key in self.leaving_for(asked, site, state) {
             gave_up.push(self.give_up(site.slot, &site.spec, key, GiveUp::Growth));
         }
         let (prompt, output_tokens) = (&asked.prompt, asked.output_tokens);
