@@ -313,22 +313,31 @@ async fn seeded_faults_leave_nothing_behind() {
     stop.send(()).expect("it serves");
     serving.await.expect("no panic");
     drop(fleet);
-    let mut finishes: HashMap<String, usize> = HashMap::new();
-    let mut decisions = 0;
-    let lines = std::fs::read_to_string(&log).expect("the log");
-    for line in lines.lines() {
-        let event: Value = serde_json::from_str(line).expect("JSON");
-        match event["event"].as_str().expect("a kind") {
-            "decision" => decisions += 1,
-            "finish" => {
-                let id = event["decision_id"].as_str().expect("an id").to_owned();
-                *finishes.entry(id).or_default() += 1;
+    let count = || {
+        let mut finishes: HashMap<String, usize> = HashMap::new();
+        let mut decisions = 0;
+        let lines = std::fs::read_to_string(&log).expect("the log");
+        for line in lines.lines() {
+            let event: Value = serde_json::from_str(line).expect("JSON");
+            match event["event"].as_str().expect("a kind") {
+                "decision" => decisions += 1,
+                "finish" => {
+                    let id = event["decision_id"].as_str().expect("an id").to_owned();
+                    *finishes.entry(id).or_default() += 1;
+                }
+                // What admission did.
+                kind => assert!(matches!(kind, "wait" | "wait_end" | "give_up"), "{event}"),
             }
-            // What admission did.
-            kind => assert!(matches!(kind, "wait" | "wait_end" | "give_up"), "{event}"),
         }
-    }
-    assert_eq!(finishes.len(), decisions, "every decision finishes");
+        (finishes, decisions)
+    };
+    // The log is written beside the requests.
+    until("every decision finishes", || {
+        let (finishes, decisions) = count();
+        finishes.len() == decisions
+    })
+    .await;
+    let (finishes, decisions) = count();
     assert!(finishes.values().all(|&count| count == 1), "once");
     println!(
         "{sent} requests, {decisions} decisions: {} complete, {} error events, {} refused, {} left, {} cut off",
