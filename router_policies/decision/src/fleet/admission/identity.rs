@@ -37,6 +37,6 @@ pub struct Identity {
     /// Its tenant.
     pub payer: usize,
     pub name: Option<Name>,
-    /// A call beside the session's conversation, whose place it leaves alone.
+    /// A call beside the session's conversation, which it does not go on.
     pub is_aside: bool,
 }

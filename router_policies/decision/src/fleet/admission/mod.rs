@@ -89,7 +89,7 @@ pub(super) struct Admission {
     endings: Endings,
     queue: Queue,
     departed: Departed,
-    /// Of calls beside conversations, which run without a place.
+    /// Of calls beside conversations, which are not booked.
     aside_tokens: u64,
     /// How long turns run on their workers.
     run_s: f64,

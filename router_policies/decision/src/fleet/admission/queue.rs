@@ -81,7 +81,7 @@ pub enum Progress {
     Deserted,
 }
 
-/// A turn that has no place, as it comes to the queue.
+/// A turn that may not go yet, as it comes to the queue.
 pub struct WaitingTurn {
     pub request_id: String,
     /// The session, or the tenant of one that names none: who may come again.

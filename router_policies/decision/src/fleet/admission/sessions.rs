@@ -1,4 +1,4 @@
-//! What is known of every session, whether it has a place or not: how it thinks and grows, what it
+//! What is known of every session, whether it is in or not: how it thinks, what it
 //! was served before, and, where requests name no session, which family of prompts they belong to.
 
 use super::endings::{Awaited, Kind};
