@@ -100,8 +100,8 @@ def check_what_is_sent(separated: Fleet, prompt: Callable[[int], list[int]]) -> 
     # The next turn: what the decode worker lacks is sent, and no more.
     turn = first + output_ids(answer)
     second = turn + prompt(100)
-    answered_by, answer = complete(router, second, stream=True)
-    assert answered_by == decode.id
+    # A stream that waits for 5 s begins before its worker is known: the bytes tell which it was.
+    _, answer = complete(router, second, stream=True)
     # All but the last token, which was made and not read.
     held = (len(turn) - 1) // page_tokens
     assert moved_bytes() - moved == page_bytes * (-(-len(second) // page_tokens) - held)
