@@ -52,17 +52,7 @@ pub const SERVED: [Served; 21] = [
     ),
     served(
         "POST",
-        &[
-            "/v1/messages/count_tokens",
-            "/v1/embeddings",
-            "/tokenize",
-            "/detokenize",
-            "/v1/tokenize",
-            "/v1/detokenize",
-            "/v1/rerank",
-            "/v1/score",
-            "/v1/classify",
-        ],
+        &super::passthrough::PATHS,
         "passed to the worker with the fewest requests; no decision",
     ),
     served(

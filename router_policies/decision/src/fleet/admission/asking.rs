@@ -1,7 +1,7 @@
 //! Where a turn may go now.
 
 use super::cached::Cached;
-use super::footprint::Coarse;
+use super::footprint::{Chain, Coarse};
 use super::identity::Key;
 use super::rules::{Placement, Prompt};
 use super::{Admission, GiveUp, Residence, Site, Sites, WaitReason, site_of};
@@ -248,7 +248,9 @@ impl Admission {
         if !lets_in {
             return Err(WaitReason::SessionsLimit);
         }
-        if asked.new_tokens(site) >= self.settings.cold_tokens && !self.is_open_to_cold(site) {
+        let ledger = self.ledger(site.slot);
+        let running = ledger.map_or(0, |ledger| ledger.hold.cold_in_flight);
+        if self.is_cold(asked, site) && running >= self.settings.cold_slots {
             return Err(WaitReason::ColdPrefill);
         }
         Ok(())
@@ -292,7 +294,10 @@ impl Admission {
             return Err(WaitReason::NoRoom);
         }
         // Which of the idle would have to go takes longer to find out.
-        let is_roomy = hold.in_flight_tokens() + whole <= budget;
+        let running = hold.occupants().filter(|(_, of)| !of.is_idle());
+        let held = running.filter_map(|(_, of)| of.held.as_ref());
+        let stays: u64 = held.map(Chain::tokens).sum();
+        let is_roomy = hold.in_flight_tokens() + stays + whole <= budget;
         let frees = || {
             let idle = self.idle_by_tenure(site, Some(asked.key));
             hold.freed_by(&idle, &asked.prompt) >= excess
@@ -376,13 +381,6 @@ impl Admission {
     pub(super) fn turns_on(&self, site: &Site) -> usize {
         let ledger = self.ledger(site.slot);
         ledger.map_or(0, |ledger| ledger.hold.turns_in_flight())
-    }
-
-    /// Whether another cold prefill may run there.
-    fn is_open_to_cold(&self, site: &Site) -> bool {
-        let ledger = self.ledger(site.slot);
-        let running = ledger.map_or(0, |ledger| ledger.hold.cold_in_flight);
-        !site.prefills || running < self.settings.cold_slots
     }
 
     /// Of a turn of a session that comes in: whether its prefill is a cold one.

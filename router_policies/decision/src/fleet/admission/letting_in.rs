@@ -254,10 +254,7 @@ impl Admission {
     fn over_share(&self, site: &Site) -> Option<Key> {
         let rotation = &self.ledger(site.slot)?.rotation;
         let members = rotation.members.iter();
-        let over = members.filter(|(key, _)| {
-            let payer = self.sessions.get(**key).map_or(0, |known| known.payer);
-            self.queue.tenants.holds_more(payer)
-        });
+        let over = members.filter(|(key, _)| self.queue.tenants.holds_more(self.payer_of(**key)));
         let first = over.min_by(|(_, one), (_, other)| one.since_s.total_cmp(&other.since_s));
         first.map(|(key, _)| *key).filter(|_| rotation.leaving == 0)
     }
@@ -352,8 +349,7 @@ impl Admission {
         let mut held = vec![0.0; count];
         for ledger in &self.ledgers {
             for (&key, member) in &ledger.rotation.members {
-                let payer = self.sessions.get(key).map_or(0, |known| known.payer);
-                held[payer] += match self.manner.by_tokens {
+                held[self.payer_of(key)] += match self.manner.by_tokens {
                     true => ledger.rotation.own_tokens(member) as f64,
                     false => each,
                 };

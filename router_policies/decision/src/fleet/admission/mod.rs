@@ -227,6 +227,11 @@ impl Admission {
         name
     }
 
+    /// The tenant of a session; the first, which is nobody's, where it is not known.
+    fn payer_of(&self, key: Key) -> usize {
+        self.sessions.get(key).map_or(0, |known| known.payer)
+    }
+
     /// Takes a session out whose KV is no longer where it was.
     pub fn lose_place(&mut self, site: &Site, key: Key) {
         self.sessions.of(key).lost_on = Some(site.serial);

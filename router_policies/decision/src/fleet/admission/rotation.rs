@@ -691,10 +691,7 @@ impl Admission {
     ) {
         let rotation = &self.ledgers[site.slot].rotation;
         // Those first whose tenants hold more than their shares.
-        let is_within = |key: Key| {
-            let payer = self.sessions.get(key).map_or(0, |known| known.payer);
-            !self.queue.tenants.holds_more(payer)
-        };
+        let is_within = |key: Key| !self.queue.tenants.holds_more(self.payer_of(key));
         let members = rotation.members.iter();
         let mut by_tenure: Vec<(bool, f64, Key)> = members
             .map(|(&key, member)| (is_within(key), member.since_s, key))

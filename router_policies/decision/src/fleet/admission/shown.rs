@@ -90,7 +90,7 @@ impl Admission {
                 let in_flight = ledger.hold.occupant(key).map(Occupant::tokens);
                 SessionShown {
                     session_id: member.name.clone(),
-                    tenant: tenant(known.map_or(0, |known| known.payer)),
+                    tenant: tenant(self.payer_of(key)),
                     state: match runs {
                         true => State::Running,
                         false => State::Idle,
