@@ -18,7 +18,9 @@ def weight_bytes(model: str, dtype: str) -> int | None:
     """Of a checkpoint as it lies on this machine, or of a shape in `dtype`; None for a model that
     is not here."""
     if is_shape(model):
-        return _parameters(shape_config(model)) * DTYPE_BYTES.get(dtype, 2)
+        shape = shape_config(model)
+        weights = _parameters(shape) * DTYPE_BYTES.get(dtype, 2)
+        return _halved(weights, shape) if shape.get("quantization_config") else weights
     folder = model_folder(model)
     if folder is None:
         return None
@@ -38,6 +40,11 @@ def in_fp8(model: str, weights: int) -> int | None:
     sizes = config.get("vocab_size"), config.get("hidden_size")
     if config.get("quantization_config") or not all(isinstance(size, int) for size in sizes):
         return None
+    return _halved(weights, config)
+
+
+def _halved(weights: int, config: Mapping[str, Any]) -> int:
+    """`weights` bytes of 16 bits a value where all but the embeddings take 8."""
     embeddings: int = 2 * config["vocab_size"] * config["hidden_size"]
     embeddings *= 1 if config.get("tie_word_embeddings") else 2
     return (weights - embeddings) // 2 + embeddings

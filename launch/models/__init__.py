@@ -45,8 +45,11 @@ def has_tokenizer(model: str) -> bool:
 
 @cache
 def shape_config(name: str) -> Mapping[str, Any]:
-    """The Hugging Face configuration of a shipped shape."""
-    return tomllib.loads(_resource(f"{name}.toml").read_text())
+    """The Hugging Face configuration of a shipped shape; `like` in its file names another shape,
+    whose keys it has as well."""
+    own = tomllib.loads(_resource(f"{name}.toml").read_text())
+    like = own.pop("like", None)
+    return own if like is None else {**shape_config(like), **own}
 
 
 def shape_folder(name: str) -> Path:

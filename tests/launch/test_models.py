@@ -93,8 +93,16 @@ def test_a_key_decides_whether_engines_load_the_tokenizer(
 
 
 def test_shapes_without_a_tokenizer_have_a_configuration_only(folder: Path) -> None:
-    (bare,) = [name for name in shapes() if not has_tokenizer(name)]
-    assert [file.name for file in write_shape(bare).iterdir()] == ["config.json"]
+    bare = [name for name in shapes() if not has_tokenizer(name)]
+    assert bare == ["qwen3-coder-30b-a3b", "qwen3-coder-30b-a3b-fp8"]
+    for name in bare:
+        assert [file.name for file in write_shape(name).iterdir()] == ["config.json"]
+
+
+def test_the_fp8_shape_differs_from_the_bf16_one_in_its_quantization_only(folder: Path) -> None:
+    config = json.loads((write_shape("qwen3-coder-30b-a3b-fp8") / "config.json").read_text())
+    assert config.pop("quantization_config")["weight_block_size"] == [128, 128]
+    assert config == shape_config("qwen3-coder-30b-a3b")
 
 
 def test_a_hubs_model_is_known_once_it_was_downloaded(

@@ -53,6 +53,8 @@ def test_a_shapes_weights_are_those_of_the_model_that_it_has_the_shape_of() -> N
     weights = weight_bytes(CODER, "bfloat16")
     assert weights == 2 * 30_532_122_624  # parameters of Qwen3-Coder-30B-A3B-Instruct
     assert in_fp8(CODER, weights) == pytest.approx(31.2e9, rel=0.01)
+    assert weight_bytes(f"{CODER}-fp8", "bfloat16") == in_fp8(CODER, weights)
+    assert in_fp8(f"{CODER}-fp8", weights) is None
 
 
 @pytest.mark.parametrize(
