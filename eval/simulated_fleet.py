@@ -22,13 +22,19 @@ from launch.topology import Topology, WorkerGroup
 from replay.options import RunOptions, preset_values
 from replay.plays import Order
 
-# The calibrations of arms that serve this model on GPUs, unless the experiment names another: by
-# engine, of workers with bf16 KV and with FP8. vLLM with bf16 has none of its own: SGLang's
-# foretell it (docs/simulator.md).
-_MODEL = "qwen3-coder-30b-a3b"
+# The calibrations of arms on GPUs, unless the experiment names another: by model and engine, of
+# workers with bf16 KV and with FP8. vLLM with bf16 has none of its own: SGLang's foretell it
+# (docs/simulator.md).
 _CALIBRATIONS = {
-    "sglang": ("qwen3-coder-30b-a3b-h200-sglang", "qwen3-coder-30b-a3b-h200-sglang-fp8"),
-    "vllm": ("qwen3-coder-30b-a3b-h200-sglang", "qwen3-coder-30b-a3b-h200-vllm-fp8"),
+    ("qwen3-coder-30b-a3b", "sglang"): {
+        False: "qwen3-coder-30b-a3b-h200-sglang",
+        True: "qwen3-coder-30b-a3b-h200-sglang-fp8",
+    },
+    ("qwen3-coder-30b-a3b", "vllm"): {
+        False: "qwen3-coder-30b-a3b-h200-sglang",
+        True: "qwen3-coder-30b-a3b-h200-vllm-fp8",
+    },
+    ("qwen3-coder-30b-a3b-fp8", "sglang"): {True: "qwen3-coder-30b-a3b-fp8-h200-sglang"},
 }
 _FP8 = {"fp8_e4m3", "fp8_e5m2"}
 
@@ -65,9 +71,10 @@ def calibration_name(topology: Topology, simulate: Simulate) -> str:
     known."""
     if simulate.calibration is not None:
         return simulate.calibration
-    if topology.model == _MODEL and topology.device == "cuda":
-        kinds = {topology.kv_keys(group).kv_cache_dtype for group in topology.workers}
-        return _CALIBRATIONS[topology.engine.name][kinds <= _FP8]
+    kinds = {topology.kv_keys(group).kv_cache_dtype for group in topology.workers}
+    of_model = _CALIBRATIONS.get((topology.model, topology.engine.name), {})
+    if topology.device == "cuda" and (found := of_model.get(kinds <= _FP8)):
+        return found
     raise InputError(
         f"simulate.calibration: none is known for {topology.model} on {topology.device}; name one "
         f"that deltaserve eval calibrate fitted, or of {', '.join(packaged_calibrations())}"

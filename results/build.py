@@ -344,6 +344,15 @@ def steps() -> dict[str, dict[str, Any]]:
     return found
 
 
+def at_least(run_id: str) -> float:
+    """First tokens/s in the window of a run that was cut off after it: turns in flight have no
+    line, so that there may have been more."""
+    (run,) = (run for run in manifest()["runs"] if run["id"] == run_id)
+    start_s, end_s = run["window_start_s"], run["window_end_s"]
+    answered = turns()[run_id]["first_token_s"].between(start_s, end_s).sum()
+    return float(answered) / float(end_s - start_s)
+
+
 def mean(found: Iterable[Judgement], arm: str, sessions: int, measure: str) -> float:
     """A measure's mean over the trace seeds of an arm's runs."""
     by_seed: dict[int, list[float]] = {}
@@ -414,6 +423,7 @@ def pages() -> dict[str, str]:
         "strongest": strongest,
         "steps": steps(),
         "mean": mean,
+        "at_least": at_least,
         "superseded": superseded(),
         "kv_reads": kv_reads,
         "elastic_worker": elastic_worker,

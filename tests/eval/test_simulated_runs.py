@@ -298,9 +298,13 @@ def test_prefill_is_paced_as_the_workers_variables_say(
         ((), "qwen3-coder-30b-a3b-h200-sglang"),
         (("set.kv_cache_dtype='fp8_e4m3'",), "qwen3-coder-30b-a3b-h200-sglang-fp8"),
         (("set.kv_cache_dtype='auto'",), "qwen3-coder-30b-a3b-h200-sglang"),
+        (
+            ("set.kv_cache_dtype='fp8_e4m3'", "set.model='qwen3-coder-30b-a3b-fp8'"),
+            "qwen3-coder-30b-a3b-fp8-h200-sglang",
+        ),
     ],
 )
-def test_workers_with_fp8_kv_have_constants_of_their_own(
+def test_workers_with_fp8_kv_or_weights_have_constants_of_their_own(
     given: tuple[str, ...], name: str, experiment: Path, tmp_path: Path
 ) -> None:
     run(experiment, tmp_path / "out", "repeats=1", *given, only=["off"])
