@@ -3,6 +3,7 @@
 //! Owns the template, what templates may call, and how values become JSON there. What a conversation
 //! is in the template's terms is [`super::conversation`]'s.
 
+use super::content_format::InParts;
 use minijinja::value::Kwargs;
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 use serde::Serialize;
@@ -20,8 +21,7 @@ const NAMED_TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_tok
 pub(super) struct ChatTemplate {
     environment: Environment<'static>,
     has_one_with_tools: bool,
-    /// Templates that go through the parts of a message get its content in parts, others as one text.
-    pub takes_parts: bool,
+    pub in_parts: InParts,
     /// It names the role `developer`.
     pub knows_developers: bool,
     /// It shows what the system says later in a conversation, where that stands.
@@ -81,9 +81,7 @@ impl ChatTemplate {
         for (name, token) in tokens {
             environment.add_global(name, token);
         }
-        let takes_parts = templates
-            .iter()
-            .any(|(_, template)| goes_through_parts(template));
+        let in_parts = InParts::of(templates.iter().map(|(_, template)| template.as_str()));
         let knows_developers = templates
             .iter()
             .any(|(_, template)| names_developers(template));
@@ -95,7 +93,7 @@ impl ChatTemplate {
         let mut template = Self {
             environment,
             has_one_with_tools,
-            takes_parts,
+            in_parts,
             knows_developers,
             shows_later_systems: false,
         };
@@ -150,19 +148,6 @@ impl ChatTemplate {
         .collect();
         self.environment.get_template(name)?.render(variables)
     }
-}
-
-/// Whether the template has a loop over a message's content, by which engines tell (SGLang 0.5.17's
-/// `detect_jinja_template_content_format` and vLLM 0.26.0's, which read the syntax tree).
-fn goes_through_parts(template: &str) -> bool {
-    const CONTENT: [&str; 3] = [".content", "['content']", "[\"content\"]"];
-    template.match_indices(" in ").any(|(at, found)| {
-        let rest = &template[at + found.len()..];
-        ["message", "msg", "m"].iter().any(|name| {
-            rest.strip_prefix(name)
-                .is_some_and(|rest| CONTENT.iter().any(|content| rest.starts_with(content)))
-        })
-    })
 }
 
 /// Whether the template names the role `developer`, by which vLLM 0.26.0 tells.
@@ -283,18 +268,5 @@ mod tests {
             error.to_string().contains("roles must alternate"),
             "{error}"
         );
-    }
-
-    #[test]
-    fn templates_tell_whether_they_go_through_the_parts_of_a_message() {
-        for (template, expected) in [
-            ("{% for part in message.content %}", true),
-            ("{% for part in message['content'] %}", true),
-            ("{% for part in m[\"content\"] %}", true),
-            ("{% for message in messages %}{{ message.content }}", false),
-            ("{% if 'content' in message %}", false),
-        ] {
-            assert_eq!(goes_through_parts(template), expected, "{template}");
-        }
     }
 }

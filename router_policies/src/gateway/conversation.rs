@@ -6,6 +6,7 @@
 //! tokens that are believed elsewhere than they are.
 
 use super::apis::Api;
+use super::content_format::InParts;
 use super::dumped_tools::dumped_tools;
 use super::sglang_tools::{self, CUSTOM_INPUT, Release};
 use super::values::{get, none, some, text_of};
@@ -47,8 +48,7 @@ pub(super) struct Reader {
     pub drops_attribution: bool,
     /// Where that is SGLang.
     pub release: Release,
-    /// The template gets content in parts, not as one text.
-    pub takes_parts: bool,
+    pub in_parts: InParts,
     /// The template has the role `developer`.
     pub knows_developers: bool,
     /// The template shows what the system says where it stands, also later in a conversation.
@@ -224,7 +224,8 @@ impl Message {
         let content = match self.texts {
             None => Value::from(""),
             Some(texts)
-                if reader.takes_parts && (self.is_list || reader.engine == Engine::Vllm) =>
+                if reader.in_parts.before(reader.engine)
+                    && (self.is_list || reader.engine == Engine::Vllm) =>
             {
                 texts
                     .into_iter()
@@ -281,7 +282,7 @@ impl Said {
             let mut texts = texts_of(&system)?;
             if engine == Engine::Vllm || reader.drops_attribution {
                 // Claude Code's line differs from session to session.
-                texts.retain(|text| !text.starts_with("x-anthropic-billing-header"));
+                texts.retain(|text| !is_attribution(text));
             }
             texts.retain(|text| !text.is_empty());
             if !texts.is_empty() {
@@ -292,6 +293,15 @@ impl Said {
         for message in body.messages.try_iter().ok()? {
             let role = text_of(&message, "role")?;
             let content = get(&message, "content")?;
+            if engine == Engine::Vllm && role == "system" {
+                let mut texts = texts_of(&content)?;
+                texts.retain(|text| !is_attribution(text));
+                let text = texts.concat();
+                if !text.is_empty() {
+                    self.0.push(Message::new("system", text));
+                }
+                continue;
+            }
             if let Some(text) = content.as_str() {
                 self.0.push(Message::new(&role, text.to_owned()));
                 continue;
@@ -302,10 +312,12 @@ impl Said {
             };
             for block in content.try_iter().ok()? {
                 match text_of(&block, "type")?.as_str() {
-                    "text" => turn
-                        .texts
-                        .get_or_insert_default()
-                        .push(text_of(&block, "text")?),
+                    "text" => {
+                        let text = text_of(&block, "text")?;
+                        if engine == Engine::Sglang || !text.is_empty() {
+                            turn.texts.get_or_insert_default().push(text);
+                        }
+                    }
                     "tool_use" => {
                         let input = get(&block, "input").unwrap_or_else(none);
                         let id = text_of(&block, "id").unwrap_or_default();
@@ -443,6 +455,10 @@ impl Said {
     }
 }
 
+fn is_attribution(text: &str) -> bool {
+    text.starts_with("x-anthropic-billing-header")
+}
+
 /// The key of what an assistant thought.
 const THOUGHT: &str = "reasoning_content";
 
@@ -551,4 +567,41 @@ fn texts_of(content: &Value) -> Option<Vec<String>> {
             },
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn read_by(engine: Engine, messages: &serde_json::Value) -> serde_json::Value {
+        let reader = Reader {
+            engine,
+            drops_attribution: false,
+            release: Release::OLDEST,
+            in_parts: InParts::default(),
+            knows_developers: false,
+            shows_later_systems: true,
+        };
+        let body = json!({"messages": messages}).to_string();
+        let found = reader.read(Api::Messages, body.as_bytes()).expect("read");
+        serde_json::to_value(found.messages).expect("messages")
+    }
+
+    #[test]
+    fn vllm_joins_later_system_messages_and_leaves_out_what_is_empty() {
+        let text = |text: &str| json!({"type": "text", "text": text});
+        let line = "x-anthropic-billing-header: cch=1";
+        let messages = json!([
+            {"role": "user", "content": [text("a"), text(""), text("b")]},
+            {"role": "system", "content": [text(line), text("c"), text(""), text("d")]},
+            {"role": "system", "content": line},
+            {"role": "system", "content": []},
+        ]);
+        let said = |role: &str, content: &str| json!({"role": role, "content": content});
+        assert_eq!(
+            read_by(Engine::Vllm, &messages),
+            json!([said("user", "a\nb"), said("system", "cd")])
+        );
+    }
 }

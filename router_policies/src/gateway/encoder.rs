@@ -86,7 +86,7 @@ impl PromptEncoder {
                 engine,
                 drops_attribution: false,
                 release: Release::OLDEST,
-                takes_parts: template.takes_parts,
+                in_parts: template.in_parts,
                 knows_developers: template.knows_developers,
                 shows_later_systems: template.shows_later_systems,
             }),

@@ -12,6 +12,7 @@ pub mod body;
 mod buffers;
 mod chat_template;
 mod client;
+mod content_format;
 mod conversation;
 mod cursor;
 mod departure;
