@@ -22,8 +22,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// `POST` on these is passed on as it is. All are served by SGLang (0.5.17), the first four by vLLM
-/// (0.26.0) too; what an engine or its model does not serve, it answers itself.
+/// `POST` on these is passed on as it is. All are served by SGLang (0.5.23), the first four by vLLM
+/// (0.32.0) too; what an engine or its model does not serve, it answers itself.
 pub(super) const PATHS: [&str; 9] = [
     "/v1/messages/count_tokens",
     "/v1/embeddings",
