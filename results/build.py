@@ -348,9 +348,7 @@ def at_least(run_id: str) -> float:
     """First tokens/s in the window of a run that was cut off after it: turns in flight have no
     line, so that there may have been more."""
     (run,) = (run for run in manifest()["runs"] if run["id"] == run_id)
-    start_s, end_s = run["window_start_s"], run["window_end_s"]
-    answered = turns()[run_id]["first_token_s"].between(start_s, end_s).sum()
-    return float(answered) / float(end_s - start_s)
+    return judge(run).measures["first_tokens_per_s"]
 
 
 def mean(found: Iterable[Judgement], arm: str, sessions: int, measure: str) -> float:
