@@ -275,31 +275,35 @@ impl Said {
         self.0 = system.into_iter().chain(others).collect();
     }
 
+    /// What the system says, as one text; nothing where that is empty.
+    fn push_system(&mut self, reader: Reader, content: &Value) -> Option<()> {
+        let mut texts = texts_of(content)?;
+        if reader.engine == Engine::Vllm || reader.drops_attribution {
+            // Claude Code's line differs from session to session.
+            texts.retain(|text| !text.starts_with("x-anthropic-billing-header"));
+        }
+        texts.retain(|text| !text.is_empty());
+        if !texts.is_empty() {
+            let between = match reader.engine {
+                Engine::Sglang => "\n",
+                Engine::Vllm => "",
+            };
+            self.0.push(Message::new("system", texts.join(between)));
+        }
+        Some(())
+    }
+
     /// Anthropic's: content in blocks, the system prompt and tools' results beside the turns.
     fn read_messages(&mut self, reader: Reader, body: &Body) -> Option<()> {
         let engine = reader.engine;
         if let Some(system) = some(body.system.clone()) {
-            let mut texts = texts_of(&system)?;
-            if engine == Engine::Vllm || reader.drops_attribution {
-                // Claude Code's line differs from session to session.
-                texts.retain(|text| !is_attribution(text));
-            }
-            texts.retain(|text| !text.is_empty());
-            if !texts.is_empty() {
-                let between = if engine == Engine::Sglang { "\n" } else { "" };
-                self.0.push(Message::new("system", texts.join(between)));
-            }
+            self.push_system(reader, &system)?;
         }
         for message in body.messages.try_iter().ok()? {
             let role = text_of(&message, "role")?;
             let content = get(&message, "content")?;
             if engine == Engine::Vllm && role == "system" {
-                let mut texts = texts_of(&content)?;
-                texts.retain(|text| !is_attribution(text));
-                let text = texts.concat();
-                if !text.is_empty() {
-                    self.0.push(Message::new("system", text));
-                }
+                self.push_system(reader, &content)?;
                 continue;
             }
             if let Some(text) = content.as_str() {
@@ -453,10 +457,6 @@ impl Said {
         }
         self.0 = joined;
     }
-}
-
-fn is_attribution(text: &str) -> bool {
-    text.starts_with("x-anthropic-billing-header")
 }
 
 /// The key of what an assistant thought.
