@@ -154,6 +154,7 @@ fn not_admitted(refused: Refused) -> PyErr {
     let (why, retry_after_s) = match refused {
         Refused::ByPolicy(refusal) => (format!("{refusal:?}"), None),
         Refused::QueueFull { retry_after_s } => ("QueueFull".to_owned(), Some(retry_after_s)),
+        Refused::NoShare { retry_after_s } => ("NoShare".to_owned(), Some(retry_after_s)),
         Refused::Quota { retry_after_s, .. } => ("Quota".to_owned(), Some(retry_after_s)),
         Refused::WaitedTooLong { retry_after_s } => {
             ("WaitedTooLong".to_owned(), Some(retry_after_s))

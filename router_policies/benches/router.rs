@@ -86,7 +86,7 @@ fn decisions(workers: usize, blocks: usize) -> Value {
         let fleet = Arc::new(fleet.with_admission(admission));
         for i in 0..workers {
             let id = format!("w{i}");
-            let capacity = (blocks * 16 / workers) as u64 * if is_gated { 3 } else { 1 };
+            let capacity = (blocks * 16 / workers) as u64 * if is_gated { 8 } else { 1 };
             let spec =
                 json!({"id": id, "url": format!("http://{id}:1"), "kv_capacity_tokens": capacity});
             fleet

@@ -11,3 +11,4 @@
 pub mod fleet;
 pub mod model;
 pub mod policy;
+pub mod room;

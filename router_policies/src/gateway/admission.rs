@@ -1,8 +1,9 @@
 //! How many requests run and how many wait.
 
+use decision::room::{Lack, Room};
 use hyper::StatusCode;
+use parking_lot::Mutex;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError, watch};
 use tokio::time::Instant;
@@ -14,6 +15,8 @@ pub(crate) type Permit = OwnedSemaphorePermit;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotAdmitted {
     QueueFull,
+    /// Its client has as many waiting as one may.
+    NoShare,
     WaitedTooLong,
     /// Its deadline came before its turn.
     TimeIsOver,
@@ -29,6 +32,11 @@ impl NotAdmitted {
                 StatusCode::TOO_MANY_REQUESTS,
                 "overloaded",
                 "the queue is full",
+            ),
+            Self::NoShare => (
+                StatusCode::TOO_MANY_REQUESTS,
+                "overloaded",
+                "as many requests of this client wait as one client may have waiting (max_queued)",
             ),
             Self::WaitedTooLong => (
                 StatusCode::SERVICE_UNAVAILABLE,
@@ -51,8 +59,9 @@ impl NotAdmitted {
     /// After how long another try may succeed, where that is known.
     pub fn retry_after_s(self) -> Option<f64> {
         match self {
-            Self::ShuttingDown => Some(1.0),
-            Self::QueueFull | Self::WaitedTooLong | Self::TimeIsOver => None,
+            // All are told at once, and are not to come again at once.
+            Self::ShuttingDown => Some(1.0 + 4.0 * fastrand::f64()),
+            Self::QueueFull | Self::NoShare | Self::WaitedTooLong | Self::TimeIsOver => None,
         }
     }
 }
@@ -60,17 +69,17 @@ impl NotAdmitted {
 /// A bounded number of running requests, and a bounded queue before them.
 pub(crate) struct Admission {
     running: Arc<Semaphore>,
-    queued: AtomicUsize,
+    queued: Mutex<Room>,
     max_queued: usize,
     is_closed: watch::Sender<bool>,
 }
 
 /// Leaves the queue on every path, a client's disconnect included.
-struct Queued<'a>(&'a AtomicUsize);
+struct Queued<'a>(&'a Mutex<Room>, Option<u64>);
 
 impl Drop for Queued<'_> {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.0.lock().give_back(self.1, 1);
     }
 }
 
@@ -78,7 +87,7 @@ impl Admission {
     pub fn new(max_inflight: usize, max_queued: usize) -> Self {
         Self {
             running: Arc::new(Semaphore::new(max_inflight.min(Semaphore::MAX_PERMITS))),
-            queued: AtomicUsize::new(0),
+            queued: Mutex::default(),
             max_queued,
             is_closed: watch::Sender::new(false),
         }
@@ -96,9 +105,11 @@ impl Admission {
         let _ = self.is_closed.subscribe().wait_for(|closed| *closed).await;
     }
 
-    /// Waits for its turn, first come, first served: as long as `patience`, and not past `deadline`.
+    /// Waits for its turn, first come, first served: as long as `patience`, and not past `deadline`. `client` is who
+    /// has a share of the queue, if it is known.
     pub async fn enter(
         &self,
+        client: Option<u64>,
         patience: Duration,
         deadline: Instant,
     ) -> Result<Permit, NotAdmitted> {
@@ -107,11 +118,7 @@ impl Admission {
             Err(TryAcquireError::Closed) => return Err(NotAdmitted::ShuttingDown),
             Err(TryAcquireError::NoPermits) => {}
         }
-        let ahead = self.queued.fetch_add(1, Ordering::Relaxed);
-        let _queued = Queued(&self.queued);
-        if ahead >= self.max_queued {
-            return Err(NotAdmitted::QueueFull);
-        }
+        let _queued = self.queue(client)?;
         let turn = Arc::clone(&self.running).acquire_owned();
         let until = Instant::now() + patience;
         match tokio::time::timeout_at(until.min(deadline), turn).await {
@@ -122,8 +129,18 @@ impl Admission {
         }
     }
 
+    fn queue(&self, client: Option<u64>) -> Result<Queued<'_>, NotAdmitted> {
+        let mut queued = self.queued.lock();
+        match queued.lack(client, 1, self.max_queued) {
+            Some(Lack::OfRoom) => return Err(NotAdmitted::QueueFull),
+            Some(Lack::OfShare) => return Err(NotAdmitted::NoShare),
+            None => queued.take(client, 1),
+        }
+        Ok(Queued(&self.queued, client))
+    }
+
     pub fn queued(&self) -> usize {
-        self.queued.load(Ordering::Relaxed)
+        self.queued.lock().held()
     }
 }
 
@@ -137,13 +154,19 @@ mod tests {
         let (short, long) = (Duration::from_millis(20), Duration::from_secs(600));
         let soon = || Instant::now() + short;
         let late = || Instant::now() + long;
-        let first = admission.enter(long, late()).await.expect("its turn");
-        let refusal = admission.enter(long, soon()).await.expect_err("no turn");
+        let first = admission.enter(None, long, late()).await.expect("its turn");
+        let refusal = admission
+            .enter(None, long, soon())
+            .await
+            .expect_err("no turn");
         assert_eq!(refusal, NotAdmitted::TimeIsOver);
-        let refusal = admission.enter(short, late()).await.expect_err("no turn");
+        let refusal = admission
+            .enter(None, short, late())
+            .await
+            .expect_err("no turn");
         assert_eq!(refusal, NotAdmitted::WaitedTooLong);
         drop(first);
-        assert!(admission.enter(long, late()).await.is_ok());
+        assert!(admission.enter(None, long, late()).await.is_ok());
     }
 
     #[tokio::test]
@@ -151,8 +174,8 @@ mod tests {
         let admission = Admission::new(1, 1);
         let long = Duration::from_secs(600);
         let late = || Instant::now() + long;
-        let _running = admission.enter(long, late()).await.expect("its turn");
-        let (queued, ()) = tokio::join!(admission.enter(long, late()), async {
+        let _running = admission.enter(None, long, late()).await.expect("its turn");
+        let (queued, ()) = tokio::join!(admission.enter(None, long, late()), async {
             while admission.queued() == 0 {
                 tokio::task::yield_now().await;
             }
@@ -164,7 +187,7 @@ mod tests {
             NotAdmitted::ShuttingDown,
             "it was in the queue"
         );
-        let late_comer = admission.enter(long, late()).await;
+        let late_comer = admission.enter(None, long, late()).await;
         assert_eq!(late_comer.expect_err("no turn"), NotAdmitted::ShuttingDown);
     }
 }

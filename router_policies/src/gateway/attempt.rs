@@ -3,7 +3,7 @@
 
 use super::apis::Api;
 use super::exchange::Exchange;
-use super::fault::{Failure, Fault, Kind, status_of};
+use super::fault::{Failure, Fault, Kind, is_no_answer, status_of};
 use super::splice::{Pieces, bootstrap_fields};
 use super::stream::PrefillHalf;
 use super::{describe, models, mooncake, reuse, sse, too_long};
@@ -399,7 +399,9 @@ impl Exchange<'_> {
             answer.headers_mut().insert(CONTENT_TYPE, json);
             return Ok(Head::Whole(answer, status));
         }
-        if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
+        let is_full = status == StatusCode::TOO_MANY_REQUESTS;
+        let is_empty = status.is_success() && is_no_answer(&answer);
+        if status.is_server_error() || is_full || is_empty {
             return Err(Failure::Answering(Fault::answered(answer)));
         }
         Ok(Head::Whole(answer, status))

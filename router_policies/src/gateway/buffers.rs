@@ -5,12 +5,11 @@
 
 use super::fault::SHUTTING_DOWN;
 use bytes::{Bytes, BytesMut};
+use decision::room::{Lack, Room};
 use http_body::Body;
 use http_body_util::BodyExt;
 use hyper::StatusCode;
 use parking_lot::Mutex;
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -25,9 +24,6 @@ const UNCOUNTED_BYTES: usize = 4 << 10;
 
 /// A body takes no more than this until so much of it has come.
 const BEGINNING_BYTES: usize = 64 << 10;
-
-/// A client may hold so many times what is left for others.
-const SHARE_OF_CLIENT: usize = 3;
 
 /// A body that comes slower than this, on the whole, is given up: pieces that come just in time could
 /// hold a buffer for as long as a request may take. What comes faster earns time, up to that for one piece.
@@ -86,21 +82,14 @@ impl NotCollected {
 /// Buffers of bodies that are done with, and how much the others hold.
 pub(crate) struct Buffers {
     kept: Mutex<Vec<BytesMut>>,
-    held: Arc<Mutex<Held>>,
+    held: Arc<Mutex<Room>>,
     max_held_bytes: usize,
     patience: Duration,
 }
 
-#[derive(Default)]
-struct Held {
-    bytes: usize,
-    /// By client.
-    of: HashMap<u64, usize>,
-}
-
 /// A body's part of what all bodies may hold; given back when dropped.
 pub(super) struct Budget {
-    held: Arc<Mutex<Held>>,
+    held: Arc<Mutex<Room>>,
     /// None where nobody can tell whose it is.
     client: Option<u64>,
     bytes: usize,
@@ -108,28 +97,20 @@ pub(super) struct Budget {
 
 impl Budget {
     /// Has the body hold `bytes` in all, if there is room. One body may hold three quarters of it, and all bodies
-    /// of a client [`SHARE_OF_CLIENT`] times what they leave: who comes then finds room, whoever came first.
+    /// of a client its share.
     fn hold(&mut self, bytes: usize, max_held_bytes: usize) -> Result<(), NotCollected> {
         let more = bytes.saturating_sub(self.bytes);
         if more == 0 {
             return Ok(());
         }
         let mut held = self.held.lock();
-        let all = held.bytes.saturating_add(more);
-        let Some(left) = max_held_bytes.checked_sub(all) else {
-            return Err(NotCollected::NoRoom);
-        };
-        if bytes > max_held_bytes - max_held_bytes / 4 {
-            return Err(NotCollected::NoShare);
+        let is_most = bytes > max_held_bytes - max_held_bytes / 4;
+        match held.lack(self.client, more, max_held_bytes) {
+            Some(Lack::OfRoom) => return Err(NotCollected::NoRoom),
+            Some(Lack::OfShare) => return Err(NotCollected::NoShare),
+            None if is_most => return Err(NotCollected::NoShare),
+            None => held.take(self.client, more),
         }
-        if let Some(client) = self.client {
-            let of_client = held.of.get(&client).copied().unwrap_or_default() + more;
-            if of_client > SHARE_OF_CLIENT.saturating_mul(left) {
-                return Err(NotCollected::NoShare);
-            }
-            held.of.insert(client, of_client);
-        }
-        held.bytes = all;
         self.bytes = bytes;
         Ok(())
     }
@@ -137,18 +118,8 @@ impl Budget {
 
 impl Drop for Budget {
     fn drop(&mut self) {
-        if self.bytes == 0 {
-            return;
-        }
-        let mut held = self.held.lock();
-        held.bytes -= self.bytes;
-        if let Some(client) = self.client
-            && let Entry::Occupied(mut of_client) = held.of.entry(client)
-        {
-            *of_client.get_mut() -= self.bytes;
-            if *of_client.get() == 0 {
-                of_client.remove();
-            }
+        if self.bytes > 0 {
+            self.held.lock().give_back(self.client, self.bytes);
         }
     }
 }

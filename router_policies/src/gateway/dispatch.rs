@@ -132,8 +132,9 @@ async fn serve(
             stored: (api == Api::Responses).then(|| Arc::clone(&gateway.stored)),
         });
     }
+    placement.client = owner;
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
-    let permit = match gateway.admission.enter(patience, deadline).await {
+    let permit = match gateway.admission.enter(owner, patience, deadline).await {
         Ok(permit) => permit,
         Err(refusal) => return not_admitted(gateway, api, refusal),
     };
@@ -293,6 +294,7 @@ pub(super) fn read(
         session_id,
         tenant,
         payer: gateway.keys.payer(headers),
+        client: None,
         may_be_aside: false,
         received_s: Some(received_s),
         arrived_s: None,
@@ -346,12 +348,13 @@ pub(super) async fn complete(
 
 /// Ids of the workers that cannot take a request, whatever they have to do: they serve another model, or another
 /// one has the response that it goes on from.
-pub(super) fn unable(
+pub(super) async fn unable(
     gateway: &Gateway,
     scanned: &Scanned,
 ) -> Result<Vec<String>, Box<Response<Reply>>> {
     let mut unable = gateway.models.not_serving(scanned.model.as_deref());
     if let Some(id) = &scanned.previous_response {
+        Box::pin(stored::find(gateway, id)).await;
         match gateway.stored.others_than_has(id, &gateway.fleet) {
             Ok(others) => unable.extend(others),
             Err(stored::Gone) => {
@@ -470,7 +473,7 @@ impl Exchange<'_> {
         let gateway = self.gateway;
         let fleet = &gateway.fleet;
         let retries = self.gateway.config.retries;
-        let mut exclude = match unable(gateway, &self.scanned) {
+        let mut exclude = match unable(gateway, &self.scanned).await {
             Ok(unable) => unable,
             Err(refusal) => return *refusal,
         };

@@ -249,6 +249,20 @@ pub(super) fn status_of(answer: &Response<Bytes>) -> StatusCode {
     said.map_or(answer.status(), |error| error.status)
 }
 
+/// Whether an answer that is no error is none either: there is nothing in it, or the engine gave the
+/// request up. Engines escape quotes in text, so that the words are neither the model's nor a client's.
+pub(super) fn is_no_answer(answer: &Response<Bytes>) -> bool {
+    const GIVEN_UP: [&[u8]; 4] = [
+        b"\"finish_reason\":\"abort\"",
+        b"\"finish_reason\": \"abort\"",
+        b"\"finish_reason\":{\"type\":\"abort\"",
+        b"\"finish_reason\": {\"type\": \"abort\"",
+    ];
+    let body = answer.body();
+    let is_given_up = |words: &&[u8]| memchr::memmem::find(body, words).is_some();
+    body.is_empty() || GIVEN_UP.iter().any(is_given_up)
+}
+
 /// Whether the worker is full, which is not broken.
 pub(super) fn is_full(status: StatusCode) -> bool {
     matches!(

@@ -81,14 +81,26 @@ fn sglang_load(body: &[u8]) -> Option<EngineLoad> {
         used_tokens: sum("num_used_tokens"),
         capacity_tokens: sum("max_total_num_tokens").filter(|&tokens| tokens > 0),
         pulse: Pulse {
-            // Each rank's own: the one beside them is of the process that answers.
-            clock_s: ranks
-                .iter()
-                .filter_map(|rank| rank.get("timestamp")?.as_f64())
-                .max_by(f64::total_cmp),
+            clock_s: clock_of(ranks),
             ..Pulse::default()
         },
     })
+}
+
+/// The schedulers' own time: each rank's, for the one beside them is of the process that answers. Of ranks that have
+/// work that of the last behind: one that hangs is hidden by none that goes on.
+fn clock_of(ranks: &[serde_json::Value]) -> Option<f64> {
+    let count = |rank: &serde_json::Value, field| rank.get(field).and_then(|it| it.as_u64());
+    let clocks = ranks.iter().filter_map(|rank| {
+        let work = ["num_running_reqs", "num_waiting_reqs"].map(|field| count(rank, field));
+        let is_busy = work.into_iter().flatten().any(|requests| requests > 0);
+        Some((is_busy, rank.get("timestamp")?.as_f64()?))
+    });
+    let (busy, idle): (Vec<_>, Vec<_>) = clocks.partition(|(is_busy, _)| *is_busy);
+    let times = |of: Vec<(bool, f64)>| of.into_iter().map(|(_, clock_s)| clock_s);
+    times(busy)
+        .min_by(f64::total_cmp)
+        .or_else(|| times(idle).max_by(f64::total_cmp))
 }
 
 fn vllm_load(text: &str) -> Option<EngineLoad> {
@@ -126,6 +138,7 @@ fn vllm_load(text: &str) -> Option<EngineLoad> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn sglangs_report_is_summed_over_ranks() {
@@ -159,6 +172,23 @@ mod tests {
         assert_eq!(clock([r#", "timestamp": "now""#, ""]), None);
         let (early, late) = (r#", "timestamp": 4.5"#, r#", "timestamp": 7"#);
         assert_eq!(clock([early, late]), Some(7.0));
+    }
+
+    #[test]
+    fn a_rank_that_hangs_with_work_is_hidden_by_none_that_goes_on() {
+        let clock = |at: f64, is_busy: [u32; 2]| {
+            let rank = |time: f64, running| json!({"num_running_reqs": running, "num_waiting_reqs": 0, "timestamp": time});
+            let ranks = [rank(at, is_busy[0]), rank(4.5, is_busy[1])];
+            let body = json!({"loads": ranks}).to_string();
+            sglang_load(body.as_bytes())
+                .expect("a report")
+                .pulse
+                .clock_s
+        };
+        assert_eq!(clock(7.0, [1, 1]), clock(8.0, [1, 1]));
+        assert_eq!(clock(7.0, [0, 1]), clock(8.0, [0, 1]));
+        assert_ne!(clock(7.0, [1, 0]), clock(8.0, [1, 0]));
+        assert_ne!(clock(7.0, [0, 0]), clock(8.0, [0, 0]));
     }
 
     #[test]

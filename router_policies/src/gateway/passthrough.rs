@@ -129,7 +129,7 @@ pub(super) async fn handle(
         }
     };
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
-    let _permit = match gateway.admission.enter(patience, deadline).await {
+    let _permit = match gateway.admission.enter(owner, patience, deadline).await {
         Ok(permit) => permit,
         Err(refusal) => {
             let (status, kind, message) = refusal.told();

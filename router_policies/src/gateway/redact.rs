@@ -56,6 +56,11 @@ fn redact(value: &mut Value) {
             }
         }
         Value::String(text) => {
+            if let Some(shown) = inner(text) {
+                *text = shown;
+                return;
+            }
+            *text = without_bearers(text);
             if let Some(shown) = without_password(text) {
                 *text = shown;
             } else if text.contains("--") {
@@ -88,12 +93,59 @@ fn is_secret(name: &str) -> bool {
     (ends && !of_text) || PARTS.iter().any(|part| name.contains(part))
 }
 
-/// A URL without the password in it.
+/// JSON in a text, as some of SGLang's arguments are, without secrets.
+fn inner(text: &str) -> Option<String> {
+    let is_one = text.trim_start().starts_with(['{', '[']);
+    let mut value: Value = serde_json::from_str(text).ok().filter(|_| is_one)?;
+    redact(&mut value);
+    Some(value.to_string())
+}
+
+/// A text without what stands behind `Bearer` and `Basic` in it.
+fn without_bearers(text: &str) -> String {
+    let mut hides_next = false;
+    let words = text.split(' ').map(|word| {
+        let scheme = word.rsplit(['=', ':', '"', '\'']).next().unwrap_or(word);
+        let follows = std::mem::replace(
+            &mut hides_next,
+            ["bearer", "basic"]
+                .iter()
+                .any(|it| scheme.eq_ignore_ascii_case(it)),
+        );
+        if follows { HIDDEN } else { word }
+    });
+    words.collect::<Vec<_>>().join(" ")
+}
+
+/// A URL without the password in it, and without what its query is signed with.
 fn without_password(text: &str) -> Option<String> {
     let (scheme, rest) = text.split_once("://")?;
     let end = rest.find(['/', '?', '#', ' ']).unwrap_or(rest.len());
-    let (user, _) = rest[..end].rsplit_once('@')?;
-    Some(format!("{scheme}://{HIDDEN}{}", &rest[user.len()..]))
+    let (begin, tail) = rest.split_at(end);
+    let host = begin.rsplit_once('@').map(|(_, host)| host);
+    let query = tail.split_once('?');
+    let shown = query.map(|(path, query)| {
+        let (query, fragment) = query.split_once('#').unwrap_or((query, ""));
+        let parts = query.split('&').map(|part| match part.split_once('=') {
+            Some((name, _)) if is_secret(name) || name.to_ascii_lowercase().contains("sig") => {
+                format!("{name}={HIDDEN}")
+            }
+            _ => part.to_owned(),
+        });
+        let mark = if fragment.is_empty() { "" } else { "#" };
+        format!(
+            "{path}?{}{mark}{fragment}",
+            parts.collect::<Vec<_>>().join("&")
+        )
+    });
+    if host.is_none() && shown.as_deref().is_none_or(|shown| shown == tail) {
+        return None;
+    }
+    let host = host.map_or_else(|| begin.to_owned(), |host| format!("{HIDDEN}@{host}"));
+    Some(format!(
+        "{scheme}://{host}{}",
+        shown.as_deref().unwrap_or(tail)
+    ))
 }
 
 /// A command line in one text, without the values of its secret flags.
@@ -130,6 +182,9 @@ mod tests {
             "command": "serve m --admin-api-key s1 --port 9 --api-key=s1",
             "backend": "redis://user:s1@cache:6379/0", "proxy_authorization": "s1",
             "X-API-Key": "s1", "apiKey": "s1", "auth": ["s1"],
+            "hicache_storage_backend_extra_config": r#"{"tp": 8000, "secret_access_key": "s1"}"#,
+            "otlp_traces_headers": "Authorization: Bearer s1", "header": "authorization=Basic s1",
+            "model_path": "https://h/--model?X-Amz-Signature=s1&sig=s1&part=8000#nixl",
         });
         let shown = without_secrets(info.to_string().as_bytes()).expect("JSON");
         let text = String::from_utf8_lossy(&shown);

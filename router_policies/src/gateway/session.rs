@@ -180,7 +180,9 @@ impl CacheKeys {
         let (Some(blocks), Some(&state)) =
             (prompt.states.len().checked_sub(1), prompt.states.last())
         else {
-            return false; // Too short to tell.
+            // Too short to tell; one conversation is no longer so after a few turns.
+            newest.strangers += 1;
+            return newest.strangers >= STRANGERS;
         };
         let goes_on =
             newest.blocks == 0 || prompt.states.get(newest.blocks - 1) == Some(&newest.state);
@@ -292,6 +294,11 @@ mod tests {
         assert_eq!(many.collect::<Vec<_>>(), [false, false, false, true]);
         assert!(keys.is_shared(1, "app", &prompt(4, 2)), "it stays so");
         assert!(!keys.is_shared(2, "app", &prompt(4, 3)), "another tenant's");
+        assert!(keys.is_shared(3, "short", &PromptHashes::default()));
+        assert!(
+            !keys.is_shared(3, "short", &prompt(1, 1)),
+            "it counts for nothing"
+        );
     }
 
     #[test]

@@ -219,6 +219,19 @@ pub(super) fn is_abort(data: &[u8]) -> bool {
     ABORTS.find(data).is_some()
 }
 
+/// Values of a key "error" where there was none.
+const NOTHING: [&[u8]; 4] = [b"null", b"false", b"\"\"", b"0"];
+
+/// Whether such a value says that there was an error.
+fn says_error(error: &Value) -> bool {
+    match error {
+        Value::Null | Value::Bool(false) => false,
+        Value::String(text) => !text.is_empty(),
+        Value::Number(number) => number.as_f64() != Some(0.0),
+        _ => true,
+    }
+}
+
 /// Whether an event's data, of which this is the beginning, is an error object.
 fn begins_as_error(data: &[u8]) -> bool {
     let visible = data.iter().filter(|byte| !byte.is_ascii_whitespace());
@@ -227,8 +240,13 @@ fn begins_as_error(data: &[u8]) -> bool {
         return false;
     }
     match bytes.next() {
-        // Some engines have a key "error" that is null in every event.
-        Some(b'e') => goes_on_with(&mut bytes, b"rror\":") && !goes_on_with(&mut bytes, b"null"),
+        // Some engines have a key "error" in every event, which then says nothing.
+        Some(b'e') => {
+            goes_on_with(&mut bytes, b"rror\":") && {
+                let value: Vec<u8> = bytes.take(5).collect();
+                !NOTHING.iter().any(|nothing| value.starts_with(nothing))
+            }
+        }
         Some(b'o') => goes_on_with(&mut bytes, b"bject\":\"error\""),
         Some(b't') => goes_on_with(&mut bytes, b"ype\":\"error\""),
         _ => false,
@@ -356,7 +374,7 @@ pub(super) fn error_in(data: &[u8]) -> Option<EventError> {
         let found = event.pointer(place).and_then(Value::as_str);
         found.is_some_and(|text| texts.contains(&text))
     };
-    let is_error = event.get("error").is_some_and(|error| !error.is_null())
+    let is_error = event.get("error").is_some_and(says_error)
         || is_text("/object", &["error"])
         || is_text("/type", &["error", "response.failed"])
         || is_text("/meta_info/finish_reason/type", &["abort"]);

@@ -19,6 +19,8 @@ use std::time::Duration;
 
 /// Responses of which it is known where they are.
 const KNOWN: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not 0");
+/// For each worker that is asked for a response that another request goes on from.
+const FIND_PATIENCE: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_secs(30);
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 const FOLDER: &str = "/v1/responses/";
@@ -124,6 +126,34 @@ pub(super) fn is_one(path: &str) -> bool {
         let id = rest.strip_suffix("/cancel").unwrap_or(rest);
         !id.is_empty() && !id.contains('/')
     })
+}
+
+/// Asks the workers for a response of which nobody knows where it is, as after a restart of the router.
+pub(super) async fn find(gateway: &Gateway, id: &str) {
+    if gateway.stored.0.lock().contains(id) {
+        return;
+    }
+    let workers = gateway.fleet.snapshot().into_iter();
+    let healthy: Vec<_> = workers.filter(|it| it.healthy).collect();
+    // With one worker it is there or nowhere; what is no id is nowhere.
+    let is_id = id
+        .bytes()
+        .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'-');
+    if healthy.len() < 2 || !is_id {
+        return;
+    }
+    let path = format!("{FOLDER}{id}");
+    for worker in healthy {
+        let asked = gateway.get(&worker.spec, &path, FIND_PATIENCE).await;
+        if asked.is_ok_and(|(status, _)| status.is_success()) {
+            let kept = Kept {
+                worker: worker.spec.id.clone(),
+                id: None,
+            };
+            gateway.stored.0.lock().put(id.to_owned(), kept);
+            return;
+        }
+    }
 }
 
 /// Passes a question about one response on to the worker that has it, or to one after the other where nobody knows

@@ -39,13 +39,13 @@ pub(super) fn of_request(
     scanned: &Scanned,
     prompt: &PromptHashes,
 ) -> Option<TooLong> {
-    // SGLang's own API tells in its own words.
-    if prompt.unit != Unit::Tokens || scanned.prompts != 1 || api == Api::Generate {
+    if prompt.unit != Unit::Tokens || scanned.prompts != 1 {
         return None;
     }
     let prompt_tokens = prompt.length as u64;
-    // Of a response, vLLM (0.26.0) takes a limit beyond the context for none.
-    let max_tokens = scanned.max_output_tokens.filter(|_| api != Api::Responses);
+    // Of a response, vLLM (0.26.0) takes a limit beyond the context for none; SGLang's own API cuts it.
+    let takes_less = matches!(api, Api::Responses | Api::Generate);
+    let max_tokens = scanned.max_output_tokens.filter(|_| !takes_less);
     let all = prompt_tokens.saturating_add(max_tokens.unwrap_or(0));
     if all <= gateway.models.shortest_context() {
         return None;

@@ -102,12 +102,15 @@ async fn wait(
         }
         if let Some(permit) = &mut permit {
             let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
-            let turn = gateway.admission.enter(patience, deadline).await;
+            let turn = gateway.admission.enter(request.client, patience, deadline);
+            let turn = turn.await;
             **permit = Some(turn.map_err(|refusal| {
                 ticket.ends_as(refused(match refusal {
                     NotAdmitted::ShuttingDown => WhyRefused::ShuttingDown,
                     NotAdmitted::TimeIsOver => WhyRefused::TimeIsOver,
-                    NotAdmitted::QueueFull | NotAdmitted::WaitedTooLong => WhyRefused::NoPermit,
+                    NotAdmitted::QueueFull | NotAdmitted::NoShare | NotAdmitted::WaitedTooLong => {
+                        WhyRefused::NoPermit
+                    }
                 }));
                 NotPlaced::NotAdmitted(refusal)
             })?);
@@ -161,6 +164,12 @@ pub(super) fn answer(
             StatusCode::TOO_MANY_REQUESTS,
             "overloaded",
             "as many requests wait for room in the workers' KV caches as may (admission.max_waiting)",
+            Some(*retry_after_s),
+        ),
+        NotPlaced::Refused(Refused::NoShare { retry_after_s }) => (
+            StatusCode::TOO_MANY_REQUESTS,
+            "overloaded",
+            "as many requests of this client wait as one client may have waiting (admission.max_waiting)",
             Some(*retry_after_s),
         ),
         NotPlaced::Refused(Refused::Quota {

@@ -1,7 +1,7 @@
 //! Everything at once: workers that hang, die, come back, are slow, break streams and lie; clients that leave,
 //! stall, flood and send nonsense. Nothing is lost, nothing runs twice, and nothing is left in the books.
 //!
-//! ROUTER_CHAOS_SECONDS (40) says for how long; where it is set, memory is looked at too.
+//! ROUTER_CHAOS_SECONDS (60) says for how long; where it is set, memory is looked at too.
 
 use crate::mock::router::{Router, text, until};
 use crate::mock::{Clock, End, Fault, MockWorker};
@@ -243,7 +243,7 @@ fn check_log(path: &Path) -> usize {
 async fn nothing_is_lost_doubled_or_kept_whatever_goes_wrong_at_once() {
     let asked = std::env::var("ROUTER_CHAOS_SECONDS").ok();
     let asked: Option<u64> = asked.and_then(|text| text.parse().ok());
-    let seconds = asked.unwrap_or(40);
+    let seconds = asked.unwrap_or(60);
     let log = std::env::temp_dir().join(format!("router-chaos-{:x}.jsonl", fastrand::u64(..)));
     let mut mocks = Vec::new();
     for _ in 0..4 {

@@ -1,6 +1,7 @@
 //! What clients, and others who reach the router, may not bring about: they steer no engine, read no secret,
 //! hold no more than their share, and make the router ask nobody who is no worker.
 
+use crate::gateway_faults::futures;
 use crate::mock::router::{Router, generate, text, until, worker};
 use crate::mock::{End, Fault, MockWorker};
 use hyper::StatusCode;
@@ -432,4 +433,81 @@ async fn what_a_client_says_of_aborts_is_none() {
         .await;
     assert!(!router.fleet.snapshot()[0].circuit_open);
     until("nothing is left", || router.fleet.is_idle()).await;
+}
+
+#[tokio::test]
+async fn more_headers_than_a_hundred_are_refused_with_431() {
+    let mock = MockWorker::start().await;
+    let router = Router::start("unified", vec![worker(&mock, "w", "colocated")]).await;
+    let body = r#"{"input_ids":[1,2,3]}"#;
+    let request = |headers: usize| {
+        let more: String = (0..headers).map(|i| format!("x-{i}: 1\r\n")).collect();
+        let length = body.len();
+        format!(
+            "POST /generate HTTP/1.1\r\nhost: h\r\ncontent-length: {length}\r\nconnection: close\r\n{more}\r\n{body}"
+        )
+    };
+    for (headers, status) in [(80, "200"), (98, "431")] {
+        let answer = raw(&router, &request(headers)).await;
+        assert!(
+            answer.starts_with(&format!("HTTP/1.1 {status}")),
+            "{headers}: {answer}"
+        );
+    }
+}
+
+/// One of two keys fills the queue; the other still gets a place.
+async fn a_flood_leaves_places(config: Config) {
+    const PLACES: usize = 8;
+    let path = std::env::temp_dir().join(format!("router-keys-{:x}", fastrand::u64(..)));
+    std::fs::write(&path, "key-flood-1\nkey-polite-2\n").expect("written");
+    let mock = MockWorker::start().await;
+    mock.set_fault(Fault::Stall);
+    let router = Router::with(Config {
+        workers: vec![spec(&mock, json!({"id": "w", "kv_capacity_tokens": 4_000}))],
+        api_keys_file: Some(path.clone()),
+        ..config
+    })
+    .await;
+    std::fs::remove_file(&path).expect("removed");
+    let ask = |key: &str, at: u32| {
+        let ids: Vec<u32> = (0..3_000).map(|id| id + at * 10_000).collect();
+        let body = json!({"input_ids": ids, "stream": true}).to_string();
+        let key = format!("Bearer {key}");
+        let router = &router;
+        async move {
+            let headers = [("authorization", key.as_str())];
+            let answer = router.send("/generate", &headers, body.into_bytes());
+            // Those that wait are not answered.
+            tokio::time::timeout(Duration::from_millis(300), answer)
+                .await
+                .ok()
+        }
+    };
+    let flood = futures((0..3 * PLACES as u32).map(|at| ask("key-flood-1", at)));
+    let (refused, polite) = tokio::join!(flood, async {
+        tokio::time::sleep(Duration::from_millis(150)).await;
+        ask("key-polite-2", 99).await
+    });
+    let refused: Vec<_> = refused.into_iter().flatten().collect();
+    assert!(refused.len() >= 2 * PLACES, "{}", refused.len());
+    for answer in refused {
+        assert_eq!(answer.status(), StatusCode::TOO_MANY_REQUESTS);
+    }
+    assert!(polite.is_none(), "it waits");
+}
+
+#[tokio::test]
+async fn one_key_leaves_places_in_both_queues_to_others() {
+    a_flood_leaves_places(Config {
+        admission: json!({"rule": "rotate", "max_waiting": 8}),
+        ..Config::default()
+    })
+    .await;
+    a_flood_leaves_places(Config {
+        max_inflight: 1,
+        max_queued: 8,
+        ..Config::default()
+    })
+    .await;
 }

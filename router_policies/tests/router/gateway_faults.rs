@@ -78,6 +78,37 @@ async fn an_error_before_any_output_is_tried_elsewhere_however_it_is_cut() {
 }
 
 #[tokio::test]
+async fn an_answer_with_nothing_in_it_is_tried_elsewhere() {
+    for (status, body) in [
+        (204, ""),
+        (200, ""),
+        (
+            200,
+            r#"{"text":"","meta_info":{"finish_reason":{"type":"abort","message":"gone"}}}"#,
+        ),
+        (200, r#"{"choices":[{"text":"","finish_reason":"abort"}]}"#),
+    ] {
+        let (a, b, router) = pair("round_robin").await;
+        a.set_fault(Fault::Says(status, body));
+        for _ in 0..4 {
+            let (status, answer) = router.post("/generate", generate(false)).await;
+            assert_eq!(status, StatusCode::OK, "{body}");
+            assert!(answer.contains("hello"), "{body}: {answer}");
+        }
+        assert!(!b.bodies().is_empty());
+    }
+    // What a model says of aborts is none.
+    let (a, b, router) = pair("round_robin").await;
+    let said =
+        r#"{"text":"{\"finish_reason\":\"abort\"}","meta_info":{"finish_reason":{"type":"stop"}}}"#;
+    a.set_fault(Fault::Says(200, said));
+    b.set_fault(Fault::Says(200, said));
+    let (_, answer) = router.post("/generate", generate(false)).await;
+    assert_eq!(answer, said);
+    assert_eq!(a.bodies().len() + b.bodies().len(), 1);
+}
+
+#[tokio::test]
 async fn errors_inside_streams_count_against_the_worker() {
     for piece in [
         "data: {\"error\":{\"message\":\"m\",\"code\":500}}\n\ndata: [DONE]\n\n",
@@ -341,7 +372,7 @@ async fn requests_on_a_worker_that_hangs_move_and_no_more_come_to_it() {
 }
 
 /// Runs them all at once.
-async fn futures<T>(all: impl Iterator<Item = impl Future<Output = T>>) -> Vec<T> {
+pub async fn futures<T>(all: impl Iterator<Item = impl Future<Output = T>>) -> Vec<T> {
     let mut pending: Vec<_> = all.map(|future| (Box::pin(future), None)).collect();
     std::future::poll_fn(|cx| {
         for (future, done) in &mut pending {

@@ -73,6 +73,23 @@ async fn what_goes_on_from_a_response_goes_to_the_worker_that_has_it() {
 }
 
 #[tokio::test]
+async fn a_router_that_knows_nothing_of_a_response_asks_for_it_before_it_goes_on() {
+    let mocks = [MockWorker::start().await, MockWorker::start().await];
+    *mocks[1].behaviour.responses.lock() = vec!["resp_b"];
+    let workers = vec![
+        worker(&mocks[0], "a", "colocated"),
+        worker(&mocks[1], "b", "colocated"),
+    ];
+    let router = Router::start("round_robin", workers).await;
+    for _ in 0..4 {
+        let asked = json!({"input": "more", "previous_response_id": "resp_b"}).to_string();
+        let answer = router.send("/v1/responses", &[], asked.into_bytes()).await;
+        assert_eq!(answer.status(), StatusCode::OK);
+        assert_eq!(answer.headers()["x-deltaserve-worker"], "b");
+    }
+}
+
+#[tokio::test]
 async fn questions_about_a_response_go_to_the_worker_that_has_it() {
     let (mocks, router, owner) = answered().await;
     let at = usize::from(owner == "b");

@@ -36,9 +36,14 @@ async fn what_is_counted_and_too_long_is_refused_without_asking_a_worker() {
     let message = told["message"].as_str().expect("a message");
     assert!(message.contains("60 in the messages, 41 in the completion"));
 
+    let ids = json!({"input_ids": prompt(101), "sampling_params": {"max_new_tokens": 1}});
+    let told = error(&router.post("/generate", ids).await);
+    let message = told["message"].as_str().expect("a message");
+    assert!(message.contains("101 tokens"), "{message}");
+
     assert!(mock.bodies().is_empty(), "no worker was asked");
     router
-        .counts("deltaserve_refused_total{status=\"400\"} 2")
+        .counts("deltaserve_refused_total{status=\"400\"} 3")
         .await;
     for body in [
         json!({"model": "mock", "prompt": prompt(60), "max_tokens": 40}),

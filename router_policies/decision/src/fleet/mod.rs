@@ -79,6 +79,8 @@ pub struct Request {
     pub tenant: u64,
     /// Whose share it takes: the place in the list of [`Fleet::with_tenants`].
     pub payer: usize,
+    /// Who has a share of the places in the queue; none where nobody can tell.
+    pub client: Option<u64>,
     /// It may be a call beside the session's conversation, such as one for a title: small and without tools.
     pub may_be_aside: bool,
     pub prompt: PromptHashes,

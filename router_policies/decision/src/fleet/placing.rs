@@ -12,6 +12,7 @@ use super::reservation::Reservation;
 use super::whole::{self, Separable};
 use super::{ESTIMATE_BLOCK_TOKENS, Fleet, Request, State, can_serve_whole};
 use crate::policy::{Decision, Policy, Refusal, View};
+use crate::room::Lack;
 use parking_lot::MutexGuard;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -38,6 +39,10 @@ pub enum Refused {
     ByPolicy(Refusal),
     /// As many turns wait as may.
     QueueFull {
+        retry_after_s: f64,
+    },
+    /// As many turns of its client wait as one client's may.
+    NoShare {
         retry_after_s: f64,
     },
     /// Its tenant has used what it may.
@@ -215,6 +220,7 @@ impl Fleet {
         let new = WaitingTurn {
             request_id: request.request_id.clone(),
             whose,
+            client: request.client,
             is_first_turn: state.admission.is_first_turn(identity.key),
             identity: identity.clone(),
             prompt: Arc::new(request.prompt.thinned(ESTIMATE_BLOCK_TOKENS)),
@@ -239,7 +245,10 @@ impl Fleet {
             Err(full) => {
                 self.settle(guard);
                 let retry_after_s = full.retry_after_s;
-                Admit::Refused(Refused::QueueFull { retry_after_s })
+                Admit::Refused(match full.lack {
+                    Lack::OfRoom => Refused::QueueFull { retry_after_s },
+                    Lack::OfShare => Refused::NoShare { retry_after_s },
+                })
             }
         }
     }

@@ -141,6 +141,16 @@ impl Reservation {
             // vLLM (0.26.0) counts what the prefill worker sent with what it held itself.
             usage.cached_tokens = None;
         }
+        // No engine has more tokens of a prompt than it may have at all.
+        let most = u64::from(u32::MAX);
+        let counts = [
+            &mut usage.prompt_tokens,
+            &mut usage.cached_tokens,
+            &mut usage.output_tokens,
+        ];
+        for count in counts {
+            *count = count.filter(|&tokens| tokens <= most);
+        }
         self.usage.prompt_tokens = usage.prompt_tokens.or(self.usage.prompt_tokens);
         self.usage.cached_tokens = usage.cached_tokens.or(self.usage.cached_tokens);
         self.usage.output_tokens = usage.output_tokens.or(self.usage.output_tokens);

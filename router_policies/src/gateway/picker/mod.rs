@@ -347,7 +347,7 @@ async fn generate(
         ))
     };
     let queue_patience = Duration::from_secs_f64(config.queue_timeout_s);
-    let turn = gateway.admission.enter(queue_patience, until);
+    let turn = gateway.admission.enter(owner, queue_patience, until);
     let permit = match stream.unless_left(turn).await? {
         Ok(permit) => permit,
         Err(NotAdmitted::TimeIsOver) if is_impatient() => return Err(impatient()),
@@ -362,7 +362,7 @@ async fn generate(
         until,
     );
     stream.unless_left(completed).await??;
-    let mut exclude = dispatch::unable(&gateway, &scanned)?;
+    let mut exclude = dispatch::unable(&gateway, &scanned).await?;
     exclude.extend(asking.subset.others(&gateway).await);
     let mut permit = Some(permit);
     let (reservation, to) = loop {
@@ -429,7 +429,7 @@ async fn pass_on(
         }
     };
     let patience = Duration::from_secs_f64(gateway.config.queue_timeout_s);
-    let turn = gateway.admission.enter(patience, asking.deadline);
+    let turn = gateway.admission.enter(owner, patience, asking.deadline);
     let permit = match stream.unless_left(turn).await? {
         Ok(permit) => permit,
         Err(refusal) => {

@@ -27,6 +27,8 @@ pub enum Fault {
     None,
     /// Answers with this status.
     Status(u16),
+    /// Answers in one piece, with this status and body.
+    Says(u16, &'static str),
     /// Closes the connection instead of answering.
     CloseAtOnce,
     /// Closes the connection after this many events.
@@ -559,6 +561,10 @@ async fn answer(
                 "application/json",
                 r#"{"error":{"message":"told to fail"}}"#,
             ));
+        }
+        Fault::Says(status, body) => {
+            running.complete = true;
+            return Ok(whole(status, "application/json", body));
         }
         Fault::Refuse(status) => {
             running.complete = true;

@@ -1,7 +1,7 @@
 //! Where a turn may go now.
 
 use super::cached::Cached;
-use super::footprint::{Chain, Coarse};
+use super::footprint::Coarse;
 use super::identity::Key;
 use super::rules::{Placement, Prompt};
 use super::{Admission, GiveUp, Residence, Site, Sites, WaitReason, site_of};
@@ -280,33 +280,37 @@ impl Admission {
         site: &Site,
         state: Residence,
     ) -> Result<Residence, WaitReason> {
+        // Under other rules nobody's KV goes for one that comes in.
+        let is_let_go = self.manner.rotates.is_some() || state == Residence::Resident;
+        if is_let_go && self.is_roomy(asked, site) {
+            return Ok(state);
+        }
         let Some((budget, excess)) = self.excess(asked, site) else {
             return Ok(state);
         };
         let hold = &self.ledgers[site.slot].hold;
-        let whole = asked.prompt.tokens + asked.output_tokens;
         let runs = hold.turns_in_flight() > 0;
-        if whole > budget && !runs {
+        if asked.prompt.tokens + asked.output_tokens > budget && !runs {
             return Ok(Residence::Alone);
         }
-        // Under other rules nobody's KV goes for one that comes in.
-        if self.manner.rotates.is_none() && state != Residence::Resident {
+        if !is_let_go {
             return Err(WaitReason::NoRoom);
         }
-        // Which of the idle would have to go takes longer to find out.
-        let running = hold.occupants().filter(|(_, of)| !of.is_idle());
-        let held = running.filter_map(|(_, of)| of.held.as_ref());
-        let stays: u64 = held.map(Chain::tokens).sum();
-        let is_roomy = hold.in_flight_tokens() + stays + whole <= budget;
-        let frees = || {
-            let idle = self.idle_by_tenure(site, Some(asked.key));
-            hold.freed_by(&idle, &asked.prompt) >= excess
-        };
-        match (is_roomy || frees(), runs) {
+        let idle: Vec<Key> = self.idle(site, Some(asked.key)).collect();
+        match (hold.freed_by(&idle, &asked.prompt) >= excess, runs) {
             (true, _) => Ok(state),
             (false, false) => Ok(Residence::Alone),
             (false, true) => Err(WaitReason::NoRoom),
         }
+    }
+
+    /// Whether a turn fits beside all that runs, if all that is idle went: so much is found out soon.
+    fn is_roomy(&self, asked: &Asked<'_>, site: &Site) -> bool {
+        let running = self.ledger(site.slot);
+        let running = running.map_or(0, |ledger| ledger.hold.running_tokens());
+        let whole = asked.prompt.tokens + asked.output_tokens;
+        let budget = self.budget_tokens(site).filter(|_| self.manner.by_tokens);
+        budget.is_some_and(|budget| running + whole <= budget)
     }
 
     /// What may be booked on a worker, and by how many tokens that would be exceeded with a turn; none where it
@@ -330,35 +334,59 @@ impl Admission {
             return Vec::new();
         };
         let hold = &self.ledgers[site.slot].hold;
-        let idle = self.idle_by_tenure(site, Some(asked.key));
         let enough = |keys: &[Key]| hold.freed_by(keys, &asked.prompt) >= excess;
-        cheapest(&idle, enough).unwrap_or(idle)
+        self.cheapest(site, Some(asked.key), enough)
     }
 
-    /// Sessions but `key` whose KV is on the GPU while they run nothing: those first of which no turn waits,
-    /// then those who have been in for longest.
-    fn idle_by_tenure(&self, site: &Site, key: Option<Key>) -> Vec<Key> {
-        let Some(ledger) = self.ledger(site.slot) else {
-            return Vec::new();
-        };
+    /// Sessions but `key` whose KV is on the GPU while they run nothing.
+    fn idle(&self, site: &Site, key: Option<Key>) -> impl Iterator<Item = Key> {
+        let occupants = self.ledger(site.slot).map(|ledger| ledger.hold.occupants());
+        let idle = occupants.into_iter().flatten();
+        let idle = idle.filter(move |(of, occupant)| occupant.is_idle() && Some(*of) != key);
+        idle.map(|(of, _)| of)
+    }
+
+    /// As few of the idle sessions as are `enough`, or all: those first of which no turn waits, then those who have
+    /// been in for longest.
+    fn cheapest(&self, site: &Site, key: Option<Key>, enough: impl Fn(&[Key]) -> bool) -> Vec<Key> {
+        /// Most times these are enough, and the others need not be put in order.
+        const FEW: usize = 16;
         let nobody_waits = self.queue.is_empty();
         let waits = |key: Key| {
-            !nobody_waits
-                && self
-                    .sessions
-                    .get(key)
-                    .is_some_and(|known| known.waiting > 0)
+            let known = || self.sessions.get(key);
+            !nobody_waits && known().is_some_and(|known| known.waiting > 0)
         };
-        let idle = ledger.hold.occupants();
-        let idle = idle.filter(|(of, occupant)| occupant.is_idle() && Some(*of) != key);
-        let mut idle: Vec<(bool, f64, Key)> = idle
-            .map(|(key, _)| (waits(key), ledger.rotation.since_s(key), key))
-            .collect();
-        idle.sort_unstable_by(|one, other| {
+        let since_s = |key: Key| {
+            let ledger = self.ledger(site.slot);
+            ledger.map_or(0.0, |ledger| ledger.rotation.since_s(key))
+        };
+        let idle = self.idle(site, key);
+        let mut idle: Vec<(bool, f64, Key)> =
+            idle.map(|key| (waits(key), since_s(key), key)).collect();
+        let by_tenure = |one: &(bool, f64, Key), other: &(bool, f64, Key)| {
             let by_time = one.1.total_cmp(&other.1);
             one.0.cmp(&other.0).then(by_time).then(one.2.cmp(&other.2))
-        });
-        idle.into_iter().map(|(_, _, key)| key).collect()
+        };
+        if idle.len() > FEW {
+            idle.select_nth_unstable_by(FEW, by_tenure);
+        }
+        let (mut sorted, mut plan) = (0, Vec::new());
+        for count in 0..idle.len() {
+            if count == sorted {
+                sorted = if count == 0 {
+                    FEW.min(idle.len())
+                } else {
+                    idle.len()
+                };
+                idle[count..sorted].sort_unstable_by(by_tenure);
+            }
+            plan.push(idle[count].2);
+            if enough(&plan) {
+                drop_needless(&mut plan, enough);
+                break;
+            }
+        }
+        plan
     }
 
     /// Takes out idle sessions that no longer fit beside what is in flight: the engine evicts them anyway.
@@ -371,9 +399,8 @@ impl Admission {
         }
         let nobody = Default::default();
         let nobody = Coarse::of(&nobody, 1.0);
-        let idle = self.idle_by_tenure(site, None);
         let enough = |keys: &[Key]| hold.freed_by(keys, &nobody) >= excess;
-        for key in cheapest(&idle, enough).unwrap_or(idle) {
+        for key in self.cheapest(site, None, enough) {
             self.give_up(site.slot, &site.spec, key, GiveUp::Growth);
         }
     }
@@ -398,23 +425,14 @@ impl Admission {
     }
 }
 
-/// As few of `others`, from the first on, as are `enough`; none where all are not.
-fn cheapest(others: &[Key], enough: impl Fn(&[Key]) -> bool) -> Option<Vec<Key>> {
-    let count = (1..=others.len()).find(|&count| enough(&others[..count]))?;
-    let mut plan = others[..count].to_vec();
-    // Without those that the later ones make unnecessary.
+/// Takes those out of `plan` that later ones make unnecessary.
+fn drop_needless(plan: &mut Vec<Key>, enough: impl Fn(&[Key]) -> bool) {
     let mut at = 0;
     while at + 1 < plan.len() {
-        let rest: Vec<Key> = plan
-            .iter()
-            .copied()
-            .filter(|key| *key != plan[at])
-            .collect();
-        if enough(&rest) {
-            plan = rest;
-        } else {
+        let key = plan.remove(at);
+        if !enough(plan) {
+            plan.insert(at, key);
             at += 1;
         }
     }
-    Some(plan)
 }

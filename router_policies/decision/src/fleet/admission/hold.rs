@@ -5,6 +5,7 @@ use super::footprint::{Blocks, Chain, Coarse};
 use super::identity::Key;
 use crate::fleet::prefix::estimate::StateMap;
 use smallvec::SmallVec;
+use std::collections::BTreeSet;
 
 /// A turn in flight.
 #[derive(Debug)]
@@ -63,6 +64,8 @@ pub struct Hold {
     blocks: Blocks,
     /// In an order that depends on nothing but the keys, so that simulations repeat.
     occupants: StateMap<Occupant>,
+    /// Those with turns in flight.
+    running: BTreeSet<Key>,
     /// Tokens of tails and of answers in flight.
     loose_tokens: u64,
     in_flight: usize,
@@ -95,9 +98,14 @@ impl Hold {
         self.in_flight
     }
 
-    /// Booked for turns in flight, shared tokens counted for each.
-    pub fn in_flight_tokens(&self) -> u64 {
-        self.in_flight_tokens
+    /// Booked for turns in flight and for what their sessions hold beside them, shared tokens counted for each.
+    pub fn running_tokens(&self) -> u64 {
+        let running = self
+            .running
+            .iter()
+            .filter_map(|key| self.occupants.get(key));
+        let held = running.filter_map(|occupant| occupant.held.as_ref());
+        self.in_flight_tokens + held.map(Chain::tokens).sum::<u64>()
     }
 
     /// By how much [`Hold::tokens`] grows when `occupant`, or somebody of whom nothing is held, sends this prompt
@@ -150,6 +158,7 @@ impl Hold {
         self.blocks.extend(&mut chain, prompt);
         self.loose_tokens += chain.tail_tokens + output_tokens;
         occupant.ended = false;
+        self.running.insert(key);
         self.in_flight += 1;
         self.in_flight_tokens += chain.tokens() + output_tokens;
         occupant.turns.push(Turn {
@@ -242,6 +251,7 @@ impl Hold {
             }
         }
         if occupant.turns.is_empty() {
+            self.running.remove(&key);
             let is_gone = served == Served::Failed || occupant.lost;
             if occupant.held.is_none() || is_gone {
                 self.remove(key);
@@ -254,6 +264,7 @@ impl Hold {
     /// tokens, or none where nothing was held.
     pub fn remove(&mut self, key: Key) -> Option<u64> {
         let occupant = self.occupants.remove(&key)?;
+        self.running.remove(&key);
         self.in_flight -= occupant.turns.len();
         let before = self.tokens();
         if let Some(chain) = &occupant.held {
@@ -359,9 +370,9 @@ mod tests {
                 }
                 let turns: usize = hold.occupants().map(|(_, o)| o.turns.len()).sum();
                 prop_assert_eq!(hold.turns_in_flight(), turns);
-                let in_flight = hold.occupants().flat_map(|(_, o)| &o.turns);
-                let in_flight = in_flight.map(|turn| turn.chain.tokens() + turn.output_tokens);
-                prop_assert_eq!(hold.in_flight_tokens(), in_flight.sum::<u64>());
+                let running = hold.occupants().filter(|(_, o)| !o.is_idle());
+                let running: u64 = running.map(|(_, o)| o.tokens()).sum();
+                prop_assert_eq!(hold.running_tokens(), running);
                 let held = hold.occupants().filter_map(|(_, o)| o.held.as_ref());
                 let turns = hold.occupants().flat_map(|(_, o)| &o.turns);
                 let chains = || held.clone().chain(turns.clone().map(|turn| &turn.chain));

@@ -9,6 +9,7 @@ use super::rules::{Observed, Seated, WorkerView};
 use super::{Admission, GiveUp, Residence, Since, Site, Sites, site_of};
 use crate::fleet::log::{Event, WaitEndRecord, WaitRecord, unix_now_s};
 use crate::fleet::prefix::hash::PromptHashes;
+use crate::room::Lack;
 use std::sync::Arc;
 
 /// While something waits, looks at the queue are no further apart.
@@ -19,6 +20,7 @@ const CACHED_AGE_S: f64 = 1.0;
 /// Why a turn may not even wait.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QueueFull {
+    pub lack: Lack,
     pub retry_after_s: f64,
 }
 
@@ -39,12 +41,15 @@ impl Admission {
     /// than is needed.
     ///
     /// # Errors
-    /// As many wait as may.
+    /// As many wait as may, or as many of its client.
     pub fn wait(&mut self, new: WaitingTurn, now_s: f64) -> Result<u64, QueueFull> {
-        if self.queue.len() >= self.settings.max_waiting {
+        if let Some(lack) = self.queue.lack(new.client, self.settings.max_waiting) {
             let retry_after_s = self.retry_after_s(now_s);
             self.note_end(&new, WaitEnd::Refused(WhyRefused::QueueFull), now_s);
-            return Err(QueueFull { retry_after_s });
+            return Err(QueueFull {
+                lack,
+                retry_after_s,
+            });
         }
         self.outbox.events.push(Event::Wait(WaitRecord {
             ts_unix_s: unix_now_s(),

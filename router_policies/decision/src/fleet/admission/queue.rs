@@ -7,6 +7,7 @@ use super::record::Residence;
 use super::tenants::Tenants;
 use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::PromptHashes;
+use crate::room::{Lack, Room};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -86,6 +87,8 @@ pub struct WaitingTurn {
     pub request_id: String,
     /// The session, or the tenant of one that names none: who may come again.
     pub whose: u64,
+    /// Who has a share of the places.
+    pub client: Option<u64>,
     pub identity: Identity,
     /// Thinned out: see [`super::Admission::wait`].
     pub prompt: Arc<PromptHashes>,
@@ -134,6 +137,7 @@ pub struct Queue {
     orders: Vec<BTreeMap<Rank, u64>>,
     /// Those that wait, as they came to the queue.
     listed: BTreeSet<u64>,
+    places: Room,
     /// Of those that wait, which have failed on a worker.
     repeated: BTreeSet<u64>,
     next: u64,
@@ -178,6 +182,11 @@ impl WaitingTurn {
 }
 
 impl Queue {
+    /// Why there is no place for another turn of a client, of so many.
+    pub fn lack(&self, client: Option<u64>, places: usize) -> Option<Lack> {
+        self.places.lack(client, 1, places)
+    }
+
     pub fn push(&mut self, turn: WaitingTurn, smallest_first: bool) -> u64 {
         if self.listed.is_empty() {
             self.skip_until(turn.queued_s);
@@ -216,6 +225,7 @@ impl Queue {
             self.orders[payer].insert(waiter.rank, id);
             self.tenants.enqueue(payer);
             self.listed.insert(id);
+            self.places.take(waiter.turn.client, 1);
             if waiter.turn.is_repeated {
                 self.repeated.insert(id);
             }
@@ -229,7 +239,9 @@ impl Queue {
             if order.is_some_and(|order| order.remove(&waiter.rank).is_some()) {
                 self.tenants.dequeue(payer);
             }
-            self.listed.remove(&id);
+            if self.listed.remove(&id) {
+                self.places.give_back(waiter.turn.client, 1);
+            }
             self.repeated.remove(&id);
         }
     }
@@ -350,6 +362,7 @@ mod tests {
         WaitingTurn {
             request_id: String::new(),
             whose: 1,
+            client: None,
             identity: Identity {
                 key: 1,
                 payer: 0,
