@@ -294,11 +294,8 @@ mod tests {
         assert_eq!(many.collect::<Vec<_>>(), [false, false, false, true]);
         assert!(keys.is_shared(1, "app", &prompt(4, 2)), "it stays so");
         assert!(!keys.is_shared(2, "app", &prompt(4, 3)), "another tenant's");
-        assert!(keys.is_shared(3, "short", &PromptHashes::default()));
-        assert!(
-            !keys.is_shared(3, "short", &prompt(1, 1)),
-            "it counts for nothing"
-        );
+        let short = (1..=3).map(|_| keys.is_shared(3, "short", &PromptHashes::default()));
+        assert_eq!(short.collect::<Vec<_>>(), [false, false, true]);
     }
 
     #[test]
