@@ -155,8 +155,9 @@ impl<'a> Cursor<'a> {
             match byte {
                 b'"' => {
                     let text = self.string()?;
-                    let is_address = || text.len() > SHORT_BYTES && text.starts_with(b"http");
-                    if text.len() >= LONG_BYTES || is_address() {
+                    // Most are told by their length and first byte.
+                    let may_be_address = text.len() > SHORT_BYTES && text.first() == Some(&b'h');
+                    if text.len() >= LONG_BYTES || may_be_address && text.starts_with(b"http") {
                         self.long.push(self.at - 1 - text.len()..self.at - 1);
                     }
                     continue;

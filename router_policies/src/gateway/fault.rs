@@ -7,9 +7,10 @@ use decision::fleet::{Fleet, Outcome};
 use http_body_util::Full;
 use hyper::header::{HeaderName, HeaderValue, RETRY_AFTER};
 use hyper::{Response, StatusCode};
+use memchr::memmem::Finder;
 use smallvec::SmallVec;
 use std::io::ErrorKind;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 pub(super) const WORKER: HeaderName = HeaderName::from_static("x-deltaserve-worker");
 
@@ -249,18 +250,23 @@ pub(super) fn status_of(answer: &Response<Bytes>) -> StatusCode {
     said.map_or(answer.status(), |error| error.status)
 }
 
-/// Whether an answer that is no error is none either: there is nothing in it, or the engine gave the
-/// request up. Engines escape quotes in text, so that the words are neither the model's nor a client's.
+/// Made once: to make one takes longer than to look through an answer.
+static FINISHES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\"finish_reason\":"));
+
+/// Whether an answer that is no error is none either: there is nothing in it, or the engine gave the request up.
+/// Engines escape quotes in text, so that the words are neither the model's nor a client's.
 pub(super) fn is_no_answer(answer: &Response<Bytes>) -> bool {
-    const GIVEN_UP: [&[u8]; 4] = [
-        b"\"finish_reason\":\"abort\"",
-        b"\"finish_reason\": \"abort\"",
-        b"\"finish_reason\":{\"type\":\"abort\"",
-        b"\"finish_reason\": {\"type\": \"abort\"",
-    ];
     let body = answer.body();
-    let is_given_up = |words: &&[u8]| memchr::memmem::find(body, words).is_some();
-    body.is_empty() || GIVEN_UP.iter().any(is_given_up)
+    let is_abort = |at: usize| {
+        let reason = body[at + FINISHES.needle().len()..].trim_ascii_start();
+        let reason = reason
+            .strip_prefix(b"{")
+            .unwrap_or(reason)
+            .trim_ascii_start();
+        let kind = reason.strip_prefix(b"\"type\":").unwrap_or(reason);
+        kind.trim_ascii_start().starts_with(b"\"abort\"")
+    };
+    body.is_empty() || FINISHES.find_iter(body).any(is_abort)
 }
 
 /// Whether the worker is full, which is not broken.
