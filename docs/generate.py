@@ -237,32 +237,33 @@ def worker_keys(now: str) -> str:
 
 
 ARMS = {
-    "vLLM, FP8 KV, host tier, chunks of 4,096": "vLLM, chunks of 4,096",
-    "SGLang, FP8 KV, host tier, mixed chunks of 4,096": "SGLang, mixed chunks of 4,096",
-    "deltaserve: SGLang, FP8 KV, host tier, paced prefill, residency": "deltaserve 0.1",
+    "vLLM 0.33.0, FP8 weights, no admission": "vLLM 0.33.0",
+    "SGLang 0.5.23, FP8 weights, no admission": "SGLang 0.5.23",
+    "SGLang 0.5.23, FP8 weights, deltaserve, rule rotate": "deltaserve before SGLang",
 }
-MEASURES = (
-    "turns within the SLO, %",
-    "first tokens/s",
-    "waiting sessions",
-    "longest wait, s",
-    "starved sessions",
-)
+MEASURES = {
+    "16": ("turns within the SLO, %",),
+    "24": ("turns within the SLO, %", "first tokens/s", "longest wait, s"),
+    "40": ("turns within the SLO, %", "first tokens/s", "longest wait, s", "starved sessions"),
+}
+"""By sessions; what no run has is left empty."""
 
 
 def measured() -> str:
-    """24 sessions with all the memory of an H200, trace seed 2, as the results' page has them."""
+    """Today's engines with FP8 weights, as the results' page has them."""
     page = (DOCS.parent / "results/agents-a-gpu.md").read_text()
-    section = page[page.index("## All the memory of an H200") :]
+    section = page[page.index("## Today's engines with FP8 weights") :]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     head, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     found = [dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head)]
-    of = {
-        each["arm"]: each for each in found if (each["sessions"], each["trace seed"]) == ("24", "2")
-    }
+    of = {(each["sessions"], each["arm"]): each for each in found}
     return table(
-        ("24 sessions on one H200", *ARMS.values()),
-        ((measure, *(of[arm][measure] for arm in ARMS)) for measure in MEASURES),
+        ("sessions on one H200", "measure", *ARMS.values()),
+        (
+            (sessions, measure, *(of.get((sessions, arm), {}).get(measure, "") for arm in ARMS))
+            for sessions, measures in MEASURES.items()
+            for measure in measures
+        ),
     )
 
 

@@ -23,8 +23,8 @@ from replay.options import RunOptions, preset_values
 from replay.plays import Order
 
 # The calibrations of arms on GPUs, unless the experiment names another: by model and engine, of
-# workers with bf16 KV and with FP8. vLLM with bf16 has none of its own: SGLang's foretell it
-# (docs/simulator.md).
+# workers with bf16 KV and with FP8. vLLM with bf16 KV has none of its own: SGLang's foretell it;
+# those of vLLM with bf16 weights foretell it with FP8 ones (docs/simulator.md).
 _CALIBRATIONS = {
     ("qwen3-coder-30b-a3b", "sglang"): {
         False: "qwen3-coder-30b-a3b-h200-sglang",
@@ -35,6 +35,7 @@ _CALIBRATIONS = {
         True: "qwen3-coder-30b-a3b-h200-vllm-fp8",
     },
     ("qwen3-coder-30b-a3b-fp8", "sglang"): {True: "qwen3-coder-30b-a3b-fp8-h200-sglang"},
+    ("qwen3-coder-30b-a3b-fp8", "vllm"): {True: "qwen3-coder-30b-a3b-h200-vllm-fp8"},
 }
 _FP8 = {"fp8_e4m3", "fp8_e5m2"}
 

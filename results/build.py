@@ -37,7 +37,6 @@ from sglang_ext.bench.report import markdown
 HERE = Path(__file__).parent
 OURS = "sglang-fp8-host-paced-residency"
 MIXED = "sglang-fp8-host-mixed"
-VLLM = "vllm-fp8-host-4096"
 _SECONDS = (
     "due_s",
     "sent_s",
@@ -229,18 +228,6 @@ def of_campaign(*names: str, think_s: float | None = None) -> list[Judgement]:
     )
 
 
-def ratio(sessions: int, measure: str, arm: str, base: str) -> float:
-    """A measure of an arm over another's, geometric mean over the trace seeds of both."""
-    found: dict[str, dict[int, list[float]]] = {arm: {}, base: {}}
-    for of in of_campaign("residency", think_s=10.0):
-        if of.run["sessions"] == sessions and of.run["arm"] in found:
-            by_seed = found[of.run["arm"]].setdefault(of.run["trace_seed"], [])
-            by_seed.append(of.measures[measure])
-    seeds = sorted(found[arm].keys() & found[base].keys())
-    logs = [np.log(np.mean(found[arm][seed]) / np.mean(found[base][seed])) for seed in seeds]
-    return float(np.exp(np.mean(logs)))
-
-
 def carried(found: Sequence[Judgement], arm: str) -> int | None:
     """The most sessions at which every run of an arm, those with fewer too, meets the objective."""
     most = None
@@ -344,6 +331,15 @@ def steps() -> dict[str, dict[str, Any]]:
     return found
 
 
+def longer() -> list[dict[str, Any]]:
+    """What the simulator says of windows of 900 s, from `longer.csv`: by sessions and rule."""
+    with (HERE / "longer.csv").open(newline="") as file:
+        return [
+            {name: of if name == "arm" else float(of) for name, of in line.items()}
+            for line in csv.DictReader(file)
+        ]
+
+
 def at_least(run_id: str) -> float:
     """First tokens/s in the window of a run that was cut off after it: turns in flight have no
     line, so that there may have been more."""
@@ -413,7 +409,6 @@ def pages() -> dict[str, str]:
         "every_run": known["runs"],
         "judged": {of.run["id"]: of for of in judgements()},
         "of_campaign": of_campaign,
-        "ratio": ratio,
         "carried": carried,
         "simulated": simulated,
         "predicted": predicted,
@@ -422,12 +417,12 @@ def pages() -> dict[str, str]:
         "steps": steps(),
         "mean": mean,
         "at_least": at_least,
+        "longer": longer(),
         "superseded": superseded(),
         "kv_reads": kv_reads,
         "elastic_worker": elastic_worker,
         "OURS": OURS,
         "MIXED": MIXED,
-        "VLLM": VLLM,
         "slo": Slo(),
     }
     return {
@@ -452,10 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         derive(HERE / "turns")
         return 0
     stale = 0
-    runs = [
-        (of.run["arm"], of.run["sessions"], of.measures)
-        for of in of_campaign("residency", think_s=10.0)
-    ]
+    runs = [(of.run["arm"], of.run["sessions"], of.measures) for of in of_campaign("fp8-weights")]
     for name, text in (pages() | pictures(runs)).items():
         path = HERE / name
         if path.is_file() and path.read_text() == text:

@@ -1,7 +1,8 @@
 """The README's two pictures: what is served, and what sessions suffer, by sessions in flight.
 
-Every point is the mean over the measured runs of one arm at one level (KV memory of an H20, think
-times of at most 10 s). Where a plain cap was measured at one level alone it is a single dot.
+Every point is the mean over the measured runs of one arm at one level (FP8 weights and KV, memory
+of an H20, think times of at most 10 s). An arm that was measured at one level alone is a single
+dot.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import numpy as np
 from eval.plot import PALETTE, Axis, Chart, Dots, Line, svg
 
 ARMS = {
-    "sglang-fp8-host-mixed": "SGLang, mixed chunks",
-    "sglang-fp8-host-paced-residency": "deltaserve",
-    "cap 10": "a plain cap of 10 sessions",
+    "fp8-weights-vllm": "vLLM 0.33.0",
+    "fp8-weights-off": "SGLang 0.5.23",
+    "fp8-weights-rotate": "deltaserve before SGLang",
 }
 PICTURES = {
     "served.svg": ("in_time_per_s", 1.0, "first tokens/s of turns within the SLO"),

@@ -302,6 +302,14 @@ def test_prefill_is_paced_as_the_workers_variables_say(
             ("set.kv_cache_dtype='fp8_e4m3'", "set.model='qwen3-coder-30b-a3b-fp8'"),
             "qwen3-coder-30b-a3b-fp8-h200-sglang",
         ),
+        (
+            (
+                "arms.off.topology='vllm:1'",
+                "set.kv_cache_dtype='fp8_e4m3'",
+                "set.model='qwen3-coder-30b-a3b-fp8'",
+            ),
+            "qwen3-coder-30b-a3b-h200-vllm-fp8",
+        ),
     ],
 )
 def test_workers_with_fp8_kv_or_weights_have_constants_of_their_own(
