@@ -16,7 +16,9 @@ from eval.simulated_runs import simulate_experiment
 from eval.site import launch_site
 from tests.eval.conftest import write_growing
 
-ARMS = ("stock", "off", "rotate")
+ARMS = ("stock", "smg", "off", "rotate")
+"""Those that differ in the router alone."""
+SIMULATED = ("stock", "off", "rotate", "elastic", "selective")
 STAND_IN = (
     # A session stays where it is, a new one goes where the least is in hand.
     "arms.stock.policy=linear",
@@ -38,13 +40,15 @@ def test_all_arms_share_the_same_two_workers() -> None:
     experiment, _ = load_experiment("routers-gpu")
     assert experiment.keep_workers
     site = launch_site()
-    topologies = load_topologies(site, experiment, plan_runs(experiment))
+    runs = [run for run in plan_runs(experiment) if run.arm.name in ARMS]
+    topologies = load_topologies(site, experiment, runs)
     assert set(topologies) == {f"{arm}@{load}" for arm in ARMS for load in ("20", "24", "32")}
     assert len({site.worker_key(topology) for topology in topologies.values()}) == 1
     routers = {cell.partition("@")[0]: topology.router for cell, topology in topologies.items()}
     told = {arm: (router.kind, router.policy) for arm, router in routers.items()}
     assert told == {
         "stock": ("sglang-router", "cache_aware"),
+        "smg": ("smg", "cache_aware"),
         "off": ("deltaserve", "unified"),
         "rotate": ("deltaserve", "unified"),
     }
@@ -78,14 +82,16 @@ def test_it_is_simulated_with_a_policy_of_ours_in_the_stock_routers_place(
     def simulate(*overrides: str) -> None:
         experiment, _ = load_experiment("routers-gpu", [*short, *overrides])
         with Progress() as progress:
-            simulate_experiment(experiment, tmp_path / "out", source={}, progress=progress)
+            simulate_experiment(
+                experiment, tmp_path / "out", source={}, progress=progress, only=SIMULATED
+            )
 
     with pytest.raises(InputError, match=r"arm stock: router\.kind sglang-router: only our own"):
         simulate()
     simulate(*STAND_IN)
     runs = find_runs([tmp_path / "out"])
-    assert {run.arm for run in runs} == set(ARMS)
-    assert len(runs) == 9
+    assert {run.arm for run in runs} == set(SIMULATED)
+    assert len(runs) == 15
     for run in runs:
         assert run.simulated
         assert run.gpus == 2
