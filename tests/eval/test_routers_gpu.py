@@ -18,7 +18,7 @@ from tests.eval.conftest import write_growing
 
 ARMS = ("stock", "smg", "off", "rotate")
 """Those that differ in the router alone."""
-SIMULATED = ("stock", "off", "rotate", "elastic", "selective")
+SIMULATED = ["stock", "off", "rotate", "elastic", "selective"]
 STAND_IN = (
     # A session stays where it is, a new one goes where the least is in hand.
     "arms.stock.policy=linear",
