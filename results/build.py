@@ -340,6 +340,21 @@ def longer() -> list[dict[str, Any]]:
         ]
 
 
+def simulated_means(name: str) -> list[dict[str, Any]]:
+    """Means over trace seeds of what `NAME.csv`, made by `eval.run_lines`, says of simulated runs:
+    by sessions and arm."""
+    measures = ("first_tokens_per_s", "in_time_share", "late_share_p90", "longest_wait_s")
+    by_cell: dict[tuple[int, str], list[dict[str, str]]] = {}
+    for row in read_rows(HERE / f"{name}.csv", measures):
+        by_cell.setdefault((int(row["load"]), row["arm"]), []).append(row)
+    return [
+        {"sessions": sessions, "arm": arm}
+        | {measure: float(np.mean([float(row[measure]) for row in rows])) for measure in measures}
+        | {"starved": sum(int(row["starved_sessions"]) for row in rows), "seeds": len(rows)}
+        for (sessions, arm), rows in sorted(by_cell.items())
+    ]
+
+
 def at_least(run_id: str) -> float:
     """First tokens/s in the window of a run that was cut off after it: turns in flight have no
     line, so that there may have been more."""
@@ -418,6 +433,7 @@ def pages() -> dict[str, str]:
         "mean": mean,
         "at_least": at_least,
         "longer": longer(),
+        "simulated_means": simulated_means,
         "superseded": superseded(),
         "kv_reads": kv_reads,
         "elastic_worker": elastic_worker,
