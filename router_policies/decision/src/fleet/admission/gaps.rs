@@ -86,8 +86,8 @@ struct Sums {
 impl Sums {
     fn of(weights: &[f64; BINS]) -> Self {
         let mut from = [0.0; BINS + 1];
-        for (bin, weight) in weights.iter().enumerate() {
-            from[..=bin].iter_mut().for_each(|sum| *sum += weight);
+        for (bin, weight) in weights.iter().enumerate().rev() {
+            from[bin] = from[bin + 1] + weight;
         }
         let all = from[0];
         let seconds = weights.iter().zip(MIDDLES_S.iter());
