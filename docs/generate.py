@@ -243,8 +243,8 @@ ARMS = {
 }
 MEASURES = {
     "16": ("turns within the SLO, %",),
-    "24": ("turns within the SLO, %", "first tokens/s", "longest wait, s"),
-    "40": ("turns within the SLO, %", "first tokens/s", "longest wait, s", "starved sessions"),
+    "24": ("turns within the SLO, %",),
+    "40": ("turns within the SLO, %", "first tokens/s", "starved sessions"),
 }
 """By sessions; what no run has is left empty."""
 
