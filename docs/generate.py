@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -36,6 +36,7 @@ from launch.topology import (  # noqa: E402
     WorkerGroup,
 )
 from launch.weights import in_fp8, weight_bytes  # noqa: E402
+from results.build import simulated_means  # noqa: E402
 from router_policies import _core  # noqa: E402
 
 GPUS = {"h100": "H100 80 GB", "h20": "H20 96 GB", "h200": "H200 141 GB"}
@@ -241,15 +242,22 @@ ARMS = {
     "SGLang 0.5.23, FP8 weights, no admission": "SGLang 0.5.23",
     "SGLang 0.5.23, FP8 weights, deltaserve, rule rotate": "deltaserve before SGLang",
 }
-MEASURES = {
-    "16": ("turns within the SLO, %",),
-    "24": ("turns within the SLO, %",),
-    "40": ("turns within the SLO, %", "first tokens/s", "starved sessions"),
+_SLO, _SERVED, _WAIT, _STARVED = (
+    "turns within the SLO, %",
+    "first tokens/s",
+    "longest wait, s",
+    "starved sessions",
+)
+SHORT = {"16": [_SLO], "24": [_SLO], "40": [_SLO, _SERVED, _STARVED]}
+LONG = {
+    "16": [_SLO],
+    "24": [_SLO, _SERVED, _WAIT],
+    "40": [_SLO, _SERVED, _WAIT, _STARVED],
 }
-"""By sessions; what no run has is left empty."""
+"""Measures by sessions; what no run has is left empty."""
 
 
-def measured() -> str:
+def measured(shown: Mapping[str, list[str]]) -> str:
     """Today's engines with FP8 weights, as the results' page has them."""
     page = (DOCS.parent / "results/agents-a-gpu.md").read_text()
     section = page[page.index("## Today's engines with FP8 weights") :]
@@ -261,9 +269,49 @@ def measured() -> str:
         ("sessions on one H200", "measure", *ARMS.values()),
         (
             (sessions, measure, *(of.get((sessions, arm), {}).get(measure, "") for arm in ARMS))
-            for sessions, measures in MEASURES.items()
+            for sessions, measures in shown.items()
             for measure in measures
         ),
+    )
+
+
+TIERS_GB = {"": 60, "-150": 150, "-gpu": 0}
+"""By the end of an arm's name in the experiment `admission`."""
+
+
+def rules_compared() -> str:
+    """The arms of the experiment `admission`, simulated: means over trace seeds."""
+    rows = []
+    for of in simulated_means("rules"):
+        rule, _, tier = of["arm"].partition("-")
+        tier_gb = TIERS_GB[f"-{tier}" if tier else ""]
+        rows.append(
+            (
+                (tier_gb, of["sessions"], rule),
+                (
+                    tier_gb or "none",
+                    of["sessions"],
+                    f"`{rule}`",
+                    f"{of['first_tokens_per_s']:.3f}",
+                    f"{100 * of['in_time_share']:.0f}",
+                    f"{100 * of['late_share_p90']:.0f}",
+                    f"{of['longest_wait_s']:.0f}",
+                    of["starved"],
+                ),
+            )
+        )
+    return table(
+        (
+            "host tier, GB",
+            "sessions",
+            "rule",
+            "first tokens/s",
+            "turns within the SLO, %",
+            "late share p90, %",
+            "longest wait, s",
+            "starved sessions, of all seeds",
+        ),
+        (row for _, row in sorted(rows)),
     )
 
 
@@ -273,10 +321,12 @@ WITH_THEIR_WORDS: dict[str, Callable[[str], str]] = {
 }
 """Made from the code and the table that stands on the page."""
 TABLES: dict[str, Callable[[], str]] = {
-    "measured": measured,
+    "measured": lambda: measured(SHORT),
+    "measured-more": lambda: measured(LONG),
     "sizing": sizing,
     "policies": policies,
     "http-paths": http_paths,
+    "rules-compared": rules_compared,
     "admission-settings": admission_settings,
     "admission-rotation": admission_rotation,
     "admission-rules": admission_rules,
