@@ -8,10 +8,12 @@ same facts, they decide the same.
 from __future__ import annotations
 
 import http.client
+import http.server
 import json
 import random
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +28,7 @@ import pytest
 from launch import Fleet, fleet, load_topology
 from launch.cache import cache_dir
 from tests.live.conftest import VOCABULARY, installed
+from tests.live.socket_latency import INFO
 from tests.live.test_router_live import free_port
 from tests.processes import wait_until
 
@@ -162,10 +165,15 @@ def command_of(
 
 @contextmanager
 def router(
-    name: str, running: Fleet, folder: Path, policy: str = "unified", admission: str = "off"
+    name: str,
+    running: Fleet,
+    folder: Path,
+    policy: str = "unified",
+    admission: str = "off",
+    more: tuple[str, ...] = (),
 ) -> Iterator[Router]:
     ports = [free_port(), free_port()]
-    command = command_of(name, running, folder, ports, policy, admission)
+    command = [*command_of(name, running, folder, ports, policy, admission), *more]
     with (folder / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -296,6 +304,94 @@ def test_its_keys_metrics_and_apis_are_the_gateways_own(colocated: Fleet, tmp_pa
         assert started.events("finish")[-1]["outcome"] == "client_disconnect"
 
 
+def test_chats_are_counted_in_the_models_tokens(elastic: Fleet, tmp_path: Path) -> None:
+    with urllib.request.urlopen(f"{elastic.workers[0].url}/server_info", timeout=30) as answer:
+        model = json.loads(answer.read())["tokenizer_path"]
+    messages = [{"role": "user", "content": "Where is it? " * 30}]
+    body = {"model": elastic.plan.topology.model_name, "messages": messages, "max_tokens": 4}
+    more = ("--tokenizer", model)
+    with router("gateway", elastic, tmp_path, "selective", more=more) as started:
+        ask(started.url, body, "/v1/chat/completions")
+        told = ask(started.url, body, "/v1/messages")
+        assert told["usage"]["cache_read_input_tokens"] > 0
+        counted = ask(started.url, {key: body[key] for key in ("model", "messages")}, COUNT_TOKENS)
+        started.routes()
+        (chat, *_), (of_chat, of_message) = started.events("decision"), started.events("finish")
+    assert chat["input_tokens"] == of_chat["prompt_tokens"] == counted["input_tokens"]
+    assert of_message["cached_tokens"] == of_message["prompt_tokens"] - 1
+
+
+class Mock(http.server.ThreadingHTTPServer):
+    """Describes itself as SGLang does, and answers requests with `status`."""
+
+    status = 200
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), MockHandler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class MockHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.answer(INFO.get(path), 200 if path in INFO else 404)
+
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Mock)
+        self.rfile.read(int(self.headers["content-length"]))
+        meta = {"prompt_tokens": 2, "cached_tokens": 0, "completion_tokens": 1}
+        self.answer({"text": "x", "meta_info": meta}, self.server.status)
+
+    def answer(self, known: object, status: int) -> None:
+        body = json.dumps(known).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_request_that_its_worker_fails_is_answered_by_another(tmp_path: Path) -> None:
+    mocks = [Mock(), Mock()]
+    log, port = tmp_path / "log.jsonl", free_port()
+    command = [str(BINARY), "--port", str(port), "--policy", "round_robin"]
+    command += ["--decision-log", str(log)]
+    command += [word for mock in mocks for word in ("--worker", mock.url)]
+    url = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen(command)
+    try:
+        wait_until(lambda: answers(f"{url}/readiness"))
+        wait_until(lambda: registered(url) == 2)
+        time.sleep(3)
+        mocks[0].status = 500
+        for _ in range(6):
+            assert ask(url, generation([16, 17], 1))["text"] == "x"
+        with urllib.request.urlopen(f"{url}/workers", timeout=30) as answer:
+            known = json.loads(answer.read())["workers"]
+        (gone,) = [worker["id"] for worker in known if worker["url"] == mocks[0].url]
+        request = urllib.request.Request(f"{url}/workers/{gone}", method="DELETE")
+        urllib.request.urlopen(request, timeout=30).close()
+        wait_until(lambda: registered(url) == 1)
+        mocks[1].status = 503
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            ask(url, generation([16, 17], 1))
+    finally:
+        process.terminate()
+        process.wait()
+    ends = [json.loads(line) for line in log.read_text().splitlines()]
+    outcomes = [line["outcome"] for line in ends if line["event"] == "finish"]
+    assert outcomes.count("ok") == 6
+    # The first that failed, as often as its turn came until it was known to; and the last.
+    assert 2 <= outcomes.count("worker_error") <= 6
+
+
+COUNT_TOKENS = "/v1/messages/count_tokens"
 TOOL = {
     "type": "function",
     "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {}}}},

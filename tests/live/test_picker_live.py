@@ -250,7 +250,7 @@ def test_clients_that_leave_and_processes_that_are_killed_leave_nothing_reserved
 
 @pytest.mark.alone
 def test_the_latency_that_it_adds_beside_the_routers_own_front(gateway: Gateway) -> None:
-    """Prints the times to the first token, in turn through both; docs/deploy.md has them."""
+    """Prints the times to the first token, in turn through both; see also socket_latency.py."""
     numbers = random.Random(3)
     took_ms: dict[str, list[float]] = {"front": [], "envoy": []}
     for _ in range(150):
