@@ -75,6 +75,7 @@ test-live: live-engines
 
 lint: setup
 	cargo fmt --all --check
+	cargo fmt --manifest-path integrations/model-gateway/Cargo.toml --check
 	cargo clippy --release --locked --all-targets --features python --quiet -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,6 +83,7 @@ lint: setup
 
 format: setup
 	cargo fmt --all
+	cargo fmt --manifest-path integrations/model-gateway/Cargo.toml
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -15,7 +15,8 @@ use openai_protocol::responses::ResponsesRequest;
 use smg::middleware::TenantRequestMeta;
 use smg::routers::RouterTrait;
 use smg::routers::grpc::utils::process_chat_messages;
-use std::sync::Arc;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::{Arc, LazyLock};
 
 /// In the order in which they are believed; those that our own front reads.
 const SESSIONS: [&str; 6] = [
@@ -124,15 +125,23 @@ impl Asked {
     /// What the decision is asked for; `oldest` is the oldest release of SGLang among the workers.
     pub fn request(
         &self,
-        headers: Option<&HeaderMap>,
+        call: Call<'_>,
         prompt: PromptHashes,
         oldest: Option<Release>,
     ) -> Request {
+        let headers = call.headers;
+        let client = call.tenant.tenant_key().as_str();
         let (of_each, prompts) = self.counts();
         Request {
             request_id: header(headers, "x-request-id")
                 .unwrap_or_else(|| random_id(self.as_random(&prompt))),
             session_id: SESSIONS.iter().find_map(|name| header(headers, name)),
+            // Names of sessions belong to the key that came with them.
+            tenant: match client.starts_with("auth:") || client.starts_with("header:") {
+                true => hash_of(client),
+                false => 0,
+            },
+            client: Some(hash_of(client)),
             max_output_tokens: self.max_output_tokens(),
             stream: self.is_stream(),
             hints: Hints {
@@ -169,7 +178,6 @@ impl Asked {
 
     /// Nothing depends on it but that requests have different names.
     fn as_random(&self, prompt: &PromptHashes) -> u64 {
-        use std::hash::{BuildHasher, RandomState};
         RandomState::new().hash_one((prompt.tokens(), self.is_stream()))
     }
 
@@ -204,6 +212,12 @@ impl Asked {
         };
         tokens.map(u64::from)
     }
+}
+
+/// The same for the same text, for as long as this process lives.
+fn hash_of(text: &str) -> u64 {
+    static KEYS: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+    KEYS.hash_one(text)
 }
 
 fn header(headers: Option<&HeaderMap>, name: &str) -> Option<String> {

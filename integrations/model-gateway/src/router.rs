@@ -78,7 +78,7 @@ impl DecidingRouter {
             let known = self.decisions.known.read();
             known.values().filter_map(|of| of.release).min()
         };
-        let request = asked.request(call.headers, prompt, oldest);
+        let request = asked.request(call, prompt, oldest);
         self.decisions
             .answer(&self.dispatch, asked, request, call)
             .await
