@@ -27,7 +27,7 @@ import pytest
 
 from launch import Fleet, fleet, load_topology
 from launch.cache import cache_dir
-from tests.live.conftest import VOCABULARY, installed
+from tests.live.conftest import VOCABULARY, installed, worker_of
 from tests.live.socket_latency import INFO
 from tests.live.test_router_live import free_port
 from tests.processes import wait_until
@@ -269,13 +269,25 @@ def test_before_colocated_workers_it_decides_as_our_own_front(
 def test_before_an_elastic_worker_it_decides_as_our_own_front(
     elastic: Fleet, tmp_path: Path, policy: str
 ) -> None:
+    before = served(elastic)
     of_gateway = decided("gateway", elastic, tmp_path, policy)
+    after = served(elastic)
     of_front = decided("front", elastic, tmp_path, policy)
     assert of_gateway == of_front
-    separated = [route.prefill is not None for route in of_gateway]
+    separated = sum(route.prefill is not None for route in of_gateway)
     # The first turn of those that begin while others are answered.
-    assert sum(separated) >= 2
-    assert not all(separated)
+    assert 2 <= separated < len(of_gateway)
+    # So many the worker got, with and without a prefill worker.
+    told = [after[kind] - before[kind] for kind in ("separated", "local")]
+    assert told == [separated, len(of_gateway) - separated]
+
+
+def served(running: Fleet) -> dict[str, int]:
+    """What the elastic worker counts: requests that another worker prefilled, and its own."""
+    with urllib.request.urlopen(f"{worker_of(running, 'elastic').url}/server_info") as answer:
+        (state,) = json.loads(answer.read())["internal_states"]
+    counts = state["deltaserve_elastic"]["counts"]
+    return {kind: counts.get(kind, 0) for kind in ("separated", "local")}
 
 
 def test_its_keys_metrics_and_apis_are_the_gateways_own(colocated: Fleet, tmp_path: Path) -> None:
@@ -322,9 +334,10 @@ def test_chats_are_counted_in_the_models_tokens(elastic: Fleet, tmp_path: Path) 
 
 
 class Mock(http.server.ThreadingHTTPServer):
-    """Describes itself as SGLang does, and answers requests with `status`."""
+    """Describes itself as SGLang does, answers requests with `status`, and counts them."""
 
     status = 200
+    asked = 0
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), MockHandler)
@@ -345,6 +358,7 @@ class MockHandler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         assert isinstance(self.server, Mock)
         self.rfile.read(int(self.headers["content-length"]))
+        self.server.asked += 1
         meta = {"prompt_tokens": 2, "cached_tokens": 0, "completion_tokens": 1}
         self.answer({"text": "x", "meta_info": meta}, self.server.status)
 
@@ -384,8 +398,11 @@ def test_a_request_that_its_worker_fails_is_answered_by_another(tmp_path: Path) 
     finally:
         process.terminate()
         process.wait()
-    ends = [json.loads(line) for line in log.read_text().splitlines()]
-    outcomes = [line["outcome"] for line in ends if line["event"] == "finish"]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    outcomes = [line["outcome"] for line in lines if line["event"] == "finish"]
+    for mock in mocks:
+        chosen = [line for line in lines if line.get("worker") == mock.url.removeprefix("http://")]
+        assert mock.asked == len(chosen) > 0
     assert outcomes.count("ok") == 6
     # The first that failed, as often as its turn came until it was known to; and the last.
     assert 2 <= outcomes.count("worker_error") <= 6
