@@ -29,9 +29,13 @@ def complete(url: str, input_ids: list[int], **fields: Any) -> tuple[str, bytes]
         "return_token_ids": True,
         **fields,
     }
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+    return post(f"{url}/v1/completions", body)
+
+
+def post(url: str, body: dict[str, Any]) -> tuple[str, bytes]:
+    """The worker that answered, and the answer."""
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=120.0) as answer:
             return answer.headers.get("x-deltaserve-worker", ""), answer.read()
@@ -109,7 +113,15 @@ def check_what_is_sent(separated: Fleet, prompt: Callable[[int], list[int]]) -> 
     # The prefill worker serving alone says the same: the KV that came is right.
     _, alone = complete(prefill.url, second)
     assert streamed_ids(answer) == output_ids(alone)
-    with urllib.request.urlopen(f"{router}/decisions?limit=2", timeout=30.0) as page:
+    # So are agents' own APIs.
+    for path, asked in (
+        ("/v1/messages", {"messages": [{"role": "user", "content": "one " * 900}]}),
+        ("/v1/responses", {"input": "two " * 900, "max_output_tokens": 8}),
+    ):
+        moved = moved_bytes()
+        post(router + path, {"model": "tiny-qwen3-moe", "max_tokens": 8, **asked})
+        assert moved_bytes() - moved > 900 // page_tokens * page_bytes, path
+    with urllib.request.urlopen(f"{router}/decisions?limit=4", timeout=30.0) as page:
         decisions = json.loads(page.read())["decisions"]
-    assert [decision["kind"] for decision in decisions] == ["prefill_decode"] * 2
+    assert [decision["kind"] for decision in decisions] == ["prefill_decode"] * 4
     assert failed_transfers() == failed_connecting
