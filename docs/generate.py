@@ -309,7 +309,7 @@ def rules_compared() -> str:
             "turns within the SLO, %",
             "late share p90, %",
             "longest wait, s",
-            "starved sessions, of all seeds",
+            "starved sessions, all seeds",
         ),
         (row for _, row in sorted(rows)),
     )
