@@ -24,6 +24,7 @@ sys.path.insert(0, str(DOCS.parent))
 from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
+from eval.run_lines import read_rows  # noqa: E402
 from launch.pacing_keys import PacingKeys  # noqa: E402
 from launch.profiles import PROFILES  # noqa: E402
 from launch.sizing import Room, kv_tokens, share_of  # noqa: E402
@@ -275,6 +276,7 @@ def measured(shown: Mapping[str, list[str]]) -> str:
     )
 
 
+RULES_ELSEWHERE = DOCS.parent / "results/rules_elsewhere.csv"
 TIERS_GB = {"": 60, "-150": 150, "-gpu": 0}
 """By the end of an arm's name in the experiment `admission`."""
 
@@ -315,6 +317,34 @@ def rules_compared() -> str:
     )
 
 
+def rules_elsewhere() -> str:
+    """Of the same arms in other conditions: first tokens/s with `rotate` over those with `off`."""
+    served: dict[tuple[str, int, str, str], list[float]] = {}
+    seeds: dict[str, set[str]] = {}
+    for row in read_rows(RULES_ELSEWHERE, ("condition", "arm", "load", "first_tokens_per_s")):
+        rule, _, tier = row["arm"].partition("-")
+        cell = (row["condition"], int(row["load"]), tier, rule)
+        served.setdefault(cell, []).append(float(row["first_tokens_per_s"]))
+        seeds.setdefault(row["condition"], set()).add(row["trace_seed"])
+
+    def ratio(condition: str, sessions: int, tier: str) -> str:
+        found = [served.get((condition, sessions, tier, rule)) for rule in ("rotate", "off")]
+        return f"{sum(found[0]) / sum(found[1]):.2f}" if found[0] and found[1] else ""
+
+    return table(
+        ("condition", "trace seeds", "sessions", "no tier", "60 GB", "150 GB"),
+        (
+            (
+                condition,
+                len(seeds[condition]),
+                sessions,
+                *(ratio(condition, sessions, tier) for tier in ("gpu", "", "150")),
+            )
+            for condition, sessions in dict.fromkeys((cell[0], cell[1]) for cell in served)
+        ),
+    )
+
+
 WITH_THEIR_WORDS: dict[str, Callable[[str], str]] = {
     "router-settings": router_settings,
     "worker-keys": worker_keys,
@@ -327,6 +357,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "policies": policies,
     "http-paths": http_paths,
     "rules-compared": rules_compared,
+    "rules-elsewhere": rules_elsewhere,
     "admission-settings": admission_settings,
     "admission-rotation": admission_rotation,
     "admission-rules": admission_rules,
