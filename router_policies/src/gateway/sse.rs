@@ -516,6 +516,20 @@ mod tests {
     }
 
     #[test]
+    fn a_key_error_that_says_nothing_is_none() {
+        for nothing in ["null", "false", "\"\"", "0"] {
+            let data = format!("{{\"error\":{nothing},\"choices\":[]}}");
+            assert!(error_in(data.as_bytes()).is_none(), "{data}");
+            assert!(!begins_as_error(data.as_bytes()), "{data}");
+        }
+        for error in ["{}", "{\"code\":500}", "\"out of memory\"", "true"] {
+            let data = format!("{{\"error\":{error}}}");
+            assert!(error_in(data.as_bytes()).is_some(), "{data}");
+            assert!(begins_as_error(data.as_bytes()), "{data}");
+        }
+    }
+
+    #[test]
     fn an_error_in_the_midst_of_a_stream_is_noted_however_it_is_cut() {
         for (event, expected) in [
             ("data: {\"error\": {\"code\": 500}}\n\n", true),
