@@ -277,8 +277,8 @@ def measured(shown: Mapping[str, list[str]]) -> str:
 
 
 RULES_ELSEWHERE = DOCS.parent / "results/rules_elsewhere.csv"
-TIERS_GB = {"": 60, "-150": 150, "-gpu": 0}
-"""By the end of an arm's name in the experiment `admission`."""
+TIERS_GB = {"": 60, "150": 150, "gpu": 0}
+"""By what follows the rule in an arm's name in the experiment `admission`."""
 
 
 def rules_compared() -> str:
@@ -286,7 +286,7 @@ def rules_compared() -> str:
     rows = []
     for of in simulated_means("rules"):
         rule, _, tier = of["arm"].partition("-")
-        tier_gb = TIERS_GB[f"-{tier}" if tier else ""]
+        tier_gb = TIERS_GB[tier]
         rows.append(
             (
                 (tier_gb, of["sessions"], rule),

@@ -331,19 +331,16 @@ def steps() -> dict[str, dict[str, Any]]:
     return found
 
 
-def longer() -> list[dict[str, Any]]:
-    """What the simulator says of windows of 900 s, from `longer.csv`: by sessions and rule."""
-    with (HERE / "longer.csv").open(newline="") as file:
-        return [
-            {name: of if name == "arm" else float(of) for name, of in line.items()}
-            for line in csv.DictReader(file)
-        ]
-
-
 def simulated_means(name: str) -> list[dict[str, Any]]:
     """Means over trace seeds of what `NAME.csv`, made by `eval.run_lines`, says of simulated runs:
     by sessions and arm."""
-    measures = ("first_tokens_per_s", "in_time_share", "late_share_p90", "longest_wait_s")
+    measures = (
+        "first_tokens_per_s",
+        "in_time_share",
+        "late_share_p90",
+        "waiting_sessions",
+        "longest_wait_s",
+    )
     by_cell: dict[tuple[int, str], list[dict[str, str]]] = {}
     for row in read_rows(HERE / f"{name}.csv", measures):
         by_cell.setdefault((int(row["load"]), row["arm"]), []).append(row)
@@ -432,7 +429,6 @@ def pages() -> dict[str, str]:
         "steps": steps(),
         "mean": mean,
         "at_least": at_least,
-        "longer": longer(),
         "simulated_means": simulated_means,
         "superseded": superseded(),
         "kv_reads": kv_reads,

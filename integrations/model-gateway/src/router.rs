@@ -56,7 +56,18 @@ impl DecidingRouter {
         })
     }
 
-    async fn answer(&self, asked: Asked, call: Call<'_>) -> Response {
+    async fn answer(
+        &self,
+        asked: Asked,
+        headers: Option<&HeaderMap>,
+        tenant: &TenantRequestMeta,
+        model: &str,
+    ) -> Response {
+        let call = Call {
+            headers,
+            tenant,
+            model,
+        };
         let block = self.decisions.fleet.token_block();
         let tokenizer = self.tokenizer(call.model);
         let reads = asked.clone();
@@ -126,12 +137,8 @@ impl RouterTrait for DecidingRouter {
         body: GenerateRequest,
         model: &str,
     ) -> Response {
-        let call = Call {
-            headers,
-            tenant,
-            model,
-        };
-        self.answer(Asked::Generate(body), call).await
+        self.answer(Asked::Generate(body), headers, tenant, model)
+            .await
     }
 
     async fn route_chat(
@@ -141,12 +148,7 @@ impl RouterTrait for DecidingRouter {
         body: ChatCompletionRequest,
         model: &str,
     ) -> Response {
-        let call = Call {
-            headers,
-            tenant,
-            model,
-        };
-        self.answer(Asked::Chat(body), call).await
+        self.answer(Asked::Chat(body), headers, tenant, model).await
     }
 
     async fn route_completion(
@@ -156,12 +158,8 @@ impl RouterTrait for DecidingRouter {
         body: CompletionRequest,
         model: &str,
     ) -> Response {
-        let call = Call {
-            headers,
-            tenant,
-            model,
-        };
-        self.answer(Asked::Completion(body), call).await
+        self.answer(Asked::Completion(body), headers, tenant, model)
+            .await
     }
 
     async fn route_responses(
@@ -171,12 +169,8 @@ impl RouterTrait for DecidingRouter {
         body: ResponsesRequest,
         model: &str,
     ) -> Response {
-        let call = Call {
-            headers,
-            tenant,
-            model,
-        };
-        self.answer(Asked::Responses(body), call).await
+        self.answer(Asked::Responses(body), headers, tenant, model)
+            .await
     }
 
     async fn route_messages(
@@ -186,12 +180,8 @@ impl RouterTrait for DecidingRouter {
         body: CreateMessageRequest,
         model: &str,
     ) -> Response {
-        let call = Call {
-            headers,
-            tenant,
-            model,
-        };
-        self.answer(Asked::Messages(body), call).await
+        self.answer(Asked::Messages(body), headers, tenant, model)
+            .await
     }
 
     async fn route_messages_count_tokens(
