@@ -64,7 +64,12 @@ def run_command(
     folder = output or runner.default_output(parsed)
     if plan:
         from eval.preview import preview
+        from eval.prompt_cost import known_factor
 
+        if factor := known_factor(parsed, folder):
+            parsed, _ = load_experiment(
+                experiment, [*(overrides or []), f"prompt_cost.factor={factor:g}"]
+            )
         previewed = preview(parsed, folder, site=launch_site(), only=only)
         if as_json:
             typer.echo(orjson.dumps(previewed.as_dict()).decode())
@@ -74,6 +79,12 @@ def run_command(
         raise typer.Exit(0 if previewed.missing_trace is None else 1)
     given = Given("run", experiment, path, folder, overrides or [], only or [], parallel)
     with interruptible(given) as progress:
+        if parsed.prompt_cost is not None and parsed.prompt_cost.factor is None:
+            from eval.prompt_cost import find_factor
+
+            factor = find_factor(parsed, folder, site=launch_site(), progress=progress, only=only)
+            given = given.with_override(f"prompt_cost.factor={factor:g}")
+            parsed, _ = load_experiment(experiment, given.overrides)
         if parallel > 1:
             from eval.parallel import run_parallel
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +59,10 @@ class Given:
     overrides: Sequence[str]
     only: Sequence[str]
     parallel: int = 1
+
+    def with_override(self, override: str) -> Given:
+        """The same, with one more ``key=value``."""
+        return replace(self, overrides=[*self.overrides, override])
 
     @property
     def command(self) -> str:

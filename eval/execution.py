@@ -99,6 +99,7 @@ def begin_manifest(
         "policy_params": described.get("router", {}).get("params", run.arm.policy_params),
         "trace": {"path": facts.path, "sha256": facts.sha256, "requests": facts.planned},
         "length_scale": facts.length_scale,
+        "prompt_cost": prompt_cost(experiment, assignment.output),
         **judgement(experiment),
         "hardware": provenance.hardware(),
         "versions": provenance.versions(),
@@ -111,6 +112,18 @@ def begin_manifest(
     provenance.write_manifest(folder, manifest)
     write_facts(folder, facts)
     return Began(manifest, facts)
+
+
+def prompt_cost(experiment: Experiment, output: Path) -> dict[str, Any] | None:
+    """By what the experiment's lengths were multiplied, and what prompts were measured to
+    cost; None where it does not ask for that."""
+    cost = experiment.prompt_cost
+    if cost is None or cost.factor is None:
+        return None
+    found = provenance.read_prompt_cost(output)
+    if found.get("factor") == cost.factor:
+        return found
+    return {"factor": cost.factor, "tokens": round(cost.factor * cost.tokens), "seconds": {}}
 
 
 def judgement(experiment: Experiment) -> dict[str, Any]:

@@ -395,6 +395,60 @@ class ValidityRules(_Table):
     max_error_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
 
 
+class PromptCost(_Table):
+    """What computing a prompt again should cost on the machine that runs the experiment: a prompt
+    of `tokens` takes `seconds` on the fastest of the engines. All lengths of the experiment are
+    multiplied by one `factor` for that: of prompts and answers, of the KV and of what is compared
+    with them (`LENGTHS`). It is measured before the first run, and stays within `factors`; where it
+    is given nothing is measured."""
+
+    tokens: PositiveTokens
+    seconds: PositiveSeconds
+    factors: Annotated[list[PositiveFactor], Field(min_length=2, max_length=2)] = [0.25, 4.0]
+    factor: PositiveFactor | None = None
+
+    @model_validator(mode="after")
+    def _in_order(self) -> PromptCost:
+        low, high = self.factors
+        if low > high:
+            raise ValueError(f"factors: expected the smaller first, found [{low:g}, {high:g}]")
+        return self
+
+
+LENGTHS = ("max_total_tokens", "host_kv_tokens", "context_tokens", "cold_tokens")
+"""Keys of topologies, and of admission, that are lengths to `PromptCost`."""
+_LENGTHS_OF_REPLAY = ("max_input_tokens", "fit_input_tokens")
+_LENGTH_STEP = 256
+
+
+def _length(tokens: int, factor: float) -> int:
+    """So many times the tokens, in steps that every engine's page divides."""
+    return max(_LENGTH_STEP, _LENGTH_STEP * round(tokens * factor / _LENGTH_STEP))
+
+
+def _scaled_keys(keys: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Keys of a topology with their lengths multiplied, at any depth."""
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        if isinstance(value, Mapping):
+            value = _scaled_keys(value, factor)
+        elif key in LENGTHS and isinstance(value, int):
+            value = _length(value, factor)
+        found[key] = value
+    return found
+
+
+def _scaled_replay(replay: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Settings of a replay with their lengths multiplied."""
+    found = dict(replay)
+    for key in _LENGTHS_OF_REPLAY:
+        if found.get(key) is not None:
+            found[key] = _length(found[key], factor)
+    if found.get("length_scale") is not None:
+        found["length_scale"] = round(found["length_scale"] * factor, 6)
+    return found
+
+
 class Simulate(_Table):
     """What simulated runs rest on where no topology says it (`deltaserve eval simulate`): the
     calibration by its packaged name or file, whether each round draws its constants from the error
@@ -432,6 +486,7 @@ class Experiment(_Table):
     validity: ValidityRules = Field(default_factory=ValidityRules)
     analysis: Analysis = Field(default_factory=Analysis)
     search: SearchBounds | None = None
+    prompt_cost: PromptCost | None = None
     simulate: Simulate = Field(default_factory=Simulate)
     loads: list[Load] = Field(default_factory=list)
     arms: Annotated[list[Arm], Field(min_length=1)]
@@ -461,8 +516,23 @@ class Experiment(_Table):
                 if load not in known:
                     raise ValueError(f"arms.{arm.name}.loads: no load is named {load!r}")
             for name in self.loads_of(arm):
-                self._check_search(arm, self.replay_of(arm, name))
+                replay = self.replay_of(arm, name)
+                self._check_search(arm, replay)
+                self._check_prompt_cost(arm, replay)
         return self
+
+    def _check_prompt_cost(self, arm: Arm, replay: Replay) -> None:
+        """Refuses lengths that could not be multiplied by every factor that may be found."""
+        if self.prompt_cost is None or replay.fit_input_tokens is not None:
+            return
+        most = self.prompt_cost.factor or self.prompt_cost.factors[1]
+        scale = replay.length_scale
+        if scale is None or scale * most > 1:
+            raise ValueError(
+                f"prompt_cost: {arm.name} has replay.length_scale {scale or 1:g}; expected at most "
+                f"{1 / most:g}, since lengths may be multiplied by {most:g} and are never longer "
+                "than the trace's"
+            )
 
     def _check_search(self, arm: Arm, replay: Replay) -> None:
         """Refuses a search whose load the arm's replay does not read, for all levels would be
@@ -501,6 +571,30 @@ class Experiment(_Table):
             }
             changed["trace"] = self.trace.model_copy(update=drawn)
         return self.model_copy(update=changed) if changed and shift else self
+
+    def with_lengths_times(self, factor: float) -> Experiment:
+        """The experiment with all lengths multiplied, as `prompt_cost` says."""
+        replay = _scaled_replay(self.replay.model_dump(exclude_defaults=True), factor)
+        loads, arms = (
+            [
+                part.model_copy(
+                    update={
+                        "replay": _scaled_replay(part.replay, factor),
+                        "set": _scaled_keys(part.set, factor),
+                    }
+                )
+                for part in parts
+            ]
+            for parts in (self.loads, self.arms)
+        )
+        return self.model_copy(
+            update={
+                "replay": Replay.model_validate(replay),
+                "set": _scaled_keys(self.set, factor),
+                "loads": loads,
+                "arms": arms,
+            }
+        )
 
     def loads_of(self, arm: Arm) -> list[str | None]:
         """The names of the loads that `arm` runs under; one None where the file names no loads."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -30,9 +31,10 @@ def packaged_experiments() -> dict[str, Path]:
 
 
 def load_experiment(
-    name_or_path: str, overrides: list[str] | None = None
+    name_or_path: str, overrides: Sequence[str] | None = None
 ) -> tuple[Experiment, Path]:
-    """Reads an experiment file, or a packaged one by its name, with ``key=value`` overrides.
+    """Reads an experiment file, or a packaged one by its name, with ``key=value`` overrides. Where
+    it has `prompt_cost.factor` its lengths are multiplied by that.
 
     Raises `InputError`, in one line that names file and key.
     """
@@ -52,9 +54,13 @@ def load_experiment(
     for override in overrides or []:
         _apply_override(document, override)
     try:
-        return Experiment.model_validate(document), path
+        experiment = Experiment.model_validate(document)
     except ValidationError as error:
         raise InputError(f"{path}: {one_line(error, document, Experiment)}") from None
+    cost = experiment.prompt_cost
+    if cost is not None and cost.factor is not None:
+        experiment = experiment.with_lengths_times(cost.factor)
+    return experiment, path
 
 
 def one_line(

@@ -52,7 +52,8 @@ class PreviewedRun:
 @dataclass(frozen=True)
 class Preview:
     """What `eval run` would do. Of a search `runs` are each arm's first level (the rest depends on
-    what that shows) and those that are complete; `search` says how levels are chosen."""
+    what that shows) and those that are complete; `search` says how levels are chosen.
+    `unmeasured_lengths` says by what lengths will be multiplied that is not known yet."""
 
     output: str
     traces: dict[str, str]
@@ -61,6 +62,7 @@ class Preview:
     runs: list[PreviewedRun] = field(default_factory=list)
     length_source: str = ""
     search: str | None = None
+    unmeasured_lengths: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Every field, for JSON."""
@@ -71,6 +73,8 @@ class Preview:
         All but commands and runs begin with ``#``."""
         for trace, state in self.traces.items():
             yield f"# trace: {trace} ({state})"
+        if self.unmeasured_lengths:
+            yield f"# lengths: {self.unmeasured_lengths}"
         if self.missing_trace is not None:
             yield f"# not on this machine: trace.path: {self.missing_trace}: no such file"
         for cell in self.cells:
@@ -135,6 +139,7 @@ def preview(
         runs=scheduled,
         length_source=source,
         search=_search_words(experiment),
+        unmeasured_lengths=_unmeasured(experiment),
     )
 
 
@@ -167,6 +172,16 @@ def _search_words(experiment: Experiment) -> str | None:
         f"one is not ({search.low:g} to {search.high:g}), then between them to within "
         f"{search.tolerance:.0%}, each end up to {search.repeats} times"
         + ("; and one session alone" if search.measures_alone else "")
+    )
+
+
+def _unmeasured(experiment: Experiment) -> str:
+    cost = experiment.prompt_cost
+    if cost is None or cost.factor is not None:
+        return ""
+    return (
+        "multiplied by what is measured at the start, so that a prompt takes "
+        f"{cost.seconds:g} s (prompt_cost)"
     )
 
 

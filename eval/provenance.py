@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,9 @@ from deltaserve.errors import InputError
 from eval.secrets import without_secrets
 
 MANIFEST = "manifest.json"
+MEASURING_FOLDER = "prompt-cost"
+"""Runs below a folder of this name measure the machine: they are none of the experiment's."""
+PROMPT_COST_FILE = "prompt-cost.json"
 _PARTIAL = f".{MANIFEST}.partial"
 _PACKAGES = ("aiohttp", "numpy", "orjson", "pandas", "pydantic", "scipy")
 
@@ -129,6 +133,22 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, orjson.JSONDecodeError):
         return None
     return manifest if isinstance(manifest, dict) else None
+
+
+def read_prompt_cost(output: Path) -> dict[str, Any]:
+    """What prompts were measured to cost for the runs in `output`; empty where nothing was."""
+    try:
+        found = orjson.loads((output / PROMPT_COST_FILE).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, orjson.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def prompt_cost_words(found: Mapping[str, Any]) -> str:
+    """By what all lengths of an experiment were multiplied, and what a prompt then costs."""
+    takes = [f"{s:.1f} s on {arm}" for arm, s in (found.get("seconds") or {}).items()]
+    cost = f"; one of {found['tokens']:,} tokens takes {', '.join(takes)}" if takes else ""
+    return f"all lengths times {found['factor']:g}{cost}"
 
 
 def fresh_folder(folder: Path) -> None:

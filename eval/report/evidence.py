@@ -63,14 +63,16 @@ class Evidence:
 
 
 def find_runs(folders: Sequence[Path]) -> list[Run]:
-    """Every run under `folders`, by folder name. Raises `InputError` where there is none."""
+    """Every run under `folders`, by folder name, without those that measured the machine. Raises
+    `InputError` where there is none."""
     found: dict[Path, Run] = {}
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"{folder}: no such folder; expected the output of eval run")
         for manifest in sorted(folder.rglob(provenance.MANIFEST)):
             place = manifest.parent.resolve()
-            if place not in found:
+            measures = provenance.MEASURING_FOLDER in manifest.relative_to(folder).parts
+            if place not in found and not measures:
                 run = read_run(manifest.parent)
                 # Older versions recorded whatever they were given.
                 found[place] = replace(run, manifest=without_secrets(run.manifest))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from eval.document import Figure, Opening
 from eval.formatting import DASH, number
 from eval.metrics import Cell
+from eval.provenance import prompt_cost_words
 from eval.records import Run
 from eval.report import facts, loads
 from eval.report.answer import answer
@@ -71,6 +72,7 @@ def _facts(evidence: Evidence) -> list[tuple[str, str]]:
         ("Trace", _trace(evidence.runs)),
         ("Requests", _requests(evidence, first)),
         ("Lengths", _lengths(first)),
+        ("Prompt cost", _prompt_cost(evidence.runs)),
         ("Load", _load(evidence, first)),
         ("Measured", loads.window_words(first)),
         ("Not settled", _unsettled(evidence.cells)),
@@ -147,6 +149,12 @@ def _lengths(run: Run) -> str:
         return f"{number(p50)} at the median, {number(p90)} at p90"
 
     return f"input {span('input_length')}; output {span('output_length')} tokens"
+
+
+def _prompt_cost(runs: Sequence[Run]) -> str:
+    """By what an experiment's lengths were multiplied, so that prompts cost what it asks for."""
+    told = (run.manifest.get("prompt_cost") for run in runs)
+    return "; ".join(dict.fromkeys(prompt_cost_words(found) for found in told if found))
 
 
 def _load(evidence: Evidence, run: Run) -> str:
