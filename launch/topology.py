@@ -219,8 +219,8 @@ class Topology(KvKeys, PacingKeys):
     hardware: _Hardware = AUTO
     """The profile of the GPUs (`launch/profiles/*.toml`). `auto` asks NVML."""
     model: _Text
-    """A shipped shape (`tiny-qwen3-moe`, `qwen3-coder-30b-a3b`, `qwen3-coder-30b-a3b-fp8`;
-    random weights), a folder, or a hub name.
+    """A shipped shape (`tiny-qwen3-moe`, `small-qwen3-moe`, `qwen3-coder-30b-a3b`,
+    `qwen3-coder-30b-a3b-fp8`; random weights), a folder, or a hub name.
     """
     load_format: _Text | None = None
     """How the engine loads weights; `dummy` for shapes."""

@@ -144,7 +144,7 @@ def test_all_lengths_are_multiplied_wherever_they_stand(file: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("factor", [0.25, 1.0, 2.7, 4.0])
+@pytest.mark.parametrize("factor", [0.25, 1.0, 2.7, 6.0])
 def test_the_demo_is_the_same_load_at_every_factor(factor: float) -> None:
     plain, _ = load_experiment("demo")
     assert plain.prompt_cost is not None
@@ -157,7 +157,7 @@ def test_the_demo_is_the_same_load_at_every_factor(factor: float) -> None:
     assert longest / kv == pytest.approx(share, rel=0.05)
     for arm in found.arms:
         assert arm.topology is not None
-        topology = load_topology(arm.topology)
+        topology = load_topology(arm.topology, [f"model={found.set['model']}"])
         assert kv % worker_kv(topology, topology.workers[0]).page_tokens == 0
         most = shape_config(topology.model)["max_position_embeddings"]
         assert longest < found.set["context_tokens"] <= most
