@@ -415,8 +415,8 @@ class PromptCost(_Table):
         return self
 
 
-LENGTHS = ("max_total_tokens", "host_kv_tokens", "context_tokens", "cold_tokens")
-"""Keys of topologies, and of admission, that are lengths to `PromptCost`."""
+LENGTHS = ("max_total_tokens", "host_kv_tokens", "context_tokens")
+"""Keys of topologies that are lengths to `PromptCost`."""
 _LENGTHS_OF_REPLAY = ("max_input_tokens", "fit_input_tokens")
 _LENGTH_STEP = 256
 

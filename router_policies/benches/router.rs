@@ -72,10 +72,7 @@ fn decisions(workers: usize, blocks: usize) -> Value {
         ("unified", "rotate"),
     ] {
         // Where nothing waits: there is room for all, and for any number of cold starts.
-        let (is_gated, roomy) = (
-            rule != "off",
-            json!({"rule": rule, "cold_slots": 1_000_000}),
-        );
+        let (is_gated, roomy) = (rule != "off", json!({"rule": rule}));
         let admission = settings::build(&roomy).expect("a rule");
         let fleet = Fleet::new(
             policy::build(name, Value::Null).expect("a policy"),

@@ -56,7 +56,7 @@ set = {{ router = {{ admission = {{ rule = "off" }} }} }}
 [[arms]]
 name = "admission"
 topology = "t-one"
-set = {{ router = {{ admission = {{ cold_tokens = 1024 }} }} }}
+set = {{ router = {{ admission = {{ patience_s = 60 }} }} }}
 [[arms]]
 name = "other"
 topology = "t-two"
@@ -136,7 +136,7 @@ def test_all_lengths_are_multiplied_wherever_they_stand(file: Path) -> None:
     assert found.replay.max_input_tokens == 18688
     assert found.set == {"max_total_tokens": 51200}
     assert found.arms[0].set == {"router": {"admission": {"rule": "off"}}}
-    assert found.arms[1].set == {"router": {"admission": {"cold_tokens": 2560}}}
+    assert found.arms[1].set == {"router": {"admission": {"patience_s": 60}}}
     assert found.loads[0].replay == {"max_input_tokens": 2560}
     assert found.loads[0].set == {
         "workers": {"colocated": {"host_kv_tokens": 102400}},
@@ -189,7 +189,7 @@ def test_what_is_run_alone_is_measured_alone(experiment: Experiment, tmp_path: P
         manifest(tmp_path / "out" / "prompt-cost", run)["topology"]["overrides"] for run in fakes.up
     ]
     assert 'router.admission.rule="off"' in overrides
-    assert not any("cold_tokens" in override for override in overrides)
+    assert not any("patience_s" in override for override in overrides)
 
 
 def test_another_question_is_measured_again(experiment: Experiment, tmp_path: Path) -> None:

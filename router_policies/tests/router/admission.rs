@@ -126,6 +126,14 @@ impl World {
         }
     }
 
+    /// One that has its first token.
+    fn begun(&self, request: &Request) -> Reservation {
+        let mut reservation = self.placed(request);
+        reservation.streams();
+        reservation.output(1);
+        reservation
+    }
+
     fn waits(&self, request: &Request) -> Ticket {
         match self.ask(request) {
             Admit::Waiting(ticket) => ticket,
@@ -163,11 +171,11 @@ impl World {
 
 #[test]
 fn who_fits_goes_at_once_and_who_does_not_waits_until_there_is_room() {
-    let world = World::new(1, json!({"cold_slots": 10}));
+    let world = World::new(1, json!({}));
     let (first, second) = (world.turn(0, 40_000), world.turn(1, 40_000));
-    let a = world.placed(&first);
+    let a = world.begun(&first);
     assert_eq!(world.last().state, Residence::Admitted);
-    let b = world.placed(&second);
+    let b = world.begun(&second);
     let third = world.turn(2, 40_000);
     let ticket = world.waits(&third);
     // A turn of one that has a place goes at once, though another waits.
@@ -188,12 +196,11 @@ fn who_fits_goes_at_once_and_who_does_not_waits_until_there_is_room() {
 
 #[test]
 fn a_client_that_leaves_the_queue_leaves_nothing_behind() {
-    let world = World::new(1, json!({"cold_slots": 10}));
-    let held = [
-        world.placed(&world.turn(0, 45_000)),
-        world.placed(&world.turn(1, 45_000)),
-    ];
-    let waiting = world.turn(2, 45_000);
+    let world = World::new(1, json!({}));
+    let held: Vec<_> = (0..7)
+        .map(|session| world.placed(&world.turn(session, 15_000)))
+        .collect();
+    let waiting = world.turn(7, 15_000);
     drop(world.waits(&waiting));
     let let_in = world.waits(&waiting);
     drop(held);
@@ -243,7 +250,7 @@ fn a_cold_prefill_does_not_hold_up_those_that_have_a_place() {
 
 #[test]
 fn overlapping_turns_count_each() {
-    let world = World::new(1, json!({"cold_slots": 10}));
+    let world = World::new(1, json!({}));
     let base = world.turn(0, 30_000);
     let a = world.placed(&base);
     let b = world.placed(&world.turn(0, 31_000));
@@ -461,9 +468,9 @@ fn tier() -> impl Strategy<Value = Option<u64>> {
 fn rules() -> impl Strategy<Value = Value> {
     prop_oneof![
         Just(json!({"rule": "rotate"})),
-        Just(json!({"rule": "rotate", "cold_slots": 2, "patience_s": 20})),
+        Just(json!({"rule": "rotate", "patience_s": 20})),
         Just(json!({"rule": "lease", "lease_s": 5.0})),
-        Just(json!({"rule": "cap", "sessions": 2, "idle_s": 20.0})),
+        Just(json!({"rule": "cap", "sessions": 2})),
         Just(json!({"rule": "aimd"})),
         Just(json!({"rule": "thunder"})),
     ]
@@ -662,7 +669,7 @@ fn what_cannot_be_separated_waits_for_a_worker_that_serves_alone() {
 
 #[test]
 fn what_no_worker_can_take_is_refused_at_once_also_where_others_wait() {
-    let world = World::new(2, json!({"cold_slots": 10}));
+    let world = World::new(2, json!({}));
     let large = |from| world.request(&format!("s{from}"), from..from + 80_000);
     let running = [0, 100_000].map(|from| world.placed(&large(from)));
     let ticket = world.waits(&large(200_000));
@@ -689,7 +696,7 @@ fn what_no_worker_can_take_is_refused_at_once_also_where_others_wait() {
 
 #[test]
 fn what_has_failed_elsewhere_waits_no_longer_than_a_worker_is_up_that_could_take_it() {
-    let world = World::new(2, json!({"cold_slots": 10}));
+    let world = World::new(2, json!({}));
     let large = |from| world.request(&format!("s{from}"), from..from + 80_000);
     let running = [0, 100_000].map(|from| world.placed(&large(from)));
     let new = large(200_000);

@@ -13,7 +13,7 @@ fn title(world: &World, session: u32) -> Request {
 
 #[test]
 fn a_title_call_takes_no_place_and_opens_no_door() {
-    let world = World::new(1, json!({"cold_slots": 10}));
+    let world = World::new(1, json!({}));
     let running = world.placed(&world.turn(0, 60_000));
     let booked = world.fleet.snapshot()[0].admission.booked_tokens;
     // Of a session that is not there yet, while another fills the worker: at once.
@@ -33,7 +33,7 @@ fn a_title_call_takes_no_place_and_opens_no_door() {
 
 #[test]
 fn a_call_beside_a_conversation_leaves_its_place_as_it_is() {
-    let world = World::new(1, json!({"cold_slots": 10}));
+    let world = World::new(1, json!({}));
     world.serve(world.placed(&world.turn(0, 60_000)));
     let booked = world.fleet.snapshot()[0].admission.booked_tokens;
     world.serve(world.placed(&title(&world, 0)));
@@ -50,7 +50,7 @@ fn a_call_beside_a_conversation_leaves_its_place_as_it_is() {
 
 #[test]
 fn calls_beside_conversations_have_a_bound_of_their_own() {
-    let world = World::new(1, json!({"cold_slots": 10}));
+    let world = World::new(1, json!({}));
     let running = world.placed(&world.turn(0, 90_000));
     let mut calls = Vec::new();
     let waiting = (1..100).find_map(|session| match world.ask(&title(&world, session)) {
@@ -72,7 +72,7 @@ fn calls_beside_conversations_have_a_bound_of_their_own() {
 
 #[test]
 fn who_uses_anothers_session_id_has_a_session_of_its_own() {
-    let world = World::new(1, json!({"cold_slots": 10}));
+    let world = World::new(1, json!({}));
     let of = |tenant: u64, length: u32| Request {
         tenant,
         ..world.turn(0, length)

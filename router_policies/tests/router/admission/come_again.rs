@@ -13,7 +13,7 @@ fn full() -> (World, Reservation, Arc<Mutex<Vec<Value>>>) {
             kept.lock().push(serde_json::to_value(event).expect("JSON"));
         }
     });
-    let world = World::with_sink(1, json!({"cold_slots": 10}), sink);
+    let world = World::with_sink(1, json!({}), sink);
     let running = world.placed(&world.turn(0, 60_000));
     (world, running, events)
 }

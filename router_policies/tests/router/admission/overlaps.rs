@@ -6,7 +6,7 @@ use super::*;
 /// A worker of 95,000 tokens before any growth, on which session 0 has an idle place of 40,000 and session 1
 /// runs a turn of 50,000.
 fn crowded() -> (World, Reservation) {
-    let world = World::new(1, json!({"cold_slots": 10, "fill": 0.95}));
+    let world = World::new(1, json!({"fill": 0.95}));
     world.serve(world.placed(&world.turn(0, 40_000)));
     let running = world.placed(&world.turn(1, 50_000));
     (world, running)
@@ -92,7 +92,7 @@ fn one_that_waits_to_grow_where_nothing_new_may_go_leaves_its_old_place_when_it_
 
 #[test]
 fn a_turn_that_is_given_up_takes_nothing_from_a_longer_one_that_was_answered_meanwhile() {
-    let world = World::new(1, json!({"cold_slots": 10}));
+    let world = World::new(1, json!({}));
     world.serve(world.placed(&world.turn(0, 20_000)));
     let leaves = world.placed(&world.turn(0, 21_000));
     world.serve(world.placed(&world.turn(0, 40_000)));

@@ -13,7 +13,7 @@ fn tried_before(world: &World, session: u32) -> Request {
 
 #[test]
 fn what_ran_for_long_before_its_worker_failed_may_wait_for_another_all_the_same() {
-    let world = World::new(1, json!({"cold_slots": 10, "max_wait_s": 600}));
+    let world = World::new(1, json!({"max_wait_s": 600}));
     let running = world.placed(&world.turn(0, 60_000));
     world.advance(700.0);
     let again = tried_before(&world, 1);
@@ -30,7 +30,7 @@ fn what_ran_for_long_before_its_worker_failed_may_wait_for_another_all_the_same(
 
 #[test]
 fn what_is_tried_again_waits_no_longer_than_it_may() {
-    let world = World::new(1, json!({"cold_slots": 10, "max_wait_s": 600}));
+    let world = World::new(1, json!({"max_wait_s": 600}));
     let running = world.placed(&world.turn(0, 60_000));
     world.advance(700.0);
     let again = tried_before(&world, 1);

@@ -8,7 +8,6 @@ use super::*;
 fn rotating(host_kv_tokens: Option<u64>, mut settings: Value) -> World {
     settings["rule"] = json!("rotate");
     settings["max_wait_s"] = json!(100_000.0);
-    settings["cold_slots"] = json!(20);
     let world = World::new(0, settings);
     world.add_tiered("w0", host_kv_tokens);
     world
@@ -17,7 +16,7 @@ fn rotating(host_kv_tokens: Option<u64>, mut settings: Value) -> World {
 #[test]
 fn while_the_tiers_keep_all_nobody_waits() {
     let world = rotating(Some(400_000), json!({}));
-    let mut clients: Vec<Client> = (0..4).map(|s| Client::new(s, 20_000, 4.0, 4.0)).collect();
+    let mut clients: Vec<Client> = (0..4).map(|s| Client::new(s, 15_000, 4.0, 4.0)).collect();
     run(&world, &mut clients, 300.0);
     for client in &clients {
         assert!(client.longest_s <= 1.0, "{}", client.longest_s);
@@ -87,7 +86,7 @@ fn who_waits_is_told_whether_for_its_turn_to_enter_or_for_room() {
         (400_000, WaitReason::NoRoom),
     ] {
         let world = rotating(Some(tier), json!({}));
-        let _running = [0, 1].map(|session| world.placed(&world.turn(session, 40_000)));
+        let _running = [0, 1].map(|session| world.begun(&world.turn(session, 40_000)));
         let _waiting = world.waits(&world.turn(2, 50_000));
         let shown = world.fleet.sessions();
         let waits = shown.iter().find(|shown| shown.reason.is_some());
@@ -99,7 +98,7 @@ fn who_waits_is_told_whether_for_its_turn_to_enter_or_for_room() {
 fn one_whose_client_leaves_before_its_last_turn_makes_room_all_the_same() {
     let world = rotating(Some(120_000), json!({}));
     let running: Vec<Reservation> = (0..2)
-        .map(|session| world.placed(&world.turn(session, 45_000)))
+        .map(|session| world.begun(&world.turn(session, 45_000)))
         .collect();
     // It is in, and waits for its turn; so does another outside, for which it is to leave.
     let own = world.turn(0, 60_000);

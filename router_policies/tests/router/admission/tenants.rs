@@ -18,7 +18,7 @@ fn tenant(name: &str, weight: f64, priority: Priority) -> Tenant {
 const INTERACTIVE: Priority = Priority::Interactive;
 
 fn shared(rule: &str, tenants: Vec<Tenant>) -> World {
-    let settings = json!({"rule": rule, "max_wait_s": 100_000.0, "cold_slots": 20});
+    let settings = json!({"rule": rule, "max_wait_s": 100_000.0});
     World::shared(0, settings, EventSink::in_memory(), tenants)
 }
 

@@ -7,6 +7,10 @@ use super::rules::{Placement, Prompt};
 use super::{Admission, GiveUp, Residence, Site, Sites, WaitReason, site_of};
 use smallvec::{SmallVec, smallvec};
 
+/// A prefill that takes so long holds up the turns of those who are in: one at a time runs on a worker, until its
+/// first token. On an H200 with a 30B model it is one of 16,000 tokens.
+const COLD_S: f64 = 0.4;
+
 /// A turn that asks to go.
 #[derive(Clone, Copy)]
 pub(in crate::fleet) struct Asked<'a> {
@@ -30,10 +34,18 @@ impl Asked<'_> {
         site.compute_s(self.prompt.tokens, self.cached.on(site.slot))
     }
 
-    /// Tokens of it that are not.
-    fn new_tokens(&self, site: &Site) -> u64 {
+    /// Of a turn of a session that comes in: whether its prefill is a cold one.
+    pub(super) fn is_cold(&self, site: &Site) -> bool {
+        site.prefills && self.compute_s(site) >= COLD_S
+    }
+
+    /// Tokens of it that are cached on `site`, if that spares a cold prefill.
+    pub(super) fn spared_tokens(&self, site: &Site) -> u64 {
         let cached = self.cached.on(site.slot);
-        self.prompt.tokens.saturating_sub(cached)
+        match site.compute_s(cached, 0) >= COLD_S {
+            true => cached,
+            false => 0,
+        }
     }
 }
 
@@ -105,7 +117,7 @@ impl Admission {
         }
         let believed = asked.prompt.tokens_of(held.common(&asked.prompt));
         let lost = believed.saturating_sub(asked.cached.on(site.slot));
-        lost >= self.settings.cold_tokens.min(believed / 2 + 1)
+        2 * lost > believed
     }
 
     /// Where a turn may go now, one that comes or one that waits: nobody passes another for which room is
@@ -145,13 +157,13 @@ impl Admission {
         site: &Site,
         look: &mut Look,
     ) -> Result<Go, WaitReason> {
-        if let Some(rule) = &self.manner.rotates {
+        if self.manner.rotates.is_some() {
             let is_prompt = self.is_prompt(asked.key, site);
             if look.blocked.contains(&site.slot) || (!is_prompt && look.queued.contains(&site.slot))
             {
                 return Err(WaitReason::BehindOthers);
             }
-            if !is_prompt && !self.fits_prompt(rule, asked.key, asked.prompt.tokens, site) {
+            if !is_prompt && !self.fits_prompt(asked.key, asked.prompt.tokens, site) {
                 look.queued.push(site.slot);
                 return Err(WaitReason::SessionsLimit);
             }
@@ -249,8 +261,8 @@ impl Admission {
             return Err(WaitReason::SessionsLimit);
         }
         let ledger = self.ledger(site.slot);
-        let running = ledger.map_or(0, |ledger| ledger.hold.cold_in_flight);
-        if self.is_cold(asked, site) && running >= self.settings.cold_slots {
+        let has_cold = ledger.is_some_and(|ledger| ledger.hold.cold_in_flight > 0);
+        if has_cold && asked.is_cold(site) {
             return Err(WaitReason::ColdPrefill);
         }
         Ok(())
@@ -349,44 +361,15 @@ impl Admission {
     /// As few of the idle sessions as are `enough`, or all: those first of which no turn waits, then those who have
     /// been in for longest.
     fn cheapest(&self, site: &Site, key: Option<Key>, enough: impl Fn(&[Key]) -> bool) -> Vec<Key> {
-        /// Most times these are enough, and the others need not be put in order.
-        const FEW: usize = 16;
-        let nobody_waits = self.queue.is_empty();
         let waits = |key: Key| {
-            let known = || self.sessions.get(key);
-            !nobody_waits && known().is_some_and(|known| known.waiting > 0)
+            let known = self.sessions.get(key);
+            known.is_some_and(|known| known.waiting > 0)
         };
-        let since_s = |key: Key| {
-            let ledger = self.ledger(site.slot);
-            ledger.map_or(0.0, |ledger| ledger.rotation.since_s(key))
-        };
-        let idle = self.idle(site, key);
-        let mut idle: Vec<(bool, f64, Key)> =
-            idle.map(|key| (waits(key), since_s(key), key)).collect();
-        let by_tenure = |one: &(bool, f64, Key), other: &(bool, f64, Key)| {
-            let by_time = one.1.total_cmp(&other.1);
-            one.0.cmp(&other.0).then(by_time).then(one.2.cmp(&other.2))
-        };
-        if idle.len() > FEW {
-            idle.select_nth_unstable_by(FEW, by_tenure);
-        }
-        let (mut sorted, mut plan) = (0, Vec::new());
-        for count in 0..idle.len() {
-            if count == sorted {
-                sorted = if count == 0 {
-                    FEW.min(idle.len())
-                } else {
-                    idle.len()
-                };
-                idle[count..sorted].sort_unstable_by(by_tenure);
-            }
-            plan.push(idle[count].2);
-            if enough(&plan) {
-                drop_needless(&mut plan, enough);
-                break;
-            }
-        }
-        plan
+        let rotation = &self.ledgers[site.slot].rotation;
+        let mut keys = rotation.by_tenure(self.idle(site, key), waits);
+        let count = (0..=keys.len()).find(|&count| enough(&keys[..count]));
+        keys.truncate(count.unwrap_or(keys.len()));
+        keys
     }
 
     /// Takes out idle sessions that no longer fit beside what is in flight: the engine evicts them anyway.
@@ -405,16 +388,6 @@ impl Admission {
         }
     }
 
-    pub(super) fn turns_on(&self, site: &Site) -> usize {
-        let ledger = self.ledger(site.slot);
-        ledger.map_or(0, |ledger| ledger.hold.turns_in_flight())
-    }
-
-    /// Of a turn of a session that comes in: whether its prefill is a cold one.
-    pub(super) fn is_cold(&self, asked: &Asked<'_>, site: &Site) -> bool {
-        site.prefills && asked.new_tokens(site) >= self.settings.cold_tokens
-    }
-
     /// Free beside what is booked.
     pub(super) fn room_tokens(&self, site: &Site) -> u64 {
         let booked = self.ledger(site.slot);
@@ -422,17 +395,5 @@ impl Admission {
         self.budget_tokens(site)
             .unwrap_or(u64::MAX)
             .saturating_sub(booked)
-    }
-}
-
-/// Takes those out of `plan` that later ones make unnecessary.
-fn drop_needless(plan: &mut Vec<Key>, enough: impl Fn(&[Key]) -> bool) {
-    let mut at = 0;
-    while at + 1 < plan.len() {
-        let key = plan.remove(at);
-        if !enough(plan) {
-            plan.insert(at, key);
-            at += 1;
-        }
     }
 }

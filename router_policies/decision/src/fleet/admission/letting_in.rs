@@ -248,7 +248,7 @@ impl Admission {
         let idle = idle.filter_map(|seated| Some((seated.idle_s?, seated.key)));
         let has_gone = |key: Key| {
             let known = self.sessions.get(key);
-            known.is_none_or(|known| self.has_gone(known, now_s))
+            known.is_none_or(|known| known.has_gone(&self.gaps, now_s))
         };
         idle.filter(|(idle_s, key)| *idle_s >= self.manner.idle_s || has_gone(*key))
             .max_by(|one, other| one.0.total_cmp(&other.0).then(other.1.cmp(&one.1)))
@@ -258,10 +258,10 @@ impl Admission {
     /// Who has been in for longest of those whose tenants hold more than their shares, if nobody leaves yet.
     fn over_share(&self, site: &Site) -> Option<Key> {
         let rotation = &self.ledger(site.slot)?.rotation;
-        let members = rotation.members.iter();
-        let over = members.filter(|(key, _)| self.queue.tenants.holds_more(self.payer_of(**key)));
-        let first = over.min_by(|(_, one), (_, other)| one.since_s.total_cmp(&other.since_s));
-        first.map(|(key, _)| *key).filter(|_| rotation.leaving == 0)
+        let over = rotation.members.keys().copied();
+        let over = over.filter(|&key| self.queue.tenants.holds_more(self.payer_of(key)));
+        let first = rotation.by_tenure(over, |_| false).first().copied();
+        first.filter(|_| rotation.leaving == 0)
     }
 
     /// Those who are in, as rules see them.
@@ -301,16 +301,10 @@ impl Admission {
         sites: &[Site],
         now_s: f64,
     ) {
-        let cached = |site: &Site| {
-            let cached = asked.cached.on(site.slot);
-            if cached >= self.settings.cold_tokens {
-                cached
-            } else {
-                0
-            }
-        };
         let chosen = go.slots.iter().filter_map(|&slot| site_of(sites, slot));
-        let Some(site) = chosen.max_by_key(|site| (cached(site), self.room_tokens(site))) else {
+        let Some(site) =
+            chosen.max_by_key(|site| (asked.spared_tokens(site), self.room_tokens(site)))
+        else {
             return;
         };
         let state = go.state(site.slot);

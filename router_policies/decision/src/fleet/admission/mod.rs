@@ -10,7 +10,6 @@
 mod asking;
 pub mod cached;
 mod departed;
-mod endings;
 pub mod footprint;
 pub mod gaps;
 pub mod hold;
@@ -41,7 +40,6 @@ use super::log::{Event, GiveUpRecord, unix_now_s};
 use crate::model::WorkerSpec;
 use cached::Cached;
 use departed::Departed;
-use endings::Endings;
 use gaps::Gaps;
 use hold::Hold;
 use identity::{Key, Name};
@@ -53,6 +51,8 @@ use settings::{Chosen, Settings};
 use std::sync::Arc;
 use tenants::Tenants;
 
+/// An answer is booked at so many times the mean, at most at its own limit.
+const OUTPUT_SAFETY: f64 = 2.0;
 /// How long a turn is taken to run until some have.
 const ASSUMED_RUN_S: f64 = 5.0;
 
@@ -86,7 +86,6 @@ pub(super) struct Admission {
     ledgers: Vec<Ledger>,
     sessions: Sessions,
     gaps: Gaps,
-    endings: Endings,
     queue: Queue,
     departed: Departed,
     /// Of calls beside conversations, which are not booked.
@@ -111,7 +110,6 @@ impl Admission {
             ledgers: Vec::new(),
             sessions: Sessions::default(),
             gaps: Gaps::default(),
-            endings: Endings::default(),
             queue: Queue::default(),
             departed: Departed::default(),
             aside_tokens: 0,
@@ -156,7 +154,7 @@ impl Admission {
 
     /// Booked for an answer of at most `limit` tokens, where answers have `mean` tokens.
     pub fn output_tokens(&self, limit: Option<u64>, mean: f64) -> u64 {
-        let likely = (mean * self.settings.output_safety).ceil() as u64;
+        let likely = (mean * OUTPUT_SAFETY).ceil() as u64;
         limit.map_or(likely, |limit| limit.min(likely))
     }
 

@@ -7,7 +7,6 @@
 use super::asking::Asked;
 use super::cached::Cached;
 use super::footprint::{Blocks, Chain, Coarse};
-use super::gaps::{MOST_S, OwnGaps};
 use super::hold::Occupant;
 use super::identity::{Identity, Key, Name};
 use super::queue::{FirstOfEach, Waiter};
@@ -23,22 +22,22 @@ use std::sync::Arc;
 /// What is known of a worker's members is worked out anew so often, of so many workers at one look.
 const TICK_S: f64 = 1.0;
 const TICKS: usize = 4;
-/// A member that is so unlikely to come back has gone.
-const GONE: f64 = 0.05;
 /// Where so much of a worker's time would be enough to compute every prompt of every session anew at each of
 /// its turns, nobody is kept out.
 const AFFORDABLE: f64 = 0.6;
 /// Where computing the prompts of all sessions once takes no longer, nobody waits for another's sake: a turn waits
 /// for no more than that.
 const CHEAP_ROUND_S: f64 = 3.0;
-/// A return is worth so many times the idleness that computing the prompt again pays for.
-const RETURN_WORTH: f64 = 2.0;
-/// How a session's silence is judged: as it was when it had lasted for so much of it. Who is expected at any
-/// moment is not gone a moment later.
-const SEEN: f64 = 0.8;
 /// The share of a host tier that keeps the prompts of all, while none has to leave for another. Who leaves takes
 /// space in it for a while after, for which `keep` leaves room.
 const ALL_KEPT: f64 = 0.95;
+/// The share of a worker's KV that sessions with a quantum hold over time: more of them, and their turns wait for room.
+const BUSY: f64 = 0.8;
+/// The share of a worker's time that computing the prompts of sessions which enter in another's place may take.
+const OVERHEAD: f64 = 0.2;
+/// The share of patience_s in which all that wait to enter would, did it cost nothing: the rest is for the turns of those
+/// who leave, and for room.
+const ENTERS_WITHIN: f64 = 0.5;
 /// Sessions for which room is made in the rotations at one look.
 const AT_ONCE: usize = 16;
 
@@ -60,10 +59,7 @@ pub enum Overload {
 #[serde(default, deny_unknown_fields)]
 pub struct Rotates {
     pub patience_s: f64,
-    pub quantum_s: f64,
     pub keep: f64,
-    pub busy: f64,
-    pub overhead: f64,
     pub overload: Overload,
 }
 
@@ -71,19 +67,9 @@ impl Default for Rotates {
     fn default() -> Self {
         Self {
             patience_s: 120.0,
-            quantum_s: 90.0,
             keep: 0.85,
-            busy: 0.8,
-            overhead: 0.2,
             overload: Overload::Rotate,
         }
-    }
-}
-
-impl Rotates {
-    /// How far apart sessions enter of which each costs so much: no further than anybody should wait.
-    fn apart_s(&self, cost_s: f64) -> f64 {
-        (cost_s / self.overhead).min(self.patience_s)
     }
 }
 
@@ -109,8 +95,6 @@ pub(super) struct Rotation {
     pub leaving: usize,
     /// From when on a session may enter in another's place, as patience wants and as its cost allows.
     next_s: f64,
-    /// From when on its cost allows to take the place of one who is not expected soon.
-    soonest_s: f64,
     tick_s: f64,
     /// When it was last looked for those that do not pay.
     shed_s: Option<f64>,
@@ -159,9 +143,24 @@ impl Rotation {
     }
 
     /// Since when a session has been in; for ever, if it is not.
-    pub fn since_s(&self, key: Key) -> f64 {
+    fn since_s(&self, key: Key) -> f64 {
         let member = self.members.get(&key);
         member.map_or(f64::NEG_INFINITY, |member| member.since_s)
+    }
+
+    /// These, who have been in for longest first, and `last` after all others.
+    pub fn by_tenure(
+        &self,
+        keys: impl Iterator<Item = Key>,
+        last: impl Fn(Key) -> bool,
+    ) -> Vec<Key> {
+        let keys = keys.map(|key| (last(key), self.since_s(key), key));
+        let mut keys: Vec<(bool, f64, Key)> = keys.collect();
+        keys.sort_unstable_by(|one, other| {
+            let by_time = one.1.total_cmp(&other.1);
+            one.0.cmp(&other.0).then(by_time).then(one.2.cmp(&other.2))
+        });
+        keys.into_iter().map(|(.., key)| key).collect()
     }
 
     /// Tokens of a member's prompt that no other's begins with.
@@ -291,9 +290,9 @@ impl Admission {
     }
 
     /// Whether a session's turns may be prompt beside those whose turns are.
-    pub(super) fn fits_prompt(&self, rule: &Rotates, key: Key, tokens: u64, site: &Site) -> bool {
+    pub(super) fn fits_prompt(&self, key: Key, tokens: u64, site: &Site) -> bool {
         let load = self.prompt_load(site, key);
-        let limit = self.budget_tokens(site).unwrap_or(u64::MAX) as f64 * rule.busy;
+        let limit = self.budget_tokens(site).unwrap_or(u64::MAX) as f64 * BUSY;
         load <= 0.0 || load + self.held_over_time(key, tokens) <= limit
     }
 
@@ -312,10 +311,6 @@ impl Admission {
                 self.ledgers[site.slot].rotation.outside = 0.0;
             }
             self.tick(&rule, site, now_s);
-            let rotation = &mut self.ledgers[site.slot].rotation;
-            if !rotation.members.contains_key(&key) {
-                rotation.soonest_s = now_s + rule.apart_s(asked.compute_s(site));
-            }
         }
         let rotation = &mut self.ledgers[site.slot].rotation;
         rotation.set(key, &asked.prompt, now_s);
@@ -341,8 +336,8 @@ impl Admission {
 
     /// From one turn of a session to its next, where nothing waits.
     fn period_s(&self, known: Option<&Known>) -> f64 {
-        let none = OwnGaps::default();
-        self.turn_s(known) + self.gaps.mean_s(known.map_or(&none, |known| &known.gaps))
+        let think_s = known.and_then(|known| known.think_s);
+        self.turn_s(known) + think_s.unwrap_or_else(|| self.gaps.mean_s())
     }
 
     /// What those hold over time, but for `key`, who have a quantum or run a turn.
@@ -370,8 +365,7 @@ impl Admission {
         let mut held: Vec<(f64, Key, &mut Member)> = held
             .filter_map(|(&key, member)| Some((member.prompt_since_s?, key, member)))
             .collect();
-        let count = held.len() as f64;
-        let interval_s = (rule.quantum_s / count).min(rule.patience_s / waiting as f64);
+        let interval_s = rule.patience_s / (held.len() + waiting) as f64;
         let longest = held
             .iter_mut()
             .min_by(|one, other| one.0.total_cmp(&other.0).then(one.1.cmp(&other.1)));
@@ -426,7 +420,7 @@ impl Admission {
         let (mut count, mut wanted, mut cost_s, mut work) = (0.0, 0.0, 0.0, 0.0);
         for (&key, member) in &rotation.members {
             let known = self.sessions.get(key);
-            if known.is_none_or(|known| self.has_gone(known, now_s)) {
+            if known.is_none_or(|known| known.has_gone(&self.gaps, now_s)) {
                 gone.push(key);
                 continue;
             }
@@ -438,13 +432,16 @@ impl Admission {
             cost_s += compute_s;
             work += compute_s / self.period_s(known).max(1e-3);
         }
-        let limit = self.budget_tokens(site).unwrap_or(u64::MAX) as f64 * rule.busy;
+        let limit = self.budget_tokens(site).unwrap_or(u64::MAX) as f64 * BUSY;
         // Where sessions wait to enter, those who are in go as they come: more waiting would have the tier drop them.
         let mean_s = cost_s / f64::max(count, 1.0);
-        let is_cheap = mean_s * (count + outside) <= CHEAP_ROUND_S;
+        // Beside decodes.
+        let slowdown = site.rates.paced_slowdown;
+        let is_cheap = slowdown * mean_s * (count + outside) <= CHEAP_ROUND_S;
         let short = wanted > limit && !rotation.crowded && !is_cheap;
-        let affords_all = is_cheap || work * (count + outside) / f64::max(count, 1.0) <= AFFORDABLE;
-        let wait_s = |outside: f64| outside * mean_s / rule.overhead;
+        let share = slowdown * work * (count + outside) / f64::max(count, 1.0);
+        let affords_all = is_cheap || share <= AFFORDABLE;
+        let wait_s = |outside: f64| outside * mean_s / OVERHEAD;
         let exceeds = |outside: f64| !affords_all && wait_s(outside) > rule.patience_s;
         let (overloaded, full) = (exceeds(outside), exceeds(outside + 1.0));
         let rotation = &mut self.ledgers[site.slot].rotation;
@@ -470,22 +467,6 @@ impl Admission {
         for key in gone {
             self.put_out(key, site, GiveUp::ReturnsLate);
         }
-    }
-
-    /// Whether a session that is idle is not to be expected back. Who says when it comes is until then.
-    pub(super) fn has_gone(&self, known: &Known, now_s: f64) -> bool {
-        let Some(ended_s) = known.ended_s else {
-            // It left before its first turn, or runs one.
-            return known.in_flight == 0 && known.waiting == 0;
-        };
-        if known.in_flight > 0 || known.waiting > 0 || known.returns_s.is_some_and(|s| s > now_s) {
-            return false;
-        }
-        let idle_s = SEEN * (now_s - ended_s);
-        let last_share = self.endings.last_share(known.kind());
-        self.gaps
-            .returns_within(&known.gaps, last_share, idle_s, MOST_S)
-            < GONE
     }
 
     /// Of the first there are at most `most`.
@@ -648,11 +629,10 @@ impl Admission {
     /// may enter.
     fn shed(&mut self, rule: &Rotates, site: &Site, now_s: f64) {
         let rotation = &self.ledgers[site.slot].rotation;
-        let is_too_soon = self.turns_on(site) > 0 && now_s < rotation.soonest_s;
         let is_known = rotation
             .shed_s
             .is_some_and(|then_s| now_s < then_s + TICK_S);
-        if is_too_soon || is_known {
+        if is_known {
             return;
         }
         let limit = self.kept_limit(site, rule) as f64;
@@ -660,14 +640,10 @@ impl Admission {
             let Some(known) = self.sessions.get(key) else {
                 return false;
             };
-            let worth_s = RETURN_WORTH * site.compute_s(tokens, 0) * limit / tokens.max(1) as f64;
-            if let Some(returns_s) = known.returns_s.filter(|&returns_s| returns_s > now_s) {
-                return returns_s - now_s <= worth_s;
-            }
-            let idle_s = SEEN * known.ended_s.map_or(0.0, |ended_s| now_s - ended_s);
-            let last_share = self.endings.last_share(known.kind());
-            self.gaps
-                .keeping_pays(&known.gaps, last_share, idle_s, worth_s)
+            let worth_s = site.compute_s(tokens, 0) * limit / tokens.max(1) as f64;
+            let idle_s = known.ended_s.map_or(0.0, |ended_s| now_s - ended_s);
+            let returns_s = known.returns_s.filter(|&at_s| at_s > now_s);
+            returns_s.map_or(idle_s, |at_s| at_s - now_s) <= worth_s
         };
         let members = rotation.members.iter();
         let late = members
@@ -692,33 +668,26 @@ impl Admission {
         let rotation = &self.ledgers[site.slot].rotation;
         // Those first whose tenants hold more than their shares.
         let is_within = |key: Key| !self.queue.tenants.holds_more(self.payer_of(key));
-        let members = rotation.members.iter();
-        let mut by_tenure: Vec<(bool, f64, Key)> = members
-            .map(|(&key, member)| (is_within(key), member.since_s, key))
-            .collect();
-        by_tenure.sort_by(|one, other| {
-            let by_time = one.1.total_cmp(&other.1);
-            one.0.cmp(&other.0).then(by_time).then(one.2.cmp(&other.2))
-        });
+        let mut by_tenure = rotation.by_tenure(rotation.members.keys().copied(), is_within);
         let nothing = PromptHashes::default();
         let nothing = Coarse::of(&nothing, 1.0);
         let enough = |count: &usize| {
             let chains = by_tenure[..*count].iter();
-            let chains = chains.filter_map(|(.., key)| Some(&rotation.members.get(key)?.chain));
+            let chains = chains.filter_map(|key| Some(&rotation.members.get(key)?.chain));
             rotation.kept.freed_by(chains, &nothing) >= over_tokens
         };
         let count = (0..=by_tenure.len()).find(enough);
         by_tenure.truncate(count.unwrap_or(by_tenure.len()));
-        for (.., key) in by_tenure {
+        for key in by_tenure {
             if self.is_idle(key) {
                 self.put_out(key, site, GiveUp::HadItsShare);
             } else {
                 self.ledgers[site.slot].rotation.let_leave(key);
             }
         }
-        let soonest_s = rule.apart_s(cost_s);
-        let wanted_s = rule.patience_s / f64::max(outside, 1.0);
+        let soonest_s = (cost_s / OVERHEAD).min(rule.patience_s);
         let rotation = &mut self.ledgers[site.slot].rotation;
+        let wanted_s = ENTERS_WITHIN * rule.patience_s / outside.max(1.0);
         rotation.next_s = now_s + soonest_s.max(wanted_s);
     }
 }

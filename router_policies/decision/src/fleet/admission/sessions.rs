@@ -1,9 +1,8 @@
 //! What is known of every session, whether it is in or not: how it thinks, what it
 //! was served before, and, where requests name no session, which family of prompts they belong to.
 
-use super::endings::{Awaited, Kind};
 use super::footprint::Coarse;
-use super::gaps::OwnGaps;
+use super::gaps::Gaps;
 use super::identity::Key;
 use crate::fleet::prefix::hash::step;
 use lru::LruCache;
@@ -13,7 +12,7 @@ use std::num::NonZeroUsize;
 /// Sessions, and families' prompts, that are remembered; the least recently seen are forgotten.
 const KNOWN: NonZeroUsize = NonZeroUsize::new(1 << 17).unwrap();
 /// Share of the difference that one turn moves a mean by.
-pub(super) const GAIN: f64 = 0.3;
+const GAIN: f64 = 0.3;
 /// How far before the end of a served prompt, in blocks, its states are remembered: where the next
 /// prompt differs near the end, what it has in common is still known within these steps.
 const MARKS_BEFORE: [usize; 5] = [0, 1, 4, 16, 64];
@@ -66,7 +65,8 @@ impl ServedPrompt {
 pub struct Known {
     /// Its tenant.
     pub payer: usize,
-    pub gaps: OwnGaps,
+    /// How long it thinks, once it has come back.
+    pub think_s: Option<f64>,
     /// When its last turn ended, while none is in flight.
     pub ended_s: Option<f64>,
     pub in_flight: u32,
@@ -76,10 +76,6 @@ pub struct Known {
     pub began_s: Option<f64>,
     /// How long its turns run.
     pub run_s: Option<f64>,
-    /// Answers that it got.
-    pub answers: u32,
-    /// Its last one, until its next turn comes.
-    pub awaited: Option<Awaited>,
     /// When it said that it would be back.
     pub returns_s: Option<f64>,
     pub served: Option<ServedPrompt>,
@@ -92,9 +88,26 @@ pub struct Known {
 }
 
 impl Known {
-    /// How likely its last answer is to have been its last at all depends on this.
-    pub fn kind(&self) -> Kind {
-        Kind::new(self.tip.is_none(), self.answers)
+    pub fn note_think(&mut self, seconds: f64) {
+        let mean_s = self.think_s.get_or_insert(seconds);
+        *mean_s += GAIN * (seconds - *mean_s);
+    }
+
+    pub fn note_run(&mut self, seconds: f64) {
+        let mean_s = self.run_s.get_or_insert(seconds);
+        *mean_s += GAIN * (seconds - *mean_s);
+    }
+
+    /// Whether a session that is idle is not expected back: it has sent nothing for longer than nearly all think, or
+    /// has no name and has not come back so far, as most prompts without one never do.
+    pub fn has_gone(&self, gaps: &Gaps, now_s: f64) -> bool {
+        let Some(ended_s) = self.ended_s else {
+            // It left before its first turn, or runs one.
+            return self.in_flight == 0 && self.waiting == 0;
+        };
+        let is_expected = self.waiting > 0 || self.returns_s.is_some_and(|at_s| at_s > now_s);
+        let is_single = self.tip.is_some() && self.think_s.is_none();
+        !is_expected && (is_single || now_s - ended_s > gaps.nearly_all_s())
     }
 }
 
@@ -118,11 +131,6 @@ impl Default for Sessions {
 impl Sessions {
     pub fn get(&self, key: Key) -> Option<&Known> {
         self.known.peek(&key)
-    }
-
-    /// The answer after which nothing of the session has come, if it is known and there is one.
-    pub fn awaited_mut(&mut self, key: Key) -> Option<&mut Awaited> {
-        self.known.peek_mut(&key)?.awaited.as_mut()
     }
 
     /// The session, seen now.

@@ -11,22 +11,16 @@ use serde_json::Value;
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
     fill: Option<f64>,
-    pub cold_tokens: u64,
-    pub cold_slots: u32,
     pub max_waiting: usize,
     pub max_wait_s: f64,
-    pub output_safety: f64,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         Self {
             fill: None,
-            cold_tokens: 16_384,
-            cold_slots: 1,
             max_waiting: 10_000,
             max_wait_s: 600.0,
-            output_safety: 2.0,
         }
     }
 }
@@ -39,16 +33,6 @@ pub const PARAMS: &[ParamInfo] = &[
         meaning: "the share of a worker's KV that may be booked (lease has its own). Where it is not set 0.98 on workers with a host tier",
     },
     ParamInfo {
-        name: "cold_tokens",
-        default: "16384",
-        meaning: "a turn of a session that comes in with so many new tokens needs one of cold_slots",
-    },
-    ParamInfo {
-        name: "cold_slots",
-        default: "1",
-        meaning: "cold prefills at once on one worker, each until its first token",
-    },
-    ParamInfo {
         name: "max_waiting",
         default: "10000",
         meaning: "turns that may wait; more are refused with 429",
@@ -57,11 +41,6 @@ pub const PARAMS: &[ParamInfo] = &[
         name: "max_wait_s",
         default: "600",
         meaning: "a turn that has waited so long is refused with 503",
-    },
-    ParamInfo {
-        name: "output_safety",
-        default: "2",
-        meaning: "an answer is booked at so many times the mean, at most at its own limit",
     },
 ];
 
@@ -74,7 +53,6 @@ impl Settings {
 
     fn check(&self) -> Result<(), String> {
         let is_time = |seconds: f64| seconds > 0.0 && seconds <= 7.0 * 86_400.0;
-        let time = "a number of seconds above 0 and up to 7 days";
         for (name, expected, holds) in [
             (
                 "fill",
@@ -82,21 +60,14 @@ impl Settings {
                 self.fill.is_none_or(|fill| fill > 0.0 && fill <= 1.0),
             ),
             (
-                "cold_tokens",
-                "a whole number above 0",
-                self.cold_tokens > 0,
-            ),
-            ("cold_slots", "a whole number above 0", self.cold_slots > 0),
-            (
                 "max_waiting",
                 "a whole number above 0",
                 self.max_waiting > 0,
             ),
-            ("max_wait_s", time, is_time(self.max_wait_s)),
             (
-                "output_safety",
-                "a number above 0",
-                self.output_safety > 0.0 && self.output_safety.is_finite(),
+                "max_wait_s",
+                "a number of seconds above 0 and up to 7 days",
+                is_time(self.max_wait_s),
             ),
         ] {
             if !holds {
@@ -242,7 +213,7 @@ mod tests {
             ),
             (json!({"fill": 1.5}), "fill"),
             (json!({"fill": 0}), "fill"),
-            (json!({"cold_slots": -1}), "cold_slots"),
+            (json!({"max_waiting": -1}), "max_waiting"),
             (json!({"max_wait_s": 0}), "max_wait_s"),
             (json!({"rule": 3}), "rule"),
             (json!([]), "admission"),

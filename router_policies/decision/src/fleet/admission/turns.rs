@@ -5,7 +5,7 @@ use super::footprint::Coarse;
 use super::hold::Served;
 use super::identity::{Identity, Key, Name};
 use super::queue::Admitted;
-use super::sessions::{GAIN as OWN_GAIN, ServedPrompt};
+use super::sessions::ServedPrompt;
 use super::{Admission, GiveUp, Quota, Residence, Site, Sites, TenantShown, site_of};
 use crate::fleet::prefix::hash::step;
 use crate::fleet::{Hints, Request, Usage};
@@ -115,19 +115,14 @@ impl Admission {
 
     /// Notes that a turn came at `now_s`, once however long it waits.
     pub fn arrive(&mut self, key: Key, request: &Request, now_s: f64) {
-        let most_s = || self.gaps.nearly_all_s();
-        self.endings.settle(&mut self.sessions, now_s, most_s);
         let known = self.sessions.of(key);
         known.payer = request.payer;
         if let Some(ended_s) = known.ended_s
             && known.in_flight == 0
             && now_s >= ended_s
         {
-            known.gaps.note(now_s - ended_s);
+            known.note_think(now_s - ended_s);
             self.gaps.note(now_s - ended_s);
-        }
-        if let Some(awaited) = known.awaited.take() {
-            self.endings.returned(awaited);
         }
     }
 
@@ -260,7 +255,7 @@ impl Admission {
                 .tenants
                 .begin(identity.payer, turn, prompt.tokens + output_tokens, now_s);
             self.note_turn(asked, identity, site, now_s);
-            if state != Residence::Resident && self.is_cold(asked, site) {
+            if state != Residence::Resident && asked.is_cold(site) {
                 self.ledgers[site.slot].hold.begin_cold(asked.key, turn);
             }
             if state == Residence::Alone {
@@ -320,17 +315,11 @@ impl Admission {
             known.returns_s = seat.hints.idle_s.map(|idle_s| now_s + idle_s);
             if let Some(began_s) = known.began_s.take() {
                 let run_s = now_s - began_s;
-                let mean_s = known.run_s.get_or_insert(run_s);
-                *mean_s += OWN_GAIN * (run_s - *mean_s);
+                known.note_run(run_s);
                 self.run_s += GAIN * (run_s - self.run_s);
             }
         }
         if served == Served::Yes {
-            known.answers = known.answers.saturating_add(1);
-            if known.in_flight == 0 && !seat.hints.ends && seat.hints.idle_s.is_none() {
-                let awaited = self.endings.answered(seat.key, known.kind(), now_s);
-                known.awaited = Some(awaited);
-            }
             let mut prompt = seat.served.clone();
             if seat.text_tokens.is_some() {
                 prompt.set_tokens(reported);

@@ -86,7 +86,7 @@ impl Default for Manner {
             interval_s: None,
             in_rounds: false,
             smallest_first: false,
-            idle_s: f64::INFINITY,
+            idle_s: 600.0,
             rotates: None,
         }
     }
@@ -158,6 +158,14 @@ fn parse<P: DeserializeOwned>(
         }
     }
     Ok(params)
+}
+
+/// Of rules without parameters.
+fn parse_none(params: serde_json::Value) -> Result<(), String> {
+    #[derive(serde::Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct NoParams {}
+    crate::model::checks::read::<NoParams>(params).map(|_| ())
 }
 
 #[cfg(test)]

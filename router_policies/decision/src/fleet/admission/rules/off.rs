@@ -1,7 +1,6 @@
 //! `off`: everything is let in at once; what is recomputed is counted all the same.
 
-use super::{Info, Manner, Rule, parse};
-use serde::Deserialize;
+use super::{Info, Manner, Rule, parse_none};
 
 pub const INFO: Info = Info {
     name: "off",
@@ -10,14 +9,12 @@ pub const INFO: Info = Info {
     params: &[],
     source: "what routers do without admission: the control arm of every comparison",
     build: |params| {
-        parse::<Off>(params, |_| Vec::new())?;
-        Ok(Box::new(Off {}))
+        parse_none(params)?;
+        Ok(Box::new(Off))
     },
 };
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Off {}
+struct Off;
 
 impl Rule for Off {
     fn manner(&self) -> Manner {
