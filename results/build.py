@@ -352,13 +352,6 @@ def simulated_means(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def at_least(run_id: str) -> float:
-    """First tokens/s in the window of a run that was cut off after it: turns in flight have no
-    line, so that there may have been more."""
-    (run,) = (run for run in manifest()["runs"] if run["id"] == run_id)
-    return judge(run).measures["first_tokens_per_s"]
-
-
 def mean(found: Iterable[Judgement], arm: str, sessions: int, measure: str) -> float:
     """A measure's mean over the trace seeds of an arm's runs."""
     by_seed: dict[int, list[float]] = {}
@@ -428,7 +421,6 @@ def pages() -> dict[str, str]:
         "strongest": strongest,
         "steps": steps(),
         "mean": mean,
-        "at_least": at_least,
         "simulated_means": simulated_means,
         "superseded": superseded(),
         "kv_reads": kv_reads,
