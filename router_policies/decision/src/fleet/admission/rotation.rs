@@ -641,9 +641,11 @@ impl Admission {
                 return false;
             };
             let worth_s = site.compute_s(tokens, 0) * limit / tokens.max(1) as f64;
+            if let Some(returns_s) = known.returns_s.filter(|&at_s| at_s > now_s) {
+                return returns_s - now_s <= worth_s;
+            }
             let idle_s = known.ended_s.map_or(0.0, |ended_s| now_s - ended_s);
-            let returns_s = known.returns_s.filter(|&at_s| at_s > now_s);
-            returns_s.map_or(idle_s, |at_s| at_s - now_s) <= worth_s
+            idle_s <= worth_s * self.sessions.return_share(known)
         };
         let members = rotation.members.iter();
         let late = members

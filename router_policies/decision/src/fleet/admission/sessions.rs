@@ -7,12 +7,15 @@ use super::identity::Key;
 use crate::fleet::prefix::hash::step;
 use lru::LruCache;
 use smallvec::SmallVec;
+use std::collections::VecDeque;
 use std::num::NonZeroUsize;
 
 /// Sessions, and families' prompts, that are remembered; the least recently seen are forgotten.
 const KNOWN: NonZeroUsize = NonZeroUsize::new(1 << 17).unwrap();
 /// Share of the difference that one turn moves a mean by.
 const GAIN: f64 = 0.3;
+/// That one session's first answer moves the share by of those that come back.
+const FIRST_GAIN: f64 = 0.05;
 /// How far before the end of a served prompt, in blocks, its states are remembered: where the next
 /// prompt differs near the end, what it has in common is still known within these steps.
 const MARKS_BEFORE: [usize; 5] = [0, 1, 4, 16, 64];
@@ -98,16 +101,15 @@ impl Known {
         *mean_s += GAIN * (seconds - *mean_s);
     }
 
-    /// Whether a session that is idle is not expected back: it has sent nothing for longer than nearly all think, or
-    /// has no name and has not come back so far, as most prompts without one never do.
+    /// Whether a session that is idle is not expected back: it has sent nothing for longer than nearly all think. Who says
+    /// when it comes is until then.
     pub fn has_gone(&self, gaps: &Gaps, now_s: f64) -> bool {
         let Some(ended_s) = self.ended_s else {
             // It left before its first turn, or runs one.
             return self.in_flight == 0 && self.waiting == 0;
         };
         let is_expected = self.waiting > 0 || self.returns_s.is_some_and(|at_s| at_s > now_s);
-        let is_single = self.tip.is_some() && self.think_s.is_none();
-        !is_expected && (is_single || now_s - ended_s > gaps.nearly_all_s())
+        !is_expected && now_s - ended_s > gaps.nearly_all_s()
     }
 }
 
@@ -116,6 +118,10 @@ pub struct Sessions {
     known: LruCache<Key, Known>,
     tips: LruCache<u64, Key>,
     families: u64,
+    /// Sessions that got their first answers, in this order, until it shows whether they come back.
+    answered: VecDeque<(f64, Key)>,
+    /// The share of those that do: without a name, and with one.
+    come_back: [f64; 2],
 }
 
 impl Default for Sessions {
@@ -124,6 +130,8 @@ impl Default for Sessions {
             known: LruCache::new(KNOWN),
             tips: LruCache::new(KNOWN),
             families: 0,
+            answered: VecDeque::new(),
+            come_back: [1.0; 2],
         }
     }
 }
@@ -136,6 +144,35 @@ impl Sessions {
     /// The session, seen now.
     pub fn of(&mut self, key: Key) -> &mut Known {
         self.known.get_or_insert_mut(key, Known::default)
+    }
+
+    pub fn note_first_answer(&mut self, key: Key, now_s: f64) {
+        if self.answered.len() == KNOWN.get() {
+            self.answered.pop_front();
+        }
+        self.answered.push_back((now_s, key));
+    }
+
+    /// Counts, of first answers as long ago as nearly all think, after which nothing has come.
+    pub fn count_singles(&mut self, gaps: &Gaps, now_s: f64) {
+        while let Some(&(since_s, key)) = self.answered.front()
+            && now_s - since_s > gaps.nearly_all_s()
+        {
+            self.answered.pop_front();
+            if let Some(known) = self.known.peek(&key) {
+                let share = &mut self.come_back[usize::from(known.tip.is_none())];
+                let came = f64::from(u8::from(known.think_s.is_some()));
+                *share += FIRST_GAIN * (came - *share);
+            }
+        }
+    }
+
+    /// How likely a session comes back: as most do that did before, of others the share that did.
+    pub fn return_share(&self, known: &Known) -> f64 {
+        match known.think_s {
+            Some(_) => 1.0,
+            None => self.come_back[usize::from(known.tip.is_none())],
+        }
     }
 
     /// The family whose newest prompt this one goes on from, longest first; else a new one.

@@ -115,6 +115,7 @@ impl Admission {
 
     /// Notes that a turn came at `now_s`, once however long it waits.
     pub fn arrive(&mut self, key: Key, request: &Request, now_s: f64) {
+        self.sessions.count_singles(&self.gaps, now_s);
         let known = self.sessions.of(key);
         known.payer = request.payer;
         if let Some(ended_s) = known.ended_s
@@ -324,7 +325,10 @@ impl Admission {
             if seat.text_tokens.is_some() {
                 prompt.set_tokens(reported);
             }
-            known.served = Some(prompt);
+            let is_first = known.served.replace(prompt).is_none();
+            if is_first && !seat.hints.ends && seat.hints.idle_s.is_none() {
+                self.sessions.note_first_answer(seat.key, now_s);
+            }
         }
         match site {
             _ if seat.turn == 0 => {}

@@ -13,7 +13,7 @@ pub const INFO: Info = Info {
            every 0.5 x patience_s / n seconds, n being how many wait, but never so often that computing their prompts takes more than \
            0.2 of the worker's time, unless that is more than patience_s apart. Who has ended, is silent for longer than nearly all \
            think, or for so long that keeping it costs more than to compute it again (its \
-           prompt's computation x what the tiers keep / its tokens) leaves at once for one that waits. Where computing \
+           prompt's computation x what the tiers keep / its tokens, by the share of sessions that come back while it has not) leaves at once for one that waits. Where computing \
            every prompt again at every turn would take no more than 0.6 of the worker's time, or all prompts once no more than 3 s, nobody is kept out. Turns go as \
            the GPU's KV has room for prompts and expected answers in flight (what is idle needs none where a tier gives it \
            back); nobody passes one that goes before it on the same worker. While the turns of all fit in 0.8 of the KV over \
