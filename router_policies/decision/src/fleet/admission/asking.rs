@@ -366,9 +366,13 @@ impl Admission {
             known.is_some_and(|known| known.waiting > 0)
         };
         let rotation = &self.ledgers[site.slot].rotation;
-        let mut keys = rotation.by_tenure(self.idle(site, key), waits);
-        let count = (0..=keys.len()).find(|&count| enough(&keys[..count]));
-        keys.truncate(count.unwrap_or(keys.len()));
+        let mut idle = rotation.by_tenure(self.idle(site, key), waits);
+        let mut keys = Vec::new();
+        while !enough(&keys)
+            && let Some(key) = idle.next()
+        {
+            keys.push(key);
+        }
         keys
     }
 

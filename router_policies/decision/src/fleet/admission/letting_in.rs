@@ -260,7 +260,7 @@ impl Admission {
         let rotation = &self.ledger(site.slot)?.rotation;
         let over = rotation.members.keys().copied();
         let over = over.filter(|&key| self.queue.tenants.holds_more(self.payer_of(key)));
-        let first = rotation.by_tenure(over, |_| false).first().copied();
+        let first = rotation.by_tenure(over, |_| false).next();
         first.filter(|_| rotation.leaving == 0)
     }
 

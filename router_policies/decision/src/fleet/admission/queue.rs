@@ -168,7 +168,7 @@ const RATE_OF: usize = 64;
 /// What a client is told where no rate is known yet.
 const UNKNOWN_WAIT_S: f64 = 30.0;
 
-fn micros(seconds: f64) -> u64 {
+pub(super) fn micros(seconds: f64) -> u64 {
     (seconds.max(0.0) * 1e6) as u64
 }
 

@@ -9,7 +9,7 @@ use super::cached::Cached;
 use super::footprint::{Blocks, Chain, Coarse};
 use super::hold::Occupant;
 use super::identity::{Identity, Key, Name};
-use super::queue::{FirstOfEach, Waiter};
+use super::queue::{FirstOfEach, Waiter, micros};
 use super::sessions::Known;
 use super::{Admission, GiveUp, Ledger, Site, Sites, site_of};
 use crate::fleet::log::{Event, OverloadRecord, unix_now_s};
@@ -17,6 +17,8 @@ use crate::fleet::prefix::estimate::StateMap;
 use crate::fleet::prefix::hash::PromptHashes;
 use serde::Deserialize;
 use smallvec::SmallVec;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::sync::Arc;
 
 /// What is known of a worker's members is worked out anew so often, of so many workers at one look.
@@ -148,19 +150,15 @@ impl Rotation {
         member.map_or(f64::NEG_INFINITY, |member| member.since_s)
     }
 
-    /// These, who have been in for longest first, and `last` after all others.
+    /// These, who have been in for longest first, and `last` after all others. Most times few are asked for.
     pub fn by_tenure(
         &self,
         keys: impl Iterator<Item = Key>,
         last: impl Fn(Key) -> bool,
-    ) -> Vec<Key> {
-        let keys = keys.map(|key| (last(key), self.since_s(key), key));
-        let mut keys: Vec<(bool, f64, Key)> = keys.collect();
-        keys.sort_unstable_by(|one, other| {
-            let by_time = one.1.total_cmp(&other.1);
-            one.0.cmp(&other.0).then(by_time).then(one.2.cmp(&other.2))
-        });
-        keys.into_iter().map(|(.., key)| key).collect()
+    ) -> impl Iterator<Item = Key> {
+        let keys = keys.map(|key| Reverse((last(key), micros(self.since_s(key)), key)));
+        let mut keys: BinaryHeap<_> = keys.collect();
+        std::iter::from_fn(move || keys.pop().map(|Reverse((.., key))| key))
     }
 
     /// Tokens of a member's prompt that no other's begins with.
@@ -673,14 +671,19 @@ impl Admission {
         let mut by_tenure = rotation.by_tenure(rotation.members.keys().copied(), is_within);
         let nothing = PromptHashes::default();
         let nothing = Coarse::of(&nothing, 1.0);
-        let enough = |count: &usize| {
-            let chains = by_tenure[..*count].iter();
+        let mut leaving = Vec::new();
+        let freed_tokens = |keys: &[Key]| {
+            let chains = keys.iter();
             let chains = chains.filter_map(|key| Some(&rotation.members.get(key)?.chain));
-            rotation.kept.freed_by(chains, &nothing) >= over_tokens
+            rotation.kept.freed_by(chains, &nothing)
         };
-        let count = (0..=by_tenure.len()).find(enough);
-        by_tenure.truncate(count.unwrap_or(by_tenure.len()));
-        for key in by_tenure {
+        while freed_tokens(&leaving) < over_tokens
+            && let Some(key) = by_tenure.next()
+        {
+            leaving.push(key);
+        }
+        drop(by_tenure);
+        for key in leaving {
             if self.is_idle(key) {
                 self.put_out(key, site, GiveUp::HadItsShare);
             } else {
