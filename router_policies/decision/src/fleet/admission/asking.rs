@@ -361,9 +361,10 @@ impl Admission {
     /// As few of the idle sessions as are `enough`, or all: those first of which no turn waits, then those who have
     /// been in for longest.
     fn cheapest(&self, site: &Site, key: Option<Key>, enough: impl Fn(&[Key]) -> bool) -> Vec<Key> {
+        let nobody_waits = self.queue.is_empty();
         let waits = |key: Key| {
-            let known = self.sessions.get(key);
-            known.is_some_and(|known| known.waiting > 0)
+            let known = || self.sessions.get(key);
+            !nobody_waits && known().is_some_and(|known| known.waiting > 0)
         };
         let rotation = &self.ledgers[site.slot].rotation;
         let mut idle = rotation.by_tenure(self.idle(site, key), waits);
