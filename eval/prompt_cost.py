@@ -60,27 +60,14 @@ def find_factor(
     only: list[str] | None = None,
 ) -> float:
     """The factor for all lengths of the experiment: what was measured for its runs in `output`, so
-    that an interrupted experiment goes on with it, else measured now."""
-    factor = known_factor(experiment, output)
-    if factor is None:
-        return measure_factor(experiment, output, site=site, progress=progress, only=only)
-    progress.say(prompt_cost_words(read_prompt_cost(output)))
-    return factor
-
-
-def measure_factor(
-    experiment: Experiment,
-    output: Path,
-    *,
-    site: Site,
-    progress: Progress,
-    only: list[str] | None = None,
-) -> float:
-    """Measures what prompts cost on the engines of the arms that are run, writes it to
-    `output`/prompt-cost.json and returns the factor for all lengths. Raises `InputError` where an
-    engine does not answer."""
+    that an interrupted experiment goes on with it. Else it measures what prompts cost on the
+    engines of the arms that are run, and writes that to `output`/prompt-cost.json. Raises
+    `InputError` where an engine does not answer."""
     cost = experiment.prompt_cost
     assert cost is not None
+    if (known := known_factor(experiment, output)) is not None:
+        progress.say(prompt_cost_words(read_prompt_cost(output)))
+        return known
     make_folder(output)
     folder = output / MEASURING_FOLDER
     trace = folder / "prompts.jsonl.zst"

@@ -3,6 +3,7 @@
 use super::cached::Cached;
 use super::footprint::Coarse;
 use super::identity::Key;
+use super::rotation::first_enough;
 use super::rules::{Placement, Prompt};
 use super::{Admission, GiveUp, Residence, Site, Sites, WaitReason, site_of};
 use smallvec::{SmallVec, smallvec};
@@ -367,14 +368,7 @@ impl Admission {
             !nobody_waits && known().is_some_and(|known| known.waiting > 0)
         };
         let rotation = &self.ledgers[site.slot].rotation;
-        let mut idle = rotation.by_tenure(self.idle(site, key), waits);
-        let mut keys = Vec::new();
-        while !enough(&keys)
-            && let Some(key) = idle.next()
-        {
-            keys.push(key);
-        }
-        keys
+        first_enough(rotation.by_tenure(self.idle(site, key), waits), enough)
     }
 
     /// Takes out idle sessions that no longer fit beside what is in flight: the engine evicts them anyway.

@@ -1,5 +1,7 @@
 //! How long sessions think between an answer's end and their next request: what all of them do.
 
+use std::sync::LazyLock;
+
 const LEAST_S: f64 = 0.05;
 const BINS_AN_OCTAVE: f64 = 3.0;
 const BINS: usize = 48;
@@ -44,6 +46,10 @@ fn bin(gap_s: f64) -> usize {
     ((octaves * BINS_AN_OCTAVE) as usize).min(BINS - 1)
 }
 
+/// The middles of the bins, by ratio.
+static MIDDLES_S: LazyLock<[f64; BINS]> =
+    LazyLock::new(|| std::array::from_fn(|bin| edge_s(bin as f64 + 0.5)));
+
 fn edge_s(bins: f64) -> f64 {
     (LEAST_S * (bins / BINS_AN_OCTAVE).exp2()).min(MOST_S)
 }
@@ -62,8 +68,7 @@ impl Gaps {
     /// What is asked for far more often than a gap is noted.
     fn sum_up(&mut self) {
         let all: f64 = self.weights.iter().sum();
-        let middles_s = (0..BINS).map(|bin| edge_s(bin as f64 + 0.5));
-        let seconds = self.weights.iter().zip(middles_s);
+        let seconds = self.weights.iter().zip(MIDDLES_S.iter());
         let seconds: f64 = seconds.map(|(weight, gap_s)| weight * gap_s).sum();
         self.mean_s = seconds / all;
         let mut beyond = LONGEST_SHARE * all;

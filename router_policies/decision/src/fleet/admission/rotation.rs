@@ -178,6 +178,20 @@ impl Rotation {
     }
 }
 
+/// As few of the first of `keys` as are `enough`, or all.
+pub(super) fn first_enough(
+    mut keys: impl Iterator<Item = Key>,
+    enough: impl Fn(&[Key]) -> bool,
+) -> Vec<Key> {
+    let mut first = Vec::new();
+    while !enough(&first)
+        && let Some(key) = keys.next()
+    {
+        first.push(key);
+    }
+    first
+}
+
 /// A session outside whose turn waits.
 struct Outsider {
     prompt: Arc<PromptHashes>,
@@ -668,22 +682,15 @@ impl Admission {
         let rotation = &self.ledgers[site.slot].rotation;
         // Those first whose tenants hold more than their shares.
         let is_within = |key: Key| !self.queue.tenants.holds_more(self.payer_of(key));
-        let mut by_tenure = rotation.by_tenure(rotation.members.keys().copied(), is_within);
+        let by_tenure = rotation.by_tenure(rotation.members.keys().copied(), is_within);
         let nothing = PromptHashes::default();
         let nothing = Coarse::of(&nothing, 1.0);
-        let mut leaving = Vec::new();
-        let freed_tokens = |keys: &[Key]| {
+        let enough = |keys: &[Key]| {
             let chains = keys.iter();
             let chains = chains.filter_map(|key| Some(&rotation.members.get(key)?.chain));
-            rotation.kept.freed_by(chains, &nothing)
+            rotation.kept.freed_by(chains, &nothing) >= over_tokens
         };
-        while freed_tokens(&leaving) < over_tokens
-            && let Some(key) = by_tenure.next()
-        {
-            leaving.push(key);
-        }
-        drop(by_tenure);
-        for key in leaving {
+        for key in first_enough(by_tenure, enough) {
             if self.is_idle(key) {
                 self.put_out(key, site, GiveUp::HadItsShare);
             } else {

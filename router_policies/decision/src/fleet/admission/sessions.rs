@@ -92,13 +92,11 @@ pub struct Known {
 
 impl Known {
     pub fn note_think(&mut self, seconds: f64) {
-        let mean_s = self.think_s.get_or_insert(seconds);
-        *mean_s += GAIN * (seconds - *mean_s);
+        move_towards(&mut self.think_s, seconds);
     }
 
     pub fn note_run(&mut self, seconds: f64) {
-        let mean_s = self.run_s.get_or_insert(seconds);
-        *mean_s += GAIN * (seconds - *mean_s);
+        move_towards(&mut self.run_s, seconds);
     }
 
     /// Whether a session that is idle is not expected back: it has sent nothing for longer than nearly all think. Who says
@@ -111,6 +109,11 @@ impl Known {
         let is_expected = self.waiting > 0 || self.returns_s.is_some_and(|at_s| at_s > now_s);
         !is_expected && now_s - ended_s > gaps.nearly_all_s()
     }
+}
+
+fn move_towards(mean_s: &mut Option<f64>, seconds: f64) {
+    let mean_s = mean_s.get_or_insert(seconds);
+    *mean_s += GAIN * (seconds - *mean_s);
 }
 
 /// All sessions and families.
@@ -153,7 +156,7 @@ impl Sessions {
         self.answered.push_back((now_s, key));
     }
 
-    /// Counts, of first answers as long ago as nearly all think, after which nothing has come.
+    /// Counts which sessions came back, of those whose first answer is older than nearly all think times.
     pub fn count_singles(&mut self, gaps: &Gaps, now_s: f64) {
         while let Some(&(since_s, key)) = self.answered.front()
             && now_s - since_s > gaps.nearly_all_s()
